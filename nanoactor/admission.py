@@ -1,4 +1,4 @@
-"""Requests whose tokens are known: what they must fit, and the message that admits them."""
+"""Admission of tokenized requests: checks, and the message that admits them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from nanoactor.vision.messages import Items
 from nanoactor.vision.prompt import block_extras
 
 DIRECT_TOKENS = 4096
-"""The longest prompt that the frontend admits itself: to hash more would take the user's loop too
-long."""
+"""The longest prompt that the frontend admits itself: hashing more would block the user's loop for
+too long."""
 _NO_TOKENS = np.empty(0, np.int32)
 
 
 class Admission:
-    """Makes `Admit` of a `Submit`, for one engine."""
+    """Turns a `Submit` into an `Admit`, for one engine."""
 
     def __init__(self, files: ModelFiles, salt: bytes, block_size: int) -> None:
         self._limit, self._vocabulary = files.max_model_len, files.config.vocab_size
@@ -54,7 +54,7 @@ class Admission:
         items: Items | None = None,
         free: FreeText | None = None,
     ) -> Admit:
-        """Return the admission of a request with these checked tokens."""
+        """Return the admission of a request with these tokens, already checked."""
         extras = block_extras(items, self.block_size) if items else {}
         return Admit(
             uid=submit.uid,
@@ -68,7 +68,7 @@ class Admission:
 
     def check(self, tokens: Int32, submit: Submit) -> RequestSpec:
         """Return the options of a request with this prompt, with max_tokens filled in; raise
-        `InvalidRequest` where the prompt, or what was told of its output, breaks one."""
+        `InvalidRequest` if the prompt, or the output emitted so far, violates a limit."""
         limit, stopping = self._limit, submit.spec.stopping
         if not len(tokens):
             raise InvalidRequest("the prompt is empty: it must have at least one token")
@@ -101,7 +101,7 @@ class Admission:
 
 
 def check_length(tokens: int, limit: int, *, pools: bool) -> None:
-    """Raise `InvalidRequest` for a prompt that is too long. One that `pools` has no output."""
+    """Raise `InvalidRequest` if a prompt is too long. A request that `pools` has no output."""
     if tokens + (not pools) <= limit:
         return
     most = f"{limit} fit" if pools else f"{limit - 1} leave room for one token of output"
@@ -111,5 +111,5 @@ def check_length(tokens: int, limit: int, *, pools: bool) -> None:
 
 
 def _told(submit: Submit) -> Int32:
-    """Return the tokens that the reader of an answer that goes on was told."""
+    """Return the tokens of a resumed sequence that its reader has already received."""
     return _NO_TOKENS if submit.output is None else submit.output.token_ids

@@ -1,4 +1,4 @@
-"""Beam search by requests whose answers are held behind each token, above the engine."""
+"""Beam search on top of the engine, by requests whose sequences pause after each token."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ class Requests(Protocol):
         priority: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Request:
-        """Queue a prompt whose answers are held behind each token."""
+        """Queue a prompt whose sequences pause after each token."""
 
 
 class BeamSearcher:
-    """Searches of one engine, each by one request with an answer for each beam: behind each token
-    the answers are held, and told what to go on with."""
+    """Beam searches of one engine. Each search is one request with one sequence per beam, which
+    pause after each token until the search supplies the next one."""
 
     def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
         self._config = config
         self._files = files
         vision = files.config.vision
         self._placeholders = (vision.image_token_id, vision.video_token_id) if vision else ()
-        """No beam goes on with these: in a prompt, which it is for the next step, they stand for
-        pictures."""
+        """Never chosen by a beam: a beam is the next step's prompt, in which these ids stand for
+        images."""
         self._tokenizer: Tokenizer | None = None
         self._tokenizer_lock = threading.Lock()
 
@@ -55,8 +55,7 @@ class BeamSearcher:
         priority: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> BeamSearchOutput:
-        """Search to the end; what `AsyncLLM.beam_search` raises is raised here. Cancelling it
-        ends its request."""
+        """Run a search; raises what `AsyncLLM.beam_search` does. Canceling it ends its request."""
         request = engine.submit_held(
             prompt,
             self._check(prompt, params),
@@ -73,10 +72,10 @@ class BeamSearcher:
         return found
 
     async def _search(self, request: Request, params: BeamSearchParams) -> BeamSearch:
-        """Search until nothing could change the result; end the request."""
+        """Search until the result is final, then end the request."""
         told = await request.held()
         search = BeamSearch(request.prompt_token_ids, params, self._files.eos_token_ids)
-        search.advance([self._likeliest(told[0])])  # all have the same to tell
+        search.advance([self._likeliest(told[0])])  # all sequences have the same candidates
         places = Places(params.beam_width)
         while not search.is_over:
             parents = places.move(search.parents)
@@ -90,7 +89,7 @@ class BeamSearcher:
         return search
 
     def _check(self, prompt: Any, params: Any) -> SamplingParams:
-        """Raise `InvalidRequest` for what no search can do; return the parameters of a step."""
+        """Return the parameters of a step. Raises `InvalidRequest` for unsupported searches."""
         if not isinstance(params, BeamSearchParams):
             raise InvalidRequest(f"params must be BeamSearchParams, got {type(params).__name__}")
         if _has_media(prompt):
@@ -112,7 +111,7 @@ class BeamSearcher:
             )
         return SamplingParams(
             temperature=0.0,
-            repetition_penalty=1.0,  # the model's default would cost, and change nothing
+            repetition_penalty=1.0,  # the model's default would cost time and change nothing
             seed=0,
             logprobs=count,
             max_tokens=params.max_tokens,
@@ -134,7 +133,7 @@ class BeamSearcher:
             sequence.text = tokenizer.decode(tokens, skip_special_tokens=False)
 
     def _load_tokenizer(self) -> Tokenizer:
-        # Here alone: most users' processes have no use for the library.
+        # Imported here because most user processes do not need the library.
         from nanoactor.text.tokenizer import load_tokenizer
 
         directory = self._files.tokenizer_directory
@@ -146,17 +145,17 @@ class BeamSearcher:
 
 
 class Places:
-    """The answers of a request by beam. A beam stays where its parent was, if no
-    better one does: then it costs one position."""
+    """The assignment of beams to the sequences of a request. The best child of a beam keeps
+    its parent's sequence, which costs one position."""
 
     def __init__(self, answers: int) -> None:
         self._answers = answers
         self.of: list[int] = []
-        """Of each live beam; none before the first."""
+        """The sequence index of each live beam; empty before the first step."""
 
     def move(self, parents: Sequence[int]) -> list[int]:
-        """Place the beams that follow these of the beams so far; return which answer each answer
-        becomes a copy of. Spare ones go on alone."""
+        """Assign new beams, given the current beam that each extends; return the sequence that
+        each sequence becomes a copy of. Spare sequences continue as themselves."""
         before, sources = self.of, list(range(self._answers))
         if not before:  # all answers are the same
             self.of = sources[: len(parents)]

@@ -1,4 +1,4 @@
-"""Beam search over one prompt as plain logic: log-probabilities in, sequences out."""
+"""Beam search over one prompt; pure logic: log-probabilities in, sequences out."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def beam_score(cum_logprob: float, length: int, length_penalty: float) -> float:
 class BeamSearch:
     """The beams of one prompt.
 
-    Each step continues every live beam with its likeliest tokens. Those that end a sequence end
-    it; of all others the `beam_width` likeliest sequences live on. Of equally likely ones that of
-    the better beam goes first, then the lower token id.
+    Each step extends every live beam with its likeliest tokens. End-of-sequence tokens finish a
+    sequence; of all others, the `beam_width` likeliest sequences stay live. Ties go to the better
+    beam, then to the lower token id.
     """
 
     def __init__(
@@ -36,9 +36,9 @@ class BeamSearch:
     ) -> None:
         """`prompt`: at least one token id."""
         self.live = [BeamSearchSequence(tokens=list(prompt))]
-        """What the next step continues, the likeliest first."""
+        """The sequences that the next step extends, likeliest first."""
         self.parents: list[int] = []
-        """Of each of these: which of those before it goes on."""
+        """For each of these: index of the previous live sequence that it extends."""
         self._params = params
         self._eos = frozenset(() if params.ignore_eos else eos_token_ids)
         self._count = candidates_per_beam(params, eos_token_ids)
@@ -54,8 +54,8 @@ class BeamSearch:
 
     def _cannot_improve(self) -> bool:
         """Return True if no continuation of a live beam can beat the finished ones.
-        Log-probabilities are never positive, so a sum only falls; the most favorable length is the
-        beam's limit."""
+        Log-probabilities are never positive, so sums never rise; the most favorable length is
+        the limit."""
         if len(self._ended) < self._params.beam_width:
             return False
         best, penalty = self.live[0], self._params.length_penalty
@@ -63,8 +63,8 @@ class BeamSearch:
         return self._score(self._ended[-1]) >= beam_score(best.cum_logprob, length, penalty)
 
     def advance(self, likeliest: Sequence[Logprobs]) -> None:
-        """Take a step. `likeliest`: of each live beam, in their order, the likeliest next tokens,
-        at least `candidates_per_beam` or the whole vocabulary."""
+        """Take a step. `likeliest` has, for each live beam in order, its likeliest next tokens: at
+        least `candidates_per_beam`, or the whole vocabulary."""
         ended: list[BeamSearchSequence] = []
         grown: list[tuple[float, int, int]] = []
         for at, (beam, told) in enumerate(zip(self.live, likeliest, strict=True)):
@@ -97,12 +97,12 @@ class BeamSearch:
         return beam_score(sequence.cum_logprob, length, self._params.length_penalty)
 
     def _best(self, sequences: list[BeamSearchSequence]) -> list[BeamSearchSequence]:
-        """Return the best, best first; of equals the one that came first."""
+        """Return the best, best first; ties go to the earlier sequence."""
         return heapq.nlargest(self._params.beam_width, sequences, key=self._score)
 
     def result(self) -> BeamSearchOutput:
-        """Return the best sequences, without text; fewer than `beam_width` where there are no more.
-        The live ones end here, by their length."""
+        """Return the best sequences, without text; fewer than `beam_width` if there are no more.
+        Live sequences finish here, with finish reason "length"."""
         for beam in self.live:
             beam.finish_reason = "length"
         return BeamSearchOutput(self._best([*self._ended, *self.live]))

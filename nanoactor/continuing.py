@@ -1,4 +1,4 @@
-"""Messages about answers that go on after a process has died and everybody began anew."""
+"""Messages for resuming sequences after a process has died and all processes have restarted."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from nanoactor.runtime.codec import message
 
 @message(9)
 class ToldTokens:
-    """The tokens that an answer's user was told."""
+    """The tokens of a sequence that were emitted to its user."""
 
     token_ids: NDArray[np.int32]
 
 
 @message(16)
 class Resume:
-    """Frontend to scheduler, first of all after everybody began anew: who lives."""
+    """Frontend to scheduler, the first message after a restart: the requests that live on."""
 
     below: int
     """Requests with uids below this number are dropped, except those in `living`."""

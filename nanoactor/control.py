@@ -1,4 +1,4 @@
-"""The part of `AsyncLLM` by which its owner holds it up and empties its cache."""
+"""The part of `AsyncLLM` that pauses the engine and resets its cache."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from nanoactor.errors import InvalidRequest, public
 
 
 class Controlled(abc.ABC):
-    """An engine whose steps can be stopped, as vLLM's `AsyncLLM` has it."""
+    """An engine that can be paused, as vLLM's `AsyncLLM` can."""
 
     @abc.abstractmethod
     def _running(self) -> FrontendActor:
-        """Return the frontend; raise where the engine cannot serve from here."""
+        """Return the frontend; raises if the engine cannot serve from here."""
 
     @public
     async def pause_generation(self, *, mode: str = "keep") -> None:
-        """Plan no more steps: requests wait where they are, new ones too, until
-        `resume_generation`. Steps under way end. A second call changes nothing.
+        """Stop planning steps: all requests, new ones too, wait until `resume_generation`. Steps
+        in flight finish. A second call has no effect.
 
-        Raises `InvalidRequest` for another `mode`: `abort` ends requests one by one.
+        Raises `InvalidRequest` for any other `mode`; use `abort` to end individual requests.
         """
         if mode != "keep":
             raise InvalidRequest(f'mode must be "keep": requests wait, got {mode!r:.100}')
@@ -38,7 +38,7 @@ class Controlled(abc.ABC):
 
     @public
     async def reset_prefix_cache(self) -> bool:
-        """Invalidate the prefix cache: later requests find nothing that was computed before this
-        call or by requests that are running now. Returns True."""
+        """Invalidate the prefix cache: later requests reuse nothing computed before this call or
+        by requests that are running now. Returns True."""
         self._running().control.forget_index()
         return True

@@ -60,11 +60,11 @@ log = logging.getLogger("nanoactor.engine")
 
 Prompt = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 """Text, `{"prompt": text}`, `{"prompt_token_ids": [...]}`, or a list of chat messages. A dict may
-have `"multi_modal_data": {"image": [...]}`, a message content parts with pictures."""
+have `"multi_modal_data": {"image": [...]}`; messages may have image content parts."""
 
 
 class AsyncLLM(Controlled, Pooled):
-    """An engine in processes of its own, used from one event loop.
+    """An engine that runs in separate processes, used from one event loop.
 
     async with AsyncLLM("demo") as llm:
         async for output in llm.generate("ROMEO:", SamplingParams(max_tokens=50)):
@@ -73,11 +73,11 @@ class AsyncLLM(Controlled, Pooled):
 
     @public
     def __init__(self, model: str | EngineConfig, **options: Any) -> None:
-        """`options` are those of `EngineConfig`. Nothing starts yet, but a model without a
+        """`options` are those of `EngineConfig`. Nothing is started yet, but a model without a
         tokenizer.json has its tokenizer converted, once.
 
-        Raises `InvalidConfig` for an unknown or impossible option, `ModelError` where the
-        model's files are missing or wrong.
+        Raises `InvalidConfig` for an unknown or invalid option, `ModelError` if the model's files
+        are missing or malformed.
         """
         if isinstance(model, EngineConfig):
             if options:
@@ -102,7 +102,7 @@ class AsyncLLM(Controlled, Pooled):
         self._requests = RequestBuilder(self.config, self.files, seeds)
         self._beams = BeamSearcher(self.config, self.files)
         self._opening: dict[str, asyncio.Future[None]] = {}
-        """By the names of requests whose pictures are being opened: done where one is aborted."""
+        """Futures by id of the requests with images being opened; set when a request is aborted."""
         self._pretrained = PretrainedOnce()
         self._ids = f"request-{secrets.token_hex(4)}"  # no caller's own id can be one of ours
         self._died = asyncio.Event()
@@ -158,11 +158,11 @@ class AsyncLLM(Controlled, Pooled):
             raise
         finally:
             if self._rendezvous and (self._closed or not self.config.restarts_allowed):
-                self._rendezvous.close()  # else ranks may meet again
+                self._rendezvous.close()  # else ranks may reconnect
         frontend = self._system.actor("frontend")
         assert isinstance(frontend, FrontendActor)
         self._frontend = frontend
-        if self._closed or self.dead is not None:  # in the very moment in which all was ready
+        if self._closed or self.dead is not None:  # just as startup completed
             await self.close()
             raise self.dead or EngineClosed("the engine was closed while it started")
         if self.config.restarts_allowed:
@@ -181,10 +181,10 @@ class AsyncLLM(Controlled, Pooled):
 
     @public
     async def close(self) -> None:
-        """End all processes; requests that are not over raise `EngineClosed`.
+        """End all processes; unfinished requests raise `EngineClosed`.
 
-        On another loop than the engine's it does the same, if the engine's still runs; if that has
-        ended, nobody is left to hear of the requests, and the processes end.
+        May be called from another loop as long as the engine's own is running. If that loop has
+        ended, no reader is left to notify, and only the processes end.
         """
         self._closed = True
         loop = self._system.running_elsewhere
@@ -218,8 +218,8 @@ class AsyncLLM(Controlled, Pooled):
 
     @property
     def recovering(self) -> tuple[str, float] | None:
-        """Return which processes have died, and when by the monotonic clock, while they are
-        replaced and requests wait."""
+        """Return the processes that have died and the monotonic time of death, while they are
+        being replaced and requests wait."""
         return self._system.recovering
 
     @property
@@ -230,17 +230,17 @@ class AsyncLLM(Controlled, Pooled):
 
     @property
     def dead(self) -> EngineDead | None:
-        """Return why the engine serves no more, if it has died."""
+        """Return the error that the engine died of; None if it is alive."""
         return None if self._system.dead is None else engine_dead(self._system.dead)
 
     async def death(self) -> EngineDead:
-        """Wait until the engine has died, and return why; being closed is no death."""
+        """Wait until the engine dies, and return the error; closing it does not count."""
         await self._died.wait()
         assert self.dead is not None
         return self.dead
 
     def _running(self) -> FrontendActor:
-        """The frontend; raises where the engine cannot serve from here."""
+        """Return the frontend; raises if the engine cannot serve from here."""
         if self._closed or self._frontend is None:
             raise EngineClosed(
                 "the engine was closed" if self._closed else "start the engine first"
@@ -264,18 +264,19 @@ class AsyncLLM(Controlled, Pooled):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         so_far: OutputSoFar | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Outputs as they come, in the form that `sampling_params.output_kind` asks for.
+        """Yield outputs as they arrive, in the form that `sampling_params.output_kind` selects.
 
-        What can be checked here raises `InvalidRequest` at once, the rest (a prompt that is
-        too long, say, or one with pictures, which are opened on a thread) when the iterator is
-        first awaited; so do `EngineOverloaded`, `EngineDead` and `EngineClosed`. Closing or
-        cancelling the iterator aborts the request. A lower `priority` goes first.
+        Raises `InvalidRequest` at once for errors that can be detected here. Other errors (a
+        prompt that is too long, say, or anything about images, which are opened on a thread) are
+        raised when the iterator is first awaited, as are `EngineOverloaded`, `EngineDead` and
+        `EngineClosed`. Closing or canceling the iterator aborts the request. Lower values of
+        `priority` run first.
 
-        With `so_far` the answer goes on behind what an engine with the same model has told of it,
-        with the same prompt and parameters, to the same end: `sampling_params` have its seed
-        (`derived_seed` for the answers behind the first) and n = 1. Outputs have only what is new;
-        limits, penalties and offsets count the answer as one. It goes before all requests that
-        begin here, and a full queue does not refuse it.
+        With `so_far`, continue a sequence that another engine with the same model has partly
+        emitted; the result is the same as if that engine had finished it. The prompt and parameters
+        must be the same, with the sequence's seed (`derived_seed` for all but the first) and n = 1.
+        Outputs contain only the new part; limits, penalties and offsets count the whole sequence.
+        The request runs before all that start here, and a full queue does not reject it.
         """
         if must_open(prompt):
             prompt = snapshot(prompt)
@@ -329,10 +330,10 @@ class AsyncLLM(Controlled, Pooled):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         so_far: OutputSoFar | None = None,
     ) -> list[Request]:
-        """Queue several prompts with the same parameters now, all or none of them. Pictures are
-        opened in the calling thread. `so_far` as for `generate`.
+        """Queue several prompts with the same parameters now, all or none of them. Images are
+        opened in the calling thread. `so_far` is as for `generate`.
 
-        Raises `InvalidRequest` and `EngineOverloaded` at once. With a seed each has the same.
+        Raises `InvalidRequest` and `EngineOverloaded` at once. A given seed applies to each.
         """
         frontend = self._running()
         frontend.announce()
@@ -351,8 +352,8 @@ class AsyncLLM(Controlled, Pooled):
         priority: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Request:
-        """Queue a prompt whose answers are held behind each token, see `Request.held`: it counts as
-        one waiting request. What searches above the engine are made of.
+        """Queue a prompt whose sequences pause after each token, see `Request.held`; it counts as
+        one waiting request. The building block of searches on top of the engine.
 
         `sampling_params` must have `logprobs` and `max_tokens`; raises as `submit` does.
         """
@@ -374,7 +375,7 @@ class AsyncLLM(Controlled, Pooled):
         priority: int = 0,
         scores: bool = False,
     ) -> Request:
-        """Queue a text for its vector, see `Pooled.submit_pooled`."""
+        """Queue a text to be pooled, see `Pooled.submit_pooled`."""
         frontend = self._running()
         self._check_name(frontend, request_id)
         frontend.announce()
@@ -396,12 +397,12 @@ class AsyncLLM(Controlled, Pooled):
         priority: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> BeamSearchOutput:
-        """Find likely continuations of one prompt, the best first, by a request with an answer
-        for each beam; docs/sampling.md has the definition and the cost.
+        """Return likely continuations of one prompt, best first, using a request with one
+        sequence per beam; docs/sampling.md has the definition and the cost.
 
-        Raises `InvalidRequest`, for pictures too, and where `max_logprobs` is less than what
-        `beam_width` needs; `EngineOverloaded` where the queue is full when it begins. Cancelling it
-        leaves nothing in the engine. `HoldExpired` where the loop is blocked for `hold_timeout`.
+        Raises `InvalidRequest`, also for images and if `max_logprobs` is less than `beam_width`
+        needs; `EngineOverloaded` if the queue is full at the start; `HoldExpired` if the loop is
+        blocked for `hold_timeout`. Canceling it leaves nothing in the engine.
         """
         return await self._beams.search(self, prompt, params, priority, chat_template_kwargs)
 
@@ -414,7 +415,7 @@ class AsyncLLM(Controlled, Pooled):
         request_id: str | None = None,
         so_far: OutputSoFar | None = None,
     ) -> Callable[[int], Entry]:
-        """Check a request; return what makes its entry, once it has a number."""
+        """Check a request; return a function that makes its entry from its uid."""
         params = self._requests.chosen(sampling_params)
         built = self._requests.build(prompt, params, priority, chat_template_kwargs, so_far=so_far)
         return entry_maker(built, params, request_id, self._ids, so_far is not None)
@@ -445,14 +446,14 @@ class AsyncLLM(Controlled, Pooled):
     async def abort(self, request_id: str) -> None:
         """End a request; unknown ids are ignored.
 
-        Its iterator yields a last output with finish_reason "abort" at once, whatever the engine is
-        at. The engine lets go of it within one step more than may be in flight.
+        Its iterator immediately yields a last output with finish_reason "abort", whatever the
+        engine is doing. The engine releases it within one step more than may be in flight.
         """
         check_name(request_id)
         frontend = self._running()
         opening = self._opening.get(request_id)
         if opening is not None and not opening.done():
-            opening.set_result(None)  # nothing of it has reached the engine
+            opening.set_result(None)  # it has not reached the engine yet
         entry = frontend.entry_of(request_id)
         if entry is not None:
             frontend.abort(entry)
@@ -465,9 +466,9 @@ class AsyncLLM(Controlled, Pooled):
 
     @public
     def index_events(self) -> AsyncGenerator[IndexEvents, None]:
-        """Yield the prefix index, as hashes of full blocks by `prefix_salt`: all of it first, then
-        its changes, a moment late, and merged while they are not read. Raises `InvalidRequest`
-        without `prefix_salt`, `EngineDead` and `EngineClosed` when the engine is gone.
+        """Yield the prefix index, as hashes of full blocks keyed by `prefix_salt`: first all of
+        it, then changes, slightly delayed, and merged while they are unread. Raises
+        `InvalidRequest` without `prefix_salt`, `EngineDead` and `EngineClosed`.
         """
         if self.config.prefix_salt is None:
             raise InvalidRequest("index_events needs an engine with a prefix_salt of its own")
@@ -475,22 +476,23 @@ class AsyncLLM(Controlled, Pooled):
 
     @public
     async def statistics(self) -> dict[str, dict[str, Any]]:
-        """Figures of every actor, its mailbox and its edges."""
+        """Return statistics of every actor, its mailbox and its edges."""
         self._running()
         return await self._system.statistics()
 
     @public
     async def activity(self, begin: int, width: int, bins: int) -> dict[str, NDArray[np.float32]]:
-        """Sum how busy actors and devices were: by track, the share of each of `bins` stretches of
-        `width` ns from `begin` on, on the monotonic clock. What still goes on is left out."""
+        """Return, by track, the share of time that actors and devices were busy in each of `bins`
+        intervals of `width` ns from `begin` on the monotonic clock. Unfinished spans are left
+        out."""
         check_numbers(begin=begin, width=width, bins=bins)
         self._running()
         return await self._system.activity(begin, width, bins)
 
     @public
     async def trace(self, since: int = 0) -> Trace:
-        """Collect what actors did after a moment of the monotonic clock (ns), as far back as they
-        remember, some seconds: a timeline to save, and its sums."""
+        """Return a trace of all actors from `since` (ns on the monotonic clock), at most the few
+        seconds that they remember."""
         check_numbers(since=since)
         self._running()
         nodes = await self._system.trace(since)
@@ -503,8 +505,8 @@ class AsyncLLM(Controlled, Pooled):
         """Return the model's tokenizer as transformers loads it, the same object each time.
 
         It needs no running engine. The first call imports transformers into this process, which
-        imports torch where that is installed: some seconds, on another thread. Raises
-        `InvalidRequest` where the engine has no tokenizer (skip_tokenizer_init), `ModelError` where
+        imports torch if that is installed; this takes some seconds, on another thread. Raises
+        `InvalidRequest` if the engine has no tokenizer (skip_tokenizer_init), `ModelError` if
         transformers cannot load it.
         """
         if self.config.skip_tokenizer_init:
@@ -519,6 +521,6 @@ class AsyncLLM(Controlled, Pooled):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The runner's findings: blocks of KV cache, their size, the data type."""
+        """Return what the runner has reported: number and size of KV blocks, data type."""
         ready = self._system.ready
         return dataclasses.asdict(RunnerReady.find(ready)) if "runner.0" in ready else {}

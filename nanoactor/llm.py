@@ -1,4 +1,4 @@
-"""`LLM`: the same engine for programs that are not asynchronous."""
+"""`LLM`: the same engine for synchronous programs."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 P = TypeVar("P", EmbeddingRequestOutput, ScoringRequestOutput)
 _AT_ONCE = 4096
-"""Texts that are pooled at once."""
+"""Number of texts that are pooled at once."""
 
 
 class LLM:
-    """A blocking front: an event loop on a thread of its own, so it works inside one too.
+    """A blocking front end with its own event loop thread, so it also works inside a running loop.
 
     with LLM("demo") as llm:
         print(llm.generate("ROMEO:")[0].outputs[0].text)
@@ -57,7 +57,7 @@ class LLM:
         self._thread.start()
         try:
             self._call(self._llm.start())
-        except BaseException:  # Ctrl-C too: what has started by then ends before it goes on
+        except BaseException:  # Ctrl-C too: end what has started before continuing
             self.close()
             raise
 
@@ -73,7 +73,7 @@ class LLM:
             asyncio.run_coroutine_threadsafe(ending, self._loop)
         except RuntimeError:  # the loop is closed
             ending.close()
-        # Last: it may be an error.
+        # Last, as the warning may be an error.
         warnings.warn(
             f"the engine of {self._llm.config.model!r} was not closed: use `with`, or call close()",
             ResourceWarning,
@@ -90,7 +90,7 @@ class LLM:
             raise
         try:
             return future.result()
-        except BaseException:  # Ctrl-C too: nothing goes on computing unseen
+        except BaseException:  # Ctrl-C too: leave nothing computing
             future.cancel()
             raise
 
@@ -103,7 +103,7 @@ class LLM:
             raise EngineClosed("the engine was closed")
 
     def __enter__(self) -> LLM:
-        """It is started already."""
+        """Return the engine, which is started already."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -112,7 +112,7 @@ class LLM:
 
     @public
     def close(self) -> None:
-        """End all processes; whoever calls it while another thread does waits for the end."""
+        """End all processes; concurrent calls wait until they have ended."""
         if os.getpid() != self._pid:
             return
         with self._closing:
@@ -123,7 +123,7 @@ class LLM:
                 self._thread.join()
 
     async def _end(self) -> None:
-        """Close the engine, then let every call that it has ended come to its own end."""
+        """Close the engine, then wait for the calls that this has ended."""
         await self._llm.close()
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
@@ -137,11 +137,11 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """The completed outputs, in the order of the prompts.
+        """Return the completed outputs, in the order of the prompts.
 
-        A prompt is text or a dict with `prompt` or `prompt_token_ids`; one set of parameters
-        serves all, or there is one for each. The first invalid request raises, and ends the
-        others. For conversations see `chat`.
+        A prompt is text or a dict with `prompt` or `prompt_token_ids`. Parameters are one set for
+        all prompts, or one for each. The first invalid request raises, and ends the others. For
+        conversations see `chat`.
         """
         wanted = _several(prompts, "prompts", "a text, a dict, or a list of them")
         return self._call(self._generate(wanted, sampling_params, use_tqdm, None))
@@ -158,9 +158,9 @@ class LLM:
         continue_final_message: bool | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[RequestOutput]:
-        """The answers to one conversation (a list of messages) or to several.
+        """Return the outputs for one conversation (a list of messages) or several.
 
-        The last three are for the template, as `chat_template_kwargs` is, which goes first.
+        The last three are passed to the template; `chat_template_kwargs` override them.
         """
         wanted = _several(messages, "messages", "a list of messages, or a list of such lists")
         if wanted and isinstance(wanted[0], Mapping):
@@ -173,7 +173,7 @@ class LLM:
             "tools": list(tools) if tools else None,
         }
         options: Any = {} if chat_template_kwargs is None else chat_template_kwargs
-        if isinstance(options, Mapping):  # anything else is refused where requests are checked
+        if isinstance(options, Mapping):  # anything else is rejected when requests are checked
             options = {k: value for k, value in own.items() if value is not None} | {**options}
         return self._call(self._generate(wanted, sampling_params, use_tqdm, options))
 
@@ -184,10 +184,10 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """The completed outputs of requests with pictures, in their order.
+        """Return the completed outputs of requests with images and videos, in their order.
 
         A request is `{"text": ..., "images": [...], "videos": [...]}`, with a placeholder in the
-        text for each of them, or `{"messages": [...]}`, whose content parts hold them. Raises
+        text for each of them, or `{"messages": [...]}`, with content parts that hold them. Raises
         `InvalidRequest`.
         """
         wanted = _several(requests, "requests", "a list of dicts")
@@ -205,8 +205,8 @@ class LLM:
     ) -> list[BeamSearchOutput]:
         """Search for likely continuations of each prompt; see `AsyncLLM.beam_search`.
 
-        All prompts at once, or at most `concurrency_limit` of them. The first invalid one raises,
-        and ends the others.
+        Runs all prompts at once, or at most `concurrency_limit` of them. The first invalid
+        prompt raises, and ends the others.
         """
         wanted = _several(prompts, "prompts", "a text, a dict, or a list of them")
         limit = concurrency_limit
@@ -221,7 +221,7 @@ class LLM:
         pooling_params: PoolingParams | None = None,
         use_tqdm: bool = True,
     ) -> list[EmbeddingRequestOutput]:
-        """Return the vectors of one text or of several, in their order; see `AsyncLLM.embed`.
+        """Return the vectors of one or more texts, in order; see `AsyncLLM.embed`.
 
         The first invalid text raises, and ends the others.
         """
@@ -255,7 +255,7 @@ class LLM:
 
     @public
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the parameters of requests without any: what the model recommends."""
+        """Return the parameters that the model recommends, the default for requests."""
         return SamplingParams.for_model()
 
     @public
@@ -324,7 +324,7 @@ class LLM:
             progress.close()
 
     async def _when_accepted(self, make: Callable[[], Awaitable[T]]) -> T:
-        """Finish a request, however long the queue is full: a batch may be larger than it."""
+        """Run a request, waiting while the queue is full: a batch may exceed the queue."""
         while True:
             try:
                 return await make()
@@ -338,7 +338,7 @@ class LLM:
         progress: Progress,
         template: Mapping[str, Any] | None,
     ) -> RequestOutput:
-        """The last output of a request; counts its tokens as they come."""
+        """Return the last output of a request; counts its tokens as they arrive."""
         told = 0
         final: RequestOutput | None = None
         stream = self._llm.generate(prompt, _cumulative(params), chat_template_kwargs=template)
@@ -357,7 +357,7 @@ def _is_sequence(value: object) -> bool:
 
 
 def _several(given: Any, name: str, what: str) -> list[Any]:
-    """Return a list of what was given, perhaps one by itself; raises `InvalidRequest`."""
+    """Return `given` as a list, also if it is a single item; raises `InvalidRequest`."""
     if isinstance(given, str | Mapping):
         return [given]
     if isinstance(given, bytes) or not _is_sequence(given):

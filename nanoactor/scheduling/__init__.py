@@ -1,1 +1,1 @@
-"""The choice of what runs in each step: pure logic, events in, messages out."""
+"""The scheduler's logic: chooses what runs in each step. Events in, messages out, no I/O."""

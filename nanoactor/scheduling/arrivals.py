@@ -1,4 +1,4 @@
-"""Requests as they arrive, and aborts that were here before them."""
+"""Arriving requests, and aborts that overtook them."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Arrivals:
         self.tombstones: set[int] = set()
 
     def admit(self, event: Admit, answers: list[Sequence]) -> tuple[list[Sequence], list[Send]]:
-        """Take the answers of a request; return those that live, and what to send of them."""
+        """Take a request's sequences; return the live ones and the messages to send about them."""
         living = [answer for answer in answers if not self._swallowed(answer.uid)]
         out: list[Send] = []
         for sequence in living:
             self._output.stop_ids.add(sequence.watched_ids)
-            # One of them tells what the prompt has become.
+            # Only the first carries the tokenized prompt.
             first = sequence is living[0]
             prompt = (event.token_ids.copy(), event.prompt_length) if first else (_NO_TOKENS, 0)
             out.append((TEXT, Open(sequence.uid, *prompt, event.spec.text_options)))
@@ -46,11 +46,11 @@ class Arrivals:
                 self._output.finish(uid, rejected(event.text, refused=event.refused))
 
     def resume(self, event: Resume) -> None:
-        """Everybody began anew: those that are over do not arrive again."""
+        """Mark the finished requests as seen after a restart: they do not arrive again."""
         self.seen.fill(event.below, event.living.tolist())
 
     def _swallowed(self, uid: int) -> bool:
-        """Note that a request has arrived; True where its abort was here first."""
+        """Record that a request has arrived; return True if its abort arrived first."""
         self.seen.add(uid)
         if uid not in self.tombstones:
             return False

@@ -1,4 +1,4 @@
-"""The supply of blocks, counted as credits, and of slots; freed ones wait behind fences."""
+"""The supply of blocks, counted as credits, and of slots; freed ones wait for fences."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from nanoactor.errors import ProtocolBug
 class BlockBudget:
     """Counts the blocks that may be spent and the slots that are free.
 
-    `debit` spends blocks; `refund` takes back those of them that others hold anyway. What a
-    sequence frees may still be used by steps planned before, so it comes with a *fence*, the
-    number of the last of these steps: it is available again once that step is complete. How many
-    blocks come back only the block manager can tell, so the scheduler says in which turn something
-    was given up (`expect`), and from the answer to that turn on they are pending.
+    `debit` spends blocks; `refund` takes back those that other sequences hold anyway. Blocks that
+    a sequence frees may still be used by steps already planned, so they come with a *fence*, the
+    number of the last of these steps: they are available again once that step is complete. Only
+    the block manager knows how many blocks come back, so the scheduler records the turn that gave
+    them up (`expect`), and they are pending from the answer to that turn on.
 
-    At any time, credits + pending + what is debited and not given back == blocks. Fences are
-    given in ascending order.
+    Invariant: credits + pending + blocks debited and not given back == blocks. Fences are given in
+    ascending order.
     """
 
     def __init__(self, blocks: int, slots: int) -> None:
         self._blocks, self._slots = blocks, slots
         self._credits = blocks
         self._fenced_blocks: deque[tuple[int, int]] = deque()
-        """(fence, how many)."""
+        """(fence, number of blocks)."""
         self._unanswered: deque[tuple[int, int]] = deque()
-        """(turn, fence) where something was given up, and the block manager has not answered."""
+        """(turn, fence) of turns that gave something up and are not answered."""
         self._free_slots = list(range(slots))
         """A heap."""
         self._fenced_slots: deque[tuple[int, int]] = deque()
@@ -42,7 +42,7 @@ class BlockBudget:
 
     @property
     def pending(self) -> int:
-        """Blocks that are given back, and may be spent when their fences have passed."""
+        """Blocks that were given back, and can be spent once their fences have passed."""
         return sum(freed for _, freed in self._fenced_blocks)
 
     @property
@@ -52,28 +52,28 @@ class BlockBudget:
 
     @property
     def oldest_unanswered(self) -> int | None:
-        """The fence of the oldest turn that gave something up and is not answered; None where all
-        are."""
+        """The fence of the oldest unanswered turn that gave something up; None if there is
+        none."""
         return self._unanswered[0][1] if self._unanswered else None
 
     def debit(self, blocks: int) -> None:
-        """Spend blocks. Raises `ProtocolBug` where there are fewer credits."""
+        """Spend blocks. Raises `ProtocolBug` if there are fewer credits."""
         if blocks > self._credits:
             raise ProtocolBug(f"{blocks} blocks are spent, but there are {self._credits} credits")
         self._credits -= blocks
 
     def refund(self, blocks: int) -> None:
-        """Take back debited blocks that other sequences hold anyway, to be spent at once."""
+        """Take back debited blocks that other sequences hold anyway; they can be spent at once."""
         self._credits += blocks
 
     def expect(self, turn: int, fence: int) -> None:
-        """Expect an answer to a turn that gives up what is in use up to step `fence`."""
+        """Expect an answer to a turn that gives up blocks in use up to step `fence`."""
         self._unanswered.append((turn, fence))
 
     def answer(self, turn: int, fences: Iterable[tuple[int, int]]) -> None:
-        """Take the answer to all turns up to one: (fence, blocks) that came back.
+        """Take the answer to all turns up to this one: (fence, blocks) that came back.
 
-        Raises `ProtocolBug` where something came back that none of these gave up.
+        Raises `ProtocolBug` if any came back that none of these turns gave up.
         """
         due: set[int] = set()
         while self._unanswered and self._unanswered[0][0] <= turn:
@@ -90,13 +90,13 @@ class BlockBudget:
         self._pass_fences()
 
     def take_slot(self) -> int:
-        """Hand out the lowest free slot. Raises `ProtocolBug` where there is none."""
+        """Hand out the lowest free slot. Raises `ProtocolBug` if there is none."""
         if not self._free_slots:
             raise ProtocolBug(f"a slot is taken, but none of {self._slots} is free")
         return heapq.heappop(self._free_slots)
 
     def give_up_slot(self, slot: int, fence: int) -> None:
-        """Take a slot back, to be handed out when step `fence` is complete."""
+        """Take a slot back; it can be handed out once step `fence` is complete."""
         self._fenced_slots.append((fence, slot))
         self._pass_fences()
 
@@ -107,7 +107,7 @@ class BlockBudget:
             heapq.heappush(self._free_slots, self._fenced_slots.popleft()[1])
 
     def check_idle(self) -> None:
-        """Raise `ProtocolBug` unless every block and every slot is back, or behind a fence."""
+        """Raise `ProtocolBug` unless every block and every slot is back or waits for a fence."""
         slots = len(self._free_slots) + len(self._fenced_slots)
         blocks = self._credits + self.pending
         if (slots, blocks) != (self._slots, self._blocks):
@@ -118,15 +118,15 @@ class BlockBudget:
 
 
 class PageBudget:
-    """Counts the encoder cache's pages that may be spent; what comes back is behind fences.
+    """Counts the encoder cache's pages that may be spent; returned pages wait for fences.
 
-    At any time, credits + pending + what is debited and not given back == pages.
+    Invariant: credits + pending + pages debited and not given back == pages.
     """
 
     def __init__(self, pages: int) -> None:
         self._pages = self._credits = pages
         self._fenced: deque[tuple[int, int]] = deque()
-        """(fence, how many), by fence."""
+        """(fence, number of pages), by fence."""
         self._completed = 0
 
     @property
@@ -136,21 +136,21 @@ class PageBudget:
 
     @property
     def spent(self) -> int:
-        """Pages that are neither here nor on their way behind a fence."""
+        """Pages that are neither available nor waiting for a fence."""
         return self._pages - self._credits - sum(pages for _, pages in self._fenced)
 
     def debit(self, pages: int) -> None:
-        """Spend pages. Raises `ProtocolBug` where there are fewer."""
+        """Spend pages. Raises `ProtocolBug` if there are fewer credits."""
         if pages > self._credits:
             raise ProtocolBug(f"{pages} pages are spent, but there are {self._credits} credits")
         self._credits -= pages
 
     def refund(self, pages: int) -> None:
-        """Take back what was debited and is not needed, to be spent at once."""
+        """Take back debited pages that are not needed; they can be spent at once."""
         self._credits += pages
 
     def give_back(self, pages: int, fence: int) -> None:
-        """Take pages back, to be spent when step `fence` is complete."""
+        """Take pages back; they can be spent once step `fence` is complete."""
         self._fenced.append((fence, pages))
         self.complete(self._completed)
 

@@ -1,4 +1,4 @@
-"""The limits within which the scheduler plans."""
+"""The scheduler's limits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nanoactor.vision.units import NO_ENCODER, EncoderLimits
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """The limits that plans keep."""
+    """The limits that plans observe."""
 
     blocks: int
     block_size: int
@@ -19,11 +19,11 @@ class SchedulerConfig:
     """At least `max_num_seqs`, so that every running sequence fits into every step."""
     max_model_len: int
     depth: int = 2
-    """Largest number of planned steps that are not done."""
+    """Maximum number of steps in flight."""
     max_depth: int = 0
-    """Largest number of such steps while steps are short; at least `depth`."""
+    """Maximum number of steps in flight while steps are short; at least `depth`."""
     plan_lead: Literal["eager", "late"] = "eager"
-    """Plan as soon as the depth allows, or when the runner says that it is about to run dry."""
+    """Plan as soon as the depth allows, or when the runner asks because it is about to run dry."""
     prefix_caching: bool = True
     priority_window: int = 1000
     """Number of later requests that a priority difference of 1 may let pass."""
@@ -36,5 +36,5 @@ class SchedulerConfig:
     """Runners, each of which must hold a mask before a step may name it."""
 
     def __post_init__(self) -> None:
-        """Without a `max_depth` steps are never so short."""
+        """Raise `max_depth` to at least `depth`."""
         object.__setattr__(self, "max_depth", max(self.depth, self.max_depth))

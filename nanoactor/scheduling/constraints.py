@@ -1,11 +1,12 @@
-"""Constrained sequences: a grammar says what each may choose next, and that takes time.
+"""Constrained sequences: a grammar determines their next tokens, and that takes time.
 
-Nobody else waits for it. A constrained sequence never decodes: its token is chosen when every rank
-holds the mask for it, and then known, so that its position is computed like a prompt's. The token
-goes to the grammar, which sends the next mask to the ranks; these tell that they hold it.
+No other sequence waits for it. A constrained sequence never decodes: its token is sampled once
+every rank holds the mask for it, and is then known, so its position is computed like a prompt's.
+The token goes to the grammar, which sends the next mask to the ranks; these report that they hold
+it.
 
-An answer may change between free text and text under its grammar. Then it goes on behind its newest
-known token as what it has become, and what steps in flight bring it does not count.
+A sequence may switch between free text and text under its grammar. It then continues in its new
+state after its newest known token, and its results from steps in flight are discarded.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from nanoactor.scheduling.turns import TurnBuilder
 
 
 class Constraints(Feature):
-    """Opens grammars, and has sequences choose when every rank holds their masks."""
+    """Opens grammars, and lets sequences sample once every rank holds their masks."""
 
     def __init__(
         self,
@@ -52,20 +53,20 @@ class Constraints(Feature):
         ranks: int,
         jumps: bool = True,
     ) -> None:
-        """`lower` has a sequence go on behind its newest known token, and drops what steps in
-        flight bring it. With `jumps`, tokens that are forced are not chosen."""
+        """`lower` makes a sequence continue after its newest known token and discards its results
+        from steps in flight. With `jumps`, forced tokens are not sampled."""
         self._running, self._lower, self._jumps = running, lower, jumps
         self._out: list[Send] = []
         self._over: list[int] = []
         """Sequences that no later step names."""
         self._open: dict[int, Sequence] = {}
-        """Those whose grammar is open."""
+        """Sequences with an open grammar, by uid."""
         self._masks = RankResources("mask", ranks, periods=2)
         """By sequence, the position of the next mask; none while its text is free."""
         self._forced = 0
-        """How many runs of forced tokens wait."""
+        """Number of pending runs of forced tokens."""
         self._used = [0, 0, 0]
-        """Masks by the steps that were planned without them: none, one, or more."""
+        """Masks by the number of steps that were planned without them: none, one, or more."""
         self._jumped = 0
         """Tokens that were forced."""
 
@@ -75,15 +76,15 @@ class Constraints(Feature):
         return self._masks.missing > 0
 
     def admit(self, sequence: Sequence, turn: int) -> None:
-        """Open the grammar of a sequence that is about to run, unless that was done; where it
-        holds, ask for its first mask."""
+        """Open the grammar of a sequence that is about to run, unless it is open; if it applies
+        already, request its first mask."""
         uid, grammar = sequence.uid, sequence.grammar
         if grammar is None or uid in self._open:
             return
         self._open[uid] = sequence
         told = as_int32(grammar.told if grammar.holds else ())
         first = sequence.length - len(told) if grammar.holds else -1
-        # Log-probabilities come from choosing, and those of a prompt before the output ends.
+        # Output logprobs come from sampling; prompt logprobs must come before the output ends.
         jumps = self._jumps and max(sequence.spec.logprobs, sequence.prompt_logprobs) < 0
         told_first = (uid, sequence.spec.grammar, first, told, jumps, sequence.limit)
         self._out.append((GRAMMAR, OpenGrammar(*told_first)))
@@ -91,7 +92,7 @@ class Constraints(Feature):
             self._masks.want(uid, sequence.length)
 
     def close(self, sequence: Sequence) -> None:
-        """A sequence is over; its mask may still be under way."""
+        """Close the grammar of a finished sequence; its mask may still be in flight."""
         if self._open.pop(sequence.uid, None) is None:
             return
         self._masks.drop(sequence.uid)
@@ -102,7 +103,7 @@ class Constraints(Feature):
     # -- between free text and the grammar ------------------------------------------------
 
     def go_on(self, sequence: Sequence) -> None:
-        """One kind of free text may follow another, or the grammar begin to hold, or cease to."""
+        """Update the state: other free text may follow, or the grammar start or cease to apply."""
         if (grammar := sequence.grammar) is None:
             return
         token, before = int(sequence.tokens[-1]), grammar.gate
@@ -117,15 +118,15 @@ class Constraints(Feature):
             self._lower(sequence)
 
     def note_refused(self, sequences: list[Sequence]) -> None:
-        """These would have ended in their thoughts: their grammars end these."""
+        """End the reasoning of sequences that would have ended in it: their grammars take over."""
         for sequence in sequences:
             assert sequence.grammar is not None
             sequence.grammar.gate = NO_GATE
             self._begin(sequence, sequence.grammar, [])
 
     def _begin(self, sequence: Sequence, grammar: GrammarState, tokens: list[int]) -> None:
-        """Ask for the next mask of a sequence whose free text is over; `tokens` ended it, and are
-        its grammar's."""
+        """Request the next mask of a sequence after its free text; `tokens` ended that, and go to
+        the grammar."""
         told = as_int32(grammar.told + tokens)
         self._out.append((GRAMMAR, BeginGrammar(sequence.uid, sequence.length, told)))
         self._masks.want(sequence.uid, sequence.length)
@@ -158,13 +159,13 @@ class Constraints(Feature):
         self._masks.want(sequence.uid, position)
 
     def _on_ready(self, event: MasksReady) -> tuple[Ending, ...]:
-        """A rank holds some masks. Those of sequences that are over do not count."""
+        """Record that a rank holds some masks; those of finished sequences are ignored."""
         for uid, position in zip(event.uids.tolist(), event.positions.tolist(), strict=True):
             self._masks.note_ready(event.rank, uid, position)
         return ()
 
     def _on_forced(self, event: ForcedTokens) -> tuple[Ending, ...]:
-        """Take forced tokens; those of sequences that are over do not count."""
+        """Take forced tokens; those of finished sequences are ignored."""
         stops = np.cumsum(event.counts)
         runs = np.split(event.token_ids.copy(), stops[:-1])
         for uid, position, run in zip(
@@ -182,8 +183,8 @@ class Constraints(Feature):
         return ()
 
     def forced(self) -> list[tuple[Sequence, Int32]]:
-        """Return forced tokens of sequences all of whose positions are planned; they are known
-        from now on."""
+        """Return the forced tokens of sequences with all positions planned; they are known from
+        now on."""
         if not self._forced:
             return []
         found = []
@@ -217,7 +218,7 @@ class Constraints(Feature):
     # -- failures and figures -------------------------------------------------------------
 
     def _on_failed(self, event: GrammarsFailed) -> list[Ending]:
-        """A grammar that cannot be held ends its sequence."""
+        """End the sequences with a grammar that cannot be compiled or applied."""
         return [
             (sequence, ends.rejected(error, refused=uid in event.refused))
             for uid, error in zip(event.uids.tolist(), event.errors, strict=True)
@@ -225,7 +226,7 @@ class Constraints(Feature):
         ]
 
     def _on_tick(self, event: MaskClock) -> list[Ending]:
-        """Those end whose mask was missing for a whole period at least."""
+        """End the sequences that lacked a mask for at least one whole period."""
         return [(self._open[uid], ends.NO_MASK) for uid in self._masks.tick()]
 
     def flush(self, turn: TurnBuilder) -> list[Send]:

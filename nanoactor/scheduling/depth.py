@@ -1,4 +1,4 @@
-"""The number of steps that are planned ahead of the device."""
+"""The number of steps planned ahead of the device."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Collection
 from typing import Protocol
 
 _WEIGHT = 0.2
-"""Of the latest step in the mean."""
+"""Weight of the latest step in the running mean."""
 AHEAD_SECONDS = 0.002
-"""Work that is queued on the device while the host turns a result into the next step. On one H200's
-host that takes some 1 ms, and now and then twice as long."""
+"""Work to keep queued on the device while the host turns a result into the next step. On the host
+of one H200 that takes about 1 ms, and occasionally twice as long."""
 STEPWISE_SECONDS = 0.0025
-"""What the host may take for it where some sequences never decode; on the same host some 2 ms."""
+"""The same if some sequences never decode: the host then takes longer, about 2 ms."""
 
 
 class _Planned(Protocol):
@@ -22,10 +22,10 @@ class _Planned(Protocol):
 
 
 class PipelineDepth:
-    """Two steps in flight hide the host where a step takes longer than the host does. Where steps
-    are shorter, more are planned, as far as the host's time and a limit go: who arrives meanwhile
-    waits for them. Steps with prompts are long, and never followed by more than `least` allows; nor
-    are those in which nobody decodes, as a sequence that never does has but one step under way.
+    """Two steps in flight hide the host's time if a step takes longer than the host does. If steps
+    are shorter, more are planned, as many as cover the host's time, up to a limit, since new
+    requests wait for them. Steps with prompts are long, so `least` is never exceeded for them, nor
+    for steps without decode rows: a sequence that never decodes has only one step in flight.
     """
 
     def __init__(self, least: int, most: int) -> None:
@@ -33,14 +33,14 @@ class PipelineDepth:
         self._least, self._most = least, most
         self._seconds = math.inf
         self.is_paused = False
-        """Whether no step may be planned."""
+        """True if no step may be planned."""
 
     def pause(self, paused: bool) -> None:
         """Pause or resume planning."""
         self.is_paused = paused
 
     def note(self, planned: _Planned, seconds: float) -> None:
-        """Remember how long a step took that is done."""
+        """Record how long a finished step took."""
         if not planned.is_decode_step:
             return
         if self._seconds == math.inf:

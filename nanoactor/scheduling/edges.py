@@ -1,4 +1,4 @@
-"""The scheduler's edges, by the names of those at their other ends."""
+"""The scheduler's edges, named after the actors at their other ends."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from typing import Any
 
 BLOCKS, TEXT, GRAMMAR = "blocks", "detokenizer", "grammar"
 VISION = "vision.{}"
-"""Of a worker, by its number."""
+"""The edge to a vision worker, by its number."""
 Send = tuple[str, Any]
 """An edge and the message to send on it."""

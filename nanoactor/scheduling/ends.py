@@ -1,4 +1,4 @@
-"""Ways in which a sequence is over."""
+"""Reasons for which a sequence ends."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class End(NamedTuple):
-    """The reason why a request is over, in the terms of `Finish`."""
+    """The reason why a request ended, in the terms of `Finish`."""
 
     reason: str
     stop_reason: int | None = None

@@ -20,7 +20,7 @@ Handlers = Mapping[type, Callable[[Any, Any], Iterable[Ending]]]
 
 
 class Feature:
-    """The base of all features: pictures, grammars, held answers, copies.
+    """The base of all features: pictures, grammars, held sequences, copies.
 
     A feature owns its state. The scheduler calls the hooks of every feature; a hook does nothing
     unless the feature overrides it.
@@ -50,16 +50,15 @@ class Feature:
         return None
 
     def choose(self, step: int, rows: list[PlannedRow]) -> list[PlannedRow]:
-        """Return more rows for this step. `rows` are the rows that compute positions. Called where
-        there are some, or sequences that never decode."""
+        """Return more rows for this step. `rows` are the rows that compute positions. Called if
+        there are any, or any sequence never decodes."""
         return []
 
     def note_done(self, step: int) -> None:
         """Note that a step is done."""
 
     def forced(self) -> list[tuple[Sequence, Int32]]:
-        """Return sequences with the tokens that follow without a choice. They are known from now
-        on."""
+        """Return sequences with the forced tokens that follow. They are known from now on."""
         return []
 
     def go_on(self, sequence: Sequence) -> None:
@@ -67,18 +66,17 @@ class Feature:
         or was sampled by a row that does not decode."""
 
     def note_refused(self, sequences: list[Sequence]) -> None:
-        """Note that the newest results of these would have ended what must go on."""
+        """Note that the newest tokens of these would have ended them, but they must continue."""
 
     def note_results(self, rows: list[PlannedRow]) -> None:
         """Note that these rows, which do not decode, have brought their tokens."""
 
     def take_results(self, results: Results, step: int) -> Iterable[Ending]:
-        """Take what the rows of a step have brought; return the sequences that end with it, and
-        how."""
+        """Take the results of a step's rows; return the sequences that end with them, and how."""
         return ()
 
     def yielding(self) -> Sequence | None:
-        """Return a sequence to give up its slot where another waits and nothing is under way."""
+        """Return a sequence that can give up its slot to a waiting one; nothing is in flight."""
         return None
 
     def leave(self, sequence: Sequence) -> None:
@@ -120,8 +118,8 @@ class Features:
         self.owners = {kind: feature for feature in features for kind in feature.HANDLERS}
         """By class of event: the feature that handles it."""
         self.frequent: dict[str, list[Callable[..., Any]]] = {}
-        """Of the hooks that are called for most events, the methods that override them. To call
-        those that do nothing would cost a step that only decodes more than all else in it."""
+        """By hook that is called for most events: the methods that override it. Calling those that
+        do nothing would cost a step that only decodes more than all else in it."""
         for hook in _FREQUENT:
             default = getattr(Feature, hook)
             overriding = [f for f in features if getattr(type(f), hook) is not default]

@@ -1,4 +1,4 @@
-"""Several answers to one prompt: it is computed once, then the others begin as copies."""
+"""Several sequences of one prompt: it is computed once, then the others start as copies."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from nanoactor.scheduling.sequence import Sequence
 
 
 class Forking(Feature):
-    """Decides who follows, who is forked, and who computes or finds the prompt by itself."""
+    """Decides which sequences wait for the prompt, are forked, or prefill it themselves."""
 
     def __init__(self, room: Room, admit: Callable[[Sequence], None]) -> None:
-        """`admit` is told who begins as a copy."""
+        """`admit` is called with each sequence that starts as a copy."""
         self._room, self._admit = room, admit
 
     def arrive(self, answers: list[Sequence]) -> None:
@@ -34,8 +34,8 @@ class Forking(Feature):
             self._room.waiting.push(followers.pop(0))
 
     def choose(self, step: int, rows: list[PlannedRow]) -> list[PlannedRow]:
-        """Begin the answers that follow where a row ends their prompt, by priority, as far as there
-        are slots and blocks, and nobody before them waits. The others wait for themselves."""
+        """Start the followers of each row that ends their prompt, by priority, as far as there are
+        slots and blocks and no sequence before them waits. Queue the others."""
         followers: list[tuple[Sequence, PlannedRow]] = []
         for row in rows:
             ends = row.wants & (SAMPLE | KEEP)

@@ -1,8 +1,8 @@
-"""Free text before a grammar holds: thoughts, and what comes before a call.
+"""Free text before a grammar applies: reasoning, and text before a tool call.
 
-An answer decodes like any other while its text is free. A *gate* is the id that ends the free text
-at hand. Behind the last one the grammar holds: what was computed further on is dropped, and the
-answer comes back as a constrained one.
+A sequence decodes like any other while its text is free. A *gate* is the id that ends the current
+free text. After the last gate the grammar applies: positions computed past it are dropped, and the
+sequence continues as a constrained one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from nanoactor.messages import FreeText
 
 NO_GATE = -1
-"""The grammar holds."""
+"""The grammar applies."""
 
 
 def first_gate(free: FreeText | None) -> int:
@@ -23,14 +23,14 @@ def first_gate(free: FreeText | None) -> int:
 
 
 def last_gate(free: FreeText | None) -> int:
-    """Return the id behind which the grammar holds."""
+    """Return the id after which the grammar applies."""
     if free is None:
         return NO_GATE
     return free.close_id if free.call_id == NO_GATE else free.call_id
 
 
 def next_gate(free: FreeText, gate: int, index: int, token: int) -> int:
-    """Return the gate behind a token, which is at an index of the output."""
+    """Return the gate after a token, which has this index in the output."""
     if index == 0 and not free.thinks and token == free.think_id >= 0:
         return free.close_id
     if gate == NO_GATE or token != gate:
@@ -46,7 +46,7 @@ def restored(free: FreeText | None, output: Iterable[int]) -> tuple[int, list[in
         before = gate
         if free is not None:
             gate = next_gate(free, gate, index, token)
-        if NO_GATE in (before, gate):  # chosen under the grammar, or ends what is free
+        if NO_GATE in (before, gate):  # sampled under the grammar, or ends free text
             told.append(token)
     return gate, told
 

@@ -1,4 +1,4 @@
-"""The state of an answer with a grammar: in free text, or under the grammar."""
+"""The state of a sequence with a grammar: in free text, or under the grammar."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from nanoactor.scheduling.free_text import (
 
 @dataclasses.dataclass(slots=True)
 class GrammarState:
-    """The state of one answer's grammar; `Constraints` changes it."""
+    """The state of one sequence's grammar; `Constraints` changes it."""
 
     free: FreeText | None
-    """Description of the free text before the grammar; None if the grammar holds from the start."""
+    """Description of the free text before the grammar; None if it applies from the start."""
     gate: int
-    """The id that ends the free text at hand; `NO_GATE` under the grammar."""
+    """The id that ends the current free text; `NO_GATE` under the grammar."""
     told: list[int]
-    """Tokens that the grammar is to be told when it is opened, or begins to hold."""
+    """Tokens to send to the grammar when it is opened or starts to apply."""
     run: Int32 | None = None
     """Forced tokens, which are known once all positions before them are planned."""
     asked: int = -1
-    """The last position for which a planned step chooses under a mask."""
+    """The last position for which a planned step samples under a mask."""
     due: int = 0
-    """The first step that would have used the mask at hand; 0 before there is one."""
+    """The first step that could have used the next mask; 0 before there is one."""
 
     @classmethod
     def restore(cls, free: FreeText | None, output: Iterable[int]) -> GrammarState:
-        """Return the state behind an output."""
+        """Return the state after an output."""
         gate, told = restored(free, output)
         return cls(free, gate, told)
 
     @property
     def holds(self) -> bool:
-        """Return True if the next token is chosen under a mask."""
+        """Return True if the next token is sampled under a mask."""
         return self.gate == NO_GATE
 
     @property
     def must_go_on(self) -> bool:
-        """Return True if an end-of-sequence token may not end the answer here."""
+        """Return True if an end-of-sequence token may not end the sequence here."""
         return must_go_on(self.free, self.gate)
 
     @property
@@ -56,9 +56,9 @@ class GrammarState:
 
     @property
     def last_gate(self) -> int:
-        """The id behind which the grammar holds; `NO_GATE` if it holds from the start."""
+        """The id after which the grammar applies; `NO_GATE` if it applies from the start."""
         return last_gate(self.free)
 
     def gate_behind(self, index: int, token: int) -> int:
-        """Return the gate behind the newest token, which is at an index of the output."""
+        """Return the gate after the newest token, which has this index in the output."""
         return NO_GATE if self.free is None else next_gate(self.free, self.gate, index, token)

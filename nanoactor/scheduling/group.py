@@ -1,4 +1,4 @@
-"""The answers of one request."""
+"""The sequences of one request."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ M = TypeVar("M")
 
 
 class SequenceGroup(Generic[M]):
-    """The answers of a request, and those of them that wait for another to compute the prompt."""
+    """The sequences of a request, and those that wait for another to compute the prompt."""
 
     def __init__(self, uids: range) -> None:
         self.uids = uids

@@ -1,9 +1,9 @@
-"""Held answers: behind each token their caller says what they go on with.
+"""Held sequences: after each token their caller chooses how they continue.
 
-A held sequence never decodes. When all that is known of it is computed, a token is sampled behind
-it and told to its caller, and not appended. From then on the sequence is *held*: no step is in
-flight for it, and none is planned. Its caller says for all answers of the request at once which of
-them each becomes a copy of, and which token follows; who says nothing for too long has lost them.
+A held sequence never decodes. When all its known tokens are computed, the next token is sampled and
+reported to the caller, but not appended. From then on the sequence is *held*: no step is in flight
+for it, and none is planned. The caller chooses for all sequences of the request at once which of
+them each becomes a copy of, and which token follows; if it takes too long, they end.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from nanoactor.scheduling.sequence import Phase, Sequence
 from nanoactor.scheduling.turns import TurnBuilder
 
 _PERIODS = 3
-"""Ticks of the clock that a caller has: the first may come at once, and each other is half of the
-time that it is given."""
+"""Clock ticks until a caller's time is up: the first may come at once, and each further one takes
+half of that time."""
 
 
 class HeldAnswers(Feature):
-    """Knows who waits for a caller since when, and has sequences go on as callers say."""
+    """Tracks since when sequences wait for their callers, and resumes them as callers choose."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class HeldAnswers(Feature):
         """`give_up` releases the slot of a sequence that cannot resume in place."""
         self._live, self._room, self._turn, self._give_up = live, room, turn, give_up
         self._since: dict[int, int] = {}
-        """By sequence that is held: how often the clock had ticked when its token was told."""
+        """By held sequence: the number of clock ticks when its token was reported."""
         self._ticks = 0
         self._forked = self._alone = self._stayed = self._yields = 0
 
@@ -48,16 +48,16 @@ class HeldAnswers(Feature):
         return len(self._since)
 
     def note_results(self, rows: list[PlannedRow]) -> None:
-        """Note which of these have just been told a token, and are held."""
+        """Record which of these sequences are held, as their tokens were just reported."""
         for sequence in (row.sequence for row in rows):
             if sequence.is_held and sequence.phase is not Phase.FINISHED:
                 self._since[sequence.uid] = self._ticks
 
     def close(self, sequence: Sequence) -> None:
-        """A sequence is over."""
+        """Forget a finished sequence."""
         self._since.pop(sequence.uid, None)
 
-    # -- a caller speaks ------------------------------------------------------------------
+    # -- a caller responds ----------------------------------------------------------------
 
     def _on_continue(self, event: Continue) -> list[Ending]:
         """Resume a request's sequences in place as far as there is room; the others queue. Returns
@@ -114,7 +114,7 @@ class HeldAnswers(Feature):
     # -- a caller is silent ---------------------------------------------------------------
 
     def _on_tick(self, event: HoldClock) -> list[Ending]:
-        """Those end whose request was held as a whole for too long."""
+        """End the sequences of requests that were fully held for too long."""
         self._ticks += 1
         over: list[Sequence] = []
         for group in self._complete():
@@ -123,7 +123,7 @@ class HeldAnswers(Feature):
         return [(sequence, ends.NO_ANSWER) for sequence in over]
 
     def _complete(self) -> list[list[Sequence]]:
-        """Return the answers of each request of which all that live are held."""
+        """Return the live sequences of each request with all of them held."""
         live = self._live
         requests = {live[uid].group.uids for uid in self._since}
         groups = [[live[uid] for uid in uids if uid in live] for uids in requests]
@@ -135,10 +135,10 @@ class HeldAnswers(Feature):
         return bool(self._complete())
 
     def yielding(self) -> Sequence | None:
-        """Return the youngest held answer.
+        """Return the youngest held sequence.
 
-        A waiting sequence must not depend on a caller, least of all another answer to the same
-        request, as the caller waits for that one.
+        A waiting sequence must not depend on a caller, least of all another sequence of the same
+        request, since the caller waits for that one.
         """
         if any(sequence.phase is Phase.MATCHING for sequence in self._room.running):
             return None
@@ -147,7 +147,7 @@ class HeldAnswers(Feature):
         return held[-1] if held else None
 
     def check_idle(self) -> None:
-        """Raise `ProtocolBug` if anybody is held."""
+        """Raise `ProtocolBug` if a sequence is held."""
         if self._since:
             raise ProtocolBug(f"{sorted(self._since)} are held, though nobody lives")
 

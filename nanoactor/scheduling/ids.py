@@ -1,4 +1,4 @@
-"""Sets of numbers that cost little to ask: requests that were seen, tokens that may end one."""
+"""Sets of numbers with cheap lookups: requests that were seen, tokens that may end one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SeenNumbers:
             self._below += 1
 
     def fill(self, below: int, missing: Collection[int]) -> None:
-        """Remember all numbers below one, but for those that are missing."""
+        """Add all numbers below `below`, except those in `missing`."""
         kept = {number for number in missing if number not in self}
         first = min(kept, default=below)
         if first > self._below:
@@ -47,11 +47,11 @@ class SeenNumbers:
 
 
 class StopIds:
-    """Counts, by token id, the living sequences that it would end."""
+    """Counts, by token id, the live sequences that it would end."""
 
     def __init__(self) -> None:
         self._living = 0
-        self._counts = np.zeros(64, np.int32)  # the last one stands for all larger ids: always 0
+        self._counts = np.zeros(64, np.int32)  # the last entry represents all larger ids: always 0
 
     def add(self, ids: Iterable[int]) -> None:
         """Count the ids that would end a new sequence."""
@@ -70,7 +70,7 @@ class StopIds:
             self._counts[token] -= 1
 
     def among(self, tokens: Int32) -> NDArray[np.bool_]:
-        """Tell for each token whether it would end any living sequence."""
+        """Return for each token whether it would end any live sequence."""
         if not self._living:
             return np.zeros(len(tokens), np.bool_)
         counts: NDArray[np.int32] = self._counts[np.minimum(tokens, len(self._counts) - 1)]

@@ -1,4 +1,4 @@
-"""The pictures and videos of one sequence, and the objects of the encoder cache that they are."""
+"""The pictures and videos of one sequence, and their entries in the encoder cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nanoactor.vision.units import EncoderLimits, EncodeUnits
 
 @dataclasses.dataclass(slots=True, eq=False)
 class ItemWork:
-    """An object of the encoder cache that sequences here need."""
+    """An entry of the encoder cache that sequences need."""
 
     number: int
     key: bytes
@@ -23,11 +23,11 @@ class ItemWork:
     users: dict[int, tuple[Any, int]] = dataclasses.field(default_factory=dict)
     """By request: the sequence, and which of its items this is."""
     pixels: int = 0
-    """The number under which its pixels are wanted; 0 where they are not."""
+    """The number under which its pixels are requested; 0 if they are not."""
     source: int = -1
-    """The request from whose bytes they are made."""
+    """The request that supplies the bytes for them."""
     retired_at: int = 0
-    """The last turn that admitted anything when its last user left."""
+    """The last turn with an admission when its last user left."""
 
     @property
     def is_complete(self) -> bool:
@@ -43,18 +43,18 @@ class SequenceItems:
     keys: list[bytes]
     units: list[EncodeUnits]
     spans: list[tuple[int, int, int, int]]
-    """(item, its first row, first token, the index behind the last)."""
+    """(item, first row, first token, end token (exclusive))."""
     stops: list[int]
-    """By item: the index behind its last token."""
+    """By item: the index after its last token."""
     pages: int
     short: int = 0
     """Short side in units; see `EncoderLimits`."""
     works: list[ItemWork | None] = dataclasses.field(default_factory=list)
-    """Empty until its match is answered; None for what it needs no more."""
+    """Empty until its lookup is answered; None for items that it no longer needs."""
 
     @classmethod
     def of(cls, message: Items, limits: EncoderLimits) -> SequenceItems:
-        """Read them from the message, of which they keep a copy."""
+        """Return the items of a message, which is copied."""
         message = copied(message)
         grids = [tuple(grid) for grid in message.grids.tolist()]
         units = [EncodeUnits.of(grid, limits.budget, limits.depth) for grid in grids]
@@ -68,8 +68,8 @@ class SequenceItems:
         return cls(message, keys, units, spans=spans, stops=stops, pages=pages, short=limits.short)
 
     def reach(self, start: int, target: int) -> int:
-        """Return up to where positions from `start` on can be computed, at most `target`: all rows
-        of a span are planned before any of its tokens."""
+        """Return the end of the positions from `start` on that can be computed, at most `target`:
+        all rows of a span are planned before any of its tokens."""
         if not self.works:
             return target
         for item, first_row, at, stop in self.spans:

@@ -1,4 +1,4 @@
-"""Pictures and videos under way: whose pixels are wanted, and what of them a step encodes."""
+"""Pictures and videos in progress: pixels to request, and parts to encode in each step."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from nanoactor.vision.units import EncoderLimits
 
 
 class Pictures(Feature):
-    """Everything that the scheduler knows of items. Messages for vision workers, and numbers of
-    pixels to be dropped, gather in `out` and `drops`."""
+    """Everything that the scheduler knows about items. Messages for vision workers, and numbers of
+    pixels to drop, are collected in `out` and `drops`."""
 
     def __init__(self, limits: EncoderLimits) -> None:
         self.limits = limits
@@ -43,20 +43,20 @@ class Pictures(Feature):
         self.out: list[tuple[int, WantPixels | CancelPixels]] = []
         """(worker, message)."""
         self.drops: list[tuple[int, int]] = []
-        """(pixels, object)."""
+        """(pixels, cache entry)."""
         self.encoded = 0
-        """Objects whose last unit was planned."""
+        """Number of cache entries that are completely planned."""
         self._by_pixels: dict[int, ItemWork] = {}
         self._pixels = RankResources("pixels", limits.ranks)
         self._wants = 0
         self._sent = self._answered = 0
-        """The last turns that admitted anything, and that were answered."""
+        """The last turn with an admission, and the last turn that was answered."""
         self._retired: deque[ItemWork] = deque()
 
     # -- admissions -----------------------------------------------------------------------
 
     def admit(self, sequence: Sequence, turn: int) -> None:
-        """Spend the pages of a sequence's items, unless it is a copy, whose prompt is computed."""
+        """Spend the pages of a sequence's items, unless it starts as a copy."""
         if sequence.phase is not Phase.MATCHING:
             return
         self._sent = turn
@@ -65,8 +65,8 @@ class Pictures(Feature):
             sequence.items.works = []
 
     def answer(self, event: Answer, admitted: list[Sequence | None]) -> None:
-        """Take back pages that admissions did not need, or sequences let go of, and learn which
-        items are encoded already."""
+        """Take back pages that admissions did not need or sequences released, and learn which items
+        are encoded already."""
         found = self._answers(event.encoder, len(admitted))
         for sequence, of_items in zip(admitted, found, strict=True):
             if sequence is not None and sequence.items is not None:
@@ -74,18 +74,18 @@ class Pictures(Feature):
         self._forget_unused(event.turn)
 
     def _forget_unused(self, turn: int) -> None:
-        """All turns up to one are answered: what older ones might have told of is forgotten."""
+        """Forget unused items that no answer after this turn's can mention."""
         self._answered = turn
         while self._retired and self._retired[0].retired_at <= turn:
             work = self._retired.popleft()
-            # It may have found users again, and lost them again: then it stands here twice.
+            # It may have gained and lost users again: then it is in the queue twice.
             if not work.users and work.retired_at <= turn:
                 self.works.pop(work.number, None)
 
     def _take(
         self, sequence: Sequence, items: SequenceItems, numbers: list[int], units: list[int]
     ) -> None:
-        """Take the answer for a sequence's items: it runs now."""
+        """Take the answer for the items of a sequence, which runs now."""
         for item, (number, planned) in enumerate(zip(numbers, units, strict=True)):
             if number < 0:
                 items.works.append(None)
@@ -107,7 +107,7 @@ class Pictures(Feature):
         self._pixels.want(work.pixels)
         work.source, (sequence, item) = next(iter(work.users.items()))
         assert sequence.items is not None
-        work.worker = sequence.items.message.worker  # who has the bytes, or is sent them again
+        work.worker = sequence.items.message.worker  # has the bytes, or gets them again
         self._by_pixels[work.pixels] = work
         self.out.append((work.worker, WantPixels(work.pixels, work.source, item, work.key)))
 
@@ -154,7 +154,7 @@ class Pictures(Feature):
         if not items.works or (work := items.works[item]) is None:
             return
         items.works[item] = None
-        if any(other is work for other in items.works):  # the same picture twice in a prompt
+        if any(other is work for other in items.works):  # the prompt has the same picture twice
             return
         del work.users[sequence.uid]
         if not work.users:
@@ -165,7 +165,7 @@ class Pictures(Feature):
             else:
                 self._retired.append(work)
         elif work.source == sequence.uid and work.pixels and not self._is_ready(work):
-            self._drop_pixels(work)  # its bytes may be gone; another's are not
+            self._drop_pixels(work)  # its bytes may be gone; use another request's
             self._want(work)
 
     def _drop_pixels(self, work: ItemWork) -> None:
@@ -189,10 +189,10 @@ class Pictures(Feature):
             turn.drop_pixels(DropPixels(np.array(pixels, np.int64), np.array(numbers, np.int64)))
         return out
 
-    # -- pixels come, and are encoded -----------------------------------------------------
+    # -- pixels arrive and are encoded ----------------------------------------------------
 
     def _on_ready(self, event: ItemsReady) -> tuple[Ending, ...]:
-        """A rank holds some pixels; nobody may wait for them any more."""
+        """Record that a rank holds some pixels; they may no longer be wanted."""
         for number in event.pixels.tolist():
             self._pixels.note_ready(event.rank, number)
         return ()
@@ -201,7 +201,7 @@ class Pictures(Feature):
         return work.pixels > 0 and self._pixels.is_ready(work.pixels)
 
     def _on_failed(self, event: ItemsFailed) -> list[Ending]:
-        """Pixels that will not come end the requests that need them."""
+        """End the requests that need pixels which will not come."""
         over: list[Ending] = []
         for pixels, error in zip(event.pixels.tolist(), event.errors, strict=True):
             if (work := self._by_pixels.get(pixels)) is None:
@@ -218,7 +218,7 @@ class Pictures(Feature):
         return bool(self._by_pixels)
 
     def encode(self, prefilling: Iterable[Sequence]) -> EncodeSlices | None:
-        """Encode what these sequences need next, by their order, within the budget."""
+        """Encode what these sequences need next, in their order, within the budget."""
         if not self.works:
             return None
         limits, left = self.limits, self.limits.budget
@@ -246,12 +246,12 @@ class Pictures(Feature):
         work.planned += count
         if work.planned > work.units.count:
             raise ProtocolBug(f"item {work.key.hex()} is encoded past its end")
-        if work.is_complete:  # runners let go of the pixels by themselves
+        if work.is_complete:  # runners release the pixels by themselves
             self.encoded += 1
             self._no_longer_wanted(work)
 
     def note_done(self, step: int) -> None:
-        """A step is done: pages that it used may be spent."""
+        """Make the pages available that were fenced by this step."""
         self.budget.complete(step)
 
     def check_idle(self) -> None:
@@ -272,7 +272,7 @@ class Pictures(Feature):
 
 
 def _needed(sequences: Iterable[Sequence]) -> Iterable[ItemWork]:
-    """Go through what sequences need, each once, in the order of their prompts."""
+    """Yield the cache entries that sequences need, each once, in the order of their prompts."""
     seen: set[int] = set()
     for sequence in sequences:
         for work in sequence.items.works if sequence.items is not None else ():

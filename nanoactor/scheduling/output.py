@@ -1,4 +1,4 @@
-"""Results of steps, on their way to the detokenizer."""
+"""Buffer of step results for the detokenizer."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class OutputBuffer:
         self._vectors: list[tuple[int, Float32]] = []
         """(uid, vector) that are not reported."""
         self._step = self._void_until = 0
-        """The step whose results are taken, and the last one with results that do not count."""
+        """The step being processed, and the last step with discarded results."""
         self._refusing: list[Sequence] = []
-        """Those whose token would have ended them, though their form is still to come."""
+        """Sequences with a token that would have ended them before their constrained output."""
 
     def take_scores(self, done: PlannedStep, event: StepDone) -> None:
-        """Take a step's log-probabilities, before its tokens; what has ended needs none."""
+        """Take a step's log-probabilities, before its tokens; finished sequences need none."""
         self._step = done.step
         if (found := event.scores) is None:
             return
@@ -66,14 +66,14 @@ class OutputBuffer:
             self._scores = RequestScores(uids, flags, as_int32(counts), scores)
 
     def pool(self, uid: int, vector: Float32) -> None:
-        """Report the vector that answers a request."""
+        """Report a request's vector."""
         self._vectors.append((uid, vector))
 
     def take(self, results: Results) -> tuple[list[tuple[Int32, Int32]], list[Sequence]]:
         """Take a step's tokens.
 
-        Returns (slots, tokens) of the sequences that still hold a slot, and those sequences whose
-        new token may end them, or their free text.
+        Returns (slots, tokens) of the sequences that still hold a slot, and the sequences with a
+        new token that may end them or their free text.
         """
         self._statistics.count_overrun(results.frozen)
         singly = self._take_singly(
@@ -90,8 +90,8 @@ class OutputBuffer:
     def _take_singly(
         self, sequences: list[Sequence], tokens: list[int]
     ) -> list[tuple[Sequence, int]]:
-        """Append a token to each of these, or tell it to its caller; return those that have one
-        more, with it."""
+        """Append each token to its sequence, or report it to the caller if that is held; return the
+        sequences that were extended, with their tokens."""
         taken: list[tuple[Sequence, int]] = []
         for sequence, token in zip(sequences, tokens, strict=True):
             if not sequence.takes(token, self._step):
@@ -104,23 +104,23 @@ class OutputBuffer:
         return taken
 
     def _drop(self, sequence: Sequence, token: int) -> None:
-        """Drop a token that a step has sampled."""
+        """Drop a sampled token."""
         self._statistics.count_overrun()
         if sequence.counts(self._step):
             self._refusing.append(sequence)
 
     def _tell(self, sequence: Sequence, token: int) -> None:
-        """Tell a token that is not appended: the caller says which is."""
+        """Report a token without appending it: the caller chooses the one to append."""
         uids, indices = as_int64([sequence.uid]), as_int32([sequence.tell()])
         self._new.append((uids, indices, as_int32([token])))
 
     def append(self, sequence: Sequence, token: int) -> None:
-        """Append a token that no step has chosen."""
+        """Append a token and queue it for reporting."""
         index = sequence.append(token)
         self._new.append((as_int64([sequence.uid]), as_int32([index]), as_int32([token])))
 
     def append_run(self, sequence: Sequence, run: Int32) -> tuple[Int32, End | None]:
-        """Append tokens up to one that ends the sequence: (those appended, that end)."""
+        """Append tokens up to one that ends the sequence; return (tokens appended, end)."""
         count, end = 0, None
         while count < len(run) and end is None:
             self.append(sequence, int(run[count]))
@@ -161,14 +161,14 @@ class OutputBuffer:
         sequence.void(step)
 
     def take_refused(self) -> list[Sequence]:
-        """Return those whose token was refused since the last call."""
+        """Return the sequences that refused a token since the last call."""
         refused, self._refusing = self._refusing, []
         return refused
 
     def _refused(
         self, slots: Slots, tokens: Int32, watched: NDArray[np.bool_]
     ) -> NDArray[np.bool_]:
-        """Tell which of these tokens their sequences refuse; none does that is not watched."""
+        """Return which tokens their sequences refuse; only watched ones can be refused."""
         refused = np.zeros(len(slots), np.bool_)
         owners = self._running.owners(slots[watched])
         ids = tokens[watched].tolist()
@@ -176,7 +176,7 @@ class OutputBuffer:
         return refused
 
     def finish(self, uid: int, end: End, sequence: Sequence | None = None) -> None:
-        """Report the end of a request, and of the sequence that it has become, if any."""
+        """Report the end of a request, with the history of its `sequence`, if it has one."""
         history = sequence.history if sequence else History()
         finish = Finish(
             uid,
@@ -204,7 +204,7 @@ class OutputBuffer:
 
 
 def _selected(scores: TokenScores, kept: NDArray[np.bool_]) -> TokenScores:
-    """Return some of a step's scores, in memory of their own."""
+    """Return a copy of some of a step's scores."""
     if kept.all():
         return copied(scores)
     tops = np.repeat(kept, scores.counts)

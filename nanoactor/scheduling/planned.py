@@ -15,12 +15,12 @@ from nanoactor.scheduling.table import DecodeBatch
 
 
 def as_int32(values: Iterable[int]) -> Int32:
-    """Return an int32 array of its own."""
+    """Return a new int32 array."""
     return np.array(list(values), np.int32)
 
 
 def as_int64(values: Iterable[int]) -> Int64:
-    """Return an int64 array of its own."""
+    """Return a new int64 array."""
     return np.array(list(values), np.int64)
 
 
@@ -29,13 +29,13 @@ class PlannedRow(NamedTuple):
 
     sequence: Sequence
     slot: int
-    """Its slot when the step is planned."""
+    """The sequence's slot when the step is planned."""
     start: int
     length: int
     wants: int
     """Flags of `nanoactor.rows.Want`, as a plain number."""
     source: int = -1
-    """The slot whose row this one copies."""
+    """The slot of the row that this one copies; -1: none."""
 
     @property
     def samples(self) -> bool:
@@ -54,7 +54,7 @@ class PlannedRow(NamedTuple):
 
     @property
     def scores(self) -> int:
-        """Positions of it whose successors are scored."""
+        """Number of its positions with successors that are scored."""
         last = self.sequence.prompt_length - 1
         return min(self.length, last - self.start) if self.wants & SCORE else 0
 
@@ -84,7 +84,7 @@ class PlannedStep:
 
     @property
     def counts(self) -> Int32:
-        """Tokens that each row brings; empty if that is one for each."""
+        """Number of tokens that each row yields; empty if each yields one."""
         if all(row.samples for row in self.rows):
             return NO_ROWS.slots
         return as_int32([*[1] * len(self.decode_batch.slots), *(row.samples for row in self.rows)])
@@ -96,11 +96,11 @@ class PlannedStep:
 
     @property
     def positions(self) -> int:
-        """Positions that it computes of rows that do not decode."""
+        """Number of positions that it computes in rows that do not decode."""
         return sum(row.length for row in self.rows)
 
     def note_begin(self, at: int) -> None:
-        """Remember when it began, of those sequences whose first step it was."""
+        """Record when it started in the history of those sequences that had no step before."""
         for row in self.rows:
             row.sequence.history.note_begin(at)
 

@@ -1,4 +1,4 @@
-"""Answers that are vectors: they end when the last row that pools is in."""
+"""Requests for vectors: they end when their last pooling row is in."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _POOLED = End("stop")
 
 
 class Pooling(Feature):
-    """Reports vectors; owns the sums of means whose prompts are not through."""
+    """Reports vectors; owns the partial sums of means over unfinished prompts."""
 
     def __init__(self, kind: str, output: OutputBuffer) -> None:
-        """`kind` is how the model pools."""
+        """`kind` is the model's pooling method."""
         self._kind, self._output = kind, output
         self._sums: dict[int, Float32] = {}
         """By uid."""
 
     def take_results(self, results: Results, step: int) -> Iterable[Ending]:
-        """Report the vectors that are whole, and end their sequences."""
+        """Report the complete vectors, and end their sequences."""
         endings: list[Ending] = []
         for row, vector in results.pooled:
             sequence = row.sequence

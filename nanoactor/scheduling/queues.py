@@ -19,13 +19,13 @@ from nanoactor.scheduling.table import RunningTable, Slots
 class WaitingQueue:
     """Sequences that wait for a slot, by priority.
 
-    One that ends while it waits stays until it would come up, or until most of the queue has
-    ended: to look for it would take longer.
+    A sequence that ends while it waits stays until it would come up, or until most of the queue has
+    ended: searching for it would take longer.
     """
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, int], Sequence]] = []
-        """Its first has not ended."""
+        """The first entry has not ended."""
         self._ended = 0
 
     def __len__(self) -> int:
@@ -34,7 +34,7 @@ class WaitingQueue:
 
     @property
     def head(self) -> Sequence | None:
-        """The sequence that comes next; None where none waits."""
+        """The sequence that comes next; None if the queue is empty."""
         return self._heap[0][1] if self._heap else None
 
     def push(self, sequence: Sequence) -> None:
@@ -62,8 +62,8 @@ class WaitingQueue:
 
 
 class WaitingLine:
-    """All that wait. Who waits for pages of the encoder cache is parked, with all behind that need
-    some: pictures pass no pictures, and hold up no text."""
+    """All waiting sequences. One that waits for pages of the encoder cache is parked, as are all
+    after it that need any: pictures do not pass pictures, and do not hold up text."""
 
     def __init__(self) -> None:
         self._ready, self._parked = WaitingQueue(), WaitingQueue()
@@ -100,7 +100,7 @@ class WaitingLine:
         self._queue_of(sequence).note_end()
 
     def is_parked(self, sequence: Sequence) -> bool:
-        """Return True if a sequence waits for pages, apart from those that need none."""
+        """Return True if a sequence waits for pages."""
         return sequence.uid in self._parked_uids
 
     def _queue_of(self, sequence: Sequence) -> WaitingQueue:
@@ -112,7 +112,7 @@ class WaitingLine:
 
 
 class RunningBatch:
-    """Sequences that run or are being matched; their counters stand in `table`."""
+    """Sequences that run or wait for their lookup; their counters are in `table`."""
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
         self.table = RunningTable(max_num_seqs, max_model_len, block_size)
@@ -120,37 +120,37 @@ class RunningBatch:
         self._sequences: list[Sequence] = []
         """By priority."""
         self._prefills: list[Sequence] = []
-        """Those of them that have positions left to prefill."""
+        """Sequences with positions left to prefill, by priority."""
         self._beginnings: Counter[bytes] = Counter()
-        """The first blocks of these, by hash: a prompt with another one shares no block."""
+        """Number of these by the hash of their first block: if it differs, no block is shared."""
         self.progress = 0
-        """Changes whenever fewer positions may be left to prefill."""
+        """Changes whenever the number of positions left to prefill may have dropped."""
         self.stepwise: list[Sequence] = []
-        """Those of them that never decode: they choose under masks, or their callers do."""
+        """Sequences that never decode: constrained or held ones."""
         self._owners: dict[int, Sequence] = {}
-        """Who holds, or held last, each slot: results in flight still find whose they are."""
+        """The present or last owner of each slot: results in flight still find their sequence."""
 
     def __len__(self) -> int:
         """Return the number of running sequences."""
         return len(self._sequences)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Go through them by priority."""
+        """Iterate over the running sequences by priority."""
         return iter(self._sequences)
 
     @property
     def youngest(self) -> Sequence:
-        """The one to preempt first."""
+        """The sequence to preempt first."""
         return self._sequences[-1]
 
     @property
     def left_to_prefill(self) -> int:
-        """Positions of prompts that could be computed, and that no planned step computes yet."""
+        """Number of prompt positions that could be computed but are not planned yet."""
         return sum(s.reach - s.scheduled for s in self._prefills)
 
     @property
     def prefilling(self) -> list[Sequence]:
-        """Those whose match is answered and that have positions left to prefill, by priority."""
+        """Running sequences with positions left to prefill, by priority."""
         return [s for s in self._prefills if s.phase is Phase.RUNNING]
 
     def owners(self, slots: Slots) -> list[Sequence]:
@@ -163,7 +163,7 @@ class RunningBatch:
         return [*decoding, *(row.sequence for row in planned.rows)]
 
     def enter(self, sequence: Sequence, slot: int, blocks: int) -> None:
-        """Give a sequence a slot and so many blocks."""
+        """Give a sequence a slot and this many blocks."""
         self.table.enter(
             slot,
             uid=sequence.uid,
@@ -197,8 +197,8 @@ class RunningBatch:
         self.progress += 1
 
     def enter_computed(self, sequence: Sequence, slot: int, blocks: int) -> None:
-        """Give a slot and blocks to a sequence of which a planned step computes all that is
-        known."""
+        """Give a slot and blocks to a sequence if a planned step computes all its known
+        tokens."""
         self.enter(sequence, slot, blocks)
         self.table.shared[slot] = sequence.length // self._block_size
         self._prefills.remove(sequence)
@@ -206,7 +206,7 @@ class RunningBatch:
         self.table.start(slot, sequence.length)
 
     def leave(self, sequence: Sequence) -> None:
-        """Take a sequence's slot and blocks; it keeps the tokens that are known."""
+        """Take a sequence's slot and blocks; it keeps its known tokens."""
         self._sequences.remove(sequence)
         if sequence in self._prefills:
             self._prefills.remove(sequence)
@@ -220,16 +220,16 @@ class RunningBatch:
 
     @property
     def starving(self) -> list[Sequence]:
-        """Those that do not decode, and need a block."""
+        """Sequences that have known tokens to compute and need a block for them."""
         return self.owners(np.flatnonzero(self.table.lacks_block))
 
     @property
     def constrained(self) -> list[Sequence]:
-        """Those that choose under masks."""
+        """Sequences that sample under masks."""
         return [sequence for sequence in self.stepwise if sequence.is_constrained]
 
     def resume(self, sequence: Sequence) -> None:
-        """Compute the known tokens' positions that are not computed yet."""
+        """Queue the sequence's known but uncomputed positions."""
         if sequence.slot >= 0 and sequence not in self._prefills:
             self._add_prefill(sequence)
 
@@ -262,7 +262,7 @@ class RunningBatch:
         """Return True if a sequence that is admitted in this turn joins its step whatever the
         prefix-cache lookup finds; it is then running."""
         whole = sequence.length <= budget and sequence.items is None and not sequence.resumed_to
-        whole &= not sequence.is_constrained  # forced tokens may end it before the answer is in
+        whole &= not sequence.is_constrained  # forced tokens may end it before it is answered
         unread = sequence.is_read or not sequence.most_hits
         if self.table.admitted[sequence.slot] != turn or not whole or not unread:
             return False
@@ -290,7 +290,7 @@ class RunningBatch:
         they were at first: in bfloat16 a chunk would round differently."""
         left = sequence.target - max(start, sequence.prompt_length)
         resumes = sequence.target == sequence.resumed_to and not sequence.is_stepwise
-        # A block that is full when the stream breaks lacks all of its tokens: its last must be run.
+        # A block that was full when the stream broke lacks all its tokens: the last must be run.
         if not resumes or left > self._block_size:
             return sequence.target - start
         return max(1, sequence.prompt_length - start)
@@ -311,7 +311,7 @@ class RunningBatch:
         if not useful or _beginning(head) not in self._beginnings:
             return False
         for sequence in self._prefills:
-            if sequence.reach == sequence.scheduled:  # it waits for a picture: no telling how long
+            if sequence.reach == sequence.scheduled:  # it waits for a picture, for an unknown time
                 continue
             block = sequence.scheduled // size
             shared = block < min(useful, len(sequence.hashes))
@@ -321,5 +321,5 @@ class RunningBatch:
 
 
 def _beginning(sequence: Sequence) -> bytes:
-    """Return the hash of a sequence's first block; nothing if its prompt fills none."""
+    """Return the hash of a sequence's first block; empty if its prompt does not fill one."""
     return sequence.hashes[0].tobytes() if len(sequence.hashes) else b""

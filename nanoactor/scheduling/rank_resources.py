@@ -33,7 +33,7 @@ class RankResources:
         self._resources: dict[int, _Resource] = {}
         self._ticks = 0
         self.missing = 0
-        """Number of owners that want a version that some rank does not hold."""
+        """Number of owners that want a version which some rank does not hold."""
 
     def __contains__(self, owner: int) -> bool:
         """Return True if the owner has wanted a version and was not dropped."""
@@ -92,13 +92,13 @@ class RankResources:
         resource.is_wanted = False
 
     def drop(self, owner: int) -> None:
-        """Forget an owner, if there is such a one."""
+        """Forget an owner, if it is known."""
         if owner in self._resources:
             self.withdraw(owner)
             del self._resources[owner]
 
     def tick(self) -> list[int]:
-        """Advance the clock; return the owners whose version is overdue."""
+        """Advance the clock; return the owners with an overdue version."""
         self._ticks += 1
         return [
             owner

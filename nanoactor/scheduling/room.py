@@ -1,4 +1,4 @@
-"""The supply of slots and blocks, with the sequences that hold some or wait for some."""
+"""The supply of slots and blocks, and the sequences that hold or wait for them."""
 
 from __future__ import annotations
 

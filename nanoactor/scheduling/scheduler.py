@@ -1,15 +1,15 @@
-"""The scheduler's logic: admission, batching, preemption, ends.
+"""The scheduler's logic: admission, batching, preemption, termination.
 
-Events in, messages out; no I/O, no clock, no ids of blocks, no values of tokens other than
-to see whether they end a sequence. Three ideas carry it:
+Events in, messages out; no I/O, no clock, no block ids, and token values only to see whether they
+end a sequence. It rests on three ideas:
 
-*The host knows lengths, the device knows tokens.* Step N+1 is planned while step N runs:
-how long each sequence will be is known, and the sampled token stays on the device.
+*The host knows lengths, the device knows tokens.* Step N+1 is planned while step N runs: the length
+of each sequence is known in advance, and the sampled token stays on the device.
 
-*Credits, not questions.* Blocks are spent from a count that is kept here, in `BlockBudget`. An
+*Credits, not queries.* Blocks are spent from a count that is kept here, in `BlockBudget`. An
 admission debits a whole prompt; what the prefix cache saves comes back as a refund.
 
-*Fences.* What is freed while steps are in flight counts only when they are done.
+*Fences.* Resources freed while steps are in flight become available only when those are done.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _NO_SLOTS = np.empty(0, np.int64)
 
 
 class Scheduler:
-    """Decides what runs. `handle` takes one event and returns what to send, in order."""
+    """Decides what runs. `handle` takes one event and returns the messages to send, in order."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
@@ -83,24 +83,24 @@ class Scheduler:
         self._features = Features(self.items, self.constraints, self.holds, forking, pooling)
         self.arrivals = Arrivals(self._output, self.statistics)
         self._planned = self._completed = self._preempted_at = self._wanted = 0
-        """The last steps planned, done, with somebody preempted for them, and asked for."""
+        """The last step that was planned, done, preceded by a preemption, and requested."""
         self._in_flight: deque[PlannedStep] = deque()
         self._depth = PipelineDepth(config.depth, config.max_depth)
         self._unanswered = Unanswered()
         self._full = -1
-        """The running batch's progress when it had as many prompts as the next step has tokens."""
+        """The running batch's `progress` when its prompts last filled the next step; else -1."""
         self._turns: list[Send] = []
         self._out: list[Send] = []
 
     def handle(self, event: Any) -> list[Send]:
-        """Take one event; the turn it leads to leaves before the tokens it brought."""
+        """Take one event and return the messages to send; turns go before tokens."""
         if type(event) is StepDone and self._unanswered.hold_back(event):
             return []
         may_go_on = self._process(event)
         if self._unanswered.held_back:
             for results in self._unanswered.release():
                 may_go_on = self._process(results)
-        while may_go_on:  # each further step is an event, and a turn, of its own
+        while may_go_on:  # each further step is a separate event and turn
             may_go_on = self._process(None)
         turns, out = self._turns, self._out
         self._turns, self._out = [], []
@@ -139,13 +139,13 @@ class Scheduler:
             self._out += flush(self._turn)
         if self._turn.gives_up:
             self.budget.expect(self._turn.number, fence)
-        # A plan that is made late finds the block manager with nothing left to learn.
+        # With late planning, the block manager should have nothing left to learn before a plan.
         may_wait = bool(self._in_flight) and self.config.plan_lead == "eager"
         turn = self._turn.take(self._completed, fence, may_wait=may_wait)
         if turn is not None:
             self._turns.append((BLOCKS, turn))
 
-    # -- requests come and go -------------------------------------------------------------
+    # -- requests arrive and end ----------------------------------------------------------
 
     def _on_admit(self, event: Admit) -> None:
         answers = Sequence.answers(event, self._running.table, self.config)
@@ -155,7 +155,7 @@ class Scheduler:
         for feature in self._features:
             feature.arrive(living)
         for sequence in living:
-            if (end := sequence.end_restored()) is not None:  # nobody had been told
+            if (end := sequence.end_restored()) is not None:  # its end was never reported
                 self._end(sequence, end)
 
     def _on_abort(self, event: Abort) -> None:
@@ -178,7 +178,7 @@ class Scheduler:
         self._end(sequence, end)
 
     def _end(self, sequence: Sequence, end: End) -> None:
-        """End a sequence, the only way there is; its results that are under way are dropped."""
+        """End a sequence; all ends come here. Its results in flight are dropped."""
         self.statistics.finished += 1
         self._output.stop_ids.remove(sequence.watched_ids)
         self._output.finish(sequence.uid, end, sequence)
@@ -235,7 +235,7 @@ class Scheduler:
         return sequence
 
     def _admit_waiting(self) -> None:
-        """Admit the head of the queue, as far as the next step has tokens for it."""
+        """Admit sequences from the head of the queue while the next step has tokens for them."""
         if not self._room.waiting or self._running.progress == self._full:
             return
         tokens = self.config.max_num_batched_tokens - self._running.left_to_prefill
@@ -246,7 +246,7 @@ class Scheduler:
             # A preempted sequence comes back when all its results are in: known == scheduled.
             if head.last_step > self._completed or self.budget.credits < need + self._reserve():
                 return
-            # It pays to wait: a block is indexed as soon as the step that computes it is planned.
+            # Waiting pays off: a block is indexed as soon as the step that computes it is planned.
             hits = self.config.prefix_caching and head.is_read
             if hits and self._running.is_about_to_compute_for(head):
                 return
@@ -257,7 +257,7 @@ class Scheduler:
             self._full = self._running.progress
 
     def _reserve(self) -> int:
-        """Count the credits that admission leaves alone: for those that need a block now.
+        """Return the number of credits that admission leaves to sequences that need a block now.
 
         Without them a preempted sequence would take back what it had to give up. A few more,
         up to one for each running sequence, keep the next preemption from following at once.
@@ -269,7 +269,7 @@ class Scheduler:
         return needed + min(len(self._running), self.config.blocks // 64)
 
     def _pages(self) -> int:
-        """Count the pages of the encoder cache that the queue may spend."""
+        """Return the number of pages of the encoder cache that the queue may spend."""
         return self.items.budget.credits
 
     def _make_way(self) -> None:
@@ -296,9 +296,9 @@ class Scheduler:
             feature.admit(sequence, self._turn.number)
 
     def _feed(self, starving: list[Sequence]) -> list[Sequence]:
-        """Give one more block to each of these; those for whom there is none sit this step out.
+        """Give one more block to each of these; those for which there is none skip this step.
 
-        Who has waited longest goes first, so that each waits its turn at most once.
+        The longest waiting sequence goes first, so that each is passed over at most once.
         """
         step = self._planned + 1
         self._make_room(starving)
@@ -316,8 +316,8 @@ class Scheduler:
     def _make_room(self, starving: list[Sequence]) -> None:
         """Preempt the youngest until there is, or will be, a block for each of these.
 
-        Nobody is preempted while credits on their way suffice, or while an answer that may
-        tell of more is out: for `depth` steps at most.
+        No sequence is preempted while pending credits suffice, or while an outstanding answer may
+        bring more: for `depth` steps at most.
         """
         step = self._planned + 1
         missing = len(starving) - self.budget.credits - self.budget.pending
@@ -332,8 +332,8 @@ class Scheduler:
         self._preempted_at = step
 
     def _preempt(self, victim: Sequence) -> None:
-        """Send the youngest back to wait; steps in flight still bring it their tokens, and when
-        these are in it comes back."""
+        """Return the youngest to the queue; it still gets its tokens from steps in flight, and can
+        be admitted again once these are in."""
         self.statistics.preemptions += 1
         rows_in = [p.step for p in self._in_flight if p.has_row(victim.slot)]
         victim.note_preemption(max(rows_in, default=0))
@@ -354,7 +354,7 @@ class Scheduler:
     def _may_plan(self) -> bool:
         if not self._depth.has_room(self._in_flight, stepwise=bool(self._running.stepwise)):
             return False
-        # What a preemption gave back is known within `depth` steps, however slow the edge is.
+        # The blocks that a preemption freed are known within `depth` steps, however slow the edge.
         unanswered = self.budget.oldest_unanswered
         if unanswered is not None and self._planned >= unanswered + self.config.depth:
             return False
@@ -366,7 +366,7 @@ class Scheduler:
 
     def _plan(self) -> None:
         """Plan one step: every sequence that decodes, then prompts as far as the budget goes. Admit
-        sequences between the two, so that what is preempted was there before."""
+        sequences between the two, so that newly admitted ones are not preempted at once."""
         decode_batch, grown, sitting_out = self._choose_decodes()
         self._admit_waiting()
         decodes, turn = len(decode_batch.slots), self._turn.number
@@ -451,7 +451,7 @@ class Scheduler:
             self._turn.know(slots, tokens)
 
     def _jump(self, sequence: Sequence, run: Int32) -> None:
-        """Append tokens that are forced, as far as they do not end it."""
+        """Append forced tokens, up to one that ends the sequence."""
         slot = sequence.slot
         known, end = self._output.append_run(sequence, run)
         self._turn.know_run(slot, known)
@@ -459,7 +459,7 @@ class Scheduler:
         if end is not None:
             self._end(sequence, end)
 
-    # -- looking on -----------------------------------------------------------------------
+    # -- inspection -----------------------------------------------------------------------
 
     def uids_of(self, slots: Int32) -> list[int]:
         """Return the request in each of these slots."""
@@ -488,7 +488,7 @@ class Scheduler:
         }
 
     def check_idle(self) -> None:
-        """Raise `ProtocolBug` if anything is held although no request lives."""
+        """Raise `ProtocolBug` if anything is held although no request is live."""
         if not self.live and not self._in_flight and self.budget.oldest_unanswered is None:
             self.budget.check_idle()
             for feature in self._features:
@@ -506,8 +506,8 @@ class Scheduler:
         StepDone: _on_step_done,
         StepWanted: _on_step_wanted,
     }
-    """Events that are no feature's, and what handles each."""
+    """Handlers of the events that do not belong to a feature."""
     EVENTS: ClassVar[frozenset[type]] = frozenset(HANDLERS).union(
         *(feature.HANDLERS for feature in (Pictures, Constraints, HeldAnswers))
     )
-    """All events that there are."""
+    """All events that the scheduler handles."""

@@ -1,4 +1,4 @@
-"""One answer to a request, as the scheduler knows it."""
+"""One sequence of a request, as the scheduler knows it."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Phase(enum.Enum):
     WAITING = "waiting"
     """Holds nothing; new, or preempted."""
     FOLLOWING = "following"
-    """Holds nothing, and begins where another answer to its request ends the prompt."""
+    """Holds nothing, and starts when another sequence of its request has computed the prompt."""
     MATCHING = "matching"
-    """Has a slot and its credits; the block manager's answer is under way."""
+    """Has a slot and its credits; the block manager's answer is outstanding."""
     RUNNING = "running"
     HELD = "held"
-    """Holds nothing, is in no queue, and has nothing left to compute: its caller will say more, or
-    a result will tell what that needs. While it holds a slot, it is among those that run."""
+    """Holds nothing, is in no queue, and has nothing left to compute: it waits for its caller, or
+    for a result that the caller needs. While such a sequence holds a slot, it is `RUNNING`."""
     FINISHED = "finished"
 
 
@@ -47,10 +47,10 @@ class History:
     """Tokens found by its first prefix-cache lookup; negative before it."""
     preemptions: int = 0
     began: int = -1
-    """When the device took up its first step, in ns of the monotonic clock; -1 until then."""
+    """When the device started its first step, in ns of the monotonic clock; -1 until then."""
 
     def note_match(self, tokens: int) -> None:
-        """Note what a match found, if it is the first."""
+        """Record the tokens found by a lookup, if it is the first."""
         if self.cached_tokens < 0:
             self.cached_tokens = tokens
 
@@ -59,7 +59,7 @@ class History:
         self.preemptions += 1
 
     def note_begin(self, at: int) -> None:
-        """Note when a step began, if it is the first."""
+        """Record when a step started, if it is the first."""
         if self.began < 0:
             self.began = at
 
@@ -69,16 +69,16 @@ class PromptReading:
     """Progress in reading the states of a prompt's positions, for scoring or pooling."""
 
     want: int
-    """`Want.SCORE` or `Want.POOL`: the flag of the rows whose states are read."""
+    """`Want.SCORE` or `Want.POOL`: the flag of rows with states that are read."""
     last: int
-    """The first position whose state is not read."""
+    """The number of leading positions to read."""
     read: int = 0
     """Number of positions that planned steps read: no state is read twice."""
 
     @classmethod
     def of(cls, spec: RequestSpec, prompt_length: int, kind: str) -> PromptReading | None:
-        """Return the reading that a request asks for; None if the state of the prompt's last
-        position is all that is read. `kind` is how the model pools."""
+        """Return the reading that a request asks for; None if only the state of the prompt's last
+        position is read. `kind` is the model's pooling method."""
         if spec.prompt_logprobs >= 0:
             return cls(SCORE, prompt_length - 1)
         if not spec.pools or kind not in ("mean", "cls"):
@@ -91,13 +91,13 @@ class PromptReading:
         return self.read >= self.last
 
     def reach(self, start: int, stop: int) -> int:
-        """Return the end of a row that begins at `start`, at most `stop`: a row does not cross the
-        end of what is read already."""
+        """Return the end of a row that starts at `start`, at most `stop`: a row does not cross the
+        end of the positions that are already read."""
         return min(stop, self.read) if start < self.read < self.last else stop
 
     def wants(self, start: int, stop: int) -> int:
-        """Return the flag of a row of these positions, 0 if it reads none; they count as read
-        then."""
+        """Return the flag of a row of these positions and count them as read; 0 if it reads
+        none."""
         if start < self.read or self.is_done:
             return 0
         self.read = stop
@@ -106,10 +106,10 @@ class PromptReading:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Sequence:
-    """One answer's tokens and counters. *Known* are tokens whose value the host has seen;
-    *scheduled* are positions that planned steps compute, and may be ahead of what is known.
+    """One sequence's tokens and counters. *Known* tokens are those that the host has seen;
+    *scheduled* positions are those that planned steps compute, and may be ahead of the known ones.
 
-    While it holds a slot, both stand in the slot's row of the table.
+    While it holds a slot, both are in the slot's row of the table.
     """
 
     uid: int
@@ -120,7 +120,7 @@ class Sequence:
     """Lower goes first and is preempted last."""
     table: RunningTable
     kept: Int32
-    """Prompt and output as far as known, while it holds no slot."""
+    """Known tokens of prompt and output, while it holds no slot."""
     prompt_length: int
     limit: int
     """Largest number of tokens, prompt included."""
@@ -128,22 +128,22 @@ class Sequence:
     sampling: bytes
     group: SequenceGroup[Sequence]
     reading: PromptReading | None = None
-    """Of its prompt, if more than its last state is read."""
+    """The reading of its prompt, if more than the last state is read."""
     grammar: GrammarState | None = None
     items: SequenceItems | None = None
     """Its pictures and videos."""
     void_until: int = 0
-    """The last step whose results do not count, as they are behind the end of free text."""
+    """The last step with results to discard, as they are past the end of free text."""
     resumed_to: int = 0
     """Number of tokens at admission if it resumed with output; else 0."""
     told: int = -1
-    """The last position for which a token was told to its caller."""
+    """The last position with a token that was reported to its caller; held sequences only."""
     phase: Phase = Phase.WAITING
     slot: int = -1
     starved_since: int = 0
-    """The first of the steps that it sits out for want of a block; 0 where it does not."""
+    """The first step that it skips for want of a block; 0 if it has one."""
     last_step: int = 0
-    """The last step with a row of it that was under way when it was preempted."""
+    """The last step in flight with a row of it when it was preempted."""
     history: History = dataclasses.field(default_factory=History)
 
     @classmethod
@@ -153,10 +153,10 @@ class Sequence:
         table: RunningTable,
         config: SchedulerConfig,
     ) -> list[Sequence]:
-        """Make the sequences of a request as the tokenizer admitted it, one for each answer.
+        """Return the sequences of a request that the tokenizer has admitted.
 
-        Priority counts as so many places in the order of arrival, so that nobody is passed by
-        more than `priority_window` later requests for each degree of priority between them.
+        Each degree of priority counts as `priority_window` places in the order of arrival, so at
+        most that many later requests pass a sequence for each degree between them.
         """
         tokens, hashes, spec = event.token_ids.copy(), event.hashes.copy(), copied(event.spec)
         samplings, output = rows_of(spec.sampling), tokens[event.prompt_length :].tolist()
@@ -194,19 +194,19 @@ class Sequence:
         self.phase = Phase.WAITING
 
     def take_slot(self, slot: int) -> None:
-        """Get a slot; the block manager's answer is due."""
+        """Take a slot; the block manager's answer is outstanding."""
         self.phase, self.slot = Phase.MATCHING, slot
 
     def run(self) -> None:
-        """Run: what was found of it is known, or does not matter."""
+        """Start running: the lookup's result is known, or does not matter."""
         self.phase = Phase.RUNNING
 
     def give_up_slot(self) -> None:
-        """Keep the known tokens, and no slot; what comes next is to be said."""
+        """Give up the slot and keep the known tokens; the caller sets the next phase."""
         self.kept, self.slot, self.starved_since = self.tokens.copy(), -1, 0
 
     def hold(self) -> None:
-        """Be held without a slot."""
+        """Mark the sequence as held without a slot."""
         self.phase = Phase.HELD
 
     def finish(self) -> None:
@@ -218,11 +218,11 @@ class Sequence:
         self.kept = tokens
 
     def starve(self, step: int) -> None:
-        """Sit out a step for want of a block; 0 where there is one."""
+        """Skip a step for want of a block; 0: it got one."""
         self.starved_since = (self.starved_since or step) if step else 0
 
     def note_preemption(self, last_step: int) -> None:
-        """Be preempted; the last step with a row of it is this one."""
+        """Record a preemption; `last_step` is the last step with a row of it."""
         self.last_step = last_step
         self.history.note_preemption()
 
@@ -231,12 +231,12 @@ class Sequence:
         self.void_until = step
 
     def tell(self) -> int:
-        """Note that the token behind the known ones is told to the caller; return its index in the
-        output."""
+        """Record that the token after the known ones is reported to the caller; return its index in
+        the output."""
         self.told = self.length
         return self.length - self.prompt_length
 
-    # -- what it is -----------------------------------------------------------------------
+    # -- properties -----------------------------------------------------------------------
 
     @property
     def is_constrained(self) -> bool:
@@ -251,7 +251,7 @@ class Sequence:
 
     @property
     def is_held(self) -> bool:
-        """Return True if it waits for its caller alone. No step in flight has a row of it then."""
+        """Return True if it waits only for its caller. Then no step in flight has a row of it."""
         return self.spec.held and self.told == self.length
 
     @property
@@ -271,12 +271,12 @@ class Sequence:
 
     @property
     def watched_ids(self) -> tuple[int, ...]:
-        """The tokens behind which it may not go on as it did."""
+        """The tokens after which it may end or change its grammar's state."""
         return (*self.end_ids, *(self.grammar.watched_ids if self.grammar else ()))
 
     @property
     def freeze_ids(self) -> tuple[int, ...]:
-        """The tokens behind which it does not go on decoding: it ends, or chooses under masks."""
+        """The tokens after which it stops decoding: it ends, or samples under masks."""
         gate = self.grammar.last_gate if self.grammar else NO_GATE
         return self.end_ids if gate == NO_GATE else (gate, *self.end_ids)
 
@@ -314,8 +314,8 @@ class Sequence:
 
     @property
     def reach(self) -> int:
-        """Up to where it can be prefilled now, as far as its pictures are encoded, and it has
-        blocks."""
+        """The end of the positions that can be prefilled now, limited by its blocks and its encoded
+        pictures."""
         target = min(self.target, int(self.table.room[self.slot]))
         return target if self.items is None else self.items.reach(self.scheduled, target)
 
@@ -329,7 +329,7 @@ class Sequence:
 
     @property
     def pages(self) -> int:
-        """Pages of the encoder cache that its items take."""
+        """Number of pages of the encoder cache that its items take."""
         return 0 if self.items is None else self.items.pages
 
     @property
@@ -349,8 +349,8 @@ class Sequence:
 
     @property
     def most_hits(self) -> int:
-        """The positions of it that may be found instead of being computed: what is not scored
-        must be."""
+        """Number of leading positions that may come from the cache: those still to be scored must
+        be computed."""
         return _ALL if self.is_read or self.reading is None else self.reading.read
 
     @property

@@ -13,15 +13,15 @@ class SchedulerStatistics:
     prefill_tokens: int = 0
     decode_tokens: int = 0
     output_tokens: int = 0
-    """Tokens that sequences got."""
+    """Tokens reported to the detokenizer."""
     mixed_steps: int = 0
     finished: int = 0
     aborted: int = 0
     failed: int = 0
-    """Sequences whose logits were not finite, or that had read what such a one computed."""
+    """Sequences that ended with reason "failed", such as those with non-finite logits."""
     preemptions: int = 0
     overruns: int = 0
-    """Tokens of sequences that had ended, by themselves or aborted, and dropped."""
+    """Dropped tokens of sequences that had already ended or been aborted."""
     sat_out: int = 0
     """Decode rows left out of a step for want of a block."""
     device_seconds: float = 0.0
@@ -35,7 +35,7 @@ class SchedulerStatistics:
         self.mixed_steps += bool(prefill_tokens and decode_tokens)
 
     def take_back(self, prefill_tokens: int) -> None:
-        """Count so many tokens of prompts less: the prefix cache had them."""
+        """Subtract prompt tokens that the prefix cache had."""
         self.prefill_tokens -= prefill_tokens
 
     def count_abort(self) -> None:

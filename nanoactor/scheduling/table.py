@@ -1,4 +1,4 @@
-"""The running sequences' counters as arrays, so that a step of hundreds costs a few operations."""
+"""The running sequences' counters as arrays: a step of hundreds takes only a few operations."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ class DecodeBatch:
     version: int
     slots: Slots
     members: NDArray[np.bool_]
-    """By slot: whether it is one of them."""
+    """By slot: whether it is in the batch."""
 
 
 class RunningTable:
-    """One row for each slot. A row means something while its slot is occupied."""
+    """One row for each slot. A row is valid while its slot is occupied."""
 
     def __init__(self, slots: int, max_model_len: int, block_size: int) -> None:
         self._block_size = block_size
         self.occupied = np.zeros(slots, np.bool_)
         self.running = np.zeros(slots, np.bool_)
-        """Occupied, and the admission is answered."""
+        """Occupied, with an answered admission or one that needs no answer."""
         self.stepwise = np.zeros(slots, np.bool_)
         """Never in a decode batch."""
         self.uids = np.zeros(slots, np.int64)
         self.prompts = np.zeros(slots, np.int64)
-        """Length of the prompt: where output begins."""
+        """Length of the prompt: the index of the first output token."""
         self.limits = np.zeros(slots, np.int64)
         self.targets = np.zeros(slots, np.int64)
         self.known = np.zeros(slots, np.int64)
         self.room = np.zeros(slots, np.int64)
         """Positions that its blocks hold."""
         self.shared = np.zeros(slots, np.int64)
-        """How many of its blocks others hold too, by the block manager's latest answer."""
+        """Number of its blocks that others also hold, by the block manager's latest answer."""
         self.admitted = np.zeros(slots, np.int64)
-        """The turn in which it was given."""
+        """The turn in which the slot was given to its sequence."""
         self.tokens = np.empty((slots, max_model_len), np.int32)
         """Every known token; memory that is never written costs nothing."""
 
         self._scheduled = np.zeros(slots, np.int64)
-        """Positions that the planned steps compute at most, but for the latest batch's steady
-        steps."""
+        """Number of positions that the planned steps compute, without those counted in
+        `_ahead`."""
         self._versions = 0
         self._batch = DecodeBatch(0, np.empty(0, np.int64), np.zeros(slots, np.bool_))
         """The latest decode batch, ..."""
@@ -71,11 +71,11 @@ class RunningTable:
         blocks: int,
         stepwise: bool = False,
     ) -> None:
-        """Give a slot to a sequence; all of its known tokens are to be prefilled. One that is
-        `stepwise` never decodes.
+        """Give a slot to a sequence; all of its known tokens are to be prefilled. A `stepwise`
+        sequence never decodes.
 
-        `tokens` are the known ones (int32), `limit` is how many it may have in all, and `blocks`
-        is how many blocks it holds.
+        `tokens` are the known ones (int32), `limit` is the most it may have in total, and `blocks`
+        is the number of blocks it holds.
         """
         self.occupied[slot], self.running[slot] = True, False
         self.stepwise[slot] = stepwise
@@ -95,8 +95,8 @@ class RunningTable:
         self.running[slot], self._scheduled[slot] = True, computed
 
     def share(self, slots: Int32, shared: Int32, turn: int) -> None:
-        """Note how many blocks of these slots others hold too, as it is behind a turn; not of slots
-        that were given anew since."""
+        """Record how many blocks of these slots others also hold, as of this turn; slots that were
+        reassigned since are ignored."""
         known = self.occupied[slots] & (self.admitted[slots] <= turn)
         self.shared[slots[known]] = shared[known]
 
@@ -124,7 +124,7 @@ class RunningTable:
 
     @property
     def scheduled(self) -> NDArray[np.int64]:
-        """Positions that the planned steps compute, by slot (int64); not to be written to."""
+        """Number of positions that the planned steps compute, by slot (int64); read-only."""
         if not self._ahead:
             return self._scheduled
         return self._scheduled + self._ahead * self._batch.members
@@ -135,9 +135,9 @@ class RunningTable:
         return scheduled + self._ahead if self._batch.members[slot] else scheduled
 
     def demand(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Tell by slot whether it can decode, and whether it could but for want of a block.
+        """Return by slot whether it can decode, and whether it only lacks a block to do so.
 
-        Its prompt must be through, and one more token within its limit: position p samples
+        Its prompt must be computed, and one more token within its limit: position p samples
         token p + 1.
         """
         scheduled = self.scheduled
@@ -148,7 +148,7 @@ class RunningTable:
 
     @property
     def lacks_block(self) -> NDArray[np.bool_]:
-        """Tell by slot whether the next known token of a running sequence needs a block."""
+        """Return by slot whether the next known token of a running sequence needs a block."""
         lacks: NDArray[np.bool_] = self.running & (self.scheduled == self.room)
         return lacks & (self.room < self.targets)
 
@@ -161,7 +161,7 @@ class RunningTable:
         self.room[slots] += self._block_size
 
     def prefill(self, slot: int, count: int) -> None:
-        """Compute so many more positions of a prompt; its slot may decode in the next step."""
+        """Compute `count` more positions of a prompt; its slot may decode in the next step."""
         if not self.stepwise[slot]:
             self._steady = 0
         self._scheduled[slot] += count
@@ -171,10 +171,10 @@ class RunningTable:
         self._steady = 0
 
     def decode_again(self) -> DecodeBatch | None:
-        """Decode the batch of the step before, one position further; None where it may differ.
+        """Decode the previous step's batch again, one position further; None if it may differ.
 
-        Most steps are such: nobody comes, ends or needs a block. So no row is written: these
-        steps are counted, and written down when the batch changes.
+        Most steps are such: no sequence arrives, ends or needs a block. So no row is written: these
+        steps are counted, and added to the rows when the batch changes.
         """
         if not self._steady:
             self._catch_up()
@@ -184,9 +184,9 @@ class RunningTable:
         return self._batch
 
     def decode(self, slots: Slots, all_fed: bool) -> DecodeBatch:
-        """Decode one position of each of these slots, where `decode_again` returned None.
+        """Decode one position of each of these slots, after `decode_again` returned None.
 
-        `all_fed`: nobody else wants to decode.
+        `all_fed`: no other sequence waits to decode.
         """
         scheduled = self._scheduled[slots] + 1
         self._scheduled[slots] = scheduled
@@ -199,7 +199,7 @@ class RunningTable:
         return self._batch
 
     def batch_of(self, slots: Slots) -> DecodeBatch:
-        """Return a batch of these slots, with a version of its own."""
+        """Return a batch of these slots, with a new version."""
         self._versions += 1
         members = np.zeros(len(self.occupied), np.bool_)
         members[slots] = True
@@ -240,9 +240,9 @@ class RunningTable:
 
 @dataclasses.dataclass(slots=True)
 class BatchColumns:
-    """Columns of the batch that got tokens last, kept because the next step mostly has the same.
+    """Columns of the batch that got tokens last, cached because the next step mostly has the same.
 
-    All of its slots are occupied; when a sequence leaves one, the columns are forgotten.
+    All of its slots are occupied; when a sequence leaves one, the columns are dropped.
     """
 
     version: int

@@ -1,4 +1,4 @@
-"""From the scheduler's decisions to a `Turn`: everything that follows from one event."""
+"""Builds `Turn` messages: all decisions of the scheduler that follow from one event."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ class TurnBuilder:
         """The number of the turn that is being built."""
         self._table = table
         self._done = 0
-        """The last step done that was told."""
+        """The last finished step that was reported."""
         self._sent = DecodeBatch(0, np.empty(0, np.int64), np.zeros(len(table.occupied), np.bool_))
         self._introduced: set[int] = set()
-        """Slots whose sampling parameters the runners know."""
+        """Slots with sampling parameters that the runners know."""
         self._clear()
 
     def _clear(self) -> None:
         self._failures: list[tuple[int, int]] = []
         self._forks: list[tuple[int, int]] = []
         self._known: list[tuple[Int32, Int32]] = []
-        """(slots, tokens), one for each slot."""
+        """(slots, tokens), one token for each slot."""
         self._runs: list[tuple[int, Int32]] = []
-        """(slot, tokens) where a slot has several."""
+        """(slot, tokens) if a slot has several."""
         self._frees: list[int] = []
         self._admissions: list[Admission] = []
         self._plan: Plan | None = None
@@ -72,12 +72,12 @@ class TurnBuilder:
         self._forks += pairs
 
     def know(self, slots: Int32, tokens: Int32) -> None:
-        """Note a token that is known now of each of these slots."""
+        """Note one newly known token for each of these slots."""
         if len(slots):
             self._known.append((slots, tokens))
 
     def know_run(self, slot: int, tokens: Int32) -> None:
-        """Note tokens of a slot that are known now."""
+        """Note newly known tokens of a slot."""
         self._runs.append((slot, tokens))
 
     def free(self, slot: int) -> None:
@@ -86,7 +86,7 @@ class TurnBuilder:
         self._introduced.discard(slot)
 
     def admit(self, sequence: Sequence, blocks: int) -> None:
-        """Give a sequence's slot blocks."""
+        """Ask for blocks for a sequence's slot."""
         self._admissions.append(
             Admission(
                 sequence.uid,
@@ -115,7 +115,7 @@ class TurnBuilder:
     def plan(
         self, planned: PlannedStep, grown: list[Sequence], slices: EncodeSlices | None
     ) -> None:
-        """Plan a step for which the sequences `grown` get one more block."""
+        """Plan a step; the sequences in `grown` get one more block for it."""
         batch, rows, leaves = planned.decode_batch, as_rows(planned.rows), _NOTHING
         if batch.version != self._sent.version:
             starts = self._table.scheduled - 1
@@ -146,8 +146,8 @@ class TurnBuilder:
         return bool(self._frees or self._forks)
 
     def take(self, done: int, fence: int, *, may_wait: bool) -> Turn | None:
-        """Return the turn, if there is one. If nothing but tokens and the end of a step is news, it
-        waits for the next one if it may."""
+        """Return the turn, if there is one. If only tokens and the end of a step are new, they wait
+        for the next turn if `may_wait`."""
         parts = (self._failures, self._admissions, self._plan, self._pixels, self._masks)
         others = self.gives_up or any(parts) or self._forget
         if not others and (may_wait or not (self._known or self._runs or done > self._done)):
@@ -190,7 +190,7 @@ class TurnBuilder:
         if len(counts) == len(every):
             return KnownTokens(owners, _NOTHING, tokens, runs, lengths)
         named = [slot for slot, _ in itertools.groupby(every)]
-        if len(named) > len(counts):  # the tokens of a slot do not stand together
+        if len(named) > len(counts):  # the tokens of a slot are not contiguous
             order = np.argsort(owners, kind="stable")
             named, tokens = sorted(counts), tokens[order]
         counted = as_int32(counts[slot] for slot in named)

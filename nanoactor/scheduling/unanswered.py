@@ -14,7 +14,7 @@ from nanoactor.scheduling.sequence import Sequence
 
 @dataclasses.dataclass(slots=True)
 class Admitted:
-    """An admission that is not answered."""
+    """An unanswered admission."""
 
     turn: int
     sequence: Sequence
@@ -35,7 +35,7 @@ class Unanswered:
         self._admitted: deque[Admitted] = deque()
         """In order."""
         self._doubted = 0
-        """The turn with the latest failure: until it is answered no results are reported."""
+        """The turn with the latest failure: no results are reported until it is answered."""
         self.held_back: deque[StepDone] = deque()
 
     def admit(self, turn: int, sequence: Sequence) -> None:
@@ -72,8 +72,8 @@ class Unanswered:
         return True
 
     def release(self) -> Iterator[StepDone]:
-        """Yield results that need not wait any longer. The next one is looked at after the one
-        before it was processed."""
+        """Yield results that need not wait any longer. Each is checked after the one before it was
+        processed."""
         while self.held_back and not self._must_wait(self.held_back[0]):
             yield self.held_back.popleft()
 
