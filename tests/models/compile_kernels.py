@@ -35,6 +35,7 @@ from nanoactor.models.devices.cuda.kernels import (
     sampling,
     truncated_sampling,
 )
+from nanoactor.models.limits import FREEZE_IDS
 
 # Types of arguments by name: K stands for the model's own, what is not named is an int32.
 POINTERS = {
@@ -45,7 +46,8 @@ POINTERS = {
     "i64": "slot_mapping all_scratch",
     "i32": "tables slots contexts item_rows item_numbers firsts plan rows tiles blocks lengths "
     "parts_done last_tokens token_ids positions rope_deltas seeds highest_ids score_ids chosen "
-    "top_ks own_positions own_token_ids ids",
+    "top_ks own_positions own_token_ids ids frozen all_frozen "
+    "freeze_ids",
 }
 SCALARS = {"scale": "fp32", "eps": "fp32"}
 TARGET = GPUTarget("cuda", 90, 32)
@@ -225,7 +227,8 @@ def main():
     build_fp8("bf16")
     build(sampling._winners, "bf16", {"padded": 64})
     build(decode_attention._plan_splits, "bf16", {"tile": 64, "block": 256}, {"rows": "i32"})
-    build(batch._advance, "bf16", {"block_size": 64, "turns": True, "width": 128})
+    constants = {"block_size": 64, "turns": True, "watched": FREEZE_IDS, "width": 128}
+    build(batch._advance, "bf16", constants)
     build(batch._locate, "bf16", {"block_size": 64, "width": 256})
 
 

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -137,21 +135,13 @@ def test_an_actor_dies_and_no_row_is_lost_or_there_twice(local):
         made = generate(
             dataset, "demo", params, engines=2, columns=columns, batch_size=16, **OPTIONS
         )
-        return made.take_all()
+        return made.iter_rows()
 
-    wanted = answered()
-
-    def kill():
-        deadline = time.monotonic() + 60
-        while len(_actors()) < 2 and time.monotonic() < deadline:
-            time.sleep(0.05)
-        time.sleep(4.0)
-        os.kill(_actors()[0], signal.SIGKILL)
-
-    killer = threading.Thread(target=kill)
-    killer.start()
-    found = answered()
-    killer.join()
+    wanted, found = [*answered()], []
+    for row in answered():
+        if not found:  # the first of twelve blocks is done
+            os.kill(_actors()[0], signal.SIGKILL)
+        found.append(row)
     assert [row["row"] for row in found] == list(range(count))
     assert found == wanted
     assert not any(row["error"] for row in found)
