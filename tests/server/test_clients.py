@@ -61,6 +61,7 @@ def client(name):
         pytest.skip(f"{name} is not installed: see docs/server.md")
 
 
+@pytest.mark.filterwarnings("ignore:`langchain-community` is being sunset:DeprecationWarning")
 def test_langchains_wrapper_of_vllm():
     """Which imports `vllm`, and finds `nanoactor.compat.vllm`."""
     wrapper = client("langchain_community.llms").VLLM
