@@ -12,9 +12,9 @@ from nanoactor.messages import Turn
 from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
 
 _HASHES_AT_ONCE = 4096
-"""The most that one message tells of the index."""
+"""Maximum number of index changes in one message."""
 _SOME_CHANGES = 64
-"""Changes of the index that are worth a message; fewer are told when a sequence is over."""
+"""Index changes that are worth a message; fewer are sent when a sequence ends."""
 
 
 class BlockManagerActor(Actor):
@@ -24,11 +24,11 @@ class BlockManagerActor(Actor):
         self._config = config
         self._step_at = 0
         self._caches: list[int] = []
-        """Whose blocks the manager knows, by rank."""
+        """By rank: the cache that the manager's records describe."""
         self._manager: BlockManager
 
     def renew(self) -> None:
-        """Keep the manager: where the runners live, so does what is in their caches."""
+        """Keep the manager: if the runners survive, so do the contents of their caches."""
 
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
         """Make the block manager, now that the runners have sized the cache."""
@@ -42,7 +42,7 @@ class BlockManagerActor(Actor):
         self._scheduler = context.outbox("scheduler")
         if self._config.engine.prefix_salt is not None:
             self._frontend = context.outbox("frontend")
-            self._manager.pool.tell_index()  # what was told before a death may not have arrived
+            self._manager.pool.tell_index()  # messages sent before a death may be lost
 
     def _new_manager(self, cache: RunnerReady) -> BlockManager:
         engine = self._config.engine

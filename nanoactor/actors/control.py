@@ -14,7 +14,7 @@ class EngineControl:
         self.is_paused = False
         """Whether no steps are planned, so that requests wait where they are."""
         self._forgotten = 0
-        """How often the index was to be forgotten."""
+        """Number of orders to forget the index."""
         self._scheduler: Any = None
 
     def pause(self, paused: bool) -> None:
@@ -34,7 +34,7 @@ class EngineControl:
         self._scheduler = None
 
     def begin(self, scheduler: Any) -> None:
-        """Send what holds to a scheduler that begins anew, before any request."""
+        """Send the standing orders to a restarted scheduler, before any request."""
         self._scheduler = scheduler
         if self.is_paused:
             scheduler.send(Pause(True))

@@ -95,8 +95,8 @@ class DetokenizerActor(Actor):
             yield message
 
     def statistics(self) -> dict[str, Any]:
-        """Requests with decoding state, and with something to tell; when the latest step's tokens
-        came, in ns of the monotonic clock."""
+        """Return the numbers of requests with decoding state and with pending output, and when the
+        latest step's tokens came, in ns of the monotonic clock."""
         return {
             "entries": self._detokenizer.entries,
             "pending": self._detokenizer.pending,

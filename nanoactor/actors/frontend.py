@@ -59,7 +59,7 @@ class FrontendActor(Actor):
         self._load = [0] * self._config.num_tokenizers
         self._next_uid = 0
         self._paused = False
-        """Whether everybody is beginning anew: nothing can be sent."""
+        """True while all processes restart: nothing can be sent."""
         self._readmission = Readmission(config.engine.max_num_seqs)
         self.control = EngineControl()
         self._direct = 0
@@ -68,7 +68,7 @@ class FrontendActor(Actor):
         self._media = MediaSender(())
         self.index = IndexFeed()
         self._progress: asyncio.Event | None = None
-        """Set, and forgotten, when a request no longer waits; None where nobody wants to know."""
+        """Set, and dropped, when a request no longer waits; None if no caller waits for that."""
 
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
         """Look up the outgoing edges."""
@@ -88,8 +88,8 @@ class FrontendActor(Actor):
         self._submit_kind = context.track.kind("submit", "uid")
 
     def pause(self, deaths: Sequence[Death]) -> int:
-        """Everybody is about to begin anew: keep what comes meanwhile. Return how many deaths have
-        a cause that is gone."""
+        """Keep new requests while all processes restart. Return how many deaths are explained by a
+        request that is now ended."""
         if self._paused:  # nothing has run since the last death
             return 0
         self._paused = True
@@ -123,7 +123,7 @@ class FrontendActor(Actor):
         return self._readmission.is_trial
 
     def resume(self) -> None:
-        """Everybody runs again: send all that is not over."""
+        """Send all unfinished requests again, now that all processes run."""
         self._paused = False
         for entry in self._each_entry():
             if entry.aborted:
@@ -150,7 +150,7 @@ class FrontendActor(Actor):
     def _send_again(self, entry: Entry) -> None:
         """Send what is not over of a request, from where its reader was."""
         for submit in resumed(entry):
-            # Streams go on at once; requests that only waited are left to the tokenizers.
+            # Streams resume at once; requests that only waited are left to the tokenizers.
             self._dispatch(entry, submit, direct=submit.output is not None)
 
     def _look_at_trial(self) -> None:
@@ -162,7 +162,7 @@ class FrontendActor(Actor):
             self._go_on(self._readmission.admit_next(self.context.now()))
 
     def _end_aborted(self, entry: Entry) -> None:
-        """Nobody else knows of it any more."""
+        """End an aborted request here, since no other process knows about it any more."""
         for uid in [uid for uid in entry.uids if self._entries.get(uid) is entry]:
             self._terminal(own_terminal(entry, uid, "abort"))
 
@@ -172,7 +172,7 @@ class FrontendActor(Actor):
             self._terminal(own_terminal(entry, uid, "failed", LOST))
 
     def handlers(self) -> Mapping[type, Handler]:
-        """News from the detokenizer, what vision workers lack, and what is told of the index."""
+        """Handle output, requests to resend media, and changes of the prefix index."""
         return {
             OutputDelta: self._deliver,
             ResendMedia: self._resend,
@@ -250,7 +250,7 @@ class FrontendActor(Actor):
         self.context.track.add(self._submit_kind, uid, begin, time.monotonic_ns())
 
     def _dispatch(self, entry: Entry, submit: Submit, direct: bool) -> None:
-        """Send a request, or what goes on of it: `direct`, where it needs no tokenizer."""
+        """Send a new or resumed request; with `direct`, past the tokenizers if it needs none."""
         admit = self._admission.direct(submit) if direct else None
         if admit is not None:
             self._direct += 1
@@ -267,7 +267,7 @@ class FrontendActor(Actor):
         self._untokenized[uid] = (tokenizer, entry.charge)
 
     def _resend(self, event: ResendMedia) -> None:
-        """A worker has forgotten some bytes. Of a request that is over nobody wants them."""
+        """Send bytes again that a worker has dropped, unless their request has finished."""
         for uid, item in zip(event.uids.tolist(), event.items.tolist(), strict=True):
             entry = self._entries.get(uid)
             if entry is not None and not self._media.is_sending(uid, item):
@@ -280,7 +280,7 @@ class FrontendActor(Actor):
     # -- the queue ------------------------------------------------------------------------
 
     async def wait_for_capacity(self) -> None:
-        """Wait until a waiting request has got its first token, or is over."""
+        """Wait until a waiting request has its first token or has finished."""
         if self._waiting_requests:
             self._progress = self._progress or asyncio.Event()
             await self._progress.wait()
@@ -291,11 +291,11 @@ class FrontendActor(Actor):
         return min(range(first, len(self._load)), key=self._load.__getitem__)
 
     def abort(self, entry: Entry) -> None:
-        """Ask for a request's end; its entry lives until the terminals that acknowledge it."""
+        """Request a request's end; its entry lives until terminals acknowledge it."""
         if entry.aborted:
             return
         if not self._paused and self._readmission.let_go(entry):
-            self._send_again(entry)  # the scheduler relies on it that all that live arrive
+            self._send_again(entry)  # the scheduler relies on all live requests arriving
         entry.aborted = True
         if self._paused:
             self._end_aborted(entry)
@@ -309,8 +309,8 @@ class FrontendActor(Actor):
                 self._tokenizers[self._untokenized[uid][0]].send(Abort(uid))
 
     def end_for_reader(self, entry: Entry) -> None:
-        """End a request that is aborted for its reader now, whatever the engine is at. It counts,
-        as its entry lives, until the engine has let go of it."""
+        """End an aborted request for its reader now. Its entry lives, and counts, until the engine
+        has released it."""
         for uid in entry.uids:
             if entry.answer(uid).terminal is None:
                 self._note_end(entry, own_terminal(entry, uid, "abort"))
@@ -405,7 +405,7 @@ class FrontendActor(Actor):
     def _opened(self, uid: int, prompt: list[int]) -> None:
         self._tokenized(uid)
         entry = self._read_entry(uid)
-        if entry is not None and prompt:  # one of several answers tells it
+        if entry is not None and prompt:  # only one of several sequences carries it
             if entry.accepted.is_set() and prompt != entry.prompt_token_ids:
                 entry.error = ComputationFailed(CHANGED)
                 self.abort(entry)
@@ -421,8 +421,8 @@ class FrontendActor(Actor):
         self._load[tokenizer] -= size
 
     def _read_entry(self, uid: int) -> Entry | None:
-        """Return the entry of an answer; None where its reader knows its end already. The engine
-        tells of an answer until it hears of that."""
+        """Return the entry of a sequence; None if its reader knows its end already, as the engine
+        may emit output for a while after that."""
         entry = self._entries.get(uid)
         return entry if entry is not None and entry.answer(uid).terminal is None else None
 
@@ -445,7 +445,7 @@ class FrontendActor(Actor):
         entry.wake()
 
     def _no_longer_waiting(self, entry: Entry, uid: int) -> None:
-        """Count an answer out that has its first token, or is over; with the first, the prompt."""
+        """Stop counting a sequence as waiting, and with the first of a request its prompt."""
         self._waiting_requests.discard(uid)
         if not entry.is_counted_out:
             entry.is_counted_out = True

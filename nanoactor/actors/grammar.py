@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("nanoactor.grammar")
 
-# The latest masks, whose times are told.
+# Number of latest masks with recorded times.
 _TIMES = 4096
 # Masks that threads of the parser make at once.
 _BATCH = 16
-# Bytes of a specification; a larger one is compiled beside those that are not.
+# Bytes of a specification; larger ones are compiled on a separate thread.
 _SMALL_GRAMMAR = 16 * 1024
 _FAILED = "the parser failed on the grammar; the log has its words"
 
@@ -53,7 +53,7 @@ class GrammarActor(Actor):
     def __init__(self, config: ActorConfig) -> None:
         self._config = config
         self._book = self._new_book()
-        # Large grammars take the parser longest: those of others need not wait behind them.
+        # Large grammars take the parser longest: small ones need not wait for them.
         self._small = WorkerThread("compile")
         self._large = WorkerThread("compile large")
         self._compiler: GrammarCompiler | InvalidRequest | None = None
@@ -102,7 +102,7 @@ class GrammarActor(Actor):
             self._book.batch, self._book.fill = _BATCH, fill
 
     def handlers(self) -> Mapping[type, Handler]:
-        """Answers begin, go on, and end."""
+        """Handle the start, progress and end of constrained sequences."""
         return {
             OpenGrammar: self._open,
             BeginGrammar: self._begin,
@@ -145,7 +145,7 @@ class GrammarActor(Actor):
     # -- turns ----------------------------------------------------------------------------
 
     def _turn_unless_due(self) -> None:
-        """Make masks now, unless work of before is left: then all go on in the turn to come."""
+        """Make masks now, unless earlier work is left: then the next turn makes all."""
         if not self._turning:
             self._turn()
 
@@ -170,7 +170,7 @@ class GrammarActor(Actor):
         found: AnswerMatcher | Refusal
         try:
             with native_calls():
-                if book is not self._book:  # all actors began anew
+                if book is not self._book:  # all actors were restarted
                     raise InvalidRequest("it is not wanted any more")
                 self._read_vocabulary()
                 if isinstance(self._compiler, InvalidRequest):

@@ -11,8 +11,8 @@ from nanoactor.kv.index_events import IndexEvents
 
 
 class IndexFeed:
-    """Each reader is told the whole index first, then what changes; what comes while it does not
-    read merges."""
+    """Sends each reader the whole index first, then its changes; changes merge while the reader is
+    busy."""
 
     def __init__(self) -> None:
         self._copy = IndexCopy()
@@ -20,7 +20,7 @@ class IndexFeed:
         self._error: NanoactorError | None = None
 
     def take(self, events: IndexEvents) -> None:
-        """Pass on what the block manager tells."""
+        """Pass on changes from the block manager."""
         self._copy.take(events)
         for changes, news in self._readers.items():
             if events.cleared:
@@ -38,7 +38,7 @@ class IndexFeed:
             news.set()
 
     async def read(self) -> AsyncGenerator[IndexEvents, None]:
-        """Yield what is told, until the engine is gone."""
+        """Yield changes until the engine is gone."""
         changes, news = IndexChanges(), asyncio.Event()
         changes.begin_anew(self._copy.contents)
         self._readers[changes] = news

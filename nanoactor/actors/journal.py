@@ -43,11 +43,11 @@ class Entry:
         answers: int = 1,
         moved: bool = False,
     ) -> None:
-        """`moved`: it goes on from another engine, behind what `submit` says was told there."""
+        """`moved`: it resumes from another engine, after the output in `submit`."""
         self.request_id = request_id
         self.submit = submit
         self.media = media
-        """Its pictures, as they were given: they may be wanted again until it is over."""
+        """Its pictures, as given: they may be needed again until it finishes."""
         self.kind = kind
         self.moved = moved
         """Whether it began in another engine: it has been accepted once, and is not refused."""
@@ -58,7 +58,7 @@ class Entry:
         scored = submit.spec.logprobs >= 0
         self.answers = [Answer(index, scored, self._arrival) for index in range(answers)]
         self.continued = 0
-        """How often its caller has said what its held answers go on with."""
+        """Number of times its caller has resumed its held sequences."""
         self.error: NanoactorError | None = None
         self.aborted = False
         self.is_counted_out = False
@@ -117,7 +117,7 @@ class Entry:
         return self.answers[uid - self.submit.uid]
 
     def told_ids(self, answer: Answer) -> list[int]:
-        """Return the tokens of an answer that its reader was told, here or in another engine."""
+        """Return a sequence's emitted tokens, in this engine or another."""
         before = self.submit.output
         return [*(before.token_ids.tolist() if before is not None else ()), *answer.token_ids]
 
@@ -143,7 +143,7 @@ class Entry:
         self.wake()
 
     def note_end(self, uid: int, terminal: Terminal) -> None:
-        """One answer is over; an error of one is the request's."""
+        """Record the end of one sequence; its error becomes the request's."""
         self.answer(uid).terminal = terminal
         if terminal.reason == "error":
             self.error = self.error or InvalidRequest(terminal.error)
@@ -182,7 +182,7 @@ class Entry:
         return self.kind is RequestOutputKind.FINAL_ONLY or not self.has_prompt_logprobs
 
     def forget_partial_scores(self) -> None:
-        """Everybody begins anew: what was told of the prompt in part is told again."""
+        """Drop incomplete prompt log-probabilities after a restart: they are sent again."""
         if not self.has_prompt_logprobs:
             self._prompt_logprobs = [None]
 

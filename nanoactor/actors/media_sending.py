@@ -35,8 +35,8 @@ class MediaSender:
         return (uid, item) in self._data
 
     def send(self, entry: Entry, uid: int, item: int, tokenizer: int) -> None:
-        """Send a picture of a request; for all of its answers to the same worker, which tells that
-        tokenizer what it is, or, for -1, none."""
+        """Send a picture to a worker, the same for all sequences of the request. The worker reports
+        what it is to that tokenizer, or, for -1, to none."""
         media = entry.media[item]
         worker = entry.submit.uid % len(self._workers)
         data = memoryview(media.data).cast("B")

@@ -1,4 +1,4 @@
-"""Requests are admitted again after deaths, and those that may be what kills are tried apart."""
+"""Readmission of requests after deaths; those that may have caused them are tried apart."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Readmission:
         is_at: Callable[[Entry, str], bool],
         now: float,
     ) -> tuple[Entry, Death, int] | None:
-        """Take note of deaths at one moment, in seconds; `is_at` tells whether a request may have
-        been at work in a node. Return which request has caused one of them, where that is known,
+        """Record deaths at the time `now`, in seconds; `is_at` returns whether a request may have
+        been running in a node. Return the request that caused one of them, if known, that death,
         and how many deaths it explains."""
         living = [entry for entry in entries if not entry.over and _uid(entry) not in self._kept]
         living.sort(key=lambda entry: (entry.submit.spec.priority, _uid(entry)))
@@ -62,7 +62,7 @@ class Readmission:
         return None if verdict is None else (by_uid[verdict.request], death, verdict.deaths)
 
     def admit(self, entries: Iterable[Entry], now: float) -> Sequence[Entry]:
-        """Return those that go on now; the others are kept."""
+        """Return the requests that resume now; the others are kept."""
         living = {_uid(entry): entry for entry in entries if not entry.over}
         told = {uid: _told(entry) for uid, entry in living.items()}
         chosen = self._suspects.admit(told, now)
@@ -84,13 +84,13 @@ class Readmission:
         return self.admit(kept.values(), now)
 
     def keep(self, entry: Entry) -> bool:
-        """Keep a new request where one is tried with nothing else running; tell whether it is."""
+        """Keep a new request if another is being tried alone; return True if it is kept."""
         if self._suspects.is_alone:
             self._kept[_uid(entry)] = entry
         return self._suspects.is_alone
 
     def let_go(self, entry: Entry) -> bool:
-        """Keep a request no longer; tell whether it was kept."""
+        """Stop keeping a request; return True if it was kept."""
         return self._kept.pop(_uid(entry), None) is not None
 
     def is_cleared(self, entries: Iterable[Entry], now: float) -> bool:

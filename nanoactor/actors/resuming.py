@@ -1,4 +1,4 @@
-"""Requests that go on after everybody began anew: the journal says where they were."""
+"""Requests that resume after a restart, from where the journal has them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _going_on(entry: Entry, uid: int, prompt_logprobs: int) -> Submit:
 
 
 def own_terminal(entry: Entry, uid: int, reason: str, error: str = "") -> Terminal:
-    """Return the last word on an answer of which nobody else knows."""
+    """Return a terminal for a sequence that no other process knows about."""
     answer = entry.answer(uid)
     return Terminal(
         uid,

@@ -38,7 +38,7 @@ _LOOK = 0.1
 
 
 class Pause:
-    """Passes through a runner's threads behind all that was launched."""
+    """Passes through a runner's threads after all launched steps."""
 
     def __init__(self) -> None:
         self.collected, self.over = threading.Event(), threading.Event()
@@ -68,20 +68,20 @@ class RunnerActor(Actor):
     def _forget(self) -> None:
         """Begin with no work."""
         self._beginning: set[int] = set()
-        """Steps with a token behind a prompt, which may be somebody's first."""
+        """Steps that sample after a prompt row, maybe a sequence's first token."""
         self._queued: deque[int] = deque()
         """Tokens of each step that is queued or running."""
         self._received = self._completed = 0
         self._requests.forget()
         self._pixels = PixelStore()
         self._ready: list[int] = []
-        """Pixels that are there, and of which the scheduler is not told."""
+        """Pixels that have arrived and are not reported to the scheduler yet."""
         self._masks = MaskStore()
         self._masks_ready: tuple[list[int], list[int]] = [], []
-        """Likewise masks: answers, and positions."""
+        """Likewise for masks: uids and positions."""
 
     def setup(self) -> RunnerReady:
-        """Load the model; what the cache's size became is for everyone to know."""
+        """Load the model; return the size of the cache, for all actors."""
         self._executor = self._open_on_thread()
         for tokens, seconds in self._executor.warmed_up:
             self._deadline.note(tokens, seconds)
@@ -99,8 +99,8 @@ class RunnerActor(Actor):
         )
 
     def renew(self) -> RunnerReady:
-        """Keep the model and the cache's memory; return once the device has nothing to do, and
-        has forgotten whose blocks are whose."""
+        """Keep the model and the cache's memory; return once the device is idle and its records of
+        blocks are cleared."""
         self._discards = True
         pause = Pause()
         self._prepared.put(pause)
@@ -320,7 +320,7 @@ class RunnerActor(Actor):
         begin, seconds = time.monotonic_ns(), (computed.end - computed.begin) * 1e-9
         if self._config.rank == 0:  # the others have chosen the same
             self._tell(step, computed, seconds)
-        # Whom the tokens are for need not wait for the books.
+        # Report the tokens before the bookkeeping.
         self._trace_device(step, computed)
         tokens = self._queued.popleft()
         self._completed = step

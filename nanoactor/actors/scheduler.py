@@ -19,8 +19,8 @@ from nanoactor.scheduling.scheduler import Scheduler
 # Turns of the loop in which a plan becomes a step on its way.
 _HOPS = 4
 LOAD, ENTERS, LEAVES, ENCODES = "load", "enters", "leaves", "encodes"
-"""A track that tells when requests live, and, with `sent`, the step with which each comes and
-goes, and those that encode a picture."""
+"""A track that shows when requests are live, and, with `sent`, the steps with which each enters and
+leaves, and those that encode a picture."""
 
 
 class SchedulerActor(Actor):

@@ -65,7 +65,7 @@ class TokenizerActor(Actor):
         self._requests = 0
         self._tokens = 0
         self._lives = 0
-        """How often everybody began anew."""
+        """Number of restarts."""
         self._templates: RenderQueue | None = None
         self._facts: TemplateFacts | None = None
         """None where the template is broken."""
@@ -73,7 +73,7 @@ class TokenizerActor(Actor):
         self._tags: dict[str, int | None] = {}
         """Ids of the tags that end free text, as far as they were asked for."""
         self._held: dict[int, tuple[Submit, Encoded | Exception]] = {}
-        """Requests that wait for what their pictures are."""
+        """Requests that wait for the names and sizes of their pictures."""
         self._long_texts = WorkerThread("long texts")
         self._workers: dict[int, int] = {}
         """By request: the vision worker that has its pictures."""
@@ -308,7 +308,7 @@ class TokenizerActor(Actor):
         return rules
 
     def _place_items(self, event: Submit, tokens: Int32) -> tuple[Int32, Items | None]:
-        """Return the prompt with a token for each row of its pictures, and where they stand."""
+        """Return the prompt with a token for each row of its pictures, and their places."""
         vision = self._config.files.config.vision
         if vision is None:
             return tokens, None
@@ -327,7 +327,7 @@ class TokenizerActor(Actor):
     def _check_room(self, visual: list[VisualItem], tokens: int) -> None:
         """Raise `InvalidRequest` where pictures are too many or too large to be placed at all."""
         rows, limit = sum(item.tokens for item in visual), self._config.files.max_model_len
-        if rows + tokens > 2 * limit:  # else the whole prompt's length is told
+        if rows + tokens > 2 * limit:  # else the error states the whole prompt's length
             raise InvalidRequest(
                 f"the request's pictures and videos have {rows} tokens, but max_model_len is "
                 f"{limit}"

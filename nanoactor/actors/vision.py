@@ -50,7 +50,7 @@ class _Arriving:
 
 
 class _BrokenOff(Exception):
-    """Nobody wants what is being decoded any more."""
+    """The item being decoded is no longer wanted."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -70,21 +70,21 @@ class VisionActor(Actor):
         self._arriving: dict[tuple[int, int], _Arriving] = {}
         self._store = MediaStore(STORE_BYTES)
         self._wants: dict[int, WantPixels] = {}
-        """Of which the runners have not heard the last, by number."""
+        """By number: the wants with pixels that are not fully sent to the runners."""
         self._waiting: dict[tuple[int, int], list[int]] = {}
-        """Numbers of wants by the (request, item) whose bytes they wait for."""
+        """By (request, item): the numbers of the wants that wait for its bytes."""
         self._resends: list[tuple[int, int]] = []
         self._read: dict[int, list[tuple[int, int, ReadItem | Unusable]]] = {}
         """By tokenizer: (request, item, what it is or why it cannot be used)."""
         self._failed: list[tuple[int, Unusable]] = []
         self._absent: list[int] = []
-        """Pixels that will not come, and of which the runners are not told."""
+        """Pixels that will not come, not yet reported to the runners."""
         self._sending: deque[tuple[int, NDArray[np.uint8]]] = deque()
         self._sent = 0
         """Bytes of the first of them."""
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._naming = 0
-        """Videos whose headers the thread is to read."""
+        """Number of videos with headers that the thread has to read."""
         self._frames = 0
         """That were looked at, or that the thread has begun to decode."""
         self._thread: threading.Thread | None = None
@@ -136,7 +136,7 @@ class VisionActor(Actor):
     def _complete(self, place: tuple[int, int], arriving: _Arriving) -> None:
         first = arriving.first
         media = Media(first.form, first.shape, first.area, arriving.data, first.frames)
-        if media.frames:  # many headers, and some tell no more than when they are decoded
+        if media.frames:  # many headers, and some must be decoded to be read
             self._naming += 1
             self._work.put(functools.partial(self._name_video, place, first, media))
         else:
@@ -220,7 +220,7 @@ class VisionActor(Actor):
         self._frames += 1
 
     def _note_frame(self, number: int) -> None:
-        """Before each frame: go on only while somebody waits; the loop has told the runners."""
+        """Count a frame to decode; raise `_BrokenOff` if unwanted: the loop informs the runners."""
         if self._stopping or number not in self._wants:
             raise _BrokenOff
         self._frames += 1
@@ -257,7 +257,7 @@ class VisionActor(Actor):
             self._sending.append((number, result))
         self._report()
 
-    # -- what there is to tell ------------------------------------------------------------
+    # -- reports --------------------------------------------------------------------------
 
     def on_ready(self, outbox: Any) -> None:
         """An edge has room again."""

@@ -1,1 +1,1 @@
-"""The KV cache's bookkeeping: which block holds what, who uses it, what may be reused."""
+"""The KV cache's bookkeeping: contents of blocks, their users, and which can be reused."""

@@ -1,4 +1,4 @@
-"""The cache of the vision tower's output: who needs each item, what is evicted, in pages."""
+"""The cache of the vision tower's output: references to items, and eviction, in pages."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class EncodedItem:
 class EncoderCache:
     """References, fences and the order of eviction, whole items at a time.
 
-    An item is *held* (somebody's reference), *quarantined* (nobody's, but a step in flight may
-    still use it) or *idle*; idle ones are evicted, least recently used first. The scheduler spends
-    a credit for each page, as with blocks, so that `hold` never has to say no.
+    An item is *held* (referenced), *quarantined* (unreferenced, but a step in flight may still use
+    it) or *idle*; idle ones are evicted, least recently used first. The scheduler spends a credit
+    for each page, as with blocks, so `hold` never has to fail.
     """
 
     def __init__(self, pages: int, page_rows: int) -> None:
@@ -48,7 +48,7 @@ class EncoderCache:
         """All that have pages."""
         self._idle: OrderedDict[bytes, EncodedItem] = OrderedDict()
         self._quarantine: deque[tuple[int, int, EncodedItem]] = deque()
-        """(step that must be done before it may be written over, ticket, item)."""
+        """(step that must be done before it may be overwritten, ticket, item)."""
         self._tickets = self._completed = self._made = 0
         self.evictions = self.hits = 0
 
@@ -57,10 +57,10 @@ class EncoderCache:
         return -(-rows // self._page_rows)
 
     def hold(self, key: bytes, units: EncodeUnits) -> tuple[EncodedItem, int]:
-        """Take a reference to an item; returns it, and how many of the pages debited for it others
+        """Take a reference to an item; return it, and how many of the pages debited for it others
         hold already.
 
-        Raises `ProtocolBug` where there is no room: the scheduler spent credits it did not have.
+        Raises `ProtocolBug` if there is no room: the scheduler spent credits it did not have.
         """
         item = self._items.get(key)
         if item is None:
@@ -110,8 +110,8 @@ class EncoderCache:
         self._free.extend(item.pages)
 
     def release(self, item: EncodedItem, fence: int) -> int:
-        """Drop a reference; returns how many pages nobody holds any more, which become available
-        once step `fence` is completed."""
+        """Drop a reference; return the number of pages that are now unreferenced and become
+        available once step `fence` is complete."""
         if item.references <= 0:
             raise ProtocolBug(f"item {item.key.hex()} is released but nobody holds it")
         item.references -= 1
@@ -128,7 +128,7 @@ class EncoderCache:
         self._completed = max(self._completed, step)
         while self._quarantine and self._quarantine[0][0] <= self._completed:
             _, ticket, item = self._quarantine.popleft()
-            # Held again, or let go again later: not yet.
+            # Held again, or released again later: not yet.
             if item.references or item.ticket != ticket:
                 continue
             if item.trusted:
@@ -137,8 +137,8 @@ class EncoderCache:
                 self._drop(item)
 
     def distrust(self, item: EncodedItem) -> None:
-        """Forget what an item is, as a step that encoded some of it has failed: nobody finds it
-        any more, and who needs it encodes it anew."""
+        """Forget an item's content, since a step that encoded part of it has failed: it is not
+        found any more, and sequences that need it encode it again."""
         item.trusted = False
         if self._items.get(item.key) is item:
             del self._items[item.key]
@@ -147,8 +147,8 @@ class EncoderCache:
             self._drop(item)
 
     def check(self, pages: int, holders: Mapping[EncodedItem, int]) -> None:
-        """Raise `ProtocolBug` unless the books agree with `holders`, references by item, and every
-        one of so many pages is in one place."""
+        """Raise `ProtocolBug` unless the records agree with `holders`, references by item, and each
+        of the `pages` pages is in exactly one place."""
         quarantined = {
             id(item): item
             for _, ticket, item in self._quarantine

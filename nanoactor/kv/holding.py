@@ -1,4 +1,4 @@
-"""The records of the block manager: what slots hold, and what the scheduler is told next."""
+"""The block manager's records: what slots hold, and the next answer to the scheduler."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Holding:
     announced: int = 0
     """Leading entries of the table that the runners know."""
     distrusted: bool = False
-    """Some of it is not what it should be: nothing of it is indexed any more."""
+    """Part of its content is wrong: none of it is indexed any more."""
     tainted: bool = False
     """It has read, or would read, what a failing row computed."""
 
@@ -77,7 +77,7 @@ class Sharing:
         self._changed.add(slot)
 
     def take(self) -> tuple[list[int], list[int]]:
-        """Return the slots whose counts have changed since the last call, and the counts."""
+        """Return the slots with counts that changed since the last call, and the counts."""
         slots = sorted(self._changed)
         self._changed.clear()
         return slots, [self._shared[slot] for slot in slots]

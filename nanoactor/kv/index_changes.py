@@ -1,4 +1,4 @@
-"""Changes of the prefix index that a reader has not been told, as a difference."""
+"""Unpublished changes of the prefix index, as a difference."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _ALL = 1 << 62
 
 
 class IndexChanges:
-    """Merges changes while the reader is not told, so that their number is bounded: by the blocks
-    that the index holds, and by those that it held when the reader was last told."""
+    """Merges changes until they are published, so their number is bounded by the blocks that the
+    index holds, plus those that it held at the last publication."""
 
     def __init__(self) -> None:
         self._changes: dict[bytes, bool] = {}
@@ -38,7 +38,7 @@ class IndexChanges:
     def _note(self, content: bytes, is_there: bool) -> None:
         if len(content) != HASH_BYTES:  # the name of a block that is not full: of this engine alone
             return
-        # What was not told yet, and is undone, need not be told at all.
+        # An unpublished change that is undone need not be published at all.
         if self._changes.pop(content, is_there) == is_there:
             self._changes[content] = is_there
 
@@ -49,7 +49,7 @@ class IndexChanges:
             self.remember(content)
 
     def take(self, most: int = _ALL) -> IndexEvents | None:
-        """Return at most so many changes, which are told now; None where there are none."""
+        """Return at most `most` changes, which count as published; None if there are none."""
         if not self:
             return None
         first = list(itertools.islice(self._changes.items(), most))
@@ -64,13 +64,13 @@ class IndexChanges:
 
 
 class IndexCopy:
-    """The hashes of the full blocks in an engine's prefix index, from what is told of it."""
+    """The hashes of the full blocks in an engine's prefix index, from its published changes."""
 
     def __init__(self) -> None:
         self.contents: set[bytes] = set()
 
     def take(self, events: IndexEvents) -> None:
-        """Play back what is told."""
+        """Apply published changes."""
         if events.cleared:
             self.contents.clear()
         self.contents.difference_update(map(bytes, events.forgotten))

@@ -1,4 +1,4 @@
-"""Pictures and videos in the block manager: what sequences hold of them in the encoder cache."""
+"""Pictures and videos in the block manager: what sequences hold in the encoder cache."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ class HeldItems:
     """The items of one sequence's prompt."""
 
     spans: list[tuple[int, int, int, int]]
-    """(item, its first row, first token, the index behind the last)."""
+    """(item, first row, first token, end token (exclusive))."""
     stops: list[int]
-    """By item: the index behind its last token."""
+    """By item: the index after its last token."""
     extras: dict[int, bytes]
-    """By block: what of its name is about items."""
+    """By block: the part of its hash input that identifies items."""
     positions: Int32
     """Rotary positions of the tokens known at the lookup, (3, tokens)."""
     delta: int
     """Offset from a later token's index to its rotary position."""
     encoded: list[EncodedItem | None] = dataclasses.field(default_factory=list)
-    """None where all of its tokens were computed already."""
+    """By item; None if all of its tokens were computed already."""
     released: set[int] = dataclasses.field(default_factory=set)
-    """Items whose last token a planned step computes."""
+    """Items with a last token that a planned step computes."""
 
     @classmethod
     def of(cls, items: Items, length: int, block_size: int) -> HeldItems:
-        """Read them from a match for so many tokens."""
+        """Return the items of an admission with `length` tokens."""
         spans = visual_spans(items)
         rows = [
             (item, first_row, span.start, span.stop)
@@ -56,14 +56,14 @@ class HeldItems:
         return dataclasses.replace(self, encoded=[None] * len(self.stops), released=set())
 
     def turned(self, start: int, count: int) -> Int32:
-        """Return the rotary positions of so many tokens, (3, count)."""
+        """Return the rotary positions of `count` tokens from `start` on, (3, count)."""
         known = self.positions[:, start : start + count]
         after = np.arange(start + known.shape[1], start + count, dtype=np.int32) + self.delta
         return np.concatenate((known, np.tile(after.astype(np.int32), (3, 1))), axis=1)
 
 
 class ItemKeeper:
-    """Holds items for sequences, and says where their rows lie."""
+    """Holds items for sequences, and locates their rows."""
 
     def __init__(self, limits: EncoderLimits) -> None:
         self.limits = limits
@@ -100,7 +100,7 @@ class ItemKeeper:
         self._say(items=[0], refunds=[0])
 
     def match(self, held: HeldItems, items: Items, computed: int) -> None:
-        """Hold those items of which tokens from position `computed` on are to be read."""
+        """Hold the items with tokens at or after position `computed`."""
         self._has_news = True
         refund, numbers, progress = 0, [], []
         for index, stop in enumerate(held.stops):
@@ -120,7 +120,7 @@ class ItemKeeper:
         self._say(items=[len(numbers)], refunds=[refund], numbers=numbers, units=progress)
 
     def advance(self, held: HeldItems, planned: int, step: int) -> None:
-        """Release the items whose last token the steps up to `step` compute."""
+        """Release the items with a last token that the steps up to `step` compute."""
         for index, stop in enumerate(held.stops):
             if stop <= planned:
                 self._release(held, index, step)
@@ -139,13 +139,13 @@ class ItemKeeper:
         self._say(freed=[self.cache.release(item, fence)], fences=[fence])
 
     def distrust(self, held: HeldItems) -> None:
-        """A row that read these has failed: whoever needs them encodes them anew."""
+        """Distrust these items, as a row that read them has failed: they are encoded again."""
         for item in held.encoded:
             if item is not None:
                 self.cache.distrust(item)
 
     def drop(self, event: DropPixels) -> None:
-        """Pixels are gone: temporal patches that were half encoded begin anew."""
+        """Restart temporal patches that were half encoded when their pixels were dropped."""
         for number in event.numbers.tolist():
             item = self.cache.find(number)
             if item is not None:
@@ -218,8 +218,8 @@ class ItemKeeper:
         return np.concatenate(tokens), np.concatenate(rows)
 
     def _readable(self, held: HeldItems, index: int, rows: int) -> EncodedItem:
-        """Return an item whose leading rows are encoded. Raises `ProtocolBug` else: its tokens
-        would be computed without their picture."""
+        """Return an item with `rows` leading rows encoded. Raises `ProtocolBug` if fewer are: its
+        tokens would be computed without their picture."""
         item = held.encoded[index]
         there = 0 if item is None else item.units.rows_after(item.planned)
         if item is None or index in held.released or there < rows:
@@ -228,7 +228,7 @@ class ItemKeeper:
 
 
 def _positions(chunks: list[tuple[HeldItems | None, int, int]]) -> Int32:
-    """Return the rotary positions of all chunks' tokens; none where they are those of text."""
+    """Return the rotary positions of all chunks' tokens; empty if all are plain text."""
     if all(held is None or start + count <= held.spans[0][2] for held, start, count in chunks):
         return _NO_POSITIONS  # before its first picture a prompt is text
     positions = [

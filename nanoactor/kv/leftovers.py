@@ -1,4 +1,4 @@
-"""Blocks whose sequences were cut off while they were being written."""
+"""Blocks that were still being written when their sequences were cut off."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from nanoactor.kv.pool import BlockPool
 from nanoactor.messages import Int32
 
 _BEGUN = b"begun"
-"""Begins the index's names of blocks that are not full."""
+"""Prefix of the index's names of blocks that are not full."""
 
 
 class Begun(NamedTuple):
-    """A block that somebody goes on with."""
+    """A partly written block that a sequence takes over."""
 
     block: int
     positions: int
-    """The number of its positions that hold what they ask for."""
+    """Number of its leading positions that match the sequence."""
 
 
 class Leftovers:
-    """Finds a block by the tokens at its beginning, for whoever goes on behind the same prefix.
+    """Finds a block by its first tokens, for a sequence that continues after the same prefix.
 
-    The pool may evict such a block as any other that is cached; it is there as long as its name is.
+    The pool may evict such a block like any other cached one; it exists as long as its name does.
     """
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
@@ -42,7 +42,7 @@ class Leftovers:
         size, hashes, full = self._size, holding.hashes, len(tokens) // self._size
         for block, content in zip(holding.table[:full], hashes[:full], strict=True):
             self._pool.remember(block, content)
-        # Whoever goes on may be some tokens behind: before the end of a block that is full.
+        # A sequence may resume some tokens earlier: before the end of a full block.
         for index in range(max(0, full - 1), -(-len(tokens) // size)):
             if index not in holding.extras:
                 parent = hashes[index - 1] if index else b""
@@ -54,9 +54,8 @@ class Leftovers:
             self._behind.setdefault(parent, []).append((tokens.copy(), block, name))
 
     def take(self, hashes: Sequence[bytes], tokens: Int32) -> Begun | None:
-        """Take over, with one reference, the block behind those of these hashes that has most of
-        these tokens at its beginning. None where no block has any, or only blocks that others
-        hold."""
+        """Take over, with one reference, the block after these hashes that starts with the most of
+        these tokens. None if no block starts with any, or only blocks that others hold."""
         best, most = None, 0
         for left, block, name in self._behind.get(hashes[-1] if hashes else b"", ()):
             if self._pool.find(name) != block or self._pool.is_held(block):

@@ -1,7 +1,7 @@
 """The block manager's logic: block tables, prefix hits, and how plans become steps.
 
 Turns in, steps and answers out; no I/O and no clock. It trusts the scheduler's credits, so an
-allocation cannot fail; if one does, an invariant is broken, and the error tells the slot's state.
+allocation cannot fail; if one does, an invariant is broken, and the error reports the slot's state.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class PrefixHits:
     """Number of these tokens found in the cache."""
 
     def note(self, prompt_tokens: int, hit_tokens: int) -> None:
-        """A sequence of so many tokens is admitted, of which some are computed already."""
+        """Count an admitted sequence's tokens, and those of them that are computed already."""
         self.prompt_tokens += prompt_tokens
         self.hit_tokens += hit_tokens
 
@@ -69,8 +69,8 @@ class BlockManager:
         encoder: EncoderLimits = NO_ENCODER,
         slot_state: bool = False,
     ) -> None:
-        """With `slot_state` layers keep something of each slot that no block holds: no prefix is
-        ever found, and copies of slots are told to the runners."""
+        """With `slot_state`, layers keep state by slot that no block holds: no prefix is ever
+        found, and copies of slots are sent to the runners."""
         prefix_caching = prefix_caching and not slot_state
         self.pool = BlockPool(blocks)
         self.items = ItemKeeper(encoder)
@@ -80,7 +80,7 @@ class BlockManager:
         self._turn = self._step = 0
         """The last turn taken, and the last step planned."""
         self._fresh: deque[tuple[int, int]] = deque()
-        """(step, block) of what was indexed since the last step that is known to be done."""
+        """(step, block) of blocks indexed for steps that are not known to be done."""
         self._block_size = block_size
         self._salt = salt
         self._prefix_caching = prefix_caching
@@ -90,13 +90,13 @@ class BlockManager:
         self._copies = PendingCopies(slots=slot_state)
         # By slot, as arrays: a step of hundreds of decodes costs a few operations.
         self._tokens = np.empty((max_seqs, max_model_len), np.int32)
-        """Every token whose value is known."""
+        """Every known token."""
         self._known = np.full(max_seqs, _NOTHING_HELD)
-        """How many these are; negative where a slot holds nothing."""
+        """Number of known tokens; negative if a slot holds nothing."""
         self._room = np.zeros(max_seqs, np.int64)
-        """Positions that its blocks hold; 0 where a slot holds nothing."""
+        """Number of positions that its blocks hold; 0 if a slot holds nothing."""
         self._next_index = np.zeros(max_seqs, np.int64)
-        """Where the first block ends whose content is not indexed, and was not when matched."""
+        """End position of the first block that is not indexed yet."""
         self._computed = np.zeros(max_seqs, np.int64)
         """Positions that steps which are known to be done have computed."""
         self._in_flight: deque[tuple[int, Long, Long]] = deque()
@@ -111,9 +111,9 @@ class BlockManager:
         self.hits = PrefixHits()
 
     def take(self, turn: Turn) -> Step | None:
-        """Do what a turn says, part by part; return its step, if it has one.
+        """Process a turn, part by part; return its step, if it has one.
 
-        Raises `ProtocolBug` where turns do not come in order, or contradict what slots hold.
+        Raises `ProtocolBug` if turns are out of order, or contradict what slots hold.
         """
         if turn.number != self._turn + 1:
             raise ProtocolBug(f"turn {turn.number} follows turn {self._turn}")
@@ -139,7 +139,7 @@ class BlockManager:
     # -- admission ------------------------------------------------------------------------
 
     def _admit(self, event: Admission) -> None:
-        """Give a slot its blocks: cached ones for the longest known prefix, new ones else.
+        """Give a slot its blocks: cached ones for the longest known prefix, else new ones.
 
         At least one token is always left to compute, as it takes one to sample the next.
         """
@@ -383,8 +383,8 @@ class BlockManager:
         self.items.cache.complete(step)
 
     def _learn(self, event: KnownTokens) -> None:
-        """Take tokens whose value is known now. What filled waits for `index`: all but the newest
-        token of a sequence are computed by steps that are planned."""
+        """Record newly known tokens. Filled blocks wait for `index`: planned steps compute all but
+        the newest token of a sequence."""
         slots, known = event.slots, self._known[event.slots]
         if len(known) and known.min() < 0:
             self._of(int(slots[known < 0][0]))
@@ -414,7 +414,7 @@ class BlockManager:
             self._take_slot(slot, copy, tokens, indexed=len(copy.hashes))
 
     def _distrust(self, event: Failures) -> None:
-        """Take what failing rows computed out of the index, and tell who has read it."""
+        """Remove what failing rows computed from the index, and report sequences that read it."""
         self.index()
         failing = []
         for slot, start in zip(event.slots.tolist(), event.starts.tolist(), strict=True):
@@ -423,7 +423,7 @@ class BlockManager:
             failing.append((holding, max(start, holding.hit) // self._block_size))
             if holding.items is not None:
                 self.items.distrust(holding.items)
-        # Those that were preempted meanwhile still take what steps under way bring them.
+        # Sequences preempted in the meantime still take the results of steps in flight.
         every = (*self._holdings.values(), *(holding for _, _, holding in self._left))
         blocks, readers = spread_doubt(failing, every)
         self._answers.tainted += [holding.uid for holding in readers]
@@ -431,8 +431,8 @@ class BlockManager:
         self._answers.is_due = True
 
     def _forget_index(self, number: int) -> None:
-        """Find nothing any more that was computed so far, nor what those that run now compute;
-        unless that was done for this number."""
+        """Clear the index, and keep running sequences out of it; does nothing if this was done for
+        this number."""
         if number <= self._forgotten:
             return
         self._forgotten = number
@@ -453,8 +453,8 @@ class BlockManager:
     def _index_full_blocks(self, slot: int, complete: int) -> None:
         """Index the blocks in which every token is known and is computed by a planned step.
 
-        Steps run in the order of their numbers, so whoever finds the block reads it later. What a
-        step computes past a sequence's end never becomes known, so it is left out.
+        Steps run in the order of their numbers, so a sequence that finds the block reads it later.
+        Tokens that a step samples past a sequence's end never become known, so they are left out.
         """
         if not self._prefix_caching:
             return
@@ -490,21 +490,21 @@ class BlockManager:
         self._answers.is_due = True
 
     def take_answer(self) -> Answer | None:
-        """Return all that there is to answer since the last call, as one message; None if the
-        scheduler does not wait for it."""
+        """Return everything to report since the last call, as one message; None if the scheduler
+        does not wait for it."""
         encoder = self.items.take_credits()
         if not self._answers.is_due and encoder is None:
             return None
         answers, self._answers = self._answers, Answers()
         return answers.message(self._turn, self._sharing.take(), encoder)
 
-    # -- beginning anew -------------------------------------------------------------------
+    # -- restart --------------------------------------------------------------------------
 
     def begin_anew(self) -> None:
-        """Forget all sequences; the runners keep their memory, and compute nothing any more.
+        """Forget all sequences; the runners keep their memory, and have nothing in flight.
 
-        The index keeps what is known to be computed. Blocks that are not full are found by whoever
-        goes on with the same tokens. Steps are counted from 1 again.
+        The index keeps the blocks that are known to be computed. Partly filled ones are found by
+        sequences that continue with the same tokens. Steps are counted from 1 again.
         """
         for _, block in self._fresh:
             self.pool.forget(block)
@@ -527,7 +527,7 @@ class BlockManager:
         self._sharing, self._rows = Sharing(blocks, slots), RowExpander(slots)
         self._answers = Answers()
 
-    # -- looking on -----------------------------------------------------------------------
+    # -- inspection -----------------------------------------------------------------------
 
     def _of(self, slot: int) -> Holding:
         holding = self._holdings.get(slot)

@@ -1,4 +1,4 @@
-"""The blocks themselves: who holds each, which are cached, which may be written again."""
+"""The pool of blocks: which are held, which are cached, which can be reused."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _AFTER_ALL = 1 << 62
 class BlockPool:
     """Reference counts, the index of cached content, and the order in which it is evicted.
 
-    A block is *held* (somebody's reference), *quarantined* (nobody's, but a step in flight may
-    still use it), *cached* (nobody's, content indexed) or *free*. Only free and cached blocks
-    are handed out; cached ones least recently used first. A sequence lets go of its blocks
-    last one first, so that within a chain children are older than their parents.
+    A block is *held* (referenced), *quarantined* (unreferenced, but a step in flight may still use
+    it), *cached* (unreferenced, content indexed) or *free*. Only free and cached blocks are handed
+    out; cached ones least recently used first. A sequence releases its blocks last one first, so
+    within a chain children are older than their parents.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -27,14 +27,14 @@ class BlockPool:
         self._free: deque[int] = deque(range(blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._ticket = [_NOT_QUARANTINED] * blocks
-        """Which release quarantined a block that nobody holds: the latest one counts."""
+        """By block: the latest release that quarantined it; earlier ones are void."""
         self._tickets = 0
         self._quarantine: deque[tuple[int, int, list[int]]] = deque()
         """(step that must be done before they may be written, ticket, blocks)."""
         self._completed = 0
         self.evictions = 0
         self.changes: IndexChanges | None = None
-        """What is to be told of the index, where somebody is."""
+        """Unpublished changes of the index; None if it is not published."""
 
     @property
     def blocks(self) -> int:
@@ -47,11 +47,11 @@ class BlockPool:
         return len(self._free) + len(self._cached)
 
     def find(self, content: bytes) -> int | None:
-        """The block that holds this content, in whatever state it is."""
+        """Return the block that holds this content, whatever its state, or None."""
         return self._index.get(content)
 
     def share(self, block: int) -> bool:
-        """Take one more reference; True where the block was held already."""
+        """Take one more reference; return True if the block was held already."""
         held = self._references[block] > 0
         self._references[block] += 1
         self._cached.pop(block, None)
@@ -90,7 +90,7 @@ class BlockPool:
         self._cached.clear()
 
     def remember(self, block: int, content: bytes) -> bool:
-        """Index a block's content, unless another block already has it; tell whether it is new."""
+        """Index a block's content, unless it or the block is indexed; return True if it is new."""
         if content in self._index or self._hash[block] is not None:
             return False
         self._index[content] = block
@@ -108,17 +108,17 @@ class BlockPool:
         return self._references[block] > 0
 
     def tell_index(self) -> None:
-        """Tell the whole index from now on, and what changes in it: `changes`."""
+        """Publish the whole index, and its later changes, through `changes`."""
         self.changes = self.changes or IndexChanges()
         self.changes.begin_anew(self._index)
 
     def begin_anew(self) -> None:
-        """Nothing is under way any more, and steps are counted from 1 again."""
+        """End all quarantines, as nothing is in flight, and count steps from 1 again."""
         self.complete(_AFTER_ALL)
         self._completed = 0
 
     def distrust(self, blocks: set[int]) -> None:
-        """Forget the contents of blocks; of those that nobody holds, the next owner writes anew."""
+        """Forget the contents of blocks; cached ones become free."""
         for block in blocks:
             self.forget(block)
             if block in self._cached:
@@ -126,10 +126,10 @@ class BlockPool:
                 self._free.append(block)
 
     def release(self, blocks: list[int], fence: int) -> int:
-        """Drop one reference of each; returns how many nobody holds any more.
+        """Drop one reference to each; return the number of blocks that are now unreferenced.
 
-        Those become available once step `fence` is completed. The order of `blocks` is the
-        order in which they will be evicted.
+        Those become available once step `fence` is complete. They are evicted in the order of
+        `blocks`.
         """
         orphans = []
         self._tickets += 1
@@ -151,7 +151,7 @@ class BlockPool:
         while self._quarantine and self._quarantine[0][0] <= self._completed:
             _, ticket, blocks = self._quarantine.popleft()
             for block in blocks:
-                # Held again by a prefix hit, or let go again later: not yet.
+                # Held again by a prefix hit, or released again later: not yet.
                 if not self._references[block] and self._ticket[block] == ticket:
                     self._make_available(block)
 

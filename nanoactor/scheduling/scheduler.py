@@ -134,7 +134,7 @@ class Scheduler:
                 self._fail(sequence, end)
 
     def _send_turn(self, fence: int) -> None:
-        """Send what follows from an event, to the block manager first: a step may wait for it."""
+        """Queue the messages that follow from an event; turns go first, as steps wait for them."""
         for flush in self._features.frequent["flush"]:
             self._out += flush(self._turn)
         if self._turn.gives_up:
