@@ -50,9 +50,9 @@ class FrontendActor(Actor):
         self._vocabulary = config.files.config.vocab_size
         self._entries: dict[int, Entry] = {}
         self._by_id: dict[str, Entry] = {}
-        """The same by what their users call them."""
+        """The same by request id."""
         self._waiting_requests: set[int] = set()
-        """Answers without a first token."""
+        """Uids that wait for a first token."""
         self._waiting_tokens = self._waiting_media_bytes = 0
         self._untokenized: dict[int, tuple[int, int]] = {}
         """(tokenizer, bytes) of requests that no tokenizer has answered."""
@@ -140,7 +140,7 @@ class FrontendActor(Actor):
         return list({id(entry): entry for entry in self._entries.values()}.values())
 
     def _go_on(self, entries: Sequence[Entry]) -> None:
-        """Send these again; where they are on trial, it ends after a while."""
+        """Send these requests again; a trial ends after `TRIAL_SECONDS` at the latest."""
         for entry in entries:
             self._send_again(entry)
         if self._readmission.is_trial:
@@ -148,7 +148,7 @@ class FrontendActor(Actor):
             self.context.call_later(TRIAL_SECONDS, end)
 
     def _send_again(self, entry: Entry) -> None:
-        """Send what is not over of a request, from where its reader was."""
+        """Send the unfinished sequences of a request, from where their reader was."""
         for submit in resumed(entry):
             # Streams resume at once; requests that only waited are left to the tokenizers.
             self._dispatch(entry, submit, direct=submit.output is not None)
@@ -180,13 +180,13 @@ class FrontendActor(Actor):
         }
 
     def span_names(self) -> Mapping[type, str]:
-        """News for the readers; what they do with it is theirs."""
+        """Name the spans that deliver output to readers, without the readers' own time."""
         return {OutputDelta: "deliver"}
 
     # -- from the user --------------------------------------------------------------------
 
     def _check_room(self, entries: Sequence[Entry]) -> None:
-        """Raise `EngineOverloaded` where the queue's bounds leave no room for these."""
+        """Raise `EngineOverloaded` if the queue's bounds leave no room for these requests."""
         config, requests = self._config, sum(len(entry.places) for entry in entries)
         charge, media = sum(e.charge for e in entries), sum(e.media_bytes for e in entries)
         if requests > config.max_waiting_requests:
@@ -224,7 +224,7 @@ class FrontendActor(Actor):
         return self.submit_all([make])[0]
 
     def submit_all(self, makes: Sequence[Callable[[int], Entry]]) -> list[Entry]:
-        """The same for several, which find room all together or not at all."""
+        """Submit several requests: either all find room or none does."""
         entries, uid = [], self._next_uid
         for make in makes:
             entries.append(make(uid))
@@ -286,7 +286,7 @@ class FrontendActor(Actor):
             await self._progress.wait()
 
     def _choose_tokenizer(self, size: int) -> int:
-        """The least loaded; the first never takes a long prompt, so that short ones pass it."""
+        """Return the least loaded; the first never takes a long prompt, so short ones pass it."""
         first = 1 if size > _LONG_PROMPT_BYTES and len(self._load) > 1 else 0
         return min(range(first, len(self._load)), key=self._load.__getitem__)
 
@@ -351,7 +351,7 @@ class FrontendActor(Actor):
             raise InvalidRequest("nothing can be told behind the last of max_tokens")
 
     def fail_all(self, error: NanoactorError) -> None:
-        """The engine is gone: every waiting request gets the error."""
+        """End every unfinished request with an error, as the engine is gone."""
         for entry in self._each_entry():
             if not entry.over:
                 entry.error = error
@@ -365,7 +365,7 @@ class FrontendActor(Actor):
         self.index.end(error)
 
     def entry_of(self, request_id: str) -> Entry | None:
-        """The living request with this id."""
+        """Return the live request with this id, or None."""
         return self._by_id.get(request_id)
 
     @property
@@ -477,7 +477,7 @@ class FrontendActor(Actor):
         metrics = entry.answer(terminal.uid).metrics
         metrics.finished_time = time.monotonic()
         if terminal.began >= 0:
-            began = terminal.began * 1e-9  # of those that went on after a death, when they did
+            began = terminal.began * 1e-9  # if it was resumed after a death: the time after that
             metrics.first_scheduled_time = min(began, metrics.first_token_time or began)
         entry.note_end(terminal.uid, terminal)
 

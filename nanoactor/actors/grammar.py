@@ -77,7 +77,7 @@ class GrammarActor(Actor):
         self._turning = False
 
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
-        """Find the edges; begin to read the vocabulary."""
+        """Look up the edges, and start reading the vocabulary."""
         super().start(context, ready)
         self._runners = context.outbox("runners")
         self._scheduler = context.outbox("scheduler")
@@ -111,7 +111,7 @@ class GrammarActor(Actor):
         }
 
     def span_names(self) -> Mapping[type, str]:
-        """The masks are what others wait for."""
+        """Name the spans; other actors wait for the masks."""
         return {
             OpenGrammar: "open grammar",
             BeginGrammar: "begin grammar",

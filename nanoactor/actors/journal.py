@@ -109,11 +109,11 @@ class Entry:
 
     @property
     def uids(self) -> range:
-        """Those of its answers."""
+        """The uids of its sequences."""
         return range(self.submit.uid, self.submit.uid + len(self.answers))
 
     def answer(self, uid: int) -> Answer:
-        """The one with this number."""
+        """Return the sequence with this uid."""
         return self.answers[uid - self.submit.uid]
 
     def told_ids(self, answer: Answer) -> list[int]:
@@ -131,7 +131,7 @@ class Entry:
         return self.error is not None or all(one.terminal is not None for one in self.answers)
 
     def wake(self) -> None:
-        """There is something to read."""
+        """Wake the reader: there is something to read."""
         self._news = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -199,7 +199,7 @@ class Entry:
             raise self.error.with_traceback(None)
 
     def take_prompt_logprobs(self, run: ToldRun) -> None:
-        """Take what comes of the prompt, in its order."""
+        """Append log-probabilities of the prompt, in its order."""
         known = self._prompt_logprobs
         for own, likeliest in run.logprobs:
             known.append({self.prompt_token_ids[len(known)]: own} | likeliest)
@@ -207,7 +207,7 @@ class Entry:
             self.wake()
 
     def set_prompt_logprobs(self, told: list[Logprobs | None]) -> None:
-        """Take those of the prompt, all at once."""
+        """Set all log-probabilities of the prompt."""
         self._prompt_logprobs = told
         self.wake()
 
@@ -263,7 +263,7 @@ class Answer:
         self.logprobs: list[Logprobs] | None = [] if scored else None
         self.offsets: list[int] = []
         self.vector: Float32 | None = None
-        """What answers a request that pools."""
+        """The result of a request that pools."""
         self.terminal: Terminal | None = None
         self._sum = 0.0
         self._told = (0, 0)
@@ -272,14 +272,14 @@ class Answer:
         """... and whether its end, too."""
 
     def take_logprobs(self, run: ToldRun) -> None:
-        """Take those of its newest tokens."""
+        """Take the log-probabilities of its newest tokens."""
         assert self.logprobs is not None
         tokens = self.token_ids[len(self.logprobs) :]
         pairs = zip(tokens, run.logprobs, strict=True)
         self.add_logprobs([{token: own} | most for token, (own, most) in pairs], run.offsets)
 
     def add_logprobs(self, logprobs: Sequence[Logprobs], offsets: Sequence[int]) -> None:
-        """Add those of its newest tokens, each with the token's own first."""
+        """Add the log-probabilities of its newest tokens, each with the token's own first."""
         assert self.logprobs is not None
         self.logprobs += logprobs
         self.offsets += offsets
@@ -311,6 +311,6 @@ class Answer:
 
 
 def _text_bytes(submit: Submit) -> int:
-    """Of the prompt; templates write tools and other options into it too."""
+    """Return the prompt's size in bytes; templates write tools and options into it too."""
     text = submit.text if submit.chat is None else submit.chat + submit.chat_options
     return len((text or "").encode())

@@ -11,7 +11,7 @@ from nanoactor.suspects import Suspects
 
 log = logging.getLogger("nanoactor.engine")
 
-# Whatever has no place of its own here may run anywhere in the engine.
+# Kinds of node that also handle waiting requests.
 _AT_THE_DOOR = ("tokenizer", "vision")
 
 
@@ -24,9 +24,9 @@ class Readmission:
         self._most = most_at_work
         self._suspects = Suspects()
         self.trials = 0
-        """How many there were."""
+        """Number of trials so far."""
         self._kept: dict[int, Entry] = {}
-        """Those that wait, by their first uid."""
+        """Waiting requests, by their first uid."""
 
     @property
     def is_trial(self) -> bool:

@@ -34,7 +34,7 @@ DEVICE = "device"
 """The track that shows what the device computes, and when it does not."""
 
 _LOOK = 0.1
-"""Seconds between two looks whether a device's thread that is waited for has failed."""
+"""Seconds between checks whether a device thread has failed while waiting for it."""
 
 
 class Pause:
@@ -57,7 +57,7 @@ class RunnerActor(Actor):
         self._threads: list[threading.Thread] = []
         self._stopping = self._discards = False
         self._broken: BaseException | None = None
-        """What has ended one of the threads of the device."""
+        """The error that ended one of the device's threads."""
         self._deadline = StepDeadline()
         self._cache = secrets.randbits(62)
         self._ahead = 0
@@ -112,7 +112,7 @@ class RunnerActor(Actor):
         return self._what_is_ready()
 
     def _wait_for(self, event: threading.Event) -> None:
-        """Wait for what one of the device's threads does; raises what has ended one of them."""
+        """Wait for an event from a device thread; raises the error that ended one of them."""
         while not event.wait(_LOOK):
             if self._broken is not None:
                 raise self._broken
@@ -149,7 +149,7 @@ class RunnerActor(Actor):
         thread.start()
 
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
-        """From now on steps may come."""
+        """Open the tracks: steps may come from now on."""
         super().start(context, ready)
         self._open_tracks()
 
@@ -250,7 +250,7 @@ class RunnerActor(Actor):
                 return
 
     def _pause(self, executor: Executor, pause: Pause) -> None:
-        """The device's thread: what was launched is waited for, and then forgotten."""
+        """On the device's thread: wait for all launched steps, then reset the executor."""
         if executor.asynchronous:
             self._launched.put(pause)
         try:
@@ -262,7 +262,7 @@ class RunnerActor(Actor):
         pause.over.set()
 
     def _launch_step(self, executor: Executor, step: int, inputs: Any) -> bool:
-        """Hand a step to the device; False where it has failed."""
+        """Hand a step to the device; return False if that has failed."""
         if not executor.asynchronous:
             self._announce(step)
         try:
@@ -291,7 +291,7 @@ class RunnerActor(Actor):
             self.context.call_soon(self._begun, step)
 
     def _report_done(self, step: int, launched: Launched) -> bool:
-        """Wait for a step; False where it has failed."""
+        """Wait for a step; return False if it has failed."""
         try:
             computed = launched.wait()
         except BaseException as error:
@@ -355,7 +355,7 @@ class RunnerActor(Actor):
                 self._device.add(kind, step, begin, end)
 
     def may_stay_awake(self) -> bool:
-        """Not while a step is queued or running: its threads would wait for the interpreter."""
+        """Return False while a step is queued or running: its threads need the interpreter."""
         return not self._queued
 
     def rehearse(self) -> Iterator[object]:
@@ -363,7 +363,7 @@ class RunnerActor(Actor):
         return self._executor.rehearse() if not self._queued else iter(())
 
     def progress(self) -> Progress | None:
-        """Steps done, and what the one that the device is at may take."""
+        """Return the number of finished steps, and the time that the running one may take."""
         if not self._queued:
             return None
         # A device with a queue of its own computes while this process waits, or spins.

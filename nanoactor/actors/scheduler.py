@@ -24,7 +24,7 @@ leaves, and those that encode a picture."""
 
 
 class SchedulerActor(Actor):
-    """Events to the logic, messages to their edges."""
+    """Passes events to the logic, and its messages to their edges."""
 
     def __init__(self, config: ActorConfig) -> None:
         self._config = config
@@ -47,7 +47,7 @@ class SchedulerActor(Actor):
         self._block_size = RunnerReady.find(ready).block_size
 
     def handlers(self) -> Mapping[type, Handler]:
-        """Everything goes to the logic."""
+        """Pass all events to the logic."""
         return dict.fromkeys(Scheduler.EVENTS, self._handle)
 
     def span_names(self) -> Mapping[type, str]:
@@ -93,7 +93,7 @@ class SchedulerActor(Actor):
         self._load.add(kind, uid, now, now, step)
 
     def _note_load(self) -> None:
-        """Remember from when to when there was something to do: only then can a device idle."""
+        """Record when there was work to do: only then does an idle device count."""
         if self._scheduler.live and not self._busy_since:
             self._busy_since = self._live_since = time.monotonic_ns()
         elif self._busy_since and not self._scheduler.live:
@@ -105,14 +105,14 @@ class SchedulerActor(Actor):
         self._load_ns += now - self._busy_since
 
     def before_trace(self) -> None:
-        """The load so far, if there is any."""
+        """Record the load so far, if there is any."""
         if self._busy_since:
             now = time.monotonic_ns()
             self._add_load(now)
             self._busy_since = now
 
     def progress(self) -> Progress | None:
-        """Steps planned, where there are sequences but no step is under way: that cannot last."""
+        """Return the number of planned steps if there are sequences but no step is in flight."""
         scheduler = self._scheduler
         return (scheduler.statistics.steps, 0.0) if scheduler.is_waiting else None
 

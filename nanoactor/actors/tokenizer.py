@@ -1,4 +1,4 @@
-"""The tokenizer's shell: prompts become ids and hashes, or a reason why not."""
+"""The tokenizer's shell: turns prompts into ids and hashes, or a reason for refusal."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class TokenizerActor(Actor):
         """Number of restarts."""
         self._templates: RenderQueue | None = None
         self._facts: TemplateFacts | None = None
-        """None where the template is broken."""
+        """None if the template is broken."""
         self._items = ItemGathering()
         self._tags: dict[str, int | None] = {}
         """Ids of the tags that end free text, as far as they were asked for."""
@@ -107,7 +107,7 @@ class TokenizerActor(Actor):
         self._lives += 1
 
     def _number(self, uid: int) -> int:
-        """The conversation's for the template's queue, which may still be at one of before."""
+        """Return the number for the template's queue, which may hold some from before a restart."""
         return self._lives << 48 | uid
 
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
@@ -120,7 +120,7 @@ class TokenizerActor(Actor):
         self._limits = encoder_limits(self._config, cache)
 
     def handlers(self) -> Mapping[type, Handler]:
-        """Requests, what their pictures are, and that one is wanted no more."""
+        """Handle requests, aborts, and the names and sizes of pictures."""
         return {Submit: self._submit, Abort: self._abort, ItemsRead: self._items_read}
 
     def span_names(self) -> Mapping[type, str]:
@@ -232,7 +232,7 @@ class TokenizerActor(Actor):
         return functools.partial(self.context.call_soon, answer)
 
     def _refuse(self, event: Submit, error: Exception | None = None) -> None:
-        """Say why a request cannot run; None: it was aborted."""
+        """Reject a request with the reason; None: it was aborted."""
         self._forget_items(event)
         if error is not None and machine_refuses(error):
             error = out_of_resources(error)
@@ -325,7 +325,7 @@ class TokenizerActor(Actor):
         return prompt.token_ids, items
 
     def _check_room(self, visual: list[VisualItem], tokens: int) -> None:
-        """Raise `InvalidRequest` where pictures are too many or too large to be placed at all."""
+        """Raise `InvalidRequest` if the pictures are too many or too large to be placed."""
         rows, limit = sum(item.tokens for item in visual), self._config.files.max_model_len
         if rows + tokens > 2 * limit:  # else the error states the whole prompt's length
             raise InvalidRequest(

@@ -63,7 +63,7 @@ class _Counts:
 
 
 class VisionActor(Actor):
-    """Owns nothing: whatever it loses can be sent to it again."""
+    """Owns nothing: everything it loses can be sent again."""
 
     def __init__(self, config: ActorConfig) -> None:
         self._config = config
@@ -86,7 +86,7 @@ class VisionActor(Actor):
         self._naming = 0
         """Number of videos with headers that the thread has to read."""
         self._frames = 0
-        """That were looked at, or that the thread has begun to decode."""
+        """Number of frames that were examined or that the thread has started to decode."""
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._counts = _Counts()
@@ -113,7 +113,7 @@ class VisionActor(Actor):
         self._runners = context.outbox("runners")
 
     def handlers(self) -> Mapping[type, Handler]:
-        """Bytes come unasked; pixels are made where they are wanted."""
+        """Handle bytes, which come unrequested, and requests for pixels."""
         return {MediaPiece: self._piece, WantPixels: self._want, CancelPixels: self._unwant}
 
     def span_names(self) -> Mapping[type, str]:
@@ -264,7 +264,7 @@ class VisionActor(Actor):
         self._report()
 
     def _report(self) -> None:
-        """Say what the edges have room for; the rest waits and merges."""
+        """Send as much as the edges have room for; the rest waits and merges."""
         for tokenizer, found in self._read.items():
             while found and self._tokenizers[tokenizer].ready:
                 self._tokenizers[tokenizer].send(self._items_read(_first(found)))
@@ -334,7 +334,7 @@ class VisionActor(Actor):
 
 
 def _first(entries: list[T]) -> list[T]:
-    """Take out as many as one message carries, the oldest first."""
+    """Remove and return as many entries as fit in one message, the oldest first."""
     some = entries[:_IN_ONE_MESSAGE]
     del entries[:_IN_ONE_MESSAGE]
     return some

@@ -103,7 +103,7 @@ class Answers:
     def message(
         self, turn: int, shared: tuple[list[int], list[int]], encoder: EncoderCredits | None
     ) -> Answer:
-        """Return all of it; `shared` are slots that share other numbers of blocks, and these."""
+        """Return the message; `shared` are slots with changed shared-block counts, and these."""
         int32 = np.int32
         return Answer(
             turn,
