@@ -1,4 +1,4 @@
-"""Everything that can be set about an engine."""
+"""Configuration of an engine."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from nanoactor.pooling.config import POOLINGS
 
 _LEAST_STALL_TIMEOUT = 1.0
 _SHORT_STEPS = 4
-"""Steps in flight while a step takes the host longer than the device: half a millisecond, say."""
+"""Steps in flight while a step takes longer on the host (half a millisecond, say) than on the
+device."""
 _MOST_LOGPROBS = 1000
-"""What a step says of its tokens must fit into one message."""
+"""The scores of a step's tokens must fit into one message."""
 Placement = Literal["default", "split", "single"]
 
 
 def simulated_times(device: str) -> tuple[float, float]:
-    """Return the milliseconds of a step of a simulated device, and the microseconds of each of its
-    tokens; 0 and 0 where the name gives none."""
+    """Return a simulated device's time per step in ms and per token in us; 0 and 0 if the name
+    gives none."""
     base, plus, each = device.removeprefix("simulated:").partition("+")
     try:
         return float(base), float(each) if plus else 0.0
@@ -49,79 +50,80 @@ class EngineConfig:
     download_dir: str | None = None
     """Directory into which models are downloaded. Default: the Hugging Face cache."""
     chat_template: str | None = None
-    """A file with the chat template that conversations are written by, or the template itself.
+    """A file with the chat template for conversations, or the template itself.
     Default: the model's own."""
     generation_config: str = "auto"
-    """"auto": what requests leave open is what the model's `generation_config.json` recommends.
-    "vllm": it is vLLM's defaults for sampling. Else a directory with another such file."""
+    """"auto": parameters that requests leave open are those that the model's
+    `generation_config.json` recommends. "vllm": vLLM's sampling defaults. Else a directory with
+    another such file."""
     override_generation_config: Mapping[str, Any] | None = None
-    """Settings of `generation_config.json` in place of the file's: {"temperature": 0.5}."""
+    """Settings that override those of `generation_config.json`: {"temperature": 0.5}."""
     device: str = "auto"
-    """"auto" takes a GPU where PyTorch sees one, else an NPU, else the CPU; "cpu", "cuda" (each
+    """"auto" takes a GPU if PyTorch sees one, else an NPU, else the CPU; "cpu", "cuda" (each
     rank its own GPU), "cuda:N", "npu", "npu:N", or "simulated:MS": steps that take MS milliseconds
-    and compute nothing, which shows what the engine itself costs; in "simulated:MS+US" each token
-    of a step takes US microseconds more, so that cached prefixes save time."""
+    and compute nothing, to measure the overhead of the engine itself; with "simulated:MS+US" each
+    token of a step takes another US microseconds, so that cached prefixes save time."""
     load_format: Literal["auto", "dummy"] = "auto"
-    """"auto" reads the checkpoint. "dummy" draws random weights, for measuring; with
-    skip_tokenizer_init the directory needs only a config.json."""
+    """"auto" reads the checkpoint. "dummy" draws random weights, for benchmarks; with
+    skip_tokenizer_init the directory only needs a config.json."""
     dtype: str = "auto"
-    """"auto" takes the checkpoint's own type where the device computes in it, else the device's
+    """"auto" takes the checkpoint's own type if the device computes in it, else the device's
     default; "half" is float16, "float" float32."""
     check_weights: bool = True
     """Refuse weights that hold NaN or infinity. Reads every value while loading."""
     max_model_len: int | Literal["auto"] | None = None
-    """Longest prompt and output together. Default: what the model's configuration allows. "auto"
+    """Maximum length of prompt plus output. Default: what the model's configuration allows. "auto"
     or -1: that, or as much of it as the KV cache holds."""
     max_num_seqs: int = 256
-    """Sequences that run at once."""
+    """Maximum number of sequences that run at once."""
     max_num_batched_tokens: int = 2048
-    """Tokens that one step computes at most; bounds the gap between two tokens of a stream."""
+    """Maximum number of tokens in a step; bounds the gap between two tokens of a stream."""
     block_size: int | None = None
     """Tokens in a KV block. Default: the device's."""
     num_kv_blocks: int | None = None
     """KV blocks in the cache. Default: as many as fit `memory_utilization`."""
     memory_utilization: float | None = None
-    """Share of the memory free at start that weights and KV cache may take. Default: the
+    """Share of the memory free at startup that weights and KV cache may take. Default: the
     device's."""
     encoder_cache_tokens: int | None = None
-    """Picture tokens whose encodings are kept; the largest request's must fit. Default: 16384, or
-    max_model_len where that is less."""
+    """Capacity of the encoder cache, in image tokens; the largest request must fit. Default: 16384,
+    or max_model_len if that is less."""
     num_vision_workers: int = 1
-    """Processes that decode pictures, for vision models."""
+    """Processes that decode images, for vision models."""
     max_image_pixels: int = 64_000_000
-    """Pictures with more pixels are refused before they are decoded."""
+    """Images with more pixels are rejected before they are decoded."""
     limit_mm_per_prompt: Mapping[str, int] | None = None
-    """Pictures and videos that a request may have: {"image": 4, "video": 1}. Default: as many as
+    """Maximum images and videos in a request: {"image": 4, "video": 1}. Default: as many as
     fit."""
     enable_prefix_caching: bool = True
-    """Keep KV blocks after a request ends, so that a common beginning is computed once."""
+    """Keep KV blocks after a request ends, so that common prefixes are computed once."""
     enforce_eager: bool = False
     """Capture no graphs on a GPU or an NPU: starts faster, runs slower; for debugging."""
     decode_kernel: bool = True
-    """On a Hopper GPU, run decode steps of up to 16 rows as one kernel, where the model allows."""
+    """On a Hopper GPU, run decode steps of up to 16 rows as one kernel, if the model allows it."""
     graph_mode: str = "auto"
     """On an NPU, how decode steps run: "npugraph" (recorded natively; the default), "max-autotune"
     (compiled by torchair's graph engine), "reduce-overhead" (recorded by torchair) or "eager"."""
     attention_layout: str = "tnd"
-    """On an NPU, how queries are handed to fused attention: "tnd" (packed) or "bnsd" (padded)."""
+    """On an NPU, the layout of queries for fused attention: "tnd" (packed) or "bnsd" (padded)."""
     weight_format: str = "nd"
     """On an NPU: "nd" (row by row) or "nz" (the matrix units' own layout)."""
     graph_cache_dir: str | None = None
     """On an NPU, where compiled graphs are kept; default: nanoactor/graphs in the user's cache."""
     pipeline_depth: int = 2
-    """Steps planned and not finished. 1 plans a step when the one before is processed; 2 overlaps
-    the two."""
+    """Steps that are planned but not finished. 1 plans a step after the previous one is processed;
+    2 overlaps the two."""
     max_pipeline_depth: int | None = None
-    """Steps planned and not finished at most, while they are shorter than what the host takes for
-    one. Default: 4 on NVIDIA GPUs, unless `pipeline_depth` is 1; elsewhere `pipeline_depth`."""
+    """Maximum of planned but unfinished steps, while a step is shorter than the host's work for it.
+    Default: 4 on NVIDIA GPUs, unless `pipeline_depth` is 1; elsewhere `pipeline_depth`."""
     plan_lead: Literal["eager", "late"] = "eager"
     """"eager" plans the next step as soon as the depth allows. "late" waits until the runner is
-    about to run dry, so that requests that arrive meanwhile join it."""
+    about to run dry, so that requests that arrive in the meantime join it."""
     priority_window: int = 1000
-    """Lower priorities go first. A request is passed by fewer later ones than this for each degree
-    of priority between them, so nobody waits for ever."""
+    """Lower priority values run first. Per unit of priority difference, fewer than this many later
+    requests overtake a request, so that none starves."""
     max_logprobs: int = 20
-    """The most of the likeliest tokens that a request may have told beside each of its own."""
+    """Maximum number of top log-probabilities that a request may have returned with each token."""
     pooling: str = "auto"
     """Pooling method: "auto" follows the checkpoint's `modules.json`, if there is one. "last",
     "mean" and "cls" pool these positions' states; "yes_no" scores pairs as Qwen3-Reranker does;
@@ -131,23 +133,24 @@ class EngineConfig:
     template_timeout: float = 5.0
     """Seconds of CPU time that the model's chat template may take for a conversation."""
     mask_timeout: float = 30.0
-    """Seconds that a grammar may take to say which tokens an answer may go on with, its compilation
-    included; an answer that waits longer ends with `ComputationFailed`."""
+    """Seconds that a grammar may take to produce the mask of a sequence's next token, compilation
+    included; a sequence that waits longer ends with `ComputationFailed`."""
     hold_timeout: float = 60.0
-    """Seconds that the caller of held answers (beam search) has to say what they go on with, at
-    least; then they end with `HoldExpired`."""
+    """Minimum seconds that the caller of paused sequences (beam search) has to resume them; then
+    they end with `HoldExpired`."""
     jump_forward: bool = True
-    """Take tokens that a grammar leaves no choice but one without choosing them."""
+    """Append tokens for which a grammar leaves only one choice without sampling them."""
     tensor_parallel_size: int = 1
     """Processes over which each layer is split; must divide the attention heads."""
     threads: int | None = None
-    """CPU threads of a runner. Default: the cores that affinity and a container's quota leave,
-    divided among the ranks; with one rank, one thread for steps that are faster on one."""
+    """CPU threads of a runner. Default: the cores that affinity and the container's quota allow,
+    divided among the ranks; a single rank uses one thread for steps that are faster that way."""
     seed: int | None = None
-    """Makes repeatable the seeds that are drawn for requests without one."""
+    """Makes the seeds drawn for requests without one reproducible."""
     prefix_salt: bytes | None = dataclasses.field(default=None, repr=False)
-    """The key of the prefix cache's hashes, 16 to 64 random bytes: a secret of engines whose router
-    knows what they have cached (`AsyncLLM.index_events`). Default: drawn, and told nobody."""
+    """Key of the prefix cache's hashes, 16 to 64 random bytes: a secret shared by engines and the
+    router that tracks their caches (`AsyncLLM.index_events`). Default: random, and never
+    disclosed."""
     skip_tokenizer_init: bool = False
     """Load no tokenizer: prompts are token ids, and outputs have no text."""
     max_waiting_requests: int = 10_000
@@ -164,32 +167,32 @@ class EngineConfig:
     """Messages between processes pass through shared-memory rings, or through pipes, which are
     slower."""
     awake_ms: float | None = None
-    """Milliseconds that idle processes look for messages, once they are told that a request or its
-    first token is on its way, before they sleep again; 0: they sleep. Default: 3 where there are at
+    """Milliseconds that idle processes poll for messages before they sleep again, once notified
+    that a request or its first token is on its way; 0: they do not poll. Default: 3 if there are at
     least two cores for each process, else 0."""
     start_timeout: float = 600.0
-    """Seconds until every process must be ready. After 30 s the log says which are late."""
+    """Seconds within which every process must be ready. After 30 s the log names the late ones."""
     stop_timeout: float = 5.0
     """Seconds that a process may take to end before it is killed."""
     stall_timeout: float | None = 60.0
-    """Seconds without progress, while there are requests, after which the culprit is ended: the log
-    has all stacks. None: never."""
+    """Seconds without progress, while there are requests, after which the stalled process is killed
+    and all stacks are logged. None: never."""
     max_restarts: int = 5
-    """Deaths of processes within `restart_window` that are made good: the process is replaced, and
-    streams go on. One more is the engine's, and requests raise `EngineDead`. 0: the first is, as
-    with `debug_record_dir`."""
+    """Deaths of processes within `restart_window` that the engine recovers from: the process is
+    replaced, and streams resume. One more kills the engine, and requests raise `EngineDead`. 0: the
+    first one does, as with `debug_record_dir`."""
     restart_window: float = 300.0
     """Length of the window for counting restarts, in seconds."""
     debug: bool = False
     """Check every record's checksum and overwrite released memory. Slow."""
     debug_delay_ms: float = 0.0
-    """Delay every message by a random time up to this."""
+    """Delay every message by a random time of up to this many milliseconds."""
     debug_record_dir: str | None = None
     """An existing directory in which every actor records the messages it receives and sends;
-    `nanoactor.runtime.recording.replay` plays the scheduler and the block manager back."""
+    `nanoactor.runtime.recording.replay` replays the scheduler and the block manager."""
 
     def __post_init__(self) -> None:
-        """Check every option by itself; what depends on the model is checked later."""
+        """Check each option on its own; constraints by the model are checked later."""
         make_numbers_plain(self)
         for name in ("model", "device"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
@@ -371,12 +374,12 @@ class EngineConfig:
 
     @property
     def restarts_allowed(self) -> int:
-        """`max_restarts`, as far as this engine can begin anew: a recording is of one life."""
+        """Return `max_restarts`; 0 while recording, as a recording does not span a restart."""
         return self.max_restarts if self.debug_record_dir is None else 0
 
     def steps_in_flight(self, *, deep: bool) -> int:
-        """Return the largest number of steps in flight. `deep`: short steps may be followed by more
-        than `pipeline_depth` allows, at no cost."""
+        """Return the largest number of steps in flight. With `deep`, more short steps than
+        `pipeline_depth` may be in flight at no cost."""
         if self.max_pipeline_depth is not None:
             return self.max_pipeline_depth
         deeper = deep and self.pipeline_depth > 1

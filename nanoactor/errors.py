@@ -1,7 +1,7 @@
-"""Errors that a user of the engine may have to catch; each message gives the cause and the fix.
+"""Errors that users of the engine may have to catch; each message gives the cause and the fix.
 
-The rooms below know nothing of the engine, so their errors cannot derive from its base. Where one
-of them leaves the engine, `translated` gives it a class that derives from both.
+Lower layers do not depend on the engine, so their errors cannot derive from its base class. When
+one leaves the engine, `translated` converts it to a class that derives from both.
 """
 
 from __future__ import annotations
@@ -32,34 +32,34 @@ class InvalidConfig(NanoactorError, ValueError):
 
 
 class RequestAborted(NanoactorError):
-    """The request was ended by `abort`, and has no result."""
+    """The request was aborted, and has no result."""
 
 
 class EngineOverloaded(NanoactorError):
-    """The waiting queue is full: try again later, or raise its bound."""
+    """The waiting queue is full: try again later, or raise its limit."""
 
 
 class OutOfResources(NanoactorError):
-    """The machine has no more of something that the request needs: memory, threads, processes,
-    descriptors. It is not the request's fault, and may go well at another time."""
+    """The machine has run out of a resource that the request needs: memory, threads, processes,
+    descriptors. The request is not at fault, and may succeed later."""
 
 
 def out_of_resources(error: BaseException) -> OutOfResources:
-    """Say what the machine has no more of."""
+    """Return an error that names the exhausted resource."""
     if isinstance(error, OSError) and error.errno is not None:
-        told = os.strerror(error.errno)  # its own words may name files
+        told = os.strerror(error.errno)  # the error's own text may name files
     else:
         told = " ".join(str(error).split()) or "there is not enough memory"
     return OutOfResources(f"the machine has no more of what the request needs: {told}; try later")
 
 
 class EngineDead(NanoactorError):
-    """Processes of the engine have died more often than that is made good; every waiting request
-    gets this. Start a new engine."""
+    """Processes of the engine have died more often than it may recover; every waiting request
+    raises this. Start a new engine."""
 
 
 def engine_dead(error: BaseException) -> EngineDead:
-    """Say what an engine has died of, in one line; the error is the cause."""
+    """Return a one-line error for what the engine died of, with `error` as its cause."""
     failure = EngineDead(" ".join(f"the engine has died: {error}".split()))
     failure.__cause__ = error
     return failure
@@ -70,21 +70,21 @@ class EngineClosed(NanoactorError):
 
 
 class ComputationFailed(NanoactorError):
-    """The model's output for this request is not a number, or the request cannot go on behind the
+    """The model's output for this request is not a number, or the request cannot resume after the
     death of a process; other requests are unaffected."""
 
 
 class PoisonRequest(ComputationFailed):
-    """A process of the engine has died each time the request ran, the last time with nobody else:
-    it is not tried again."""
+    """A process of the engine has died each time the request ran, the last time with no other
+    request running: it is not retried."""
 
 
 class HoldExpired(NanoactorError):
-    """A request waited for its caller, who said nothing for `hold_timeout` seconds; it is over."""
+    """A paused request ended because its caller did not resume it within `hold_timeout` seconds."""
 
 
 class ProtocolBug(NanoactorError, AssertionError):
-    """An invariant of the engine broke: a bug in nanoactor. The text tells what led to it."""
+    """An invariant of the engine was violated: a bug in nanoactor. The message has the details."""
 
 
 class ModelError(NanoactorError, models.ModelError):
@@ -96,7 +96,7 @@ class UnsupportedModel(ModelError, models.UnsupportedModel):
 
 
 class WeightsError(ModelError, models.WeightsError):
-    """A weight file is missing, damaged, or does not hold what the configuration says."""
+    """A weight file is missing, damaged, or does not match the configuration."""
 
 
 class NotEnoughMemory(ModelError, models.NotEnoughMemory):
@@ -144,7 +144,7 @@ T = TypeVar("T")
 
 
 def translated(error: BaseException) -> BaseException:
-    """The error itself, or, where it is another room's or the machine's, the same as a
+    """Return the error itself, or, if it comes from a lower layer or the machine, the equivalent
     `NanoactorError`."""
     if isinstance(error, NanoactorError):
         return error
@@ -162,7 +162,7 @@ def translated(error: BaseException) -> BaseException:
 
 @contextlib.contextmanager
 def only_ours() -> Iterator[None]:
-    """Turn what the rooms below, or the machine, raise within into a `NanoactorError`."""
+    """Convert errors of lower layers or the machine in this context to a `NanoactorError`."""
     try:
         yield
     except Exception as error:
@@ -173,7 +173,7 @@ def only_ours() -> Iterator[None]:
 
 
 def public(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function of the public API: what leaves it is a `NanoactorError`.
+    """Decorate a function of the public API: all that it raises is a `NanoactorError`.
 
     A call that does not fit its parameters is `InvalidRequest`; an exception of any other class
     is a bug, and becomes the cause of a `ProtocolBug`."""

@@ -1,8 +1,8 @@
-"""The model's files as they were when the engine was made: what starts again must read the same.
+"""Fingerprints of the model's files: a restarted process must read what the others have read.
 
-A file whose size, time and inode are the same is not read. Else its digest decides: the engine
-takes one of every file when it starts, on a thread, and compares it where a file was touched,
-copied over or moved.
+Files with the same size, time and inode are not read. Otherwise digests decide: the engine computes
+the digest of every file at startup, on a thread, and compares it if a file was touched, copied over
+or moved.
 """
 
 from __future__ import annotations
@@ -36,35 +36,35 @@ _READERS: Mapping[str, tuple[str, ...]] = {
     "vision": (),
     "control": (),
 }
-"""By kind of node: the files that it reads. The user's process reads the rest."""
+"""Files that each kind of node reads. The user's process reads the rest."""
 _CHUNK = 1 << 20
 _LOWEST = 19
 _LAST_CHUNK = 0.2
-"""Seconds that reading one may take at the end."""
+"""Seconds to wait at the end for a chunk being read."""
 
 
 class FilePrints:
-    """Tells whether nodes that start again would read what the others have read."""
+    """Checks that restarted nodes would read the same files as the others."""
 
     def __init__(self, files: ModelFiles) -> None:
-        """Opens nothing yet; the prints are those of `files`."""
+        """Open nothing yet; the fingerprints are those of `files`."""
         self._files = files
         self._digests: dict[Path, bytes] = {}
-        """By path at the start."""
+        """By original path."""
         self._directories: dict[Path, int] = {}
-        """Descriptors by path at the start: a directory that is renamed is found by its own."""
+        """Descriptors by original path, to find a directory after it is renamed."""
         self._stopping = False
         self._thread: threading.Thread | None = None
 
     def learn(self) -> None:
-        """Take the digest of every file, on a thread of the lowest priority."""
+        """Compute the digest of every file, on a thread of the lowest priority."""
         thread = threading.Thread(target=self._learn, name="nanoactor-digests", daemon=True)
         try:
             for directory in {path.parent for path in self._files.prints}:
                 self._directories[directory] = os.open(directory, os.O_PATH | os.O_DIRECTORY)
             thread.start()
             self._thread = thread
-        except (OSError, RuntimeError) as error:  # the machine has no more, or they have moved
+        except (OSError, RuntimeError) as error:  # resources exhausted, or files moved
             log.warning("no digests of the model's files, so that none may be touched: %s", error)
 
     def _learn(self) -> None:
@@ -73,12 +73,12 @@ class FilePrints:
         for path, known in self._files.prints.items():
             with contextlib.suppress(OSError):
                 digest = self._digest(path)
-                # Else the file was changed before its digest was taken.
+                # Otherwise the file was changed before its digest was computed.
                 if digest and file_print(path) == known:
                     self._digests[path] = digest
 
     def _digest(self, path: Path) -> bytes:
-        """Return a file's digest; nothing where the engine ends before that."""
+        """Return a file's digest; empty if the engine ends first."""
         found = hashlib.blake2b(digest_size=32)
         with path.open("rb", buffering=0) as file:
             while chunk := file.read(_CHUNK):
@@ -88,7 +88,7 @@ class FilePrints:
         return found.digest()
 
     def close(self) -> None:
-        """Stop, and let go of descriptors."""
+        """Stop, and close the descriptors."""
         self._stopping = True
         if self._thread is not None:
             self._thread.join(_LAST_CHUNK)
@@ -97,8 +97,8 @@ class FilePrints:
         self._directories = {}
 
     async def check(self, nodes: Iterable[str]) -> ModelFiles | None:
-        """Look at the files that these nodes read. Return where the model lies now, if it was
-        moved; raise `ModelError` where a file is gone, or is another one."""
+        """Check the files that these nodes read. Return the model's new location if it was moved;
+        raise `ModelError` if a file is gone or has other contents."""
         patterns = {pattern for node in nodes for pattern in _readers(node)}
         paths = [
             path
@@ -125,7 +125,7 @@ class FilePrints:
         return path
 
     def _differs(self, path: Path, place: Path) -> str | None:
-        """Compare a file's metadata with the recorded one; returns the difference, or None."""
+        """Compare a file's metadata with its fingerprint; return the difference, or None."""
         try:
             now = file_print(place)
         except OSError:
@@ -159,7 +159,7 @@ class FilePrints:
 
 
 def _readers(node: str) -> Collection[str]:
-    """Return the patterns of what a node reads; of one that is not known, everything."""
+    """Return the patterns of the files that a node reads; all of them for an unknown node."""
     return _READERS.get(node.partition(".")[0], READ)
 
 
@@ -187,6 +187,6 @@ async def _on_thread(work: Callable[[], T]) -> T:
 
     try:
         threading.Thread(target=run, name="nanoactor-compare", daemon=True).start()
-    except RuntimeError:  # there is no thread for it: the loop waits, as the engine must
+    except RuntimeError:  # no thread available: block the loop, as the engine must wait anyway
         return work()
     return await done

@@ -1,4 +1,4 @@
-"""A model's `generation_config.json`: what its makers recommend, and what of that is applied."""
+"""A model's `generation_config.json`: its authors' recommendations, and which are applied."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "typical_p": (1.0,),
     "watermarking_config": (),
 }
-"""Settings of transformers' that are not applied, with the values, besides null, that ask for
-nothing."""
+"""Settings of transformers that are not applied, with the values, besides null, that have no
+effect."""
 IGNORED = frozenset(
     (
         "_from_model_config",
@@ -85,7 +85,7 @@ IGNORED = frozenset(
         "use_model_defaults",
     )
 )
-"""Settings that change no answer: what is returned beside it, and how it is computed."""
+"""Settings that do not change the output: additional results, and how it is computed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,17 +96,17 @@ class GenerationConfig:
     """Defaults of the sampling parameters in `columns.DEFAULTS`."""
     eos_token_ids: tuple[int, ...] = ()
     max_new_tokens: int | None = None
-    """Tokens of an answer, unless a request says how many."""
+    """Maximum length of a sequence, unless a request specifies it."""
     not_applied: tuple[str, ...] = ()
-    """Settings that would change answers, and are not applied."""
+    """Settings that would change the output, but are not applied."""
 
     def without_recommendations(self) -> GenerationConfig:
         """Return this configuration with vLLM's defaults instead of the file's recommendations."""
         return GenerationConfig(DEFAULTS, self.eos_token_ids)
 
     def overridden(self, settings: Mapping[str, Any]) -> GenerationConfig:
-        """Return it with other settings, named as in the file. Raises `InvalidConfig` for one that
-        is not applied, or whose value is none."""
+        """Return the configuration with `settings`, named as in the file, replaced. Raises
+        `InvalidConfig` for a setting that is not applied or has an invalid value."""
         try:
             made = parse_generation_config(settings, "override_generation_config")
         except ModelError as error:
@@ -126,7 +126,7 @@ class GenerationConfig:
 
 
 def read_generation_config(directory: Path) -> GenerationConfig:
-    """Read a model's file, if it has one. Raises `ModelError` for values that are none."""
+    """Read a model's file, if it has one. Raises `ModelError` for invalid values."""
     path = directory / FILE
     return parse_generation_config(read_json(path) if path.exists() else {}, path)
 

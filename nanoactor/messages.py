@@ -1,8 +1,8 @@
-"""Every message of the engine: who sends it to whom, and what its fields mean.
+"""All messages of the engine: sender, receiver, and the meaning of the fields.
 
-`uid` is the frontend's number of an answer, counted from 0 without gaps; most requests have one.
-`slot` is a row of the running batch. A *step* is numbered from 1 without gaps. Arrays of one
-message that describe the same rows have the same length.
+`uid` is the number that the frontend gives a sequence, counted from 0 without gaps; most requests
+have one sequence. `slot` is a row of the running batch. A *step* is numbered from 1 without gaps.
+Arrays of one message that describe the same rows have the same length.
 """
 
 from __future__ import annotations
@@ -35,31 +35,31 @@ class Stopping:
     max_tokens: int
     min_tokens: int
     eos_ids: tuple[int, ...]
-    """Empty where end-of-sequence is ignored."""
+    """Empty if end-of-sequence is ignored."""
     stop_ids: tuple[int, ...]
     fewer_will_do: bool = False
-    """True if `max_tokens` is a default or a cap, and is cut to the room that the context
+    """True if `max_tokens` is a default or a cap, which is reduced to the room that the context
     leaves."""
 
 
 @message(3)
 class TextOptions:
-    """Options of the detokenizer: how it makes text, and where it stops."""
+    """Options of the detokenizer: how to make text, and where to stop."""
 
     stop: tuple[str, ...]
     include_stop: bool
     skip_special: bool
     min_tokens: int
     detokenize: bool = True
-    """Without it there is no text."""
+    """False if no text is made."""
     delivered: int = -1
-    """Characters of the output that were told before everybody began anew; -1: all it has let out.
+    """Characters of the output emitted before the restart; -1: all that the detokenizer released.
     """
 
 
 @message(6)
 class TokenRules:
-    """Ids that a request may choose, must not choose, or shall choose more or less often."""
+    """Ids that a request may or must not choose, or is biased for or against."""
 
     allowed_ids: Int32
     """Ids that may be sampled; empty: all."""
@@ -67,24 +67,24 @@ class TokenRules:
     biases: NDArray[np.float32]
     """Value added to the logit of each of `bias_ids`."""
     word_ids: Int32
-    """Bad words, one after the other: an output never contains one."""
+    """Ids of the bad words, concatenated: an output never contains one."""
     word_lengths: Int32
     """Number of `word_ids` that belong to each word."""
 
 
 @message(8)
 class FreeText:
-    """The free part of an answer, before its grammar holds, by ids of tokens. Thoughts, where there
-    are any, come first; text up to a call may follow."""
+    """Token ids that delimit the unconstrained part of a sequence, before its grammar applies.
+    Reasoning, if any, comes first; text up to a call may follow."""
 
     thinks: bool
     """True if the prompt has opened the reasoning."""
     think_id: int
-    """Begins thoughts, as the first token of output; -1: none does."""
+    """Opens the reasoning if it is the first output token; -1: no token does."""
     close_id: int
-    """Ends thoughts; -1: there are none."""
+    """Closes the reasoning; -1: there is none."""
     call_id: int
-    """Ends text; -1: there is none, and the grammar holds behind the thoughts."""
+    """Ends the text; -1: there is none, and the grammar applies after the reasoning."""
 
 
 @message(5)
@@ -98,11 +98,11 @@ class RequestSpec:
     stopping: Stopping
     text_options: TextOptions
     rules: TokenRules | None = None
-    """The tokenizer adds the bad words, as it knows their ids."""
+    """The tokenizer adds the ids of the bad words."""
     logprobs: int = -1
     """Number of top log-probabilities returned with each output token; -1: none."""
     prompt_logprobs: int = -1
-    """Likewise of the prompt."""
+    """Number returned with each prompt token; -1: none."""
     grammar: str = ""
     """Grammar of the output, as `GrammarSpec.to_text` writes it; empty: unconstrained."""
     pools: bool = False
@@ -115,10 +115,10 @@ class RequestSpec:
 class Submit:
     """Frontend to tokenizer: a request with exactly one of text, chat or token ids.
 
-    Where it wants several answers, each has a uid of its own: this one and those after it.
+    A request for several sequences uses consecutive uids, starting with this one.
 
-    Messages and template options are JSON text: msgpack would turn their lists into tuples on
-    the way between processes, and templates can tell.
+    Messages and template options are JSON text: msgpack would turn their lists into tuples, and
+    templates can tell the difference.
     """
 
     uid: int
@@ -128,8 +128,8 @@ class Submit:
     chat_options: str
     token_ids: Int32
     item_times: tuple[tuple[float, ...], ...] = ()
-    """For each picture and video, of which a vision worker will tell the tokenizer: the seconds of
-    a video's temporal patches; nothing for a picture."""
+    """For each image and video that a vision worker will report to the tokenizer: the times in
+    seconds of a video's temporal patches; empty for an image."""
     bad_words: tuple[str, ...] = ()
     keep_last: int = 0
     """Number of prompt tokens to keep, counted from the end; 0: all."""
@@ -140,10 +140,10 @@ class Submit:
 
 @message(11, by="uid")
 class Admit:
-    """Tokenizer to scheduler: a request that may run, with the uids of its answers as in `Submit`.
+    """Tokenizer to scheduler: a request that may run; the uids of its sequences are as in `Submit`.
 
-    `token_ids` are the prompt and, where a request continues after a restart, the output so
-    far: output starts at `prompt_length`. `hashes` has a row of 16 bytes for each full block.
+    `token_ids` are the prompt and, if the request resumes after a restart, the output so far,
+    which starts at `prompt_length`. `hashes` has a row of 16 bytes for each full block.
     """
 
     uid: int
@@ -154,7 +154,7 @@ class Admit:
     items: Items | None = None
     """Multimodal items; None for text."""
     free: FreeText | None = None
-    """None where the grammar holds from the first token on."""
+    """None if the grammar applies from the first token."""
 
 
 @message(12, by="uid")
@@ -163,62 +163,62 @@ class Reject:
 
     uid: int
     text: str
-    """Empty where it was aborted before it was tokenized."""
+    """Empty if the request was aborted before it was tokenized."""
     answers: int = 1
     """Number of uids of the request, starting with this one."""
     refused: bool = False
-    """True if the machine is at fault, not the request."""
+    """True if the cause is the machine, not the request."""
 
 
 @message(13, by="uid")
 class Abort:
-    """Frontend to scheduler: end a request; it may not have arrived yet, or be over. To a tokenizer
-    too, while it may be rendering a conversation."""
+    """Frontend to scheduler: end a request, which may not have arrived yet, or be finished. Also
+    sent to a tokenizer while it may be rendering a conversation."""
 
     uid: int
 
 
 @message(14, by="uid")
 class Continue:
-    """Frontend to scheduler: what the held answers of a request go on with, all at once."""
+    """Frontend to scheduler: resume all paused sequences of a request at once."""
 
     uid: int
-    """Of the request's first answer."""
+    """The uid of the request's first sequence."""
     parents: Int32
-    """Of each answer: it becomes a copy of what this one is now, counted from 0, ...; -1: it ends.
-    """
+    """For each sequence: index of the sequence that it becomes a copy of, as that is now; -1: it
+    ends."""
     token_ids: Int32
     """Token that each sequence continues with."""
 
 
 @message(15)
 class HoldClock:
-    """The scheduler's clock: half of the time has passed that a caller is given."""
+    """The scheduler's timer: half of `hold_timeout` has passed."""
 
 
 @message(20, by="uid")
 class Admission:
-    """A sequence that gets a slot, and blocks for its tokens.
+    """A sequence that is assigned a slot, and blocks for its tokens.
 
-    `blocks` credits were debited for it, as if no prefix were cached.
+    `blocks` credits were debited for it, assuming that no prefix is cached.
     """
 
     uid: int
     slot: int
     request: int
-    """The uid of the request's first answer: answers to one request share what they can."""
+    """The uid of the request's first sequence: sequences of one request share what they can."""
     token_ids: Int32
     hashes: NDArray[np.uint8]
     blocks: int
     items: Items | None = None
-    """Pages of the encoder cache were debited for all of them."""
+    """Pages of the encoder cache were debited for all items."""
     most_hits: int = 2**31 - 1
-    """The most tokens that may be found; the others must be computed again."""
+    """Maximum number of tokens taken from the cache; the others must be recomputed."""
 
 
 @message(21)
 class Admissions:
-    """Sequences that run for the first time, as the runners must know them; a row each."""
+    """New sequences, with what the runners need to know of them; one row each."""
 
     slots: Int32
     uids: Int64
@@ -230,30 +230,30 @@ class Admissions:
     masked_counts: Int32
     """Number of `masked_ids` that belong to each row."""
     freeze_ids: Int32
-    """(rows, limits.FREEZE_IDS): tokens behind which a sequence does not go on decoding, as far as
-    there is room for them; padded with -1."""
+    """(rows, limits.FREEZE_IDS): tokens after which a sequence stops decoding, as many as there is
+    room for; padded with -1."""
     rope_deltas: Int32
-    """Rotary position less index of what follows the prompt: below 0 after a picture."""
+    """Rotary position minus index for tokens after the prompt: negative after an image."""
     prompt_lengths: Int32
     rule_rows: Int32
-    """The row of each of `rules`."""
+    """The row that each of `rules` belongs to."""
     rules: tuple[TokenRules, ...]
     scores: ScoreRequests | None = None
 
 
 @message(22, by="step")
 class Plan:
-    """A step without the ids of its blocks and tokens, as the scheduler plans it.
+    """A step as the scheduler plans it, without the ids of its blocks and tokens.
 
-    A row of a sequence that is admitted in the same turn starts at 0; it becomes a row of what no
-    hit covers.
+    A row of a sequence that is admitted in the same turn starts at 0; the block manager cuts
+    prefix-cache hits off it.
     """
 
     step: int
     rows: Rows
-    """The rows to add to those that are repeated, see `nanoactor.rows.Want.DECODE`."""
+    """Rows in addition to the repeated ones, see `nanoactor.rows.Want.DECODE`."""
     leaves: Int32
-    """Slots whose decode rows are not repeated."""
+    """Slots with decode rows that are no longer repeated."""
     grows: Int32
     """Slots that need one more block for this step."""
     admissions: Admissions
@@ -262,7 +262,7 @@ class Plan:
 
 @message(24)
 class Failures:
-    """Slots with rows that failed: what they computed must not be read."""
+    """Slots with failed rows: their results must not be read."""
 
     slots: Int32
     starts: Int32
@@ -271,56 +271,56 @@ class Failures:
 
 @message(27)
 class Forks:
-    """Sequences that become copies of others, none with a step in flight. Each gives up its own
-    blocks, shares all full blocks of its source, and has one more for what follows, into which
-    the rest of what its source has computed is copied."""
+    """Sequences that become copies of others; none has a step in flight. Each gives up its own
+    blocks, shares all full blocks of its source, and gets one new block for what follows, into
+    which the source's partial block is copied."""
 
     slots: Int32
     sources: Int32
-    """The slot of each one's source: as it is before this turn, even if it becomes a copy too."""
+    """The source slot of each: as it is before this turn, even if it becomes a copy too."""
 
 
 @message(23)
 class KnownTokens:
-    """Tokens whose value is known now: sampled, forced by a grammar, or chosen by a caller."""
+    """Newly known tokens: sampled, forced by a grammar, or chosen by a caller."""
 
     slots: Int32
     counts: Int32
-    """Tokens of each slot; empty: one each."""
+    """Number of tokens of each slot; empty: one each."""
     token_ids: Int32
-    """Those of one slot after the other."""
+    """Concatenated over the slots."""
     runs: Int32
-    """Slots whose last tokens no row has sampled: what decode rows in flight compute in their place
-    counts for nothing."""
+    """Slots with last tokens that no row has sampled: what decode rows in flight compute in their
+    place is discarded."""
     run_counts: Int32
     """Number of tokens in each run."""
 
 
 @message(29, by="step")
 class Turn:
-    """Scheduler to block manager: what follows from one event, in the order in which it is done.
+    """Scheduler to block manager: the effects of one event, in order of execution.
 
-    First fences pass, then failures are noted, forks made, tokens known, blocks freed, pixels and
-    the index forgotten, sequences admitted, and the step is planned.
+    Fences pass, failures are noted, forks are made, tokens become known, blocks are freed, pixels
+    and the index are dropped, sequences are admitted, and the step is planned.
     """
 
     number: int
     """Counted from 1 without gaps."""
     step: int
-    """The step that it plans; 0: none."""
+    """The step that is planned; 0: none."""
     done: int
-    """The last step done."""
+    """The last finished step."""
     fence: int
-    """The last step planned before: steps up to it may still use what is given up here."""
+    """The last step planned earlier: steps up to it may still use what is released here."""
     failures: Failures | None
     forks: Forks | None
     known: KnownTokens | None
     frees: Int32
-    """Slots whose sequences no longer need their blocks."""
+    """Slots with blocks that are no longer needed."""
     drop_pixels: DropPixels | None
     """Passes through to the runners."""
     forget_index: int
-    """The number of an order to forget the index; 0: there is none."""
+    """The number of a `ForgetIndex` order; 0: none."""
     admissions: tuple[Admission, ...]
     plan: Plan | None
     drop_masks: DropMasks | None
@@ -338,84 +338,84 @@ class Copies:
 
 @message(30, by="step")
 class Step:
-    """Block manager to every runner: a plan with the ids that it needs."""
+    """Block manager to every runner: a plan, completed with block and token ids."""
 
     step: int
     rows: Rows
     leaves: Int32
     token_ids: Int32
-    """Those of one row after the other, see `Rows.ids`."""
+    """Concatenated over the rows, see `Rows.ids`."""
     table_slots: Int32
     """The slot of each block table that changes."""
     table_starts: Int32
-    """The first entry that changes in each."""
+    """The first changed entry of each."""
     table_counts: Int32
     """Number of changed table entries of each slot."""
     table_blocks: Int32
-    """The block ids of one change after the other."""
+    """Block ids, concatenated over the changes."""
     admissions: Admissions
     copies: Copies | None = None
     """Copies of blocks."""
     slot_copies: Copies | None = None
-    """Of slots, where layers keep states of them."""
+    """Copies of slot states, if layers keep any."""
     vision: VisionStep | None = None
-    """None where nothing is encoded, and no prompt has pictures."""
+    """None if nothing is encoded, and no prompt has images."""
 
 
 @message(31, by="step")
 class StepDone:
-    """Runner to scheduler: what each row of a step has brought, see `nanoactor.rows.StepRows`."""
+    """Runner to scheduler: the result of each row of a step, see `nanoactor.rows.StepRows`."""
 
     step: int
     counts: Int32
-    """Tokens of each row; empty: one each."""
+    """Number of tokens of each row; empty: one each."""
     token_ids: Int32
-    """Those of one row after the other. A negative one says why there is none: `NO_TOKEN`,
+    """Concatenated over the rows. A negative value says why there is no token: `NO_TOKEN`,
     `NOTHING_ALLOWED` or `FROZEN` of `nanoactor.models.limits`."""
     seconds: float
     """Device time of the step."""
     began: int
-    """When it took the step up, in ns of the monotonic clock."""
+    """Start of the step, in ns of the monotonic clock."""
     scores: StepScores | None = None
     vectors: StepVectors | None = None
 
 
 @message(32, by="step")
 class StepWanted:
-    """Runner to scheduler: the device will run dry unless this step is planned now."""
+    """Runner to scheduler: the device will go idle unless this step is planned now."""
 
     step: int
 
 
 @message(40)
 class Answer:
-    """Block manager to scheduler: what the turns up to one have led to, since the last answer."""
+    """Block manager to scheduler: results of all turns up to `turn` since the last `Answer`."""
 
     turn: int
-    """All turns up to this one are seen."""
+    """The last turn that was processed."""
     uids: Int64
     """The sequences that were admitted, in order."""
     hits: Int32
-    """Tokens of each that are already computed."""
+    """Number of tokens of each that are already computed."""
     refunds: Int32
-    """Debited blocks of each that other sequences already hold."""
+    """Number of debited blocks of each that other sequences already hold."""
     fences: Int32
-    """Steps that must be done before blocks that were given up may be written again, ascending."""
+    """Steps that must finish before released blocks may be overwritten, ascending."""
     freed: Int32
-    """The number of these blocks, by fence."""
+    """Number of released blocks for each fence."""
     slots: Int32
-    """Slots that share another number of their blocks with others than before."""
+    """Slots for which the number of shared blocks has changed."""
     shared: Int32
     """Number of shared blocks of each slot."""
     encoder: EncoderCredits | None
-    """None where the admissions have no items, and no pages are given back."""
+    """None if the admissions have no items, and no pages are released."""
     tainted: Int64
-    """Requests that have read, or would read, what failing rows computed."""
+    """Requests that have read, or would read, results of failed rows."""
 
 
 @message(50, by="uid")
 class Open:
-    """Scheduler to detokenizer: a request's tokens will follow."""
+    """Scheduler to detokenizer: tokens of this request will follow."""
 
     uid: int
     token_ids: Int32
@@ -433,27 +433,27 @@ class Finish:
     uid: int
     reason: str
     """"stop", "length", "abort", or one of `FAILURES`: "error" (of the request), "failed" (its
-    computation), "expired" (its caller said nothing) or "refused" (the machine has no more of
-    something)."""
+    computation), "expired" (its caller did not resume it) or "refused" (the machine has run out of
+    a resource)."""
     stop_reason: int | str | None
     error: str
     cached_tokens: int
     preemptions: int
     began: int
-    """When the device took up its first step, in ns of the monotonic clock; -1 if it never did."""
+    """Start of its first step on the device, in ns of the monotonic clock; -1 if there was none."""
     hide_last: bool
     """The last token is a stop token: its text is not part of the output."""
 
 
 @message(52, by="step")
 class Tokens:
-    """Scheduler to detokenizer: what a step brought; several tokens of a request where a grammar
-    has forced them."""
+    """Scheduler to detokenizer: the tokens of a step; several for a request if a grammar has forced
+    them."""
 
     step: int
     uids: Int64
     indices: Int32
-    """The index of each token in its request's output, from 0."""
+    """Index of each token in its request's output, from 0."""
     token_ids: Int32
     finishes: tuple[Finish, ...]
     scores: RequestScores | None = None
@@ -462,7 +462,7 @@ class Tokens:
 
 @message(60)
 class Opened:
-    """The scheduler has taken a request; what its prompt became."""
+    """A request was accepted by the scheduler, with its tokenized prompt."""
 
     uid: int
     prompt_token_ids: Int32
@@ -470,8 +470,8 @@ class Opened:
 
 @message(61)
 class Terminal:
-    """The last word on a request; nothing follows. Its counts are those of the whole output, or 0
-    where it ends before it was opened, or, after a death, opened again."""
+    """The end of a request; nothing follows. Counts are of the whole output, or 0 if it ends before
+    it was opened or, after a restart, reopened."""
 
     uid: int
     reason: str
@@ -482,15 +482,15 @@ class Terminal:
     cached_tokens: int
     preemptions: int
     began: int
-    """As `Finish` has it."""
+    """As in `Finish`."""
 
 
 @message(62, by="step")
 class OutputDelta:
-    """Detokenizer to frontend: what is new, for any number of requests."""
+    """Detokenizer to frontend: new output of any number of requests."""
 
     step: int
-    """The latest step whose tokens the detokenizer had seen."""
+    """The latest step of which the detokenizer has seen the tokens."""
     opened: tuple[Opened, ...]
     uids: Int64
     texts: list[str]
@@ -504,6 +504,6 @@ class OutputDelta:
 
 @message(63)
 class Stop:
-    """Detokenizer to scheduler: stop strings ended these requests; answer with their `Finish`."""
+    """Detokenizer to scheduler: stop strings ended these requests; reply with their `Finish`."""
 
     uids: Int64

@@ -1,4 +1,4 @@
-"""Parameters by name: what a constructor does not know is refused with the name that was meant."""
+"""Parameters by name: unknown ones are rejected with a hint at the name that was meant."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ from typing import Any, TypeVar
 from nanoactor.errors import InvalidRequest
 
 _CERTAIN = 0.85
-"""How alike two names must be: a wrong hint costs more than none."""
+"""Required similarity of two names: a wrong hint is worse than none."""
 C = TypeVar("C", bound=type[Any])
 
 
 def meant(name: str, known: Iterable[str]) -> str:
-    """Return a question that names what is known and is all but certainly meant by `name`; empty
-    where nothing is."""
+    """Return a question that suggests the known name almost certainly meant by `name`; empty if
+    there is none."""
     close = difflib.get_close_matches(name, [*known], 1, _CERTAIN)
     return f": do you mean {close[0]}?" if close else ""
 
 
 def names_parameters(neutral: Mapping[str, Sequence[Any]]) -> Callable[[C], C]:
-    """Return a decorator of a dataclass whose constructor raises `InvalidRequest` for parameters
-    that it does not know. Those in `neutral` are accepted with these values, or None, and
-    dropped."""
+    """Return a decorator that makes a dataclass's constructor raise `InvalidRequest` for unknown
+    parameters. Those in `neutral` are accepted with these values, or None, and dropped."""
 
     def decorate(kind: C) -> C:
         made = kind.__init__

@@ -1,7 +1,7 @@
-"""Calls into libraries that are not Python: whatever they raise is an `Exception`.
+"""Calls into native libraries, with all that they raise turned into an `Exception`.
 
-A panic of an extension in Rust is a `BaseException`, which passes every `except Exception`, and so
-ends an actor.
+A panic in a Rust extension is a `BaseException`, which passes every `except Exception`, and so ends
+an actor.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ _NOT_THEIRS = (Exception, asyncio.CancelledError, GeneratorExit, KeyboardInterru
 
 
 class NativePanic(Exception):
-    """A library met something that its authors thought impossible."""
+    """A native library panicked."""
 
 
 @contextlib.contextmanager
 def native_calls() -> Iterator[None]:
-    """Turn what a library raises within, and no `Exception` is, into a `NativePanic`."""
+    """Turn a library's errors in this context that are no `Exception` into a `NativePanic`."""
     try:
         yield
     except _NOT_THEIRS:

@@ -1,4 +1,4 @@
-"""Orders of an engine's owner that reach its scheduler beside requests."""
+"""Control messages from an engine's owner to its scheduler."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from nanoactor.runtime.codec import message
 
 @message(17)
 class Pause:
-    """Frontend to scheduler: plan no steps, until another says otherwise. Steps under way end."""
+    """Frontend to scheduler: stop or resume planning steps. Steps in flight finish."""
 
     paused: bool
 
 
 @message(18)
 class ForgetIndex:
-    """Frontend to scheduler, which passes it on to the block manager: what was computed so far is
-    found by no request that comes later. Sent again behind a death; a number counts once."""
+    """Frontend to scheduler, which passes it on to the block manager: no later request reuses what
+    was computed so far. Sent again after a process has died; each number counts once."""
 
     number: int

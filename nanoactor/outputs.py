@@ -21,37 +21,37 @@ class RequestOutputKind(enum.Enum):
 
 @dataclasses.dataclass(slots=True)
 class Logprob:
-    """The log-probability of a token, by the model's own distribution: before temperature and
-    every rule."""
+    """The log-probability of a token in the model's own distribution, before temperature and all
+    rules."""
 
     logprob: float
     rank: int | None = None
-    """1 is the likeliest."""
+    """Rank, 1 for the likeliest token."""
     decoded_token: str | None = None
     """None where the engine has no tokenizer."""
     bytes: bytes | None = None
-    """Those of the token: `decoded_token` replaces what is no whole character."""
+    """The token's bytes; `decoded_token` replaces incomplete characters."""
 
     @classmethod
     def of(cls, logprob: float, rank: int, piece: builtins.bytes | None) -> Logprob:
-        """Make one of a token with these bytes."""
+        """Return the log-probability of a token with these bytes."""
         text = None if piece is None else piece.decode(errors="replace")
         return cls(logprob, rank, text, piece)
 
 
 Logprobs = dict[int, Logprob]
-"""By token id: the token itself, then the likeliest in its place."""
+"""By token id: the token itself, then the likeliest at its position."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OutputSoFar:
-    """The part of an answer that its reader was told before: another engine goes on behind it."""
+    """The part of a sequence already emitted to its reader: another engine continues after it."""
 
     token_ids: Sequence[int] = ()
-    """Its tokens, from the first on."""
+    """Its tokens, from the first."""
     characters: int = 0
-    """Characters of its text that were told. The text of the last tokens may not have been: half a
-    character, or what may become a stop string, is held back."""
+    """Characters of its text that were emitted. The text of the last tokens may be missing: an
+    incomplete character, or a possible start of a stop string, is held back."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -62,15 +62,15 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     finish_reason: str | None = None
-    """"stop", "length" or "abort"; None while it goes on."""
+    """"stop", "length" or "abort"; None while it is running."""
     stop_reason: int | str | None = None
     """The stop token or stop string that ended it; None for end-of-sequence and other ends."""
     cumulative_logprob: float | None = None
-    """Of the whole output so far; None unless log-probabilities were asked for."""
+    """Sum over the output so far; None unless log-probabilities were requested."""
     logprobs: list[Logprobs] | None = None
-    """One for each of `token_ids`; None unless they were asked for."""
+    """One for each of `token_ids`; None unless requested."""
     text_offsets: list[int] | None = None
-    """Likewise: how many characters of the output come before each token."""
+    """Likewise, the number of output characters before each token."""
 
     def finished(self) -> bool:
         """Return True if the sequence is finished."""
@@ -83,21 +83,21 @@ class RequestMetrics:
 
     arrival_time: float
     first_scheduled_time: float | None = None
-    """When the device took up its first step; known at the end."""
+    """Start of its first step on the device; known at the end."""
     first_token_time: float | None = None
     last_token_time: float | None = None
-    """Of the latest so far."""
+    """Time of the latest token so far."""
     finished_time: float | None = None
 
     @property
     def time_to_first_token(self) -> float | None:
-        """Seconds from the request's arrival to its first token at the user's loop."""
+        """Return the seconds from arrival to the first token on the user's loop."""
         return None if self.first_token_time is None else self.first_token_time - self.arrival_time
 
 
 @dataclasses.dataclass(slots=True)
 class RequestOutput:
-    """The state of one request when it was yielded."""
+    """The state of a request at the time it was yielded."""
 
     request_id: str
     prompt: str | None
@@ -106,30 +106,30 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     num_cached_tokens: int = 0
-    """Prompt tokens that the prefix cache held; known at the end."""
+    """Prompt tokens found in the prefix cache; known at the end."""
     num_preemptions: int = 0
     """Number of times that the sequence was preempted; known at the end."""
     prompt_logprobs: list[Logprobs | None] | None = None
-    """One for each token of the prompt, None for the first; None unless they were asked for, or
-    where the request was aborted before. Of output kind DELTA the first output alone has them."""
+    """One for each prompt token, None for the first; None unless requested, or if the request was
+    aborted before they were known. With output kind DELTA, only the first output has them."""
 
 
 @dataclasses.dataclass(slots=True)
 class BeamSearchSequence:
-    """One of the sequences that a beam search has found."""
+    """A sequence found by a beam search."""
 
     tokens: list[int]
-    """The prompt's, then the output's, the one that ended it included."""
+    """Prompt tokens, then output tokens, including one that ended the sequence."""
     logprobs: list[Logprobs] = dataclasses.field(default_factory=list)
-    """For each token of output: the likeliest in its place, of which it is one."""
+    """For each output token: the likeliest tokens at its position, including itself."""
     cum_logprob: float = 0.0
-    """The sum of the output's."""
+    """Sum over the output tokens."""
     text: str | None = None
-    """That of `tokens`, special ones included; None where the engine has no tokenizer."""
+    """Text of `tokens`, special ones included; None if the engine has no tokenizer."""
     finish_reason: str | None = None
     """Finish reason: "stop" or "length"."""
     stop_reason: int | None = None
-    """The token that ended it; None where its length did."""
+    """The token that ended it; None if the length limit did."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -137,4 +137,4 @@ class BeamSearchOutput:
     """The result of a beam search over one prompt."""
 
     sequences: list[BeamSearchSequence]
-    """The best first. As many as `beam_width`, or fewer where a small vocabulary has no more."""
+    """Best first. `beam_width` sequences, or fewer if a small vocabulary has no more."""

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Progress:
-    """One bar for one call; does nothing where it is not enabled."""
+    """The progress bar of one call; does nothing if not enabled."""
 
     def __init__(self, requests: int, enabled: bool) -> None:
         self._bar: Any = None
@@ -36,6 +36,6 @@ class Progress:
             self._bar.update(1)
 
     def close(self) -> None:
-        """Leave the bar as it stands."""
+        """Close the bar, leaving it on the screen as it is."""
         if self._bar is not None:
             self._bar.close()

@@ -1,8 +1,8 @@
-"""Doubles of the engine's logic that play made-up requests, to have its code in the caches.
+"""Doubles of the engine's logic that play dummy requests, to warm up the processor's caches.
 
-What a handler takes after a pause of some milliseconds is three to five times what it takes when
-called again at once: its code and the interpreter's have left the processor's caches. An actor that
-is told of a request before it arrives (`Context.rouse`) plays one on doubles of its own meanwhile.
+After a pause of some milliseconds, a handler takes three to five times as long as when called again
+at once, as its code and the interpreter's have left the processor's caches. An actor that is
+notified of a request before it arrives (`Context.rouse`) plays one on its own doubles until then.
 Doubles share code with the engine, and nothing else: no state, no numbers, no messages.
 """
 
@@ -43,7 +43,7 @@ _NONE, _TOKEN = np.empty(0, np.int32), np.array([5], np.int32)
 
 
 class Rehearsal:
-    """A scheduler and a block manager that serve one made-up request of a token after the other."""
+    """A scheduler and a block manager that serve dummy requests of one token, one at a time."""
 
     def __init__(self, block_size: int) -> None:
         blocks, length = 4 * -(-_PROMPT // block_size), 2 * _PROMPT
@@ -74,8 +74,8 @@ class Rehearsal:
         return request
 
     def play(self) -> Iterator[Any]:
-        """Serve a request; yields each message that would travel to another process, encoded on
-        the way as it would be."""
+        """Serve a request; yields each message that would be sent to another process, after
+        encoding it."""
         yield from self._tell(self.admit())
         yield from self._settle()
         done = StepDone(
@@ -101,7 +101,7 @@ class Rehearsal:
 
 
 def first_step(block_size: int) -> Step:
-    """Return the step that computes a made-up prompt."""
+    """Return the step that computes a dummy prompt."""
     return next(sent for sent in Rehearsal(block_size).play() if type(sent) is Step)
 
 

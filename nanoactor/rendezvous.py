@@ -7,9 +7,9 @@ import socket
 
 
 class Rendezvous:
-    """A socket that listens on the loopback interface alone, at a port that the kernel chose.
+    """A socket that listens on the loopback interface only, on a port chosen by the kernel.
 
-    Rank 0 inherits it, and its successor too: nobody from outside of this host can reach it.
+    Rank 0 and its replacements inherit it; it is unreachable from other hosts.
     """
 
     def __init__(self, ranks: int) -> None:

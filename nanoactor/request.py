@@ -1,4 +1,4 @@
-"""A request under way, for those who want to know more than its iterator tells."""
+"""A running request, with more details than its output iterator gives."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from nanoactor.pooling.messages import Float32
 log = logging.getLogger("nanoactor.engine")
 
 _WARNED: list[str] = []
-"""The request of which it was said that its output had a default length."""
+"""Id of the request that was warned about; at most one."""
 
 
 class Journal(Protocol):
-    """Whoever keeps a request's page: an engine's frontend, or the ingress of several engines."""
+    """The keeper of a request's entry: an engine's frontend, or the ingress of several engines."""
 
     def abort(self, entry: Entry) -> None:
-        """Nobody reads it any more."""
+        """Abort a request that is no longer read."""
 
     def go_on(self, entry: Entry, parents: Sequence[int], tokens: Sequence[int]) -> None:
-        """Say what its held answers go on with."""
+        """Resume its paused sequences with these parents and tokens."""
 
 
 class Request:
-    """From `AsyncLLM.submit`: an async iterator of outputs. Whoever does not read it to its end
-    closes it."""
+    """A request from `AsyncLLM.submit`: an async iterator of outputs. Close it if it is not read to
+    its end."""
 
     def __init__(self, frontend: Journal, entry: Entry, engine: object) -> None:
-        """`engine` lives as long as its requests do."""
+        """Keep `engine` alive as long as the request."""
         self._engine = engine
         self._frontend = frontend
         self._entry = entry
@@ -41,7 +41,7 @@ class Request:
 
     @property
     def request_id(self) -> str:
-        """Its name, as its caller or the engine has given it."""
+        """Return its id, as given by the caller or the engine."""
         return self._entry.request_id
 
     @property
@@ -52,35 +52,35 @@ class Request:
 
     @property
     def metrics(self) -> RequestMetrics:
-        """The times of the request's events."""
+        """Return the times of the request's events."""
         return self._entry.metrics
 
     def metrics_of(self, index: int) -> RequestMetrics:
-        """The times of one of several answers."""
+        """Return the times of one of its sequences."""
         return self._entry.answers[index].metrics
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """The prompt; of a text only once it is accepted."""
+        """Return the prompt's token ids; those of a text are known once it is accepted."""
         return self._entry.prompt_token_ids
 
     async def accepted(self) -> None:
-        """Wait until the request is tokenized and queued; raises what refuses it."""
+        """Wait until the request is tokenized and queued; raises the error that rejects it."""
         await self._entry.accepted.wait()
         self._entry.raise_error()
 
     async def begun(self) -> None:
-        """Wait until there is an output to read; raises what keeps the request from having one, a
-        grammar that cannot be compiled, say."""
+        """Wait until there is an output to read; raises the error that prevents one, such as a
+        grammar that cannot be compiled."""
         await self._entry.news()
         self._entry.raise_error()
 
     def __aiter__(self) -> Request:
-        """It is its own iterator."""
+        """Return the request, which is its own iterator."""
         return self
 
     async def __anext__(self) -> RequestOutput:
-        """The next output; the errors are those of `AsyncLLM.generate`."""
+        """Return the next output; raises what `AsyncLLM.generate` does."""
         if self._read:
             raise StopAsyncIteration
         output = await self._entry.next()
@@ -90,7 +90,7 @@ class Request:
         return output
 
     def _warn_of_default(self, output: RequestOutput) -> None:
-        """Log once that an output ended by a `max_tokens` that its user did not write."""
+        """Warn once that an output was ended by a `max_tokens` that its user did not set."""
         most = self._entry.submit.spec.stopping.max_tokens
         cut = any(answer.finish_reason == "length" for answer in output.outputs)
         if cut and isinstance(most, DefaultTokens) and not _WARNED:
@@ -104,14 +104,14 @@ class Request:
             )
 
     async def held(self) -> list[Logprobs]:
-        """Wait until all answers are held; return of each what is likely to follow it. Raises the
+        """Wait until all sequences are paused; return the likely next tokens of each. Raises the
         error that ended the request."""
         await self._entry.held()
         return [answer.logprobs[-1] for answer in self._entry.answers if answer.logprobs]
 
     async def vector(self) -> Float32:
-        """Wait for the vector that answers a request that pools, as the device has brought it.
-        Raises what ended the request instead, `RequestAborted` after an abort."""
+        """Wait for the result of a pooling request, as the device returns it. Raises the error
+        that ended the request instead, `RequestAborted` after an abort."""
         await self._entry.ended.wait()
         self._entry.raise_error()
         if (vector := self._entry.answers[0].vector) is None:
@@ -120,7 +120,7 @@ class Request:
 
     @property
     def vector_so_far(self) -> Float32 | None:
-        """The same, if it is there."""
+        """Return the same without waiting; None if it is not there."""
         return self._entry.answers[0].vector
 
     def go_on(self, parents: Sequence[int], tokens: Sequence[int]) -> None:
@@ -130,6 +130,6 @@ class Request:
         self._frontend.go_on(self._entry, parents, tokens)
 
     def close(self) -> None:
-        """Abort it, unless it is over."""
+        """Abort the request unless it is finished."""
         if not self._entry.over:
             self._frontend.abort(self._entry)

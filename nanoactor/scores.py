@@ -14,12 +14,12 @@ Float32 = NDArray[np.float32]
 
 @message(7)
 class TokenScores:
-    """The log-probabilities of some tokens, by the model's own distribution: before temperature
-    and every rule."""
+    """Log-probabilities of tokens in the model's own distribution, before temperature and all
+    rules."""
 
     logprobs: Float32
     ranks: Int32
-    """Of each token: 1 is the likeliest."""
+    """Rank of each token, 1 for the likeliest."""
     counts: Int32
     """Number of top tokens returned with each token."""
     top_ids: Int32
@@ -30,22 +30,22 @@ class TokenScores:
 
 @message(28)
 class ScoreRequests:
-    """Sequences of which log-probabilities are wanted."""
+    """Sequences for which log-probabilities are requested."""
 
     rows: Int32
-    """Indices among the sequences that are introduced."""
+    """Indices into the admitted sequences."""
     output: Int32
     """Number of top tokens returned with each output token; -1: none."""
     prompt: Int32
-    """Likewise of the prompt."""
+    """Number of top tokens returned with each prompt token; -1: none."""
 
 
 @message(35)
 class StepScores:
-    """The log-probabilities of a step: of the prompts' tokens, then of sampled ones."""
+    """The log-probabilities of a step: of prompt tokens, then of sampled tokens."""
 
     rows: Int32
-    """The row whose token each of the sampled ones is."""
+    """The row of each sampled token."""
     scores: TokenScores
 
 
@@ -63,16 +63,16 @@ class RequestScores:
 
 @message(64)
 class ToldScores:
-    """Log-probabilities with the bytes of all tokens that they name; in runs, as `RequestScores`.
-    Those of output are of the delta's `token_ids`, one for each."""
+    """Log-probabilities with the bytes of all tokens in them; in runs, as in `RequestScores`.
+    Those of output are one for each of the delta's `token_ids`."""
 
     uids: Int64
     prompts: NDArray[np.bool_]
     counts: Int32
     offsets: Int32
-    """Of each token of output: how many characters of text come before it; 0 for prompts."""
+    """For each output token, the number of characters of text before it; 0 for prompts."""
     pieces: bytes
-    """The bytes of each token, then of those told beside it; none where there is no tokenizer."""
+    """The bytes of each token, then of its top tokens; empty if there is no tokenizer."""
     lengths: Int32
     """Number of `pieces` that belong to each token."""
     scores: TokenScores

@@ -1,13 +1,13 @@
-"""Requests that may be what ends a process: suspects are tried apart, in halves.
+"""Isolation of requests that may crash a process: suspects are tried separately, by bisection.
 
-A request whose tokens, pictures or grammar crash a process does so again when it goes on, at the
-same place. Evidence against it is a death that its work may have caused: of a node where it was,
-and not by a signal that only others send. A request that was there at two such deaths of one kind
-of node, and came no further between them, is a suspect. Suspects are admitted again in groups; a
-death meanwhile halves the group. Beside a group run those that were not there, new requests too.
-One suspect runs by itself, as only a death with nothing else running proves anything. A group is
-cleared once all of it is over or past the place where it was. One among n costs two deaths, and one
-more for each halving: log2(n).
+A request with tokens, images or a grammar that crash a process does so again when it resumes, at
+the same point. Evidence against it is a death that its work may have caused: of a node that it was
+on, and not by a signal that only others send. A request that was present at two such deaths of one
+kind of node, with no progress in between, is a suspect. Suspects are readmitted in groups; a death
+during the trial halves the group. Requests that were not present, new ones included, run alongside
+a group. A single suspect runs alone, as only a death with nothing else running is proof. A group is
+cleared once all its requests have finished or passed that point. One culprit among n costs two
+deaths, and one more for each halving: log2(n).
 """
 
 from __future__ import annotations
@@ -16,47 +16,47 @@ import dataclasses
 from collections.abc import Collection, Mapping
 
 NEXT_TO_NOTHING = 32
-"""Tokens of an answer: readers may have been so far behind what was computed, on a busy machine."""
+"""Tokens by which readers may lag behind the computation of a sequence on a busy machine."""
 WELL_PAST = 64
-"""Tokens that an answer gets on trial."""
+"""Tokens that a sequence gets on trial."""
 _SOON = 2.0
-"""Seconds in which what is computed reaches its reader, however slow tokens are."""
+"""Seconds within which tokens reach their reader, however slow they are."""
 TRIAL_SECONDS = 30.0
-"""A group that has not killed for so long is cleared too: its readers may be slow."""
+"""A group is also cleared after this long without a death, as its readers may be slow."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
-    """The request that has killed, and how many deaths that explains."""
+    """The request that crashed processes, and the number of deaths that it explains."""
 
     request: int
     deaths: int
 
 
 class Suspects:
-    """Looks for what kills. Requests are numbers, moments are seconds."""
+    """Finds requests that crash processes. Requests are numbers, times are seconds."""
 
     def __init__(self) -> None:
         self._told: dict[str, Mapping[int, int]] = {}
-        """By kind of node: the tokens of those who may have caused its last death."""
+        """By kind of node: token counts of the requests that may have caused its last death."""
         self._kind = ""
-        """Of the node that those on trial are suspected to kill."""
+        """The kind of node that the requests on trial are suspected to crash."""
         self._groups: list[list[int]] = []
-        """To be tried, the next one first."""
+        """Groups to be tried, the next one first."""
         self._there: Collection[int] = ()
-        """Who may have caused the death that made them suspects; until all are tried, they wait."""
+        """Requests that may have caused the death that raised suspicion; they wait until tried."""
         self._trial: dict[int, int] = {}
-        """Of the group on trial: tokens that each had been told before."""
+        """The group on trial, with the number of tokens that each had emitted before."""
         self._began = 0.0
-        """When those who run were admitted."""
+        """When the running requests were admitted."""
         self._is_alone = self._is_first = False
-        """Whether nothing runs but the one on trial: it is the first since the last death."""
+        """Whether the trial runs alone; whether the next is the first since the last death."""
         self._deaths = 0
-        """How many this suspicion has cost."""
+        """Number of deaths that this suspicion has cost."""
 
     @property
     def on_trial(self) -> Collection[int]:
-        """Requests that are tried; empty where there is no trial."""
+        """Requests on trial; empty if there is no trial."""
         return self._trial.keys()
 
     @property
@@ -67,9 +67,9 @@ class Suspects:
     def note_death(
         self, told: Mapping[int, int], accused: Collection[int], kind: str, now: float
     ) -> Verdict | None:
-        """Take note of a death of a kind of node. `told` has the tokens of each living request,
-        `accused` those that may have caused it: none where it is no evidence. Return the one that
-        has killed alone, if one has."""
+        """Record the death of a node of this kind. `told` has the number of tokens emitted by each
+        living request, `accused` the requests that may have caused the death: none if it is no
+        evidence. Return a verdict if a request has caused a death while running alone."""
         trial, self._trial, self._is_first = self._trial, {}, True
         seconds = now - self._began
         left = self._near(trial, told, seconds)
@@ -80,7 +80,7 @@ class Suspects:
                 return self._verdict(group[0])
         else:
             group = self._found(told, accused, kind, seconds) if trial or not self._groups else []
-            if trial and not group:  # another death, which proves nothing: as if it had not been
+            if trial and not group:  # an unrelated death proves nothing: try the group again
                 self._groups[:0] = [left] if left else []
         self._groups[:0] = _halves(group)
         return None
@@ -99,13 +99,13 @@ class Suspects:
             self._told[kind] = {one: told[one] for one in accused}
         there = [one for one in accused if one in last]
         group = [one for one in there if _was_near(told[one] - last[one], seconds)]
-        if group:  # whatever comes of it, suspicion begins anew
+        if group:  # in any case, suspicion starts over
             self._told, self._groups, self._kind, self._deaths = {}, [], kind, 2
             self._there = frozenset(accused)
         return group
 
     def admit(self, told: Mapping[int, int], now: float) -> Collection[int] | None:
-        """Return which of those that live may run now; None: all of them."""
+        """Return the living requests that may run now; None: all of them."""
         first, self._is_first, self._trial, self._began = self._is_first, False, {}, now
         while self._groups and not self._trial:
             self._trial = {one: told[one] for one in self._groups.pop(0) if one in told}
@@ -121,7 +121,7 @@ class Suspects:
         return not self._near(self._trial, told, now - self._began)
 
     def _near(self, trial: Mapping[int, int], told: Mapping[int, int], seconds: float) -> list[int]:
-        """Return those on trial that live, and are not past their place."""
+        """Return the requests on trial that are alive and not past their point."""
         return [one for one in trial if one in told and _is_near(told[one] - trial[one], seconds)]
 
 
@@ -132,7 +132,7 @@ def _was_near(tokens: int, seconds: float) -> bool:
 
 
 def _is_near(tokens: int, seconds: float) -> bool:
-    """The same of one on trial, which must come further to be cleared."""
+    """Do the same for a request on trial, which must get further to be cleared."""
     return tokens < WELL_PAST and (seconds < 2 * _SOON or tokens < 4)
 
 
