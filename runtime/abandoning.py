@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 _LOOK, _LONGEST_LOOK = 0.01, 1.0
-"""Seconds between two looks at a loop, at first and at most."""
+"""Seconds between two checks of a loop, at first and at most."""
 
 
 def close_soon(
@@ -21,7 +21,7 @@ def close_soon(
 ) -> None:
     """Call `close` on a loop without waiting for it; from any thread.
 
-    Where the loop is closed before that is done, and `is_closed` says so, `end` is called on a
+    If the loop is closed before that is done, and `is_closed` returns True, `end` is called on a
     thread instead.
     """
 

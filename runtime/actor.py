@@ -1,9 +1,8 @@
 """An actor: one mailbox, one state, one message handled at a time.
 
-A handler is a plain function: it changes the actor's state and sends. It cannot await, so
-it can wait neither for a reply nor for room in a ring, and no cycle of messages can
-deadlock. Work that takes long belongs on a thread of the actor's own, which hands its
-result back with `Context.call_soon`.
+A handler is a plain function: it changes the actor's state and sends. It cannot await, so it can
+wait neither for a reply nor for room in a ring, and no cycle of messages can deadlock. Long work
+belongs on a thread of the actor's own, which hands its result back with `Context.call_soon`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ M = TypeVar("M")
 
 
 class Fresh(enum.Enum):
-    """The answer of an actor that keeps nothing."""
+    """Result of `Actor.renew` for an actor that keeps nothing."""
 
     FRESH = enum.auto()
 
@@ -34,11 +33,12 @@ class Fresh(enum.Enum):
 FRESH = Fresh.FRESH
 Handler = Callable[[Any], None]
 ReadyInfo = object
-"""What an actor tells all others when it is ready: a picklable record, or None. The runtime only
-carries it."""
+"""Record that an actor publishes to all others once it is ready: picklable, or None. The runtime
+only carries it."""
 Progress = tuple[int, float] | tuple[int, float, bool]
-"""A number that changes with each piece of work done, the seconds that the piece at hand may take,
-and whether this process's own processor does it, whose time then tells work from a hang."""
+"""A number that changes with each completed piece of work, the seconds that the current piece may
+take, and whether it runs on this process's own CPU, in which case CPU time distinguishes work from
+a hang."""
 
 
 class Context:
@@ -55,21 +55,21 @@ class Context:
         self.loop = loop
         self.log = logging.getLogger(f"nanoactor.{name}")
         self.track = Track(name)
-        """Where the spans of this actor go."""
+        """Track that receives this actor's spans."""
         self.tracks = [self.track]
         self._outboxes = outboxes
         self._fail = fail
         self.retired = False
-        """Whether the system was cut since: what is under way comes to nothing."""
+        """True once the system was cut: pending calls are then dropped."""
         self._lease: Lease | None = None
         self.alarm: Alarm | None = None
-        """Of the node, where loops stay awake for what is on its way."""
+        """Alarm of the node, if its loop stays awake for messages on their way."""
         self.remind: Callable[[Any], None] = lambda message: None
-        """Puts a message of the actor's own into its mailbox; in a replay, which brings them
-        itself, it does nothing."""
+        """Puts one of the actor's own messages into its mailbox; a no-op in a replay, which
+        delivers them itself."""
 
     def outbox(self, edge: str) -> Outbox:
-        """The outbox of one of this actor's edges, by the target's or the edge's name."""
+        """Return the outbox of one of this actor's edges, by the target's or the edge's name."""
         try:
             return self._outboxes[edge]
         except KeyError:
@@ -88,13 +88,13 @@ class Context:
             self.alarm.rest()
 
     def new_track(self, name: str) -> Track:
-        """A row of the timeline for what works on the actor's behalf: a device, a thread."""
+        """Return a new timeline row for a device or thread that works on the actor's behalf."""
         track = Track(f"{self.name} {name}")
         self.tracks.append(track)
         return track
 
     def now(self) -> float:
-        """Seconds on the host's monotonic clock; a simulation has its own."""
+        """Return seconds on the host's monotonic clock; a simulation has its own."""
         return time.monotonic()
 
     def call_soon(self, function: Callable[..., None], *arguments: Any) -> None:
@@ -106,12 +106,12 @@ class Context:
         return self.loop.call_later(seconds, self._guarded, function, ())
 
     def tell_later(self, seconds: float, message: Any) -> None:
-        """Send the actor itself a message after a while: a clock that a recording replays. Call
+        """Send the actor itself a message after a delay: a timer that a recording can replay. Call
         this on the loop."""
         self.call_later(seconds, lambda: self.remind(message))
 
     def retire(self) -> None:
-        """The system was cut: calls that are under way come to nothing."""
+        """Mark the system as cut: pending calls are dropped."""
         self.retired = True
         self.alarm = None
         self.remind = lambda message: None
@@ -133,11 +133,11 @@ class Context:
         self._lease = lease
 
     def own(self, message: M) -> M:
-        """The message at hand, with arrays of its own if they are being read in place."""
+        """Return the current message, with arrays of its own if they are being read in place."""
         return message if self._lease is None else copied(message)
 
     def hold(self) -> Lease | None:
-        """Keep the message at hand readable beyond its handler; None where it owns its memory.
+        """Keep the current message readable beyond its handler; return None if it owns its memory.
 
         The caller must release the lease, on the loop. Called only while a message is handled.
         """
@@ -146,22 +146,24 @@ class Context:
 
 
 class Actor:
-    """Base of all actors; made where it runs, with its configuration and nothing else."""
+    """Base of all actors; created in its node's process, with its configuration and nothing
+    else."""
 
     context: Context
 
     def __init__(self, config: Any) -> None:
-        """`config` is what the topology holds for this actor."""
+        """`config` is the actor's entry in the topology."""
 
     def setup(self) -> ReadyInfo:
-        """Get ready, as long as it takes; runs before any message. Return what others need.
+        """Get ready, however long it takes; runs before any message. Return what others need.
 
-        An exception here becomes the caller's, if its class says `picklable = True`.
+        An exception here is raised in the caller if its class says `picklable = True`.
         """
         return None
 
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
-        """Take the context, and what every actor told when it was ready: by now all are."""
+        """Take the context, and the record that each actor published when it was ready: by now all
+        are."""
         self.context = context
 
     def handlers(self) -> Mapping[type, Handler]:
@@ -169,17 +171,17 @@ class Actor:
         return {}
 
     def span_names(self) -> Mapping[type, str]:
-        """Name spans in traces, by message class, where the name is not the class's."""
+        """Name spans in traces, by message class, if the name is not the class's."""
         return {}
 
     def before_trace(self) -> None:
-        """A trace is about to be taken: add the spans of what has begun and not ended."""
+        """Add the spans of unfinished work: a trace is about to be taken."""
 
     def on_ready(self, outbox: Outbox) -> None:
-        """An outbox that was not ready, or had to wait, is ready now."""
+        """Handle an outbox that was not ready, or had to wait, and is ready now."""
 
     def progress(self) -> Progress | None:
-        """Tell the watchdog how far the work at hand is; None where there is none."""
+        """Report the progress of the current work to the watchdog; None if there is none."""
         return None
 
     def may_stay_awake(self) -> bool:
@@ -193,20 +195,22 @@ class Actor:
         return False
 
     def rehearse(self) -> Iterator[object]:
-        """Run code that a message on its way will need, on doubles of the actor's state, a part at
-        a time; between two parts the loop looks for messages. Called where the node was roused."""
+        """Run code that a message on its way will need, on doubles of the actor's state, one part
+        at a time; between two parts the loop looks for messages. Called when the node was
+        roused."""
         return iter(())
 
     def renew(self) -> ReadyInfo | Fresh:
-        """The system was cut: nothing that was sent before arrives any more, and everybody begins
-        anew. Forget all work, keep what is dear (a model, a tokenizer), and return what others
-        need; work that is under way elsewhere must be over when this returns. `start` follows,
-        with another context. The default has a new actor made instead."""
+        """Reset the actor after a cut: no message sent before it arrives any more, and all actors
+        restart. Forget all work, keep expensive state (a model, a tokenizer), and return what
+        others need; work running elsewhere must be finished when this returns. `start` follows,
+        with another context. By default a new actor is created instead."""
         return FRESH
 
     def stop(self) -> None:
-        """The system ends: stop threads, let go of what the process's end does not free."""
+        """Stop threads and release what the end of the process does not free: the system is
+        ending."""
 
     def statistics(self) -> dict[str, Any]:
-        """Figures of the actor's own, for `System.statistics()`."""
+        """Return the actor's own figures, for `System.statistics()`."""
         return {}

@@ -1,9 +1,9 @@
-"""Wake-ups that happen side by side: whoever knows that work is on its way to others tells them.
+"""Parallel wake-ups: an actor that knows that work is on its way to other nodes wakes them all.
 
 A message that passes through five sleeping processes wakes one after the other, 0.05 to 0.2 ms
-each. Where the first of them rouses all the others, they wake at once, look for messages without
-going back to sleep for a moment, and each hop finds its receiver awake. Between two looks they may
-rehearse what is to come (`Actor.rehearse`), so that its code is in the caches.
+each. If the first of them rouses all the others, they wake at once, poll for messages for a moment
+before going back to sleep, and each hop finds its receiver awake. Between polls they may rehearse
+upcoming work (`Actor.rehearse`), so that its code is in the caches.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 _PAUSE = 6
-"""A node waits so many times as long as the others stay awake before it rouses them again."""
+"""Multiple of the others' awake time that a node waits before it rouses them again."""
 _OVER = object()
 
 
@@ -69,8 +69,8 @@ class Alarm:
         may_stay: Callable[[], bool],
         rehearse: Callable[[], Iterator[object]] = lambda: iter(()),
     ) -> None:
-        """`may_stay` is asked, on the loop, whether it may look again instead of sleeping.
-        `rehearse` is what it does between two looks, a part at a time."""
+        """`may_stay` returns True if the loop may poll again instead of sleeping. `rehearse` runs
+        between polls, one part at a time."""
         self._plan = plan
         self._loop = loop
         self._may_stay = may_stay
@@ -80,13 +80,13 @@ class Alarm:
         self._ticks = False
         self._closed = False
         self.roused = self.looks = 0
-        """How often it was roused, and how often it looked for messages since."""
+        """How often the node was roused, and how often it has polled since."""
         loop.add_reader(plan.bell, self._hear)
 
     def rouse(self) -> None:
         """Wake the other nodes, unless that was done a moment ago; from any thread.
 
-        Under load, when much is always on its way, loops would else never sleep.
+        Otherwise loops would never sleep under load, when work is always on its way.
         """
         now = time.monotonic()
         if self._closed or now < self._not_before:  # closed: others may have these descriptors

@@ -51,7 +51,7 @@ def main(descriptor: int) -> None:
 
 
 class _Blocker(importlib.abc.MetaPathFinder):
-    """Refuses to import what has no place in this node."""
+    """Refuses to import the modules that this node blocks."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self._names = names
@@ -80,7 +80,7 @@ class _Child:
         root.addHandler(control.ChannelHandler(connection, self._lock))
 
     def run(self) -> None:
-        """Set the actors up, report, and serve until told to stop."""
+        """Set up the actors, report, and serve until stopped."""
         asyncio.set_event_loop(self._loop)
         try:
             threading.Thread(target=self._listen, name="control", daemon=True).start()
@@ -101,14 +101,14 @@ class _Child:
             self._connection.send(message)
 
     def _fail(self, actor: str, error: BaseException) -> None:
-        """Report what happened and end: a node with a failed actor serves nobody."""
+        """Report the failure and exit: a node with a failed actor is useless."""
         try:
             self._send(control.Failed.of(actor, error))
         finally:
             os._exit(EXIT_FAILED)
 
     def _listen(self) -> None:
-        """Runs in a thread, as the loop may block in C; without a parent there is no work."""
+        """Listen in a thread, as the loop may block in C; exit when the parent is gone."""
         try:
             while True:
                 self._listen_once()

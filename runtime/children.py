@@ -1,11 +1,11 @@
-"""The nodes that are processes of their own, as their parent sees them: started, heard, reaped.
+"""The nodes that are separate processes, as their parent sees them: start, messages, reaping.
 
 One library thread starts them, since the kernel ties a child's life to the *thread* that started
-it, and hears their control channels.
+it, and reads their control channels.
 
 They are started as `python -c`, not through `multiprocessing`'s spawn: that would run the user's
-script a second time, demand a `__main__` guard, and leave a resource tracker behind. Everything a
-child needs comes to it over inherited descriptors.
+script a second time, demand a `__main__` guard, and leave a resource tracker running. Everything a
+child needs reaches it over inherited descriptors.
 """
 
 from __future__ import annotations
@@ -41,17 +41,19 @@ _MOST_UNANSWERED = 64
 _SEND_SECONDS = 5
 """How long a message may wait for room in a child's control channel."""
 _END_SECONDS = 0.1
-"""How long a process may take from its last word to its end."""
+"""How long a process may take to exit after its last message."""
 _FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGQUIT, *GROUP_SIGNALS})
-"""Signals that no fault of a program's own sends: people do, and the kernel that needs memory."""
+"""Signals not caused by a program's own fault: sent by people, and by the kernel when it is out of
+memory."""
 
 
 class Children:
-    """All of them, and the thread that starts them, hears what they say, and lives until the last
-    one is reaped; empty until `launch`."""
+    """All child processes, and the thread that starts them, reads their messages, and lives until
+    the last one is reaped; empty until `launch`."""
 
     def __init__(self, hear: Callable[[ChildProcess, Any], None]) -> None:
-        """`hear` is called on the loop with what a child says; None is its end."""
+        """`hear` is called on the loop with each message of a child; None means that its channel
+        closed."""
         self.by_name: dict[str, ChildProcess] = {}
         self._hear = hear
         self._loop: asyncio.AbstractEventLoop
@@ -59,10 +61,10 @@ class Children:
         self._gone: asyncio.Future[None]
         """Resolved when no child is left."""
         self._open: dict[Any, ChildProcess] = {}
-        """By connection: those that may have more to say."""
+        """Children that may send more, by connection."""
         self._replaying_since = 0.0
         self._wake: tuple[Connection, ...] = ()
-        """Tells the thread that there is somebody to start, or that the end has come."""
+        """Socket pair that wakes the thread to start a child or to end."""
         self._to_start: deque[ChildProcess] = deque()
         self._to_bury: deque[ChildProcess] = deque()
         self._ending = False
@@ -94,7 +96,8 @@ class Children:
             self._thread = thread
 
     def _run(self) -> None:
-        """Start, then listen until the end has come and every channel is closed, then reap."""
+        """Start the children, listen until the end has come and every channel is closed, then
+        reap."""
         # Children inherit the mask: nothing can reach them before they ignore it.
         signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
         try:
@@ -138,7 +141,7 @@ class Children:
                 self._wake[0].send_bytes(b"!")
 
     def replace(self, spec: NodeSpec, plan: NodePlan) -> None:
-        """Start a process in the place of one that has died, or is to."""
+        """Start a process in place of one that has died or is about to."""
         old, new = self.by_name[spec.name], ChildProcess(spec, plan, self._loop)
         old.kill()
         self.by_name[spec.name] = new
@@ -171,18 +174,19 @@ class Children:
         return bool(since) and time.monotonic() - since > seconds
 
     def late(self) -> list[ChildProcess]:
-        """Return those for which all wait: who is not ready, or, once all are, not started."""
+        """Return the children that startup waits for: those not ready, or, once all are, not
+        started."""
         unready = [child for child in self if not child.is_ready]
         return unready or [child for child in self if not child.started.done()]
 
     async def have_ended(self, some: Sequence[ChildProcess], seconds: float) -> bool:
-        """Wait until the ends of these were noted; False where that takes longer."""
+        """Wait until the deaths of these children are recorded; return False on timeout."""
         if some:
             await asyncio.wait([child.noted for child in some], timeout=seconds)
         return all(child.is_over for child in some)
 
     def send(self, message: Any) -> None:
-        """Tell all of them."""
+        """Send a message to all of them."""
         for child in self:
             child.send(message)
 
@@ -214,7 +218,7 @@ class Children:
             self._thread.join()
 
     def end_without_loop(self, seconds: float) -> None:
-        """Do the same where the loop runs no more; blocks."""
+        """Do the same if the loop no longer runs; blocks."""
         self._stop()
         # Dropped by a callback on that very thread, it must not wait for itself.
         if self._thread is not None and threading.current_thread() is not self._thread:
@@ -240,26 +244,26 @@ class ChildProcess:
         self.started: asyncio.Future[None] = loop.create_future()
         self.failure: control.Failed | None = None
         self.hangs = ""
-        """Why it is ended, where it hangs."""
+        """Reason for killing it, if it hangs."""
         self.is_innocent = False
-        """Whether it is ended only as another of its group has died."""
+        """True if it is killed only because another of its group has died."""
         self._began = 0.0
         self.start_seconds = 0.0
         """How long it took to become ready; 0 until it is."""
         self.noted: asyncio.Future[None] = loop.create_future()
-        """Done once its end was taken note of: its channel and the kernel both tell."""
+        """Resolved once its death is recorded: both its channel and the kernel have reported it."""
         self.pidfd = -1
         self.process: subprocess.Popen[bytes] | None = None
         self.introduced: asyncio.Future[None] = loop.create_future()
-        """Done once it was told what to become: nothing else may come before."""
+        """Resolved once its `Bootstrap` is sent: no other message may precede it."""
         self._asked: deque[asyncio.Future[Any]] = deque()
-        """Where the answers go, which come in the order of the queries."""
+        """Futures of pending queries; replies come in the order of the queries."""
         self._spec = spec
         self._plan = plan
         self._descriptors = plan.descriptors
         self._lock = threading.Lock()
         ours, self._theirs = socket.socketpair()
-        # A child that hangs must not hold up this process, whose channel to it is full one day.
+        # A hanging child must not block this process when its channel eventually fills up.
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_SECONDS, 0))
         self.connection = Connection(ours.detach())
 
@@ -300,12 +304,12 @@ class ChildProcess:
         self.send(control.Bootstrap(self._plan, os.getpid(), level, blocked, nice))
 
     def send(self, message: Any) -> None:
-        """Send on the control channel; a child that is gone is noticed elsewhere."""
+        """Send on the control channel; the death of a child is detected elsewhere."""
         with self._lock, contextlib.suppress(OSError):
             self.connection.send(message)
 
     def hear(self, message: Any) -> None:
-        """Take what it says of itself, on the loop."""
+        """Handle a message from the child, on the loop."""
         match message:
             case control.Ready():
                 self.start_seconds = self.start_seconds or time.monotonic() - self._began
@@ -332,8 +336,8 @@ class ChildProcess:
                 os.close(descriptor)
 
     def ask(self, query: control.Query) -> asyncio.Future[Any] | None:
-        """Send a query; None where it has left too many unanswered: a node that hangs is not asked
-        again and again, for its channel would fill up and hold up this process too."""
+        """Send a query; return None if too many are unanswered: a hanging node is not queried again
+        and again, as its channel would fill up and block this process too."""
         if len(self._asked) >= _MOST_UNANSWERED or not self.introduced.done():
             return None
         answer = asyncio.get_running_loop().create_future()
@@ -342,7 +346,7 @@ class ChildProcess:
         return answer
 
     def condition(self) -> str:
-        """Its process id and what the kernel says of it."""
+        """Return its process id and the state that the kernel reports."""
         try:
             status = Path(f"/proc/{self.pid}/status").read_text()
         except OSError:
@@ -351,7 +355,7 @@ class ChildProcess:
         return f"pid {self.pid}, {line.partition(':')[2].strip()}"
 
     def cpu_seconds(self) -> float:
-        """Sum the time that it and its children (compilers, say) computed; 0 where it is gone."""
+        """Return the CPU time of it and its children (compilers, say); 0 if it is gone."""
         ticks = 0
         for pid in (self.pid, *_children_of(self.pid)):
             with contextlib.suppress(OSError):
@@ -371,7 +375,7 @@ class ChildProcess:
         return self.noted.done()
 
     def note_end(self) -> None:
-        """Take note of its end."""
+        """Record its end."""
         _resolve(self.noted, None)
 
     def kill(self) -> None:
@@ -424,7 +428,7 @@ class ChildProcess:
         return original
 
     def _let_go(self) -> None:
-        """Close what the child has, or would have had, copies of."""
+        """Close our copies of the child's descriptors."""
         self._theirs.close()
         for descriptor in self._descriptors:
             os.close(descriptor)
@@ -451,7 +455,7 @@ def _ending(code: int | None) -> str:
 
 
 def check_surroundings() -> None:
-    """Raise `UnsupportedPlatform` for what keeps processes from being started, or heard."""
+    """Raise `UnsupportedPlatform` if processes cannot be started, or cannot be heard."""
     interpreter()
     if _threads_are_replaced():
         raise UnsupportedPlatform(
@@ -468,7 +472,7 @@ def _threads_are_replaced() -> bool:
 
 
 def os_refuses(error: OSError) -> StartupFailed:
-    """Describe what the operating system does not give."""
+    """Describe the resource that the operating system refused."""
     import resource
 
     if error.errno not in (errno.EMFILE, errno.ENFILE):
@@ -482,7 +486,7 @@ def os_refuses(error: OSError) -> StartupFailed:
 
 
 def _children_of(pid: int) -> list[int]:
-    """Its living children, by whichever thread."""
+    """Return its living children, whichever thread started them."""
     found: list[int] = []
     with contextlib.suppress(OSError):  # as where there are no more descriptors
         for listed in Path(f"/proc/{pid}/task").glob("*/children"):

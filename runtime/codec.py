@@ -1,21 +1,21 @@
 """The wire format: msgpack for the structure, raw aligned bytes for the arrays.
 
-A message is a frozen, slotted dataclass registered with `@message(type_number)`. A record
-is what one message becomes on the wire:
+A message is a frozen, slotted dataclass registered with `@message(type_number)`. A record is the
+form of one message on the wire:
 
     0   uint32  length of the record in bytes, a multiple of 64
     4   uint32  kind: 1 message, 2 message with arrays, 3 padding up to the end of the ring
     8   uint64  sequence number on its edge, from 0
-    16  uint64  when it was sent, in nanoseconds of the host's monotonic clock
-    24  uint32  CRC-32 of everything after the header, 0 where it is not computed
+    16  uint64  time of sending, in nanoseconds of the host's monotonic clock
+    24  uint32  CRC-32 of everything after the header, 0 if it is not computed
     28  uint32  length of the msgpack part
     32  msgpack: [type number, field, field, ...]
     ..  arrays, each from a multiple of 64, in the order of their fields
 
-Where a field holds an array, the msgpack part holds its dtype and shape; the bytes are
-written straight into the transport and read in place. A small array stands in the msgpack
-part instead: to copy it twice costs less than the lease under which it would be read in place,
-and most messages of a running engine are small. Nothing here knows about transports.
+If a field holds an array, the msgpack part holds its dtype and shape; the bytes are written
+straight into the transport and read in place. A small array is stored in the msgpack part instead:
+copying it twice costs less than the lease needed to read it in place, and most messages of a
+running engine are small. Nothing here knows about transports.
 """
 
 from __future__ import annotations
@@ -75,11 +75,11 @@ class Schema:
     text: str
     """Text that the schema hash covers: name, fields and annotations."""
     values: Callable[[Any], tuple[Any, ...]]
-    """All fields of a message at once."""
+    """Returns all fields of a message at once."""
     special: tuple[tuple[int, str], ...]
     """(position on the wire, kind) of the fields that are not plain."""
     by: str
-    """The field whose number links the spans of this message with others; empty for none."""
+    """Field with the number that links this message's spans with others; empty for none."""
 
 
 _SCHEMAS: dict[int, Schema] = {}
@@ -90,8 +90,8 @@ _NUMBERS: dict[type, int] = {}
 def message(number: int, by: str = "") -> Callable[[type[M]], type[M]]:
     """Register a class as message type `number` and make it a frozen, slotted dataclass.
 
-    `by` names a field with a whole number by which traces link what belongs together.
-    Raises `CodecError` where the number is taken or a field's type cannot be sent.
+    `by` names an integer field by which traces link related spans. Raises `CodecError` if the
+    number is taken or a field's type cannot be sent.
     """
 
     def register(cls: type[M]) -> type[M]:
@@ -119,7 +119,8 @@ def _describe(number: int, cls: type, by: str) -> Schema:
 
 
 def linked_by(cls: type) -> tuple[str, Callable[[Any], int]]:
-    """By which field the spans of a message class are linked, and how to read it; ("", 0) else."""
+    """Return the field that links the spans of a message class, and how to read it; otherwise ("",
+    0)."""
     by = _SCHEMAS[_NUMBERS[cls]].by if cls in _NUMBERS else ""
     return by, operator.attrgetter(by) if by else _zero
 
@@ -133,7 +134,7 @@ _PLAIN = (int, float, str, bytes, bool, type(None))
 
 def _is_array(hint: Any) -> bool:
     origin = typing.get_origin(hint)
-    # From numpy 2.5 on NDArray is a `type` alias, which hides what it stands for.
+    # From numpy 2.5 on NDArray is a `type` alias, which hides the aliased type.
     aliased = typing.get_origin(getattr(origin, "__value__", None))
     return np.ndarray in (hint, origin, aliased)
 
@@ -169,7 +170,7 @@ def _is_plain(hint: Any) -> bool:
 
 
 def schema_hashes() -> dict[int, str]:
-    """A digest of every registered message class, by its number.
+    """Return a digest of every registered message class, by its number.
 
     Nodes compare those that both know before they exchange the first message.
     """
@@ -198,7 +199,7 @@ class Encoded:
     ) -> int:
         """Write the record at `offset` of a writable byte view; nothing else is touched.
 
-        Returns the time that stands in it as that of sending, in ns.
+        Returns the record's send time in ns.
 
         The caller has checked that `nbytes` fit. Bytes between the parts keep their content.
         """
@@ -217,19 +218,19 @@ class Encoded:
         return sent
 
     def to_bytes(self, sequence: int, checksum: bool = False) -> bytearray:
-        """The record as bytes of its own, for transports without shared memory."""
+        """Return the record as bytes of its own, for transports without shared memory."""
         record = bytearray(self.nbytes)
         self.write_into(memoryview(record), 0, sequence, checksum)
         return record
 
 
 def encode(value: Any, inline: int = INLINE_BYTES) -> Encoded:
-    """Turn a registered message into what the transports write; large arrays are not copied.
+    """Encode a registered message for the transports; large arrays are not copied.
 
     Arrays up to `inline` bytes become part of the msgpack part.
 
-    Raises `CodecError` for an unregistered class, an unsupported dtype or a field that
-    msgpack cannot pack, `RecordTooLarge` past 4 GiB.
+    Raises `CodecError` for an unregistered class, an unsupported dtype or a field that msgpack
+    cannot pack, `RecordTooLarge` past 4 GiB.
     """
     arrays: list[Array] = []
     try:
@@ -270,7 +271,8 @@ def _flatten(value: Any, arrays: list[Array], inline: int) -> list[Any]:
 
 
 def _describe_array(array: Any, arrays: list[Array], inline: int) -> Any:
-    """Make what stands for an array in the msgpack part; see `_read_array` for the three forms."""
+    """Return the description of an array for the msgpack part; see `_read_array` for the three
+    forms."""
     number = _DTYPE_NUMBER.get(array.dtype) if isinstance(array, np.ndarray) else None
     if number is None:
         raise CodecError(f"{type(array).__name__} {getattr(array, 'dtype', '')} cannot be sent")
@@ -286,8 +288,8 @@ def _describe_array(array: Any, arrays: list[Array], inline: int) -> Any:
 def decode(record: Any, expected_sequence: int, checksum: bool = False) -> Any:
     """Read a record from the buffer that holds it; arrays are read-only views that keep it alive.
 
-    Raises `RingCorrupted` where the header contradicts what the edge must carry next, and
-    `CodecError` where the msgpack part does not follow the schema.
+    Raises `RingCorrupted` if the header contradicts the edge's expected next record, and
+    `CodecError` if the msgpack part does not follow the schema.
     """
     header = HEADER.unpack_from(record)
     return decode_body(record, memoryview(record), header, expected_sequence, checksum, offset=0)
@@ -301,7 +303,7 @@ def decode_body(
     checksum: bool,
     offset: int,
 ) -> Any:
-    """The same for whoever has unpacked the header; `view` shows the bytes of `record`."""
+    """Do the same for a caller that has unpacked the header; `view` shows the bytes of `record`."""
     nbytes, kind, sequence, _sent, crc, meta_length = header
     if sequence != expected_sequence or kind not in _KINDS:
         raise RingCorrupted(
@@ -350,8 +352,8 @@ def _unflatten(row: Any, record: Any, at: int) -> tuple[Any, int]:
 
 
 def _read_array(description: Any, record: Any, at: int) -> tuple[Array, int]:
-    """The array, and where the next one begins: an empty one is described by its dtype's number,
-    a small one by (number, bytes, *shape), one that follows in the record by (number, *shape)."""
+    """Return the array, and the start of the next one. An empty array is described by its dtype's
+    number, a small one by (number, bytes, *shape), one later in the record by (number, *shape)."""
     if type(description) is int:
         return _EMPTY[description], at
     number, second, *shape = description
@@ -366,7 +368,7 @@ def _read_array(description: Any, record: Any, at: int) -> tuple[Array, int]:
 
 
 def copied(value: M) -> M:
-    """The same message with arrays of its own, for whoever keeps it past its lease."""
+    """Return the same message with arrays of its own, for use past its lease."""
     schema = _SCHEMAS[_NUMBERS[type(value)]]
     fields = []
     for name, kind in zip(schema.fields, schema.kinds, strict=True):
@@ -384,7 +386,7 @@ def copied(value: M) -> M:
 
 
 def check_schema(node: str, theirs: Mapping[int, str]) -> None:
-    """Raise `SchemaMismatch` where another node lays out messages differently."""
+    """Raise `SchemaMismatch` if another node lays out messages differently."""
     ours = schema_hashes()
     differing = [number for number in theirs if ours.get(number, theirs[number]) != theirs[number]]
     if differing:

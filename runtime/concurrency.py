@@ -1,4 +1,4 @@
-"""Calls that run side by side."""
+"""Concurrent calls."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ async def run_all(
 ) -> list[T]:
     """Return the results of all calls, in their order.
 
-    They begin in their order, with at most `at_once` (default: all) under way. The first that
-    raises cancels those under way; its error is raised when they have ended.
+    They start in order, with at most `at_once` (default: all) running. The first that raises
+    cancels the running ones; its error is raised when they have ended.
     """
     results: dict[int, T] = {}
     numbered = iter(enumerate(calls))

@@ -1,7 +1,7 @@
 """The control channel of a node: start-up, readiness, log records, queries, shutdown.
 
-It is a `multiprocessing` connection over an inherited socket pair and exists beside the
-edges: it works before they are open and after an actor has failed.
+It is a `multiprocessing` connection over an inherited socket pair and independent of the edges: it
+works before they are open and after an actor has failed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LONGEST_SUMMARY = 500
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bootstrap:
-    """Parent to child, first: what to become."""
+    """Parent to child, first: the node to run."""
 
     plan: NodePlan
     parent_pid: int
@@ -41,7 +41,7 @@ class Bootstrap:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Start:
-    """Parent to child: every node is ready, let messages flow."""
+    """Parent to child: every node is ready, start the message flow."""
 
     ready: Mapping[str, ReadyInfo]
     """By actor, of all nodes."""
@@ -49,16 +49,16 @@ class Start:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Query:
-    """Parent to child: report your statistics, or what your actors did when."""
+    """Parent to child: report your statistics, or your actors' spans."""
 
     what: Literal["statistics", "trace", "activity"]
     arguments: tuple[int, ...] = ()
-    """Of the node's method of this name."""
+    """Arguments of the node's method of this name."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ping:
-    """Parent to child: does your loop turn, and what is it at?"""
+    """Parent to child: report that your loop runs, and its current work."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,8 +75,8 @@ class TellStacks:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cut:
-    """Parent to child: another node has died; begin anew on other edges. As many descriptors follow
-    as the plan has, in its order."""
+    """Parent to child: another node has died; restart on other edges. The plan's descriptors
+    follow, in its order."""
 
     plan: NodePlan
 
@@ -114,10 +114,10 @@ class Failed:
 
     actor: str
     summary: str
-    """One line: the actor, the exception's class and what it says."""
+    """One line: the actor, the exception's class and its message."""
     trace: str
     exception: bytes
-    """The pickled exception where its class says `picklable = True`, else empty."""
+    """The pickled exception if its class says `picklable = True`, else empty."""
     is_refusal: bool
     """True if the machine was out of a resource."""
 
@@ -134,7 +134,7 @@ class Failed:
         return cls(actor, summary, trace, pickled, machine_refuses(error))
 
     def original(self) -> BaseException | None:
-        """The exception itself, where it is picklable."""
+        """Return the exception itself, if it is picklable."""
         try:
             return pickle.loads(self.exception) if self.exception else None  # noqa: S301 - our child
         except Exception:  # its class is made in another way than pickle makes it
@@ -161,7 +161,7 @@ class Log:
 
     @classmethod
     def of_stacks(cls, node: str) -> Log:
-        """The stacks of all threads of this process, as an error of the node's."""
+        """Return the stacks of all threads of this process, as an error of the node."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         parts = [f"stacks of node {node} (pid {os.getpid()}):"]
         for ident, frame in sys._current_frames().items():
@@ -176,14 +176,14 @@ _AT_ONCE = 200
 
 
 def send_descriptors(connection: Connection, descriptors: Sequence[int]) -> None:
-    """Send copies of descriptors behind what was sent before."""
+    """Send copies of descriptors after the data sent so far."""
     with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as channel:
         for at in range(0, len(descriptors), _AT_ONCE):
             sendfds(channel, list(descriptors[at : at + _AT_ONCE]))
 
 
 def receive_descriptors(connection: Connection, count: int) -> list[int]:
-    """Take what `send_descriptors` sent. Raises `EOFError` where the sender has gone."""
+    """Receive what `send_descriptors` sent. Raises `EOFError` if the sender is gone."""
     found: list[int] = []
     with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as channel:
         while len(found) < count:
@@ -194,7 +194,7 @@ def receive_descriptors(connection: Connection, count: int) -> list[int]:
 
 
 class ChannelHandler(logging.Handler):
-    """Sends a child's log records to the parent, whose logging decides what becomes of them."""
+    """Sends a child's log records to the parent, which handles them by its own logging setup."""
 
     def __init__(self, connection: Connection, lock: threading.Lock) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ class ChannelHandler(logging.Handler):
         self._lock_channel = lock
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Format and send; a parent that is gone ends this process, so nothing is lost."""
+        """Format and send; if the parent is gone this process ends, so nothing is lost."""
         text = record.getMessage()
         if record.exc_info:
             text += "\n" + "".join(traceback.format_exception(*record.exc_info))

@@ -12,7 +12,7 @@ class RuntimeFault(Exception):
 
 
 class TopologyError(RuntimeFault):
-    """The declared actors, nodes and edges do not form a system that may run."""
+    """The declared actors, nodes and edges do not form a valid system."""
 
 
 class CodecError(RuntimeFault):
@@ -60,7 +60,7 @@ class UnsupportedPlatform(RuntimeFault):
 
 
 class ReplayDiverged(RuntimeFault):
-    """An actor does not do what its recording says: it changed, or has inputs besides messages."""
+    """An actor does not follow its recording: it changed, or has inputs besides messages."""
 
 
 class NotUsableHere(RuntimeFault):

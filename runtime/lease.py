@@ -1,9 +1,9 @@
 """Reading in place without reading reused memory.
 
-A record's bytes belong to the ring again once its lease is released. Views that numpy or
-torch made of them would then show other data, and `memoryview.release()` does not stop
-them. So each record is read through a buffer object of its own, and every view holds a
-reference to it: when the lease ends, a count above the runtime's own means an escape.
+A record's bytes belong to the ring again once its lease is released. Views that numpy or torch made
+of them would then show other data, and `memoryview.release()` does not stop them. So each record is
+read through a buffer object of its own, and every view holds a reference to it: when the lease
+ends, a count above the runtime's own means an escape.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Lease:
     def release(self) -> None:
         """Give the record back; a second call does nothing.
 
-        Raises `LeaseEscaped` where a view of it is still alive.
+        Raises `LeaseEscaped` if a view of it is still alive.
         """
         if self.released:
             return

@@ -1,4 +1,5 @@
-"""The receiving end of an actor: from neighbours by reference, from other nodes in place."""
+"""The receiving end of an actor: by reference from actors of the same node, in place from
+others."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ class Mailbox:
         fatal: Callable[[BaseException], None],
         span_names: Mapping[type, str],
     ) -> None:
-        """`span_names` says what handling a message class is called, where it is not its name."""
+        """`span_names` gives the names of spans by message class, if not the class's."""
         self._context = context
         self._handlers = dict(handlers)
         self._fatal = fatal
@@ -46,7 +47,7 @@ class Mailbox:
         return Port(self, self._context.track, source)
 
     def put(self, port: Port, message: Any) -> None:
-        """A neighbour's message: handled soon, never inside the sender's handler."""
+        """Queue a message from the same node: handled soon, never inside the sender's handler."""
         self._local.append((time.monotonic_ns(), port, message))
         self._high_water = max(self._high_water, len(self._local))
         if not self._scheduled:
@@ -66,7 +67,8 @@ class Mailbox:
             self._fatal(error)
 
     def deliver(self, port: Port, message: Any, lease: Lease | None, sent: int) -> bool:
-        """A message from another node, read in place. True where the handler keeps the lease."""
+        """Deliver a message from another node, read in place. Return True if the handler keeps the
+        lease."""
         if lease is None:
             self.handle(port, message, sent)
             return False
@@ -75,8 +77,8 @@ class Mailbox:
         return self._context.hold() is None
 
     def handle(self, port: Port, message: Any, sent: int) -> None:
-        """Call the handler, and remember when."""
-        if self._context.retired:  # the system was cut: whom it was for knows nothing any more
+        """Call the handler, and record the span."""
+        if self._context.retired:  # the system was cut: the receiver's state is gone
             return
         self._handled += 1
         handler = self._handlers.get(type(message))
@@ -94,7 +96,8 @@ class Mailbox:
         return self._span_names.get(cls, cls.__name__)
 
     def statistics(self) -> dict[str, int]:
-        """Messages handled; of the local ones the depth, the highest depth, the time waited."""
+        """Return the messages handled; for local ones the depth, the highest depth, the time
+        waited."""
         return {
             "handled": self._handled,
             "depth": len(self._local),
@@ -104,7 +107,7 @@ class Mailbox:
 
 
 class Port:
-    """One source's way into a mailbox: traces tell by it where a message came from."""
+    """The entry of one source into a mailbox; traces use it to name the sender."""
 
     def __init__(self, mailbox: Mailbox, track: Track, source: str) -> None:
         self._mailbox = mailbox
@@ -121,7 +124,7 @@ class Port:
         return self._mailbox.deliver(self, message, lease, sent)
 
     def kind_of(self, cls: type) -> int:
-        """The kind of the spans in which such messages are handled."""
+        """Return the kind of the spans in which such messages are handled."""
         return self._of(cls)[0]
 
     def number_of(self, message: Any) -> int:
@@ -138,7 +141,7 @@ class Port:
 
 
 class DelayedDelivery:
-    """Delivers each message a random while later, in order: what tests put on every edge."""
+    """Delays each message by a random time, in order; tests put it on every edge."""
 
     def __init__(
         self,
@@ -156,7 +159,7 @@ class DelayedDelivery:
         self._waiting: deque[tuple[float, Any, int]] = deque()
 
     def __call__(self, message: Any, lease: Lease | None, sent: int) -> bool:
-        """Take a message; what it reads in place is copied, as it outlives its record."""
+        """Take a message; arrays read in place are copied, as the message outlives its record."""
         if lease is not None:
             message = copied(message)
         due = self._loop.time() + self._random.random() ** 3 * self._seconds

@@ -29,7 +29,7 @@ class NodePlan:
     name: str
     actors: tuple[ActorSpec, ...]
     edges: list[EdgeSpec] = dataclasses.field(default_factory=list)
-    """Every edge that starts at an actor of this node."""
+    """All edges that start at an actor of this node."""
     senders: dict[EdgeSpec, SenderEnd] = dataclasses.field(default_factory=dict)
     """The writing end of each of them that leads to other nodes."""
     receivers: list[tuple[EdgeSpec, str, ReceiverEnd]] = dataclasses.field(default_factory=list)
@@ -37,7 +37,7 @@ class NodePlan:
     debug_delay_ms: float = 0.0
     record_dir: str | None = None
     alarm: AlarmPlan | None = None
-    """Whom this node rouses, and what rouses it."""
+    """Alarm of this node: the nodes that it rouses, and its own bell."""
 
     @property
     def descriptors(self) -> tuple[int, ...]:
@@ -62,7 +62,7 @@ class Node:
     """Builds the actors, then opens the edges, then lets messages flow."""
 
     def __init__(self, plan: NodePlan, on_failure: Callable[[str, BaseException], None]) -> None:
-        """`on_failure` is called once, with the actor's name, when an actor cannot go on."""
+        """`on_failure` is called once, with the actor's name, when an actor cannot continue."""
         self.plan = plan
         self.actors: dict[str, Actor] = {}
         self._on_failure = on_failure
@@ -78,10 +78,11 @@ class Node:
         """Descriptors that no sender or receiver has taken over."""
         self._ready: dict[str, ReadyInfo] = {}
         self._runs = False
-        """Whether its actors have been started: else there is nothing to be told of them."""
+        """True once the actors have been started; until then they have nothing to report."""
 
     def setup(self, on_culprit: Callable[[str], None] = lambda name: None) -> dict[str, ReadyInfo]:
-        """Import, make and set up every actor; return what each tells the others."""
+        """Import, create and set up every actor; return the records that they publish to the
+        others."""
         for spec in self.plan.actors:
             on_culprit(spec.name)
             actor = spec.create()
@@ -92,8 +93,8 @@ class Node:
     def cut(
         self, plan: NodePlan, on_culprit: Callable[[str], None] = lambda name: None
     ) -> dict[str, ReadyInfo]:
-        """Begin anew on other edges, after a death elsewhere: close all there are, and have every
-        actor forget its work. Returns what each tells the others; `start` is next."""
+        """Restart on other edges, after a death elsewhere: close the current ones, and reset every
+        actor. Returns the records that they publish to the others; `start` is next."""
         for actor in self.actors.values():
             if hasattr(actor, "context"):
                 actor.context.retire()
@@ -111,7 +112,7 @@ class Node:
         return self._ready
 
     def start(self, loop: asyncio.AbstractEventLoop, ready: Mapping[str, ReadyInfo]) -> None:
-        """Open the edges, start the actors, then begin to receive."""
+        """Open the edges, start the actors, then start to receive."""
         self._open_alarm(loop)
         for spec in self.plan.actors:
             self._open_mailbox(spec, loop, ready)
@@ -233,13 +234,15 @@ class Node:
         return fail
 
     def break_off(self, reason: str) -> None:
-        """Another node died: what is sent to other nodes from now on raises `PeerBroken`."""
+        """Mark other nodes as gone after a death: sending to them raises `PeerBroken` from now
+        on."""
         self._failed = True
         for _, outbox in self._remote:
             outbox.break_off(reason)
 
     def statistics(self) -> dict[str, dict[str, Any]]:
-        """Per actor: its own figures, its mailbox, its outboxes, and the edges that end at it."""
+        """Return, per actor: its own figures, its mailbox, its outboxes, and the edges that end at
+        it."""
         figures: dict[str, dict[str, Any]] = {}
         node = {"name": self.plan.name, "cpu_seconds": time.process_time()}
         if self._alarm is not None:
@@ -260,22 +263,23 @@ class Node:
         return figures
 
     def progress(self) -> dict[str, Progress]:
-        """By actor: how far it is, where it has work that nobody else can see it do."""
+        """Return the progress by actor, for work that is not visible from outside the actor."""
         found = {name: actor.progress() for name, actor in self._running}
         return {name: progress for name, progress in found.items() if progress is not None}
 
     def trace(self, since: int = 0) -> NodeTrace:
-        """Collect what every track remembers after `since`, in ns of the monotonic clock."""
+        """Collect the spans of every track after `since`, in ns of the monotonic clock."""
         tracks = [track.trace(self.plan.name, since) for track in self._tracks()]
         cpu = time.process_time() - self._cpu_before
         return NodeTrace(self.plan.name, tracks, cpu, time.monotonic_ns())
 
     def activity(self, begin: int, width: int, bins: int) -> dict[str, NDArray[np.float32]]:
-        """By track: its busy share in each of `bins` stretches of `width` ns from `begin` on."""
+        """Return, by track, its busy share in each of `bins` intervals of `width` ns from `begin`
+        on."""
         return {track.name: track.activity(begin, width, bins) for track in self._tracks()}
 
     def _tracks(self) -> list[Track]:
-        """All of them, up to date."""
+        """Return all tracks, up to date."""
         for _, actor in self._running:
             actor.before_trace()
         return [track for _, actor in self._running for track in actor.context.tracks]

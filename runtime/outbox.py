@@ -29,16 +29,16 @@ class Outbox(Protocol):
     @property
     def ready(self) -> bool:
         """Return True if a message would leave at once and, on a paced edge, neither the reader nor
-        the actor itself is behind. An actor that can merge messages holds them back until then.
-        After False it is called back (`Actor.on_ready`), so it should ask only when it has
-        something to send."""
+        the actor itself lags. An actor that can merge messages holds them until then. After False
+        it is called back (`Actor.on_ready`), so it should ask only when it has something to
+        send."""
 
     def statistics(self) -> dict[str, int]:
-        """Messages, bytes, waits, the present depth and the highest."""
+        """Return messages, bytes, waits, the current depth and the highest."""
 
 
 class RemoteOutbox:
-    """An outbox before a transport."""
+    """An outbox on top of a transport."""
 
     def __init__(
         self,
@@ -51,7 +51,8 @@ class RemoteOutbox:
         track: Track,
         paced: bool = False,
     ) -> None:
-        """`fatal` hears of what fails outside of `send`, where nobody could catch it."""
+        """`fatal` is called with errors raised outside of `send`, where no caller could catch
+        them."""
         self.label = label
         self._sender = sender
         self._loop = loop
@@ -64,16 +65,17 @@ class RemoteOutbox:
         self._kinds: dict[type, tuple[int, Callable[[Any], int]]] = {}
         """By message class: the kind of its spans, and the number that links them."""
         self._waiting: deque[tuple[Encoded, int, int, int]] = deque()
-        """(message, and of its span: kind, number, begin)."""
+        """(message, and its span's kind, number and begin)."""
         self._high_water = 0
         self._broken = ""
 
     def follow(self, inputs: list[Receiver]) -> None:
-        """The receivers of the same actor: a paced outbox is not ready while they have more."""
+        """Follow the receivers of the same actor: a paced outbox is not ready while they have
+        more."""
         self._inputs = inputs
 
     def send(self, message: Any) -> None:
-        """Write the message, or queue it behind those that wait."""
+        """Write the message, or queue it after those that wait."""
         if self._broken:
             raise PeerBroken(f"{self.label}: {self._broken}")
         begin = time.monotonic_ns()
@@ -136,7 +138,7 @@ class RemoteOutbox:
             self._fatal(error)
 
     def break_off(self, reason: str) -> None:
-        """Forget what waits; later sends raise `PeerBroken`."""
+        """Drop waiting messages; later sends raise `PeerBroken`."""
         self._broken = reason
         self._waiting.clear()
 

@@ -1,4 +1,4 @@
-"""The first acts of a child process; imports next to nothing."""
+"""The first steps of a child process; imports next to nothing."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
 def interpreter() -> str:
-    """Return the interpreter that runs this program, to start another. Raises
-    `UnsupportedPlatform` where there is none: it would start the program itself again."""
+    """Return the interpreter that runs this program, to start another. Raises `UnsupportedPlatform`
+    if there is none: it would start the program itself again."""
     if getattr(sys, "frozen", False):
         raise UnsupportedPlatform(
             "this program is frozen into a bundle (PyInstaller, say), and has no interpreter to "
@@ -43,17 +43,18 @@ def working_directory() -> str | None:
 
 
 def ignore_group_signals() -> None:
-    """Leave it to the parent what a signal to the whole group means: it may let work end first."""
+    """Ignore signals to the whole group: the parent decides how to react, and may let work
+    finish."""
     for number in GROUP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)
 
 
 def occupy_standard_descriptors() -> None:
-    """Open /dev/null where one of the descriptors 0 to 2 is closed.
+    """Open /dev/null for each of the descriptors 0 to 2 that is closed.
 
-    Else a ring or a socket would take its number, and whatever prints to standard error would
-    write into it.
+    Otherwise a ring or a socket would take its number, and anything printed to standard error would
+    be written into it.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)

@@ -1,8 +1,8 @@
 """The portable transport: the ring's records through a pipe, a thread at either end.
 
-It is what `multiprocessing.Queue` is for one writer and one reader, without its named
-semaphores, which would stay behind after SIGKILL. It copies every record twice and wakes
-two threads; it exists for platforms without memfd and as the benchmark's baseline.
+It does the work of `multiprocessing.Queue` for one writer and one reader, without its named
+semaphores, which would remain after SIGKILL. It copies every record twice and wakes two threads; it
+exists for platforms without memfd and as the benchmark's baseline.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class QueueSender:
         return self._end.capacity // 2
 
     def try_send(self, encoded: Encoded) -> bool:
-        """Queue one record for every reader; False where too many bytes wait already.
+        """Queue one record for every reader; return False if too many bytes wait already.
 
         Raises `RecordTooLarge` for more than half the capacity.
         """
@@ -186,7 +186,7 @@ class QueueReceiver:
         self._backlog = 0
         self._drained: list[Callable[[], None]] = []
         self._woken = False
-        """Whether a call of `_drain` is under way that will see what is appended now."""
+        """True if a scheduled call of `_drain` will see newly appended records."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._deliver: Deliver
         self._fatal: Fatal

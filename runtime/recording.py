@@ -1,13 +1,12 @@
-"""A record of all that an actor was told and said, and its replay.
+"""A recording of an actor's inputs and outputs, and its replay.
 
-An actor whose decisions follow from its messages alone (a scheduler, say, but neither a clock
-nor a user) does the same again when it is told the same again. So a recording of a run that
-went wrong is that run, to be looked at as often as one likes, and the proof that the actor
-has no other inputs.
+An actor with decisions that depend on its messages alone (a scheduler, say, without a clock or a
+user) repeats them when it receives the same messages again. So a recording of a failed run
+reproduces that run, as often as needed, and proves that the actor has no other inputs.
 
-The file holds one pickle (the actor's specification and what all actors told when they were
-ready; replay only files that you trust), then entries: a header, the edge's label, and the
-message as it would be on the wire.
+The file holds one pickle (the actor's specification and the records that all actors published when
+they were ready; replay only files that you trust), then entries: a header, the edge's label, and
+the message in its wire format.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Recorder:
         self._file.write(_ENTRY.pack(kind, len(label), len(body)) + label.encode() + body)
 
     def handlers(self, handlers: Mapping[type, Handler]) -> dict[type, Handler]:
-        """The same handlers, each message being written down before it is handled."""
+        """Return the same handlers, which record each message before handling it."""
 
         def recorded(handler: Handler) -> Handler:
             def handle(message: Any) -> None:
@@ -61,7 +60,7 @@ class Recorder:
         return {cls: recorded(handler) for cls, handler in handlers.items()}
 
     def on_ready(self, call: Callable[[Outbox], None]) -> Callable[[Outbox], None]:
-        """The same call, written down before it is made."""
+        """Return the same call, which is recorded before it is made."""
 
         def told(outbox: Outbox) -> None:
             self.write(ON_READY, outbox.label)
@@ -76,7 +75,7 @@ class Recorder:
 
 
 class RecordedOutbox:
-    """An outbox whose use is written down."""
+    """An outbox that records its use."""
 
     def __init__(self, outbox: Outbox, recorder: Recorder) -> None:
         self.label = outbox.label
@@ -84,7 +83,7 @@ class RecordedOutbox:
         self._recorder = recorder
 
     def send(self, message: Any) -> None:
-        """Write the message down and send it."""
+        """Record the message and send it."""
         self._recorder.write(SENT, self.label, message)
         self._outbox.send(message)
 
@@ -102,7 +101,7 @@ class RecordedOutbox:
 
 
 def read_recording(path: Path) -> tuple[ActorSpec, dict[str, ReadyInfo], Iterator[Entry]]:
-    """Read a file; its entries are made as they are asked for."""
+    """Read a recording; its entries are generated lazily."""
     file = io.BytesIO(path.read_bytes())
     spec, ready = pickle.load(file)  # noqa: S301 - the module's docstring warns
     return spec, ready, _entries(file)
@@ -118,9 +117,9 @@ def _entries(file: io.BytesIO) -> Iterator[Entry]:
 
 
 def replay(path: Path) -> int:
-    """Make the actor anew and tell it what the recorded one was told.
+    """Recreate the actor and send it the messages of the recorded one.
 
-    Returns how many messages it handled; raises `ReplayDiverged` where it does not do the same.
+    Returns the number of messages handled; raises `ReplayDiverged` if it does not do the same.
     """
     spec, ready, entries = read_recording(path)
     script = _Script(spec.name, entries)
@@ -185,7 +184,7 @@ class _Script(dict[str, Outbox]):
         return entry
 
     def expect(self, *entries: Entry) -> Entry:
-        """The next entry, which must be one of these, times and sequence numbers aside."""
+        """Return the next entry, which must be one of these, times and sequence numbers aside."""
         due = self.next()
         for entry in entries:
             if due[:2] == entry[:2] and due[2][HEADER.size :] == entry[2][HEADER.size :]:

@@ -1,4 +1,5 @@
-"""Deaths that are made good: how they are told, and a budget of them; how long a start may take."""
+"""Recovery from node deaths: how they are reported, a budget of restarts, and limits on start
+time."""
 
 from __future__ import annotations
 
@@ -12,13 +13,13 @@ from nanoactor.runtime.stall import is_computing, patience
 log = logging.getLogger("nanoactor.system")
 
 DIED = "node %s has died and is replaced: %s"
-"""The line of the log for each of them."""
+"""Log line for each of them."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
 _EXPECTED = 8
-"""So many times as many deaths are made good while their cause is looked for."""
+"""Factor on the restart budget while the cause of the deaths is being searched for."""
 _TIMES, _AT_LEAST = 5.0, 10.0
-"""A node that starts again may take so many times what its own start took, and so many seconds
-more, unless `stall_timeout` is shorter."""
+"""Limit on a node's restart: this multiple of its own start time, plus at least this many seconds
+unless `stall_timeout` is shorter."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class Death:
 
     node: str
     how: str
-    """One line for people: the signal, the status, or what an actor raised."""
+    """One line for people: the signal, the status, or an actor's exception."""
     is_evidence: bool
     """True if the node's own work may have caused it: no other process killed it, and no resource
     was denied."""
@@ -38,8 +39,8 @@ class Death:
 
 
 class RestartBudget:
-    """Deaths that are made good: so many within a window of time. Each but the first is followed by
-    a pause, twice as long as the one before."""
+    """Budget of restarts within a window of time. Each but the first is delayed twice as long as
+    the one before."""
 
     def __init__(self, most: int, window: float) -> None:
         """Create a budget of `most` restarts in `window` seconds."""
@@ -47,7 +48,7 @@ class RestartBudget:
         self._deaths: deque[float] = deque()
 
     def spend(self, now: float) -> bool:
-        """Note a death at a moment in seconds; False where it is one too many."""
+        """Record a death at `now`, in seconds; return False if it exceeds the budget."""
         while self._deaths and self._deaths[0] <= now - self._window:
             self._deaths.popleft()
         if len(self._deaths) >= self._most:
@@ -56,7 +57,7 @@ class RestartBudget:
         return True
 
     def refund(self, most: int) -> int:
-        """Take back the latest deaths, at most so many, as their cause is gone; return how many."""
+        """Take back up to `most` of the latest deaths, as their cause is gone; return how many."""
         found = min(most, len(self._deaths))
         for _ in range(found):
             self._deaths.pop()
@@ -75,8 +76,8 @@ class RestartBudget:
 
 
 class Deaths:
-    """The deaths of a system's nodes: those to be made good, those to be told, and what is left of
-    the budget."""
+    """The deaths of a system's nodes: those to recover from, those to report, and the rest of the
+    budget."""
 
     def __init__(self, most: int, window: float) -> None:
         """Create the budgets, see `RestartBudget`."""
@@ -89,8 +90,8 @@ class Deaths:
         """By node: how often it was replaced."""
 
     def note(self, death: Death, error: BaseException, now: float, *, expected: bool) -> bool:
-        """Note a death at a moment in seconds, `expected` where its cause is looked for; False
-        where it is one too many."""
+        """Record a death at `now`, in seconds, `expected` if its cause is being searched for;
+        return False if it exceeds the budget."""
         if not (self._expected if expected else self._budget).spend(now):
             return False
         self.victims[death.node] = error
@@ -98,8 +99,8 @@ class Deaths:
         return True
 
     def tell(self, on_cut: Callable[[Sequence[Death]], int]) -> None:
-        """Tell of deaths that were not told; those whose cause is gone, as many as are returned,
-        count no more."""
+        """Report unreported deaths; take as many as `on_cut` returns off the budget, as their cause
+        is gone."""
         deaths, self._untold = self._untold, []
         explained = on_cut(deaths)
         self._budget.refund(explained - self._expected.refund(explained))
@@ -109,7 +110,7 @@ class Deaths:
         return self._budget.pause()
 
     def take_victims(self) -> dict[str, BaseException]:
-        """Return those that have died until now, each of which is told once."""
+        """Return the nodes that have died so far, and log each once."""
         victims, self.victims = self.victims, {}
         for name, error in victims.items():
             log.warning(DIED + "%s", name, error, details(error))
@@ -131,11 +132,11 @@ def start_limit(own_start: float, stall_timeout: float | None) -> float:
 
 
 class StartWatch:
-    """Judges nodes that begin anew. Time in which a node computes counts less, as in
+    """Limits the time of restarting nodes. Time in which a node computes counts less, as in
     `StallDetector`: a busy machine is slow, a node that hangs does nothing."""
 
     def __init__(self, limits: Mapping[str, float]) -> None:
-        """`limits`: by node, the seconds that it may take."""
+        """`limits`: seconds allowed, by node."""
         self._limits = dict(limits)
         self._waited = dict.fromkeys(limits, 0.0)
         self._cpu: dict[str, float] = {}
@@ -146,8 +147,8 @@ class StartWatch:
         return max(0.05, min(self._limits.values(), default=1.0) / 10)
 
     def tick(self, passed: float, cpu_seconds: Mapping[str, float]) -> list[str]:
-        """Advance time by `passed` seconds; `cpu_seconds` are the CPU times so far by node that is
-        not ready. Returns the nodes that are late, each once."""
+        """Advance time by `passed` seconds; `cpu_seconds` are the CPU times so far of the nodes
+        that are not ready. Returns the nodes that are late, each once."""
         passed = min(passed, 2 * self.interval)  # a longer time is a pause of our own
         late = []
         for node, used in cpu_seconds.items():

@@ -1,16 +1,16 @@
 """The Linux transport: one writer, one or more readers, records in anonymous shared memory.
 
-Nothing in shared memory synchronises. The writer stores a record and then adds one to each
-reader's *items* eventfd; a reader takes the count from there and reads exactly so many
-records. It adds the bytes that it is done with to its *space* eventfd; the writer reuses
-exactly what every reader has credited. The kernel's own locking inside these system calls
-orders the stores, on every processor architecture. There are no names: nothing can collide,
-and nothing stays when processes are killed.
+Nothing in shared memory synchronizes. The writer stores a record and then adds one to each reader's
+*items* eventfd; a reader takes the count from there and reads exactly that many records. It adds
+the bytes that it has consumed to its *space* eventfd; the writer reuses only bytes that every
+reader has credited. The kernel's own locking inside these system calls orders the stores, on every
+processor architecture. There are no names: nothing can collide, and nothing remains when processes
+are killed.
 
-A record is contiguous. Where it does not fit before the ring's end, a padding record fills
-the rest; as a record is at most half the ring, padding and record together always fit into
-an empty ring. A reader credits all it has consumed whenever it has drained the ring:
-crediting lazily can leave an empty ring in which the next record never fits.
+A record is contiguous. If it does not fit before the ring's end, a padding record fills the rest;
+as a record is at most half the ring, padding and record together always fit into an empty ring. A
+reader credits all it has consumed whenever it has drained the ring: crediting lazily can leave an
+empty ring in which the next record never fits.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MIN_CAPACITY = 4096
 
 
 def ring_capacity(largest_record: int) -> int:
-    """The smallest capacity, a power of two, in which such a record may be sent."""
+    """Return the smallest capacity, a power of two, in which such a record may be sent."""
     return max(MIN_CAPACITY, 1 << (2 * largest_record - 1).bit_length())
 
 
@@ -103,9 +103,9 @@ def create_ring(
 ) -> tuple[RingSenderEnd, list[RingReceiverEnd]]:
     """Make a ring for one writer and `readers` readers; every end has descriptors of its own.
 
-    `capacity` is in bytes, a power of two from 4096. `debug` adds a checksum to every record
-    and overwrites released space. `spin_us` is how long a reader that has drained its ring
-    looks again before it blocks. Raises `UnsupportedPlatform` where there is no memfd.
+    `capacity` is in bytes, a power of two from 4096. `debug` adds a checksum to every record and
+    overwrites released space. `spin_us` is how long a reader that has drained its ring polls before
+    it blocks. Raises `UnsupportedPlatform` if there is no memfd.
     """
     if not hasattr(os, "memfd_create") or not hasattr(os, "eventfd"):
         raise UnsupportedPlatform("the ring needs Linux (memfd, eventfd); use transport='queue'")
@@ -139,7 +139,7 @@ class RingSender:
         self._written = 0
         self._credited = [0] * len(end.events)
         self._reusable = self._capacity
-        """Position up to which may be written: the slowest reader's credit plus the capacity."""
+        """End position of the writable space: the slowest reader's credit plus the capacity."""
         self._sequence = 0
         self._waiting: tuple[asyncio.AbstractEventLoop, Callable[[], None]] | None = None
 
@@ -149,7 +149,7 @@ class RingSender:
         return self._capacity // 2
 
     def try_send(self, encoded: Encoded) -> bool:
-        """Write one record and tell every reader; False where the slowest has no room for it.
+        """Write one record and notify every reader; return False if the slowest has no room for it.
 
         Raises `RecordTooLarge` for more than half the ring.
         """
@@ -182,7 +182,7 @@ class RingSender:
         return True
 
     def _collect(self) -> None:
-        """Take what the readers credited; in debug mode overwrite what may now be reused."""
+        """Collect the readers' credits; in debug mode overwrite the reusable space."""
         for index, space in enumerate(self._spaces):
             with contextlib.suppress(BlockingIOError):
                 self._credited[index] += os.eventfd_read(space)
@@ -246,11 +246,11 @@ class RingReceiver:
         self._position = 0
         self._sequence = 0
         self._due = 0
-        """Records that the writer has published and that were not yet read."""
+        """Records that the writer has published and that have not been read yet."""
         self._held: deque[list[int]] = deque()
-        """[end position, 1 once released] of each record whose space is not yet credited."""
+        """[end position, 1 once released] of each record with space not yet credited."""
         self._free = 0
-        """Up to where nothing is held."""
+        """Position up to which nothing is held."""
         self._credited = 0
         self._drained: list[Callable[[], None]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -337,7 +337,7 @@ class RingReceiver:
             self._credit()
 
     def _consume(self) -> None:
-        """A record is done with that was not read in place."""
+        """Count a record as consumed that was not read in place."""
         if self._held:
             self._held.append([self._position, 1])
         else:
@@ -355,9 +355,9 @@ class RingReceiver:
             lease.release()
 
     def _buffer(self, at: int, nbytes: int) -> Any:
-        """An object of the record's own that every view of it refers to.
+        """Return an object of the record's own that every view of it refers to.
 
-        ctypes makes a type for each length; rounding up keeps them few.
+        ctypes creates a type for each length; rounding up keeps them few.
         """
         size = 1 << (nbytes - 1).bit_length()
         return (ctypes.c_char * size).from_buffer(self._memory, at)
@@ -377,7 +377,7 @@ class RingReceiver:
             self._credited = credited
 
     def close(self) -> None:
-        """Stop delivering; let go of memory and descriptors.
+        """Stop delivering; release memory and descriptors.
 
         The memory itself stays mapped as long as a view of it lives.
         """

@@ -1,13 +1,12 @@
-"""The watchdog's judgement: which node has stalled. Pure: time and CPU time are handed in.
+"""The watchdog's decision: which node has stalled. Pure: time and CPU time are passed in.
 
-A node is alive while its loop answers pings. What it does outside of its loop (a device that
-computes, say) is told by its actors as `Progress`, and is judged by that.
+A node is alive while its loop answers pings. Work outside of its loop (a device that computes, say)
+is reported by its actors as `Progress`, and is judged by that.
 
-A false alarm ends an engine that is well, so doubt counts for the node. Time counts only while the
-watcher itself is awake: after a pause of the whole machine or process group, or while the user's
-program holds up the loop, nothing can be said about others. A node that uses its processor while it
-is silent, or at work that its own processor does (it compiles, or tokenizes a book), is given ten
-times as long.
+A false alarm ends a healthy engine, so doubt favors the node. Time counts only while the watcher
+itself is awake: after a pause of the whole machine or process group, or while the user's program
+blocks the loop, nothing can be said about others. A node that uses its CPU while it is silent, or
+during work on its own CPU (compiling, or tokenizing a book), gets ten times as long.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from collections.abc import Iterable, Mapping
 from nanoactor.runtime.actor import Progress
 
 _TICKS = 10
-"""Looks within one timeout."""
+"""Checks per timeout."""
 _SHARE = 0.7
-"""Of the timeout that may pass in silence: the rest is for telling what happened."""
+"""Share of the timeout that may pass in silence: the rest is for reporting what happened."""
 _FRESH = 2
-"""Looks after which what a node has told of its work is out of date."""
+"""Checks after which a node's reported progress is out of date."""
 _PATIENCE = 10.0
-"""How much longer a node may be silent that is computing."""
+"""Factor on the silence allowed to a node that is computing."""
 _COMPUTING = 0.05
-"""Share of a processor from which on a node counts as computing."""
+"""Share of a CPU from which on a node counts as computing."""
 
 
 def is_computing(used: float, passed: float) -> bool:
@@ -35,13 +34,13 @@ def is_computing(used: float, passed: float) -> bool:
 
 
 def patience(computes: bool) -> float:
-    """Return by how much silence counts less."""
+    """Return the factor by which silence counts less."""
     return _PATIENCE if computes else 1.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stall:
-    """A stall: who has stalled, and how it shows."""
+    """A stall: the stalled node, and the symptom."""
 
     node: str
     what: str
@@ -49,11 +48,11 @@ class Stall:
 
 @dataclasses.dataclass(slots=True)
 class _Work:
-    """A piece of work that an actor has told of."""
+    """A piece of work that an actor has reported."""
 
     progress: Progress
     seconds: float = 0.0
-    """For how long it has been the same piece."""
+    """Time for which it has been the same piece."""
 
 
 class StallDetector:
@@ -67,12 +66,12 @@ class StallDetector:
         self._silence = dict.fromkeys(nodes, 0.0)
         self._work: dict[str, dict[str, _Work]] = {}
         self._told: dict[str, int] = {}
-        """Looks since each told of its work."""
+        """Checks since each node reported its work."""
         self._cpu: dict[str, float] = {}
         self._ticked_at: float | None = None
 
     def rest(self) -> None:
-        """Nothing is to be done: whatever was noted counts no more."""
+        """Forget all observations: there is no work."""
         self._silence = dict.fromkeys(self._silence, 0.0)
         self._work.clear()
         self._cpu.clear()

@@ -1,6 +1,6 @@
 """The supervisor: starts the nodes of a topology, notices their deaths, ends them.
 
-It lives in the user's process and on the user's loop, where a pidfd tells of a child's death. It
+It lives in the user's process and on the user's loop, where a pidfd reports a child's death. It
 installs no signal handlers.
 """
 
@@ -33,12 +33,12 @@ from nanoactor.runtime.wiring import Options, wire
 log = logging.getLogger("nanoactor.system")
 
 _LATE = 30.0
-"""Seconds after which the log tells for whom a start waits."""
+"""Seconds after which the log names the nodes that a start waits for."""
 _PATIENCE, _STALLED = 2.0, 60.0
-"""Who lives may take so many times `stall_timeout` to begin anew, or so many seconds where there is
-none."""
+"""Limit on a surviving node's restart: a multiple of `stall_timeout`, or of these seconds if there
+is none."""
 _BURIAL = 5.0
-"""Seconds that a process may take to end once it was killed."""
+"""Seconds that a process may take to end after it was killed."""
 
 
 class System:
@@ -54,14 +54,15 @@ class System:
         on_recovered: Callable[[], None] = lambda: None,
         before_restart: Callable[[Collection[str]], Awaitable[None]] | None = None,
     ) -> None:
-        """`on_death` is called once, on the loop, when the running system has become useless;
-        nodes are watched, with the `stall_timeout` of the options, while `has_work` says so.
+        """`on_death` is called once, on the loop, when the running system has become useless; nodes
+        are watched, with the `stall_timeout` of the options, while `has_work` returns True.
 
-        Where a death is made good, `on_cut` is called with the deaths that it was not told of,
-        perhaps again, and then `on_recovered`: between the two nothing can be sent, and what was
-        sent before has not arrived. `on_cut` returns how many of the latest deaths have a cause
-        that is gone: they count no more. `before_restart` is awaited before nodes of these names
-        are started again. Where one of them raises, that is what the system dies of."""
+        When the system recovers from a death, `on_cut` is called with the deaths not yet reported
+        to it, perhaps again, and then `on_recovered`: between the two nothing can be sent, and
+        messages sent before have not arrived. `on_cut` returns how many of the latest deaths have a
+        cause that is gone: they no longer count. `before_restart` is awaited before nodes of these
+        names are restarted. If one of them raises, the system dies of that error.
+        """
         topology.validate()
         self._topology = topology
         self._options = options
@@ -76,9 +77,10 @@ class System:
         """By node: the longest that it took to become ready."""
         self._recovery: asyncio.Task[None] | None = None
         self.recovering: tuple[str, float] | None = None
-        """Who has died, and when by the monotonic clock, while that is made good."""
+        """Names of the dead nodes and the recovery's monotonic start time, while one is in
+        progress."""
         self.restart_seconds = 0.0
-        """How long that took, in all."""
+        """Total time spent on recoveries."""
         self._runs = False
         self._watchdog: Watchdog | None = None
         self._children = Children(self._hear)
@@ -89,15 +91,15 @@ class System:
         self._closing = False
         self._stopped = False
         self._end: asyncio.Future[None] | None = None
-        """The closing, once it has begun."""
+        """Future of the closing, once it has started."""
         self.ready: dict[str, ReadyInfo] = {}
-        """What each actor told when it was ready."""
+        """Record that each actor published when it was ready."""
 
     async def start(self) -> None:
         """Start every node and wait until all are ready.
 
-        Raises what an actor's set-up raised, if its class is `picklable`, else `StartupFailed` with
-        the name of the actor or node and its traceback. Nothing is left running then.
+        Raises the exception of an actor's set-up, if its class is `picklable`, else `StartupFailed`
+        with the name of the actor or node and its traceback. Nothing is left running then.
         """
         if self._loop is not None:
             raise RuntimeFault("a system starts once; make a new one")
@@ -133,7 +135,7 @@ class System:
             )
 
     def _late(self) -> str:
-        """The nodes that are not ready, each with the state of its process."""
+        """Return the nodes that are not ready, each with the state of its process."""
         late = self._children.late()
         return ", ".join(f"{child.name} ({child.condition()})" for child in late)
 
@@ -157,7 +159,7 @@ class System:
         await self._begin()
 
     def use(self, topology: Topology) -> None:
-        """Make what starts from now on after another topology of the same shape."""
+        """Use another topology of the same shape for nodes started from now on."""
         self._topology = topology
 
     @property
@@ -165,7 +167,7 @@ class System:
         return {node.name: node for node in self._topology.nodes}
 
     async def _begin(self) -> None:
-        """Wait until all are ready, and let messages flow."""
+        """Wait until all are ready, and start the message flow."""
         assert self._loop is not None
         waiting = list(self._children)
         reports = await asyncio.gather(*(child.ready for child in waiting))
@@ -183,7 +185,7 @@ class System:
     # -- deaths ---------------------------------------------------------------------------
 
     async def _recover(self) -> None:
-        """Replace who has died, until nobody has; everybody begins anew on other edges."""
+        """Replace dead nodes until none is left; all nodes restart on other edges."""
         begin = time.monotonic()
         while self._deaths.victims and self._dead is None and not self._closing:
             self.recovering = ", ".join(self._deaths.victims), begin
@@ -204,14 +206,14 @@ class System:
             await self._ask_user()
             async with asyncio.timeout(self._options.start_timeout):
                 await asyncio.gather(*(child.introduced for child in self._children))
-                # Until all that live have been told, nothing is awaited: a death that is noted
-                # before is among these, and one that is noted behind fails what is awaited.
+                # No await until all survivors are notified: a death recorded before that is among
+                # these, and one recorded later fails the awaits below.
                 victims = self._deaths.take_victims()
                 await self._begin_anew(victims)
         except TimeoutError:
             await self._end_all_late(bool(victims))
         except Exception as error:
-            if not victims or not self._deaths.victims:  # nobody else has died: no better next time
+            if not victims or not self._deaths.victims:  # no other death: a retry is no use
                 self._die(os_refuses(error) if isinstance(error, OSError) else error)
 
     async def _ask_user(self) -> None:
@@ -222,8 +224,8 @@ class System:
             await self._before_restart(new)
 
     async def _end_all_late(self, may_go_on: bool) -> None:
-        """The time for all to begin anew is over: end the nodes that are late, so that they are
-        replaced as any that die."""
+        """End the nodes that are late when the time for a restart is up, so that they are replaced
+        like any that die."""
         late, limit = self._children.late(), self._options.start_timeout
         told = f"not ready again after {limit:.0f} s: node(s) {self._late()}"
         for child in late if may_go_on else ():
@@ -232,7 +234,7 @@ class System:
             self._die(StartupFailed(told))
 
     def _told(self, what: Callable[[], None]) -> bool:
-        """Tell the system's user; False where they cannot go on."""
+        """Call the system's user; return False if they cannot continue."""
         try:
             what()
         except Exception as error:
@@ -262,7 +264,7 @@ class System:
             watch.cancel()
 
     def _give_up_on(self, child: ChildProcess, why: str) -> None:
-        """End a node that hangs; its death is told for what it is, and made good."""
+        """End a node that hangs; its death is reported as a hang, and recovered from."""
         log.error("%s", why)
         child.hangs = why
         child.kill()
@@ -272,7 +274,7 @@ class System:
             self._loop.remove_reader(child.pidfd)
 
     def _stalled(self, error: BaseException, node: str) -> None:
-        """The watchdog gives a node up."""
+        """Handle the watchdog's report that a node has stalled."""
         child = self._children.by_name.get(node)
         if child is None or not self._options.max_restarts:
             self._die(error)
@@ -280,7 +282,7 @@ class System:
             self._give_up_on(child, str(error))
 
     def _is_made_good(self, child: ChildProcess, error: BaseException) -> bool:
-        """Note a death, and begin to recover from it, where that may be."""
+        """Record a death, and start to recover from it if possible."""
         expected, now = self._running_node.expects_death(), time.monotonic()
         if not self._runs or not self._deaths.note(child.death(), error, now, expected=expected):
             return False
@@ -291,7 +293,8 @@ class System:
         return True
 
     def _end_groups(self, dead: ChildProcess) -> None:
-        """End at once who cannot stop where others of its group do; that is nobody's fault."""
+        """End the other nodes of a dead node's group at once, as they cannot stop by themselves;
+        they are not at fault."""
         for child in self._children:
             if child.group and not child.is_over:
                 child.is_innocent = True
@@ -302,7 +305,7 @@ class System:
                 self._deaths.victims.setdefault(child.name, error)
 
     def actor(self, name: str) -> Actor:
-        """An actor of the local node."""
+        """Return an actor of the local node."""
         return self._running_node.actors[name]
 
     @property
@@ -334,7 +337,7 @@ class System:
 
     @property
     def running_elsewhere(self) -> asyncio.AbstractEventLoop | None:
-        """The loop on which it was started, where that is another one and runs."""
+        """Return the loop on which it was started, if that is another one and runs."""
         loop = self._loop
         if loop is None or os.getpid() != self._pid or self.is_here or not loop.is_running():
             return None
@@ -347,33 +350,34 @@ class System:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process ids of the nodes that are processes of their own, as far as they have been
+        """Return the process ids of the nodes with processes of their own, as far as they have been
         started."""
         return {child.name: child.pid for child in self._children if child.pid}
 
     async def statistics(self) -> dict[str, dict[str, Any]]:
-        """Every actor's figures, by actor; a node that does not answer in a second is left out."""
+        """Return every actor's figures, by actor; a node that does not answer in a second is left
+        out."""
         figures = dict(self._running_node.statistics())
         for answer in await self._ask(control.Query("statistics"), 1.0):
             figures |= answer
         return figures
 
     async def trace(self, since: int = 0) -> list[NodeTrace]:
-        """Collect what actors did after a moment of the monotonic clock, in ns, as far back as they
-        remember; a node that does not answer in 5 s is left out."""
+        """Collect the actors' spans after `since`, in ns of the monotonic clock, as far back as
+        they are kept; a node that does not answer in 5 s is left out."""
         ours = self._running_node.trace(since)
         return [ours, *await self._ask(control.Query("trace", (since,)), 5.0)]
 
     async def activity(self, begin: int, width: int, bins: int) -> dict[str, NDArray[np.float32]]:
-        """By track: its busy share in each of `bins` stretches of `width` ns from `begin` on; a
-        node that does not answer in a second is left out."""
+        """Return, by track, its busy share in each of `bins` intervals of `width` ns from `begin`
+        on; a node that does not answer in a second is left out."""
         shares = self._running_node.activity(begin, width, bins)
         for answer in await self._ask(control.Query("activity", (begin, width, bins)), 1.0):
             shares |= answer
         return shares
 
     async def _ask(self, query: control.Query, seconds: float) -> list[Any]:
-        """Return the answers of all nodes that are processes of their own and answer in time."""
+        """Return the replies of all nodes with processes of their own that reply in time."""
         answers = [answer for child in self._children if (answer := child.ask(query)) is not None]
         if answers:
             await asyncio.wait(answers, timeout=seconds)
@@ -401,7 +405,8 @@ class System:
             self._die(error)
 
     def _child_died(self, child: ChildProcess) -> None:
-        """The pidfd is readable: the process is gone, perhaps with a last word in its channel."""
+        """Handle a readable pidfd: the process is gone, perhaps with a last message in its
+        channel."""
         self._forget(child)
         if not self._closing and self._loop is not None:
             self._loop.call_later(0.02, self._child_ended, child)
@@ -427,8 +432,8 @@ class System:
     async def close(self) -> None:
         """End every node, latest first, and wait until none is left.
 
-        Whoever calls it while it is under way waits for the same end; a process that was
-        forked from the one that started the system leaves it alone.
+        A concurrent call waits for the same end; in a process that was forked from the one that
+        started the system it does nothing.
         """
         if self._loop is None or os.getpid() != self._pid:
             return
@@ -444,7 +449,7 @@ class System:
         await asyncio.shield(self._end)
 
     def end(self) -> None:
-        """End every node without the loop, which runs no more; blocks until none is left."""
+        """End every node without the loop, which no longer runs; blocks until none is left."""
         waits = self._closing and self._end is None
         if os.getpid() != self._pid or waits or self._stopped:
             return
@@ -454,7 +459,7 @@ class System:
         self._stop_node()
 
     def abandon(self) -> None:
-        """End every node though nobody waits for it; from any thread."""
+        """End every node without waiting for it; from any thread."""
         if self._loop is None or os.getpid() != self._pid or self._end is not None:
             return
         self._children.kill()
@@ -489,8 +494,8 @@ class System:
 async def run_on(
     loop: asyncio.AbstractEventLoop, function: Callable[[], Coroutine[Any, Any, None]]
 ) -> bool:
-    """Run a coroutine function to its end on the loop of another thread; False where that loop
-    stops before."""
+    """Run a coroutine function to its end on the loop of another thread; return False if that loop
+    stops first."""
     ending = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(function(), loop))
     while not (await asyncio.wait((ending,), timeout=0.1))[0]:
         if not loop.is_running():

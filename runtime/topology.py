@@ -1,8 +1,8 @@
 """The declared shape of a system: actors, the nodes they live in, the edges between them.
 
-Everything is declared before anything starts, and checked: each edge has one writer, and
-the edges whose traffic no protocol bounds form no cycle, so that no chain of full outboxes
-can grow without end.
+Everything is declared and checked before anything starts: each edge has one writer, and the edges
+with traffic that no protocol bounds form no cycle, so that no chain of full outboxes can grow
+without end.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class NodeSpec:
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Variables that are set before the process starts, in this node alone."""
     blocked_modules: tuple[str, ...] = ()
-    """Modules whose import fails here, so that nothing heavy slips into a light process."""
+    """Modules that cannot be imported here, so that nothing heavy slips into a light process."""
     descriptors: tuple[int, ...] = ()
     """Further descriptors that the process inherits; they stay the caller's here."""
     nice: int = 0
@@ -53,13 +53,14 @@ class NodeSpec:
     roused: bool = False
     """True if the node can be woken ahead of work, and then stays awake for a moment."""
     group: str = ""
-    """Nodes of one group wait for one another, without a message: whoever dies, none of them can be
-    asked to stop where the others do, so all are replaced."""
+    """Nodes of one group wait for one another without messages: if one dies, the others cannot be
+    asked to stop, so all are replaced."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EdgeSpec:
-    """A one-way channel from one actor to one other, or to several that all get everything."""
+    """A one-way channel from one actor to one other, or to several that all receive every
+    message."""
 
     source: str
     targets: tuple[str, ...]
@@ -70,13 +71,13 @@ class EdgeSpec:
     paced: bool = False
     """True if the outbox is ready only once everything sent was read and the source has handled
     everything that arrived: a source that merges messages (`Outbox.ready`) then merges whenever its
-    reader, or itself, is behind."""
+    reader, or itself, lags."""
     name: str = ""
     """Name by which the source addresses it; the target's name if there is one target."""
 
     @property
     def label(self) -> str:
-        """The name by which the source sends."""
+        """Return the name by which the source sends."""
         return self.name or next(iter(self.targets), "nobody")
 
 
@@ -91,7 +92,7 @@ class Topology:
     """The node that lives in the caller's process and on its event loop."""
 
     def validate(self) -> None:
-        """Raise `TopologyError` naming the first thing that is wrong."""
+        """Raise `TopologyError` naming the first error."""
         names = [actor.name for actor in self.actors]
         _refuse_duplicates("actor", names)
         _refuse_duplicates("node", [node.name for node in self.nodes])
@@ -108,7 +109,7 @@ class Topology:
         self._check_cycles()
 
     def _check_one_way_out(self, edge: EdgeSpec) -> None:
-        """An outbox leads to neighbours or to other nodes: one to both would need two."""
+        """Check that an outbox leads to the same node or to others: one to both would need two."""
         away = [target for target in edge.targets if self.crosses_nodes(edge.source, target)]
         if away and len(away) < len(edge.targets):
             raise TopologyError(

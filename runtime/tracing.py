@@ -1,8 +1,8 @@
 """Spans: what an actor did when, in a bounded buffer that costs a fraction of a microsecond.
 
-A track is one row of a timeline: an actor, or a device or thread that works for it. A span is
-five int64 in the track's ring buffer; nothing is allocated per span, and the oldest are
-overwritten. Names stand in a table beside it and become readable only when a trace is taken.
+A track is one row of a timeline: an actor, or a device or thread that works for it. A span is five
+int64 in the track's ring buffer; nothing is allocated per span, and the oldest are overwritten.
+Names are kept in a separate table and become readable only when a trace is taken.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 _SPAN = struct.Struct("=5q")
 CAPACITY = 1 << 15
-"""Spans that a track remembers: at ten a step and a thousand steps a second, three seconds."""
+"""Spans that a track keeps: at ten a step and a thousand steps a second, three seconds."""
 SPAN_DTYPE = np.dtype(
     [(name, np.int64) for name in ("kind", "number", "sent", "begin", "end")], align=False
 )
@@ -31,7 +31,7 @@ class Kind:
     by: str = ""
     """The message field that their `number` comes from; spans of one number belong together."""
     source: str = ""
-    """The track that sent the message which was handled; empty for what is no handling."""
+    """Track that sent the handled message; empty if the span is not a handler's."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,8 +42,8 @@ class TrackTrace:
     node: str
     kinds: list[Kind]
     spans: NDArray[np.void]
-    """Of `SPAN_DTYPE`, in the order in which they ended; times in ns of the monotonic clock.
-    `kind` is a position in `kinds`, `sent` when the message was sent, or 0."""
+    """Array of `SPAN_DTYPE`, in the order in which the spans ended; times in ns of the monotonic
+    clock. `kind` is an index into `kinds`, `sent` the send time of the message, or 0."""
     lost: int
     """Number of older entries that were overwritten."""
 
@@ -55,13 +55,13 @@ class NodeTrace:
     node: str
     tracks: list[TrackTrace]
     cpu_seconds: float
-    """Of the process, since its actors were started."""
+    """CPU time of the process since its actors were started."""
     taken_at: int
     """When, in ns of the monotonic clock."""
 
 
 class Track:
-    """The writing side: one for each actor, and more where it asks for them."""
+    """The writing side: one for each actor, and more if it asks for them."""
 
     def __init__(self, name: str, capacity: int = CAPACITY) -> None:
         self.name = name
@@ -74,7 +74,7 @@ class Track:
         self._rounds = 0
 
     def kind(self, name: str, by: str = "", source: str = "") -> int:
-        """The number of a kind of span, to be asked for once."""
+        """Return the number of a kind of span, to be requested once."""
         kind = Kind(name, by, source)
         if kind not in self._numbers:
             self._numbers[kind] = len(self._kinds)
@@ -82,7 +82,7 @@ class Track:
         return self._numbers[kind]
 
     def add(self, kind: int, number: int, begin: int, end: int, sent: int = 0) -> None:
-        """Remember a span; times are `time.monotonic_ns()`. Called from one thread."""
+        """Record a span; times are `time.monotonic_ns()`. Called from one thread."""
         at = self._at
         self._pack(self._buffer, at, kind, number, sent, begin, end)
         at += 40
@@ -92,11 +92,11 @@ class Track:
         self._at = at
 
     def close(self) -> None:
-        """Forget everything, and give the memory back; what is added later is lost."""
+        """Drop all spans and free the memory; later ones are lost."""
         self._buffer, self._size, self._at = bytearray(_SPAN.size), _SPAN.size, 0
 
     def spans(self, since: int = 0) -> NDArray[np.void]:
-        """A copy of the spans that it remembers and that ended after `since`, oldest first."""
+        """Return a copy of the recorded spans that ended after `since`, oldest first."""
         spans = np.frombuffer(self._buffer, SPAN_DTYPE)
         cut = self._at // _SPAN.size
         older = spans[cut:] if self._rounds else spans[:0]
@@ -114,7 +114,7 @@ class Track:
         return TrackTrace(self.name, node, list(self._kinds), spans, lost)
 
     def activity(self, begin: int, width: int, bins: int) -> NDArray[np.float32]:
-        """The busy share of each of `bins` stretches of `width` ns from `begin` on."""
+        """Return the busy share of each of `bins` intervals of `width` ns from `begin` on."""
         spans = self.spans(begin)
         edges = begin + width * np.arange(bins + 1, dtype=np.int64)
         until = IntervalSet(spans["begin"], spans["end"]).until(edges)
@@ -139,7 +139,7 @@ class IntervalSet:
 
     @property
     def length(self) -> int:
-        """Of all of it."""
+        """Return the total length."""
         return int(self._measure[-1]) if len(self._measure) else 0
 
     def until(self, times: Any) -> NDArray[np.float64]:
@@ -154,14 +154,14 @@ class IntervalSet:
         return float((self.until(other.ends) - self.until(other.begins)).sum())
 
     def within(self, begin: int, end: int) -> IntervalSet:
-        """The part between two times."""
+        """Return the part between two times."""
         begins, ends = self.begins.clip(begin, end), self.ends.clip(begin, end)
         kept = ends > begins
         return IntervalSet(begins[kept], ends[kept])
 
 
 def nanoseconds_per_span(repetitions: int = 200_000) -> float:
-    """Measure what a span costs here: two looks at the clock and the record."""
+    """Measure the cost of a span here: two clock reads and the record."""
     track = Track("measured")
     kind, clock = track.kind("span"), time.monotonic_ns
     begin = clock()

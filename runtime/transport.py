@@ -1,8 +1,8 @@
 """The interface of a transport to the outboxes and mailboxes above it.
 
-A transport carries records from one writer to one or more readers, in order, each once.
-The pieces are made in the supervisor's process as *ends*: plain descriptors of inherited
-file descriptors that are opened, in whatever process, into a `Sender` or a `Receiver`.
+A transport carries records from one writer to one or more readers, in order, each once. The pieces
+are created in the supervisor's process as *ends*: plain descriptions of inherited file descriptors
+that are opened, in any process, into a `Sender` or a `Receiver`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from nanoactor.runtime.codec import Encoded
 from nanoactor.runtime.lease import Lease
 
 Deliver = Callable[[Any, Lease | None, int], bool]
-"""Called with each message in turn, the lease it is read under, if it needs one, and the time at
-which it was sent, in ns of the host's monotonic clock.
+"""Called with each message in turn, the lease it is read under, if it needs one, and its send time,
+in ns of the host's monotonic clock.
 
-True where whoever took the message keeps the lease; else the receiver releases it at once.
+Returns True if the callee keeps the lease; else the receiver releases it at once.
 """
 
 Fatal = Callable[[BaseException], None]
-"""Called when reading or handling failed: the node cannot go on."""
+"""Called when reading or handling failed: the node cannot continue."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -47,17 +47,17 @@ class Sender(Protocol):
     sent_ns: int
     """When the latest record left."""
     inline: int
-    """Arrays up to so many bytes are sent inside the msgpack part: none in debug mode, where every
-    array is read in place, so that whatever escapes its lease is caught."""
+    """Largest size in bytes of arrays sent inside the msgpack part: none in debug mode, where every
+    array is read in place, so that escapes from a lease are caught."""
 
     @property
     def max_record(self) -> int:
         """The longest record that can ever be sent, in bytes."""
 
     def try_send(self, encoded: Encoded) -> bool:
-        """Write and publish one record; False where there is no room for it now.
+        """Write and publish one record; return False if there is no room for it now.
 
-        Raises `RecordTooLarge` where there never will be.
+        Raises `RecordTooLarge` if there never will be.
         """
 
     def unread(self) -> bool:
@@ -86,7 +86,7 @@ class Receiver(Protocol):
         """Deliver every record on the loop from now on."""
 
     def close(self) -> None:
-        """Stop delivering; let go of memory and descriptors."""
+        """Stop delivering; release memory and descriptors."""
 
 
 class SenderEnd(Protocol):

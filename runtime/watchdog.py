@@ -1,6 +1,6 @@
-"""The watchdog: asks every node at intervals what it is at, and gives up a system that has stalled.
+"""The watchdog: pings every node at intervals, and gives up a stalled system.
 
-How it judges is `runtime.stall`.
+The decision is made in `runtime.stall`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _LAST_WORDS = 0.25
 async def end_late(
     children: Children, limits: Mapping[str, float], give_up: Callable[[ChildProcess, str], None]
 ) -> None:
-    """Give up nodes that do not begin anew within their limits (`StartWatch`): they hang, and
-    nothing else watches them now. Runs until it is cancelled."""
+    """Give up nodes that do not restart within their limits (`StartWatch`): they hang, and nothing
+    else watches them now. Runs until it is cancelled."""
     watch, before = StartWatch(limits), time.monotonic()
     while True:
         await asyncio.sleep(watch.interval)
@@ -41,7 +41,7 @@ async def end_late(
 
 
 class Watchdog:
-    """Watches from its making, on the running loop, until `stop`."""
+    """Watches from its creation, on the running loop, until `stop`."""
 
     def __init__(
         self,
@@ -51,10 +51,11 @@ class Watchdog:
         has_work: Callable[[], bool],
         give_up: Callable[[NodeStalled, str], None],
     ) -> None:
-        """`node` is this process's own; `timeout` in seconds; stalls count while `has_work`.
+        """`node` is this process's own; `timeout` in seconds; stalls count while `has_work` returns
+        True.
 
-        `give_up` is called once, when the stacks of all nodes have had time to reach the log, with
-        the name of the node that has stalled, empty where it is this process's own.
+        `give_up` is called once, after the stacks of all nodes have had time to reach the log, with
+        the name of the stalled node, empty if it is this process's own.
         """
         self._children = children
         self._node = node
@@ -70,7 +71,7 @@ class Watchdog:
         self._timer.cancel()
 
     def heard(self, node: str, progress: Mapping[str, Progress]) -> None:
-        """Note what a node is at."""
+        """Record a node's progress."""
         self._detector.heard(node, progress)
 
     def _check(self) -> None:
@@ -87,11 +88,11 @@ class Watchdog:
             self._timer = self._loop.call_later(last_words, self._give_up, error, stall.node)
 
     def _judge(self) -> Stall | None:
-        """Judge by what was heard, then ask again."""
+        """Judge by the reports so far, then ping again."""
         if self._children.is_deaf(self._detector.interval) or not self._has_work():
             self._detector.rest()
             return None
-        # This process's own node, whose name is not needed: its loop turns, as we are here.
+        # This process's own node needs no name: its loop runs, as we are here.
         self._detector.heard("", self._node.progress())
         cpu = {child.name: child.cpu_seconds() for child in self._children}
         stall = self._detector.tick(time.monotonic(), cpu)
@@ -100,7 +101,7 @@ class Watchdog:
         return stall
 
     def _report(self, stall: Stall) -> NodeStalled:
-        """Log what everybody is at."""
+        """Log the state of all nodes."""
         culprit = self._children.by_name.get(stall.node)
         where = f"node {stall.node} ({culprit.condition()})" if culprit else "this process"
         error = NodeStalled(f"{where} has stalled: {stall.what}")

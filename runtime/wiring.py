@@ -1,4 +1,4 @@
-"""From a topology to what each node must open: makes rings and queues, hands out their ends."""
+"""From a topology to the ends that each node must open: creates rings and queues."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Options:
     stall_timeout: float | None = None
     """Seconds without a sign of life, while there is work, after which the system is given up."""
     max_restarts: int = 0
-    """Deaths of nodes within `restart_window` seconds that are made good; 0: the first is the
-    system's."""
+    """Deaths of nodes within `restart_window` seconds that are recovered from; 0: the first one
+    ends the system."""
     restart_window: float = 300.0
 
 

@@ -1,1 +1,1 @@
-"""Grammars that an answer must follow, and the masks that they leave of a vocabulary."""
+"""Grammars that constrain sequences, and the vocabulary masks that result."""

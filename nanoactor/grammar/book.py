@@ -1,4 +1,4 @@
-"""The answers that follow a grammar, and the masks and failures of which nobody was told yet."""
+"""The sequences constrained by a grammar, and their unreported masks and failures."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from nanoactor.grammar.messages import (
 )
 
 TURN_MASKS = 64
-"""Masks that one turn makes, for all answers together: so many tokens can be forced in it."""
+"""Most masks made per turn, over all sequences; bounds the tokens forced in it too."""
 TURN_SECONDS = 0.005
-"""After so many seconds a turn begins no further batch of masks."""
+"""Seconds after which a turn starts no further batch of masks."""
 _TURN_TOKENS = 1024
 """Known tokens that one turn gives to matchers, each of which takes some microseconds."""
 
 
 def only_bit(mask: Int32) -> int | None:
-    """Return the place of a mask's only bit; None where it has several."""
+    """Return the position of a mask's only bit; None if it has several."""
     (words,) = np.nonzero(mask)
     if len(words) != 1:
         return None
@@ -44,11 +44,11 @@ def only_bit(mask: Int32) -> int | None:
 
 
 class AnswerMatcher(Protocol):
-    """The state of one answer in its grammar; every method raises `InvalidRequest` where the
-    parser reaches its limits, `OutOfResources` where the machine does."""
+    """The state of one sequence in its grammar; every method raises `InvalidRequest` if the parser
+    reaches its limits, `OutOfResources` if the machine does."""
 
     def take(self, tokens: Sequence[int]) -> None:
-        """Append tokens to the answer."""
+        """Append tokens to the sequence."""
 
     def fill(self, out: Int32) -> None:
         """Write the mask of the next position, (words,)."""
@@ -56,7 +56,7 @@ class AnswerMatcher(Protocol):
 
 Refusal = InvalidRequest | OutOfResources
 Fill = Callable[[list[AnswerMatcher], Int32], list[Refusal | None]]
-"""Writes the masks of several answers, (answers, words); returns what went wrong with each."""
+"""Writes the masks of several sequences, (sequences, words); returns the error of each."""
 
 
 def fill_singly(matchers: list[AnswerMatcher], out: Int32) -> list[Refusal | None]:
@@ -74,28 +74,28 @@ def fill_singly(matchers: list[AnswerMatcher], out: Int32) -> list[Refusal | Non
 
 @dataclasses.dataclass(slots=True)
 class _Open:
-    """An answer whose grammar is open."""
+    """A sequence with an open grammar."""
 
     position: int
-    """Of its next token; negative while that is free."""
+    """Position of its next token; negative while that is free."""
     tokens: list[int]
-    """Those that its matcher has not taken."""
+    """Tokens that its matcher has not taken."""
     jumps: bool
     """True if forced tokens are sent instead of masks with one bit."""
     end: int
-    """The position behind its last token: what would be forced from there on is not wanted."""
+    """The position after its last token: forced tokens from there on are not wanted."""
     run: list[int] = dataclasses.field(default_factory=list)
-    """Tokens that were forced since a mask was told; `position` is behind them."""
+    """Tokens forced since the last reported mask; `position` is after them."""
     matcher: AnswerMatcher | None = None
     """None while the grammar is compiled."""
 
 
 class GrammarBook:
-    """Takes tokens to matchers, and masks from them. An answer whose matcher has failed is quiet
-    until it is closed; its masks are dropped when it is.
+    """Passes tokens to matchers, and collects masks from them. A sequence with a failed matcher is
+    quiet until it is closed; its masks are dropped then.
 
-    Messages only note which answers are due. The work is done in turns, each of which is bounded,
-    whatever a request asks for; who is due first goes first, and again behind all others.
+    Messages only mark sequences as due. The work is done in bounded turns, whatever a request asks
+    for; the sequence due longest goes first, and then to the end of the queue.
     """
 
     def __init__(
@@ -104,36 +104,36 @@ class GrammarBook:
         ends: Collection[int] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Masks have so many int32 words; `ends` are the end-of-sequence ids, never forced;
-        `clock` tells seconds."""
+        """Create a book: masks have `words` int32 words; `ends` are the end-of-sequence ids, never
+        forced; `clock` returns seconds."""
         self._words, self._ends, self._clock = words, ends, clock
         self.fill: Fill = fill_singly
-        """What makes the masks of several answers, ..."""
+        """Function that makes the masks of several sequences."""
         self.batch = 1
-        """... of so many between two looks at the clock."""
+        """Number of sequences in one call of it, between two clock reads."""
         self._open: dict[int, _Open] = {}
         self._due: OrderedDict[int, None] = OrderedDict()
-        """Answers whose next mask is wanted and not made, the one that waits longest first."""
+        """Sequences waiting for their next mask, longest wait first."""
         self._masks: dict[int, tuple[int, Int32]] = {}
-        """By answer: the position that a mask is for, and the row."""
+        """By sequence: the position that a mask is for, and the row."""
         self._runs: dict[int, tuple[int, list[int]]] = {}
-        """By answer: the position of the first of the tokens that are forced, and these."""
+        """By sequence: the position of the first forced token, and the forced tokens."""
         self._closed: list[int] = []
         self._failed: dict[int, str] = {}
         self._refused: set[int] = set()
-        """Answers that have failed since the machine had no more of something."""
+        """Sequences that have failed because the machine ran out of a resource."""
 
     def __len__(self) -> int:
         """Return the number of open sequences and unreported ends."""
         return len(self._open) + len(self._closed)
 
     def open(self, event: OpenGrammar) -> None:
-        """Await the matcher of a new answer."""
+        """Await the matcher of a new sequence."""
         tokens: list[int] = event.token_ids.tolist()
         self._open[event.uid] = _Open(event.position + len(tokens), tokens, event.jumps, event.end)
 
     def begin(self, event: BeginGrammar) -> None:
-        """Free text is over: the next mask is wanted."""
+        """End the free text: the next mask is wanted."""
         answer = self._open[event.uid]
         if event.position <= answer.position:
             raise ProtocolBug(
@@ -144,7 +144,8 @@ class GrammarBook:
         self._due[event.uid] = None
 
     def note_compiled(self, uid: int, found: AnswerMatcher | Refusal) -> None:
-        """Take an answer's matcher, or why it has none; it may be over."""
+        """Take a sequence's matcher, or the reason for having none; the sequence may be
+        finished."""
         answer = self._open.get(uid)
         if answer is None:
             return
@@ -185,7 +186,7 @@ class GrammarBook:
             while self._due and tokens > 0 and len(ready) < min(self.batch, TURN_MASKS - masks):
                 uid, _ = self._due.popitem(last=False)
                 tokens -= self._take_tokens(uid, tokens, ready)
-            if ready:  # else all that were due are over, or have more tokens to take
+            if ready:  # otherwise all that were due are finished or have more tokens to take
                 masks += len(ready)
                 self._make_masks(ready)
         return masks
@@ -209,8 +210,8 @@ class GrammarBook:
         return len(some)
 
     def _make_masks(self, uids: list[int]) -> None:
-        """Make the next masks of these answers; where only one id is allowed, it is forced, and the
-        answer is due again."""
+        """Make the next masks of these sequences; if only one id is allowed, it is forced, and the
+        sequence is due again."""
         matchers = [matcher for uid in uids if (matcher := self._open[uid].matcher)]
         masks = np.empty((len(uids), self._words), np.int32)
         for uid, mask, error in zip(uids, masks, self.fill(matchers, masks), strict=True):
@@ -226,7 +227,7 @@ class GrammarBook:
                 self._tell(uid, answer, mask)
 
     def _forced(self, answer: _Open, mask: Int32) -> int | None:
-        """Return the id that follows as nothing else may, where such are told."""
+        """Return the only id that can follow, if forced tokens are sent."""
         if not answer.jumps or len(answer.run) >= MAX_RUN or answer.position >= answer.end:
             return None
         token = only_bit(mask)
@@ -245,7 +246,7 @@ class GrammarBook:
             self._refused.add(uid)
 
     def close(self, event: CloseGrammars) -> None:
-        """Forget answers that are over."""
+        """Forget finished sequences."""
         for uid in event.uids.tolist():
             del self._open[uid]
             self._masks.pop(uid, None)
@@ -256,8 +257,8 @@ class GrammarBook:
             self._closed.append(uid)
 
     def take_masks(self, most: int) -> Masks | None:
-        """Return masks that were not told, at most so many, with all ends that were not; None
-        where there are none."""
+        """Return up to `most` unreported masks, with all unreported ends; None if there are
+        none."""
         if not self._masks and not self._closed:
             return None
         uids = list(self._masks)[:most]
@@ -272,7 +273,7 @@ class GrammarBook:
         )
 
     def take_runs(self) -> ForcedTokens | None:
-        """Return the forced tokens that were not told; None where there are none."""
+        """Return the unreported forced tokens; None if there are none."""
         runs, self._runs = self._runs, {}
         if not runs:
             return None
@@ -285,7 +286,7 @@ class GrammarBook:
         )
 
     def take_failures(self) -> GrammarsFailed | None:
-        """Return the answers that have failed since the last call; None where there are none."""
+        """Return the sequences that have failed since the last call; None if there are none."""
         told = {uid: error for uid, error in self._failed.items() if error}
         if not told:
             return None

@@ -10,11 +10,11 @@ from nanoactor.grammar.matcher import Compiled
 
 
 class GrammarCache:
-    """The grammars used last, also those that cannot be used, so that each is compiled once."""
+    """The most recently used grammars, including invalid ones, so that each is compiled once."""
 
     def __init__(self, max_count: int = 64, max_bytes: int = 256 * 2**20) -> None:
-        """`max_bytes`: of the specifications' text and of what they were compiled to, all together.
-        A grammar may take up to 100 MB (`matcher.limits`), most take less than one."""
+        """`max_bytes` bounds the specifications' text and their compiled grammars together. A
+        grammar may take up to 100 MB (`matcher.limits`), most take less than one."""
         self._max_count = max_count
         self._max_bytes = max_bytes
         self._bytes = 0
@@ -26,8 +26,8 @@ class GrammarCache:
         return len(self._kept)
 
     def get(self, spec_text: str) -> Compiled | None:
-        """Return the grammar of `GrammarSpec.to_text`; None where it is not known. Raises
-        `InvalidRequest` where it is known not to be usable."""
+        """Return the grammar of `GrammarSpec.to_text`; None if it is not cached. Raises
+        `InvalidRequest` if it is known to be invalid."""
         key = _key(spec_text)
         if key not in self._kept:
             return None
@@ -38,8 +38,8 @@ class GrammarCache:
         return found
 
     def put(self, spec_text: str, result: Compiled | InvalidRequest, nbytes: int = 0) -> None:
-        """Keep what compiling a specification has led to, of so many bytes, in the place of those
-        used longest ago. What alone exceeds the bounds is not kept."""
+        """Keep the result of compiling a specification, of `nbytes` bytes, and evict the least
+        recently used ones. A result that alone exceeds the bounds is not kept."""
         key = _key(spec_text)
         size = len(spec_text.encode(errors="surrogatepass")) + nbytes
         if key in self._kept:

@@ -13,14 +13,14 @@ from nanoactor.grammar.vocabulary import Vocabulary
 
 _END_OF_PARAMETER = "</parameter>"
 _IN_JSON = ("integer", "number", "boolean", "object", "array", "null")
-"""Types of parameters whose values are written in JSON."""
+"""Types of parameters with values in JSON."""
 _DEFINITIONS = ("$defs", "definitions")
 
 
 def call_rules(
     tools: ToolGrammar, after_text: bool, whitespace: bool, vocabulary: Vocabulary
 ) -> list[str]:
-    """Return the rules of an answer's `body`; `after_text`: text may come first, or alone."""
+    """Return the rules of a sequence's `body`; `after_text`: text may come first, or alone."""
     match tools.form:
         case "llama3_json":
             calls, rules = _of_llama(tools, whitespace)
@@ -39,7 +39,7 @@ def call_rules(
         return [f"body: {opening}{calls} | reply", f"reply: {answer}", *rules]
     if not after_text:
         return [f"body: {opening}{calls}", *rules]
-    if not tag:  # calls stand at the beginning, and text begins otherwise
+    if not tag:  # calls come first here, and text starts differently
         return [f"body: {calls} | TEXT", "TEXT: /([^{ \\n\\t](.|\\n)*)?/", *rules]
     return [
         f"body: opened {calls} | TEXT",
@@ -50,7 +50,7 @@ def call_rules(
 
 
 Rules = tuple[str, list[str]]
-"""What stands behind the tag that opens the first call, and the rules that this names."""
+"""The text after the tag that opens the first call, and the rules that it names."""
 
 
 def _of_hermes(tools: ToolGrammar, whitespace: bool, vocabulary: Vocabulary) -> Rules:

@@ -11,17 +11,17 @@ from nanoactor.grammar.jsonschema import check_literal, parse_json, parse_schema
 from nanoactor.grammar.spec import MAX_GRAMMAR_BYTES, GrammarSpec, ToolFunction, ToolGrammar
 
 MAX_CHOICES = 10_000
-"""Texts that an answer may be chosen from."""
+"""Most texts to choose from."""
 MAX_FUNCTIONS = 512
-"""Functions that an answer may call."""
+"""Most functions that a sequence may call."""
 MAX_NAME = 256
-"""Characters of a function's name."""
+"""Most characters of a function's name."""
 
 _IN_PLACE = {"$ref", "allOf", "anyOf", "oneOf"}
 
 
 def check_spec(spec: GrammarSpec) -> None:
-    """Raise `InvalidRequest` for a grammar that can be seen to be wrong without compiling it."""
+    """Raise `InvalidRequest` for a grammar that is visibly wrong without compiling it."""
     try:
         size = len(spec.value.encode())
     except UnicodeEncodeError:
@@ -46,7 +46,7 @@ def check_spec(spec: GrammarSpec) -> None:
 
 
 def parse_choices(text: str) -> list[str]:
-    """Return the texts to choose from; raises `InvalidRequest` where there are none."""
+    """Return the texts to choose from; raises `InvalidRequest` if there are none."""
     choices = parse_json(text, "choice")
     if not isinstance(choices, list) or not choices:
         raise InvalidRequest("choice must be a list of texts, with one or more of them")
@@ -61,7 +61,7 @@ def parse_choices(text: str) -> list[str]:
 
 def parse_tools(text: str) -> ToolGrammar:
     """Return the functions that may be called; raises `InvalidRequest` for a name that cannot
-    stand in JSON as it is, and for parameters that are not an object's schema."""
+    appear in JSON unescaped, and for parameters that are not an object's schema."""
     try:
         tools = msgspec.json.decode(text, type=ToolGrammar)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -94,7 +94,7 @@ def parse_parameters(function: ToolFunction) -> dict[str, Any]:
         raise InvalidRequest(f"{field} must be a schema of the type 'object'")
     if schema is True:
         return {"type": "object"}
-    # Beside a reference, a type would be one keyword more to intersect with all that it leads to.
+    # Next to a reference, a type would be one more keyword to intersect with all that it leads to.
     return schema if set(schema) & _IN_PLACE else {**schema, "type": "object"}
 
 

@@ -1,11 +1,11 @@
-"""Classes of characters in patterns. ECMAScript and Python read some of their characters as letters
-that the parser, whose expressions are Rust's, reads as operators: `[`, `&&`, `--` and `~~`."""
+"""Classes of characters in patterns. ECMAScript and Python read some characters as literals in them
+that the parser, which uses Rust's expressions, reads as operators: `[`, `&&`, `--` and `~~`."""
 
 from __future__ import annotations
 
 import re
 
-# A class: what it holds stands in the second group. Or something else in which none begins.
+# A class, with its content in the second group; or something else in which none starts.
 _CLASS = re.compile(r"\\.|(\[\^?)(\]?(?:\\.|[^\]\\])*)\]", re.DOTALL)
 _GBNF_CLASS = re.compile(r'"(?:\\.|[^"\\\n])*"|#[^\n]*|(\[\^?)(\]?(?:\\.|[^\]\\])*)\]', re.DOTALL)
 _ATOM = re.compile(r"\\.|[^\\]", re.DOTALL)
@@ -13,7 +13,7 @@ _SPECIAL = frozenset("[&~-")
 
 
 def with_plain_classes(pattern: str, gbnf: bool = False) -> str:
-    """Return a pattern in which such characters are escaped. `gbnf`: it is a grammar in EBNF."""
+    """Return a pattern with such characters escaped. `gbnf`: it is a grammar in EBNF."""
     return (_GBNF_CLASS if gbnf else _CLASS).sub(_plain, pattern)
 
 

@@ -20,9 +20,9 @@ from nanoactor.grammar.vocabulary import Vocabulary
 
 MAX_GBNF_RULES = 300
 MAX_GBNF_CHARACTERS = 32 * 1024
-"""Of EBNF, whose conversion takes time as the product of the two."""
+"""Most characters of EBNF; its conversion takes time proportional to rules times characters."""
 MAX_INTERSECTIONS = 10
-"""`&` in a grammar. The parser's time doubles with each that one terminal has."""
+"""Most `&` in a grammar. The parser's time doubles with each that one terminal has."""
 
 _ANSWER = "answer"
 
@@ -67,7 +67,7 @@ def _plain(spec: GrammarSpec) -> list[str]:
 
 
 def _beginning(thoughts: str, free: bool, text_follows: bool, vocabulary: Vocabulary) -> str:
-    """Return the rules for what comes before the body; of `free` thoughts, their tags."""
+    """Return the rules for the text before the body; of `free` reasoning, only its tags."""
     if thoughts == "none":
         return "start: body"
     opened = "thoughts body" if text_follows else "thoughts BREAKS body"
@@ -92,8 +92,8 @@ def _regex(pattern: str) -> str:
 
 
 def _lark(text: str) -> str:
-    """Return a grammar as Lark; raises `InvalidRequest` where it could take the parser too long,
-    and for EBNF that is malformed."""
+    """Return a grammar as Lark; raises `InvalidRequest` if it could take the parser too long, and
+    for malformed EBNF."""
     if not re.search(r"^[ \t]*root[ \t]*::=", text, re.MULTILINE):
         check_lark(text, MAX_INTERSECTIONS)
         return text

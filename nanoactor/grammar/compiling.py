@@ -27,7 +27,7 @@ class GrammarCompiler:
     def __init__(self, files: ModelFiles) -> None:
         self._cache = GrammarCache()
         self._lock = threading.Lock()
-        """Of the cache: two threads compile."""
+        """Guards the cache: two threads compile."""
         self._vocabulary: Vocabulary | None = None
         self._reason = ""
         assert files.tokenizer_directory is not None
@@ -46,8 +46,8 @@ class GrammarCompiler:
         return cast(Fill, ParallelFill(min(_MOST_THREADS, cores // 2)))
 
     def matcher(self, text: str) -> Matcher:
-        """Return a matcher at the beginning of an answer. Raises `InvalidRequest` where there is
-        none."""
+        """Return a matcher at the start of a sequence. Raises `InvalidRequest` if the grammar is
+        invalid."""
         if self._vocabulary is None:
             raise InvalidRequest(f"this model has no structured outputs: {self._reason}")
         with self._lock:
@@ -66,6 +66,6 @@ class GrammarCompiler:
 
 
 def _resident() -> int:
-    """Return the bytes that this process holds. The parser does not tell what a grammar takes."""
+    """Return the resident bytes of this process. The parser does not report a grammar's size."""
     pages = Path("/proc/self/statm").read_text().split()[1]
     return int(pages) * resource.getpagesize()

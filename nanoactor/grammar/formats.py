@@ -27,7 +27,7 @@ form: the 30th of February has one."""
 
 
 def unenforced_formats(schema: dict[str, Any] | bool) -> Iterator[str]:
-    """Yield the formats in a schema that answers are not held to."""
+    """Yield the formats in a schema that are not enforced."""
     for part in reachable_schemas(schema):
         given = part.get("format")
         if isinstance(given, str) and not (given in ENFORCED and _may_be_text(part)):

@@ -1,4 +1,4 @@
-"""The part of an answer that needs no grammar, and the tokens that end it."""
+"""The part of a sequence that needs no grammar, and the tokens that end it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _NONE = -1
 
 
 def freed(text: str, id_of: Callable[[str], int | None]) -> tuple[str, FreeText | None]:
-    """Return a specification's text without its free part, and where this ends; the text as it is
-    where there is none, or where a tag is no single token.
+    """Return a specification's text without its free part, and the end of that part; the text
+    unchanged if there is none, or if a tag is no single token.
 
     `id_of` returns the id of a tag that is one token of its own.
     """

@@ -1,4 +1,4 @@
-"""JSON schemas as text and as trees, as far as a request's checks and tools need to know them."""
+"""JSON schemas as text and as trees, to the extent that a request's checks and tools need them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from nanoactor.grammar.numbers import check_numbers
 from nanoactor.grammar.text_errors import shorten as shorten
 
 MAX_DEPTH = 64
-"""Of objects and arrays within each other, in a schema or another JSON text."""
+"""Maximum nesting of objects and arrays, in a schema or another JSON text."""
 
 MAX_LITERAL = 8192
-"""Characters of a text that is given to the letter. The parser looks at all that is left of it for
-each token: 0.13 us a character."""
+"""Most characters of a literal text. The parser looks at all the rest of it for each token: 0.13 us
+a character."""
 MAX_PROPERTIES = 1000
-"""Of one object. The parser's time grows with their square."""
+"""Most properties of one object. The parser's time grows with their square."""
 MAX_NAME_PATTERNS = 64
-"""In all `patternProperties` of a schema. The parser compares each with each."""
+"""Most name patterns in all `patternProperties` of a schema. The parser compares each with each."""
 MAX_PATTERNS_AT_ONCE = 8
 """Patterns and formats that one string may have to match. The parser's time doubles with each."""
 
@@ -50,8 +50,7 @@ _NAMED = (
 
 
 def check_literal(text: str, field: str) -> None:
-    """Raise `InvalidRequest` for a text that an answer would have to spell, and that is too
-    long."""
+    """Raise `InvalidRequest` for a literal text that is too long."""
     if len(text) > MAX_LITERAL:
         raise InvalidRequest(
             f"{field} asks for a text of {len(text)} characters to the letter; at most "
@@ -60,8 +59,8 @@ def check_literal(text: str, field: str) -> None:
 
 
 def parse_json(text: str, field: str) -> Any:
-    """Return a JSON text's value; raises `InvalidRequest`, naming `field`, where it is malformed,
-    nests more than `MAX_DEPTH` deep, or holds what another parser may not read the same."""
+    """Return a JSON text's value; raises `InvalidRequest`, naming `field`, if it is malformed,
+    nests more than `MAX_DEPTH` deep, or holds values that parsers may read differently."""
     try:
         value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
     except RecursionError:
@@ -78,7 +77,7 @@ def parse_json(text: str, field: str) -> Any:
 
 def parse_schema(text: str, field: str) -> dict[str, Any] | bool:
     """Return a JSON schema; raises `InvalidRequest`, naming `field`, also for a remote `$ref` and
-    for what would take the parser more time than its own limits see."""
+    for schemas that take the parser more time than its own limits can detect."""
     schema = parse_json(text, field)
     if not isinstance(schema, dict | bool):
         raise InvalidRequest(
@@ -120,8 +119,8 @@ def parse_schema(text: str, field: str) -> dict[str, Any] | bool:
 
 
 def _make_plain(part: dict[str, Any]) -> None:
-    """Bring what the parser would read otherwise into a form that it reads as it is meant."""
-    # References are pointers from the root, wherever they stand.
+    """Rewrite parts that the parser would misread into a form that it reads correctly."""
+    # References are pointers from the root, wherever they occur.
     part.pop("$id", None)
     part.pop("id", None)
     if isinstance(part.get("pattern"), str):
@@ -142,8 +141,7 @@ def _check_counts(part: dict[str, Any], field: str) -> None:
 
 
 def _literals(part: dict[str, Any]) -> Iterator[str]:
-    """Yield the texts that a schema gives to the letter: values, names, and patterns, which may be
-    as good as letters."""
+    """Yield a schema's literal texts: values, names, and patterns, which may be nearly literal."""
     waiting: list[Any] = [part.get("const"), part.get("enum"), part.get("pattern")]
     waiting += [list(_if_dict(part.get("properties"))), part.get("required")]
     while waiting:
@@ -157,8 +155,8 @@ def _literals(part: dict[str, Any]) -> Iterator[str]:
 
 
 def reachable_schemas(schema: dict[str, Any] | bool) -> Iterator[dict[str, Any]]:
-    """Yield each object of a schema that is a schema itself, once: in a keyword that takes one, or
-    where a local `$ref` leads. Values, as in `const` and `enum`, are none."""
+    """Yield each subschema of a schema once: in a keyword that takes one, or at the target of a
+    local `$ref`. Values, as in `const` and `enum`, are not schemas."""
     waiting: list[Any] = [schema]
     seen: set[int] = set()
     while waiting:
@@ -172,7 +170,7 @@ def reachable_schemas(schema: dict[str, Any] | bool) -> Iterator[dict[str, Any]]
 
 def moved_schema(schema: dict[str, Any], place: str) -> dict[str, Any]:
     """Return a copy of a schema for use within another: `place` is the pointer to it there, as
-    `#/items`, which its references then begin with."""
+    `#/items`, and becomes the prefix of its references."""
     copy: dict[str, Any] = json.loads(json.dumps(schema))
     # All of them first: following references needs them as they were.
     for part in list(reachable_schemas(copy)):
@@ -215,7 +213,7 @@ def _patterns_at_once(root: dict[str, Any] | bool) -> int:
 
 
 def _bound(root: Any, part: dict[str, Any], bounds: dict[int, int]) -> int:
-    """Return the bound for one schema from those within it; what recurs counts as nothing."""
+    """Return the bound for one schema from those within it; recursion counts as nothing."""
 
     def most(children: Iterable[Any]) -> int:
         return max((bounds.get(id(child), 0) for child in children), default=0)

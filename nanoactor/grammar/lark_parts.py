@@ -14,10 +14,10 @@ _GAP = r"\n[ \t]{0,16}|[ ]"
 
 
 def text_without(tag: str) -> str:
-    """Return a regular expression for texts in which a tag does not occur, whose first character
-    stands in it once.
+    """Return a regular expression for texts without a tag; the tag's first character must occur in
+    the tag only once.
 
-    Spelt out, as an intersection with a complement takes the parser ten times as long.
+    Spelled out, as an intersection with a complement takes the parser ten times as long.
     """
     first, parts = escaped(tag[0]), []
     for length, expected in enumerate(tag[1:]):

@@ -1,4 +1,4 @@
-"""The text of a grammar in Lark's notation, as far as checks have to follow its syntax."""
+"""The text of a grammar in Lark's notation, to the extent that checks must follow its syntax."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _PIECES = re.compile(
 
 
 def check_lark(text: str, most_intersections: int) -> None:
-    """Raise `InvalidRequest` for more `&` between expressions than that, and for a schema behind
-    `%json` that would be refused alone."""
+    """Raise `InvalidRequest` for more `&` between expressions than `most_intersections`, and for a
+    schema after `%json` that would be rejected alone."""
     intersections = 0
     for schema in _codes(text):
         if schema == "&":

@@ -1,4 +1,4 @@
-"""One answer's way through its grammar, and the tokens that may come next."""
+"""One sequence's way through its grammar, and the tokens that may come next."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nanoactor.native import NativePanic, native_calls
 
 _STACK_BYTES = 512 * 2**20  # of addresses; memory is taken as it is used
 _STACK_SIZE = threading.Lock()
-"""Held while the size of new threads' stacks, which is one for all, is another."""
+"""Held while the stack size of new threads, which is global, is changed."""
 _ROW_OF_JSON = 2000
 _ROW_OF_GRAMMAR = 500
 
@@ -40,11 +40,11 @@ def limits(kind: Kind) -> LLParserLimits:
 
 
 class Compiled:
-    """A grammar, ready for any number of answers."""
+    """A grammar, ready for any number of sequences."""
 
     def __init__(self, spec: GrammarSpec, vocabulary: Vocabulary) -> None:
-        """Raise `InvalidRequest` where the grammar cannot be read, is not supported, needs more
-        than `limits` allow, or has no answer at all."""
+        """Raise `InvalidRequest` if the grammar cannot be read, is not supported, needs more than
+        `limits` allow, or matches nothing at all."""
         self._grammar = compile_grammar(spec, vocabulary)
         self._vocabulary = vocabulary
         self._kind = spec.kind
@@ -55,7 +55,7 @@ class Compiled:
         check_literal("x" * len(self._matcher.compute_ff_bytes()), spec.kind)
 
     def matcher(self) -> Matcher:
-        """Return a matcher at the beginning of an answer."""
+        """Return a matcher at the start of a sequence."""
         if self._spent:
             self._matcher = self._compile()
             self._spent = False
@@ -63,7 +63,7 @@ class Compiled:
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """The tokens of the answers."""
+        """Return the vocabulary of the sequences."""
         return self._vocabulary
 
     @property
@@ -94,8 +94,8 @@ class Compiled:
 
 
 class Matcher:
-    """The state of one answer. What it computes of the grammar's automaton is shared with the
-    other answers'."""
+    """The state of one sequence. The computed part of the grammar's automaton is shared with the
+    other sequences."""
 
     def __init__(self, compiled: Compiled, matcher: LLMatcher) -> None:
         self._compiled = compiled
@@ -108,10 +108,10 @@ class Matcher:
         return self._matcher.is_accepting()
 
     def take(self, tokens: Sequence[int]) -> None:
-        """Append tokens to the answer; after its end, end-of-sequence tokens change nothing.
+        """Append tokens to the sequence; after its end, end-of-sequence tokens change nothing.
 
-        Raises `ProtocolBug` for a token that the grammar does not allow, `InvalidRequest` where
-        the parser reaches its limits. Neither leaves the matcher usable.
+        Raises `ProtocolBug` for a token that the grammar does not allow, `InvalidRequest` if the
+        parser reaches its limits. Neither leaves the matcher usable.
         """
         with _parsing():
             for token in tokens:
@@ -119,11 +119,11 @@ class Matcher:
                     self._raise(f"token {token}")
 
     def fill(self, out: NDArray[np.int32]) -> None:
-        """Write the mask of the next position: bit t % 32 of word t // 32 is set where the id t is
-        allowed. Where the answer can only end, those are the end-of-sequence ids.
+        """Write the mask of the next position: bit t % 32 of word t // 32 is set if the id t is
+        allowed. If the sequence can only end, those are the end-of-sequence ids.
 
-        `out`: (words,), contiguous. Raises `InvalidRequest` where the parser reaches its limits, or
-        where the answer can go nowhere.
+        `out`: (words,), contiguous. Raises `InvalidRequest` if the parser reaches its limits, or if
+        the sequence has no continuation.
         """
         if out.shape != (self._vocabulary.words,) or not out.flags.c_contiguous:
             raise ProtocolBug(f"a mask of shape {out.shape}, not {(self._vocabulary.words,)}")
@@ -132,7 +132,7 @@ class Matcher:
             self._check(out)
 
     def _check(self, out: NDArray[np.int32]) -> None:
-        """Look at what the parser has written. Raises as `fill` does."""
+        """Check the mask that the parser has written. Raises as `fill` does."""
         if self._matcher.is_error():
             self._raise("the next token")
         tokens = self._vocabulary.tokens
@@ -155,14 +155,14 @@ class Matcher:
 
 
 class ParallelFill:
-    """Fills the masks of several answers on threads of the parser's own."""
+    """Fills the masks of several sequences on the parser's own threads."""
 
     def __init__(self, threads: int) -> None:
         self._executor = LLExecutor(threads)
 
     def __call__(self, matchers: Sequence[Matcher], out: NDArray[np.int32]) -> list[Refusal | None]:
-        """Write the mask of each answer's next position, (answers, words); return what
-        `Matcher.fill` would raise for each."""
+        """Write the mask of each sequence's next position, (sequences, words); return the error
+        that `Matcher.fill` would raise for each."""
         rows = [(matcher._matcher, row) for row, matcher in enumerate(matchers)]
         width = out.shape[1] * out.itemsize
         try:
@@ -183,7 +183,7 @@ class ParallelFill:
 
 @contextlib.contextmanager
 def _parsing() -> Iterator[None]:
-    """Turn what the parser raises for an answer into that request's error."""
+    """Convert the parser's errors for a sequence into that request's error."""
     try:
         with native_calls():
             yield
@@ -194,8 +194,8 @@ def _parsing() -> Iterator[None]:
 
 
 def _on_deep_stack(work: Callable[[], None]) -> None:
-    """Do what recurses as deeply as a grammar's rules follow each other: 16 KB for each of as many
-    as there is text for. With the usual 8 MB, a chain of 1000 would end the process."""
+    """Run work that recurses as deeply as a grammar's rules are chained: 16 KB per rule, for as
+    many as the text allows. With the usual 8 MB, a chain of 1000 would crash the process."""
     raised: list[BaseException] = []
 
     def run() -> None:
@@ -208,7 +208,7 @@ def _on_deep_stack(work: Callable[[], None]) -> None:
         before = threading.stack_size(_STACK_BYTES)
         try:
             thread = threading.Thread(target=run, name="grammar")
-            thread.start()  # raises `RuntimeError` where so many addresses cannot be had
+            thread.start()  # raises `RuntimeError` if it gets no addresses
         finally:
             threading.stack_size(before)
     thread.join()

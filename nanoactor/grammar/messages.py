@@ -1,7 +1,7 @@
-"""Messages about constrained answers: those that must follow a grammar.
+"""Messages about constrained sequences: those that must follow a grammar.
 
 `position` is the index of a token in its sequence, prompt included. A mask is a row of int32 words:
-bit t % 32 of word t // 32 is set where id t may be chosen.
+bit t % 32 of word t // 32 is set if id t may be chosen.
 """
 
 from __future__ import annotations
@@ -12,46 +12,46 @@ from numpy.typing import NDArray
 from nanoactor.runtime.codec import message
 
 MAX_RUN = 64
-"""Tokens that are forced before somebody must choose again."""
+"""Most tokens forced in a row before one must be sampled again."""
 MAX_REASON = 1000
-"""Characters of what is said of a grammar that cannot be used."""
+"""Most characters of the reason why a grammar cannot be used."""
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
 
 @message(80, by="uid")
 class OpenGrammar:
-    """Scheduler to grammar: an answer's tokens will follow; its first mask is wanted."""
+    """Scheduler to grammar: a sequence's tokens will follow; its first mask is wanted."""
 
     uid: int
     grammar: str
-    """As `GrammarSpec.to_text` writes it."""
+    """Text as written by `GrammarSpec.to_text`."""
     position: int
-    """Of the token that is chosen next, less the number of `token_ids`; -1: its text is free,
-    `BeginGrammar` tells when that ends."""
+    """Position of the next chosen token, less the number of `token_ids`; -1: its text is free,
+    `BeginGrammar` reports when that ends."""
     token_ids: Int32
-    """The grammar's tokens so far, where the answer goes on after everybody began anew."""
+    """The grammar's tokens so far, if the sequence continues after a restart."""
     jumps: bool
     """True if ids that are the only valid ones are sent as `ForcedTokens`."""
     end: int
-    """The position behind the last token that the answer may have."""
+    """The position after the last token that the sequence may have."""
 
 
 @message(91, by="uid")
 class BeginGrammar:
-    """Scheduler to grammar: an answer's free text is over; its next mask is wanted."""
+    """Scheduler to grammar: a sequence's free text is finished; its next mask is wanted."""
 
     uid: int
     position: int
-    """Of the token that is chosen next."""
+    """Position of the next chosen token."""
     token_ids: Int32
-    """Tokens of the grammar's since the last that it was told: those that begin and end the free
-    text, as far as the grammar has them."""
+    """The grammar's tokens since the last one sent: those that start and end the free text, as far
+    as the grammar has them."""
 
 
 @message(81)
 class GrammarTokens:
-    """Scheduler to grammar: a new token of each of these answers; their next masks are wanted."""
+    """Scheduler to grammar: a new token of each of these sequences; their next masks are wanted."""
 
     uids: Int64
     positions: Int32
@@ -60,33 +60,33 @@ class GrammarTokens:
 
 @message(89)
 class ForcedTokens:
-    """Grammar to scheduler: these follow, as nothing else may; nobody need choose them."""
+    """Grammar to scheduler: the only tokens that can follow; they need not be sampled."""
 
     uids: Int64
     positions: Int32
-    """Of each answer's first one."""
+    """Position of each sequence's first one."""
     counts: Int32
     token_ids: Int32
-    """One answer's after the other's."""
+    """The tokens of all sequences, one sequence after the other."""
 
 
 @message(82)
 class CloseGrammars:
-    """Scheduler to grammar: these answers are over."""
+    """Scheduler to grammar: these sequences are finished."""
 
     uids: Int64
 
 
 @message(83)
 class Masks:
-    """Grammar to every runner: masks, and of whom none will follow."""
+    """Grammar to every runner: masks, and the sequences that get no more."""
 
     uids: Int64
     positions: Int32
     masks: Int32
     """Bitmasks, (masks, words)."""
     closed: Int64
-    """Answers of which nothing follows this message."""
+    """Sequences with nothing to follow this message."""
 
 
 @message(84)
@@ -100,21 +100,22 @@ class MasksReady:
 
 @message(85)
 class GrammarsFailed:
-    """Grammar to scheduler: these answers cannot go on, and why."""
+    """Grammar to scheduler: sequences that cannot continue, and the reasons."""
 
     uids: Int64
     errors: list[str]
     refused: Int64
-    """Those of them of which the machine is to blame, not their grammar."""
+    """Those of `uids` that failed because of the machine, not their grammar."""
 
 
 @message(86)
 class DropMasks:
-    """Scheduler to every runner, by way of the block manager: no later step names these answers."""
+    """Scheduler to every runner, by way of the block manager: no later step names these
+    sequences."""
 
     uids: Int64
 
 
 @message(87)
 class MaskClock:
-    """The scheduler's clock: half of the time has passed that a mask may take."""
+    """The scheduler's clock: half of the time that a mask may take has passed."""

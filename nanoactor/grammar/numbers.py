@@ -13,8 +13,8 @@ _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multip
 
 
 def check_numbers(part: dict[str, Any], field: str) -> None:
-    """Raise `InvalidRequest` for a number in a schema's own keywords that an answer could not be
-    held to: with a bound of 2^53 the parser accepts some numbers beyond it."""
+    """Raise `InvalidRequest` for a number in a schema's own keywords that cannot be enforced: with
+    a bound of 2^53 the parser accepts some numbers beyond it."""
     for keyword in _VALUES:
         for number in _numbers_in(part.get(keyword)):
             if abs(number) > EXACT:

@@ -9,12 +9,12 @@ from typing import Literal
 import msgspec
 
 MAX_GRAMMAR_BYTES = 256 * 1024
-"""Of a specification as text."""
+"""Maximum size of a specification as text."""
 
 Kind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "tools"]
 Thoughts = Literal["none", "open", "optional"]
 OPEN_TAG, CLOSE_TAG = "<think>", "</think>"
-"""Begins thoughts; ends them."""
+"""Tags that start and end reasoning."""
 CallForm = Literal["hermes", "qwen3_coder", "llama3_json", "mistral", "mistral_args"]
 CALL_TAGS: Mapping[CallForm, str] = {
     "hermes": "<tool_call>",
@@ -23,12 +23,12 @@ CALL_TAGS: Mapping[CallForm, str] = {
     "mistral": "[TOOL_CALLS]",
     "mistral_args": "[TOOL_CALLS]",
 }
-"""By form: the tag that begins calls; empty where there is none."""
+"""By form: the tag that starts calls; empty if there is none."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarSpec:
-    """The form that an answer must have."""
+    """The required form of a sequence."""
 
     kind: Kind
     value: str = ""
@@ -48,13 +48,13 @@ class GrammarSpec:
 
     @classmethod
     def of_text(cls, text: str) -> GrammarSpec:
-        """Read what `to_text` has written."""
+        """Parse the output of `to_text`."""
         return msgspec.json.decode(text, type=cls)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFunction:
-    """A function that an answer may, or must, call."""
+    """A function that a sequence may, or must, call."""
 
     name: str
     parameters: str = ""
@@ -63,7 +63,7 @@ class ToolFunction:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ToolGrammar:
-    """The calls of an answer, as `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` or in
+    """The calls of a sequence, as `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` or in
     another form."""
 
     functions: tuple[ToolFunction, ...]

@@ -4,5 +4,5 @@ from __future__ import annotations
 
 
 def shorten(text: str, limit: int = 200) -> str:
-    """Return the text, or its beginning where it has more than `limit` characters."""
+    """Return the text, or its start if it has more than `limit` characters."""
     return text if len(text) <= limit else text[: limit - 3] + "..."

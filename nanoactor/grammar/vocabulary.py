@@ -34,9 +34,8 @@ class Vocabulary:
     def __init__(self, tokenizer_file: Path, size: int, eos_ids: tuple[int, ...]) -> None:
         """Read a `tokenizer.json`: 2 to 4 s of one core, and 230 MB, for 150,000 ids.
 
-        `size`: ids of the model, the tokenizer's and perhaps more that are never allowed.
-        `eos_ids`: those that end an answer. Raises `ModelError` where the file, or what it
-        holds, cannot serve.
+        `size` counts the model's ids: the tokenizer's and perhaps more that are never allowed.
+        `eos_ids` end a sequence. Raises `ModelError` if the file, or its content, is unusable.
         """
         tokenizer = load_tokenizer(tokenizer_file.parent, tokenizer_file.name)
         tokenizer = _without_added(tokenizer, size)
@@ -44,11 +43,11 @@ class Vocabulary:
         self.size = size
         """Ids that the model knows."""
         self.words = -(-size // 32)
-        """Of 32 bits, in a mask with a bit for each id."""
+        """Words of 32 bits in a mask with a bit for each id."""
         self.tokens = max(ids.values(), default=-1) + 1
         """Ids up to the tokenizer's last; those from here on are never allowed."""
         self.eos_ids = eos_ids
-        """Ids that end an answer."""
+        """Ids that end a sequence."""
         if self.tokens > size:
             raise ModelError(
                 f"{tokenizer_file} has ids up to {self.tokens - 1}, the model only {size} of them"
@@ -82,5 +81,6 @@ class Vocabulary:
         }
 
     def special(self, text: str) -> int | None:
-        """Return the id of a special token, which no plain text has; None where there is none."""
+        """Return the id of a special token, which plain text never yields; None if there is
+        none."""
         return self._special.get(text)

@@ -1,4 +1,4 @@
-"""Tokens that stand in files beside a `tokenizer.json`, and that transformers adds to it."""
+"""Tokens that transformers adds to a `tokenizer.json` from the files next to it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ ADDED = "added_tokens.json"
 def add_tokens(tokenizer: Tokenizer, directory: Path) -> None:
     """Add the tokens of the other files to a tokenizer that has been read from its own.
 
-    Ids follow those that exist, whatever the files say; `ModelError` where they say something else,
-    or are malformed. The order is that of transformers' `TokenizersBackend`.
+    Ids follow the existing ones, whatever the files say; raises `ModelError` if they say something
+    else, or are malformed. The order is that of transformers' `TokenizersBackend`.
     """
     try:
         config = optional_json(directory / CONFIG)
@@ -42,7 +42,7 @@ def add_tokens(tokenizer: Tokenizer, directory: Path) -> None:
 
 
 def _listed(directory: Path, config: Mapping[str, Any]) -> dict[int, AddedToken]:
-    """Return the tokens of which a file says the id."""
+    """Return the tokens with ids given in a file."""
     if "added_tokens_decoder" in config:
         return {int(id_): _token(token) for id_, token in config["added_tokens_decoder"].items()}
     special = {token.content for token in _special(directory, config)}

@@ -13,15 +13,16 @@ from nanoactor.params import MAX_BAD_WORD_TOKENS
 
 
 def spellings(words: Sequence[str]) -> list[str]:
-    """Return words as they are, and behind a space."""
+    """Return words as they are, and with a leading space."""
     return [text for word in words for text in (word, " " + word.lstrip())]
 
 
 def with_words(
     rules: TokenRules, words: Sequence[str], encode: Callable[[str], Sequence[int]]
 ) -> TokenRules:
-    """Return the rules with the ids of bad words, as they are and behind a space: tokenizers tell
-    the start of a word from its middle. Raises `InvalidRequest` for one of too many tokens."""
+    """Return the rules with the ids of bad words, as they are and with a leading space: tokenizers
+    distinguish the start of a word from its middle. Raises `InvalidRequest` for one of too many
+    tokens."""
     found: dict[tuple[int, ...], None] = {}
     for word in words:
         for text in spellings([word]):
@@ -41,7 +42,7 @@ def with_words(
 
 
 def check_choice(rules: TokenRules, stopping: Stopping) -> None:
-    """Raise `InvalidRequest` where nothing is allowed at the first token already."""
+    """Raise `InvalidRequest` if nothing is allowed at the very first token."""
     left = set(rules.allowed_ids.tolist())
     if not left:
         return

@@ -1,7 +1,7 @@
 """The messages of a conversation, from the HTTP API and from the library: one set of shapes.
 
-`check_messages` refuses what is no message; `fit_messages` brings what OpenAI's API, vLLM and
-transformers call a message into the forms that one chat template reads.
+`check_messages` rejects invalid messages; `fit_messages` converts the message forms of OpenAI's
+API, vLLM and transformers to those that one chat template reads.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from nanoactor.errors import InvalidRequest
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Types of parts that hold text, and the member that holds it."""
 THOUGHT_PARTS = {"thinking": "thinking", "reasoning": "text"}
-"""Types of parts that hold an assistant's earlier thoughts, likewise."""
+"""Types of parts that hold an assistant's earlier reasoning, likewise."""
 REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
-"""Names of an assistant's thoughts; the first that is given counts, as in transformers."""
+"""Names of an assistant's reasoning; the first one given counts, as in transformers."""
 _OF_ROLE = {
     "tool_calls": "assistant",
     "reasoning_content": "assistant",
@@ -37,9 +37,9 @@ class Forms:
     """The forms of messages that a chat template reads."""
 
     part_roles: tuple[str, ...] = ()
-    """Roles whose content may be a list of text parts; others get one text."""
+    """Roles that accept a list of text parts as content; others get one text."""
     single_roles: tuple[str, ...] = ()
-    """Roles whose content must be a list with one text part."""
+    """Roles that require a list with one text part as content."""
     argument_texts: bool = False
     """True if JSON-text arguments of a call are rendered unchanged."""
     argument_objects: bool = True
@@ -51,7 +51,7 @@ class Forms:
 
 
 def check_messages(messages: Sequence[Any]) -> None:
-    """Raise `InvalidRequest` for what is no conversation, naming the place."""
+    """Raise `InvalidRequest` for an invalid conversation, naming the place."""
     if not messages:
         raise InvalidRequest("the list of messages is empty")
     for number, message in enumerate(messages):
@@ -120,8 +120,8 @@ def asks_for_forms(messages: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def fit_messages(messages: Sequence[Mapping[str, Any]], forms: Forms) -> list[dict[str, Any]]:
-    """Return the messages in these forms. What stands in a right form already stays as it is, with
-    members that are not known here, in their order; members that are null are left out."""
+    """Return the messages in these forms. Content in a valid form is kept, with unknown members in
+    their order; null members are left out."""
     return [_fit_message(message, forms) for message in messages]
 
 
@@ -147,7 +147,7 @@ def _fit_message(given: Mapping[str, Any], forms: Forms) -> dict[str, Any]:
 
 
 def _without_thoughts(content: Sequence[Any]) -> tuple[list[Any], str]:
-    """Return a content's parts but for those that hold thoughts, and these as one text."""
+    """Return a content's parts without those that hold reasoning, and the reasoning as one text."""
     parts, thoughts = [], []
     for part in content:
         name = THOUGHT_PARTS.get(str(part.get("type"))) if isinstance(part, Mapping) else None
@@ -199,7 +199,7 @@ def _fit_arguments(function: Mapping[str, Any], forms: Forms) -> dict[str, Any]:
 
 
 def _decoded(arguments: str) -> Any:
-    """Return the object that a text is; a template shows any other text as it stands."""
+    """Return the object encoded in a text; a template shows any other text unchanged."""
     try:
         decoded = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -211,8 +211,8 @@ def _decoded(arguments: str) -> Any:
 
 
 def with_marker(messages: list[dict[str, Any]], marker: str) -> tuple[list[dict[str, Any]], str]:
-    """Return (fitted messages with a text that stands nowhere else at the end of the last one's
-    content, the text before it). Raises `InvalidRequest` where that holds no text."""
+    """Return (fitted messages with a unique marker at the end of the last one's content, the text
+    before it). Raises `InvalidRequest` if that holds no text."""
     *others, last = messages
     content = last.get("content")
     if isinstance(content, str):
@@ -225,12 +225,12 @@ def with_marker(messages: list[dict[str, Any]], marker: str) -> tuple[list[dict[
 
 
 def up_to_marker(prompt: str, marker: str, text: str) -> str:
-    """Return a prompt without the marker, which stands behind `text`, and without what the template
-    writes behind that.
+    """Return a prompt up to the marker that follows `text`, without the marker and the template's
+    output after it.
 
-    Where the template trims the content, which shows in the space behind the marker, what comes
-    before it is trimmed too, as in transformers. Raises `InvalidRequest` where the template has
-    changed the text.
+    If the template trims the content, which shows in the space after the marker, the text before it
+    is trimmed too, as in transformers. Raises `InvalidRequest` if the template has changed the
+    text.
     """
     at = prompt.rfind(marker)
     if at < 0 or not prompt[:at].rstrip().endswith(text.strip()):
@@ -245,7 +245,7 @@ def up_to_marker(prompt: str, marker: str, text: str) -> str:
 # -- which forms a template reads -------------------------------------------------------------
 
 Tried = Callable[[list[dict[str, Any]]], str]
-"""Renders a conversation; returns an empty text where the template refuses it."""
+"""Renders a conversation; returns an empty text if the template rejects it."""
 _KEY, _ONE, _TWO = "probe_key", "probe one", "probe two"
 _TEXT = json.dumps({_KEY: "probe value"})
 _PARTS = [{"type": "text", "text": _ONE}, {"type": "text", "text": _TWO}]

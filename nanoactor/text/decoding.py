@@ -1,8 +1,8 @@
 """Token ids to text, one token at a time, so that the pieces add up to the whole.
 
-The concatenation of all pieces equals decoding all ids at once. For byte-level tokenizers
-(Qwen's, GPT's) each id stands for a few bytes, and an incremental UTF-8 decoder does the rest
-in constant time; for others a window of tokens is decoded again and compared.
+The concatenation of all pieces equals decoding all ids at once. For byte-level tokenizers (Qwen's,
+GPT's) each id represents a few bytes, and an incremental UTF-8 decoder does the rest in constant
+time; for others a window of tokens is decoded again and compared.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class IncrementalDecoder(Protocol):
     """The decoding state of one request."""
 
     plain: Mapping[int, str]
-    """The text of tokens that say it by themselves, whatever stands around them. It may be
-    taken from here instead of `push` while nothing is `holding`."""
+    """Text of tokens that does not depend on their neighbors. It may be used instead of `push`
+    while nothing is `holding`."""
     holding: bool
     """True if the text of some pushed tokens is not certain yet."""
 
     def push(self, token: int) -> str:
-        """The text that this token makes certain; perhaps none yet."""
+        """Return the text that this token makes certain; perhaps none yet."""
 
     def finish(self) -> str:
         """Return the remaining text, at the end of the output."""
@@ -63,7 +63,7 @@ class DecoderFactory:
         if token in self._fallback:
             name = self._tokenizer.id_to_token(token) or ""
             return bytes.fromhex(name[3:5])
-        # As it stands within a text: at the beginning decoders may take its space away.
+        # As within a text: at the start decoders may remove its space.
         around = self._tokenizer.decode([self._anchor], skip_special_tokens=False)
         text = self._tokenizer.decode([self._anchor, token], skip_special_tokens=False)
         return text[len(around) :].encode()
@@ -87,9 +87,9 @@ def _is_byte_fallback(token: str) -> bool:
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The printable characters by which byte-level tokenizers write the 256 bytes.
+    """Return the printable characters by which byte-level tokenizers write the 256 bytes.
 
-    Printable Latin-1 characters stand for themselves, the others for those from U+0100 on.
+    Printable Latin-1 characters represent themselves, the others are mapped from U+0100 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -101,7 +101,7 @@ def _byte_table(tokenizer: Tokenizer) -> dict[int, bytes]:
     alphabet = byte_alphabet()
 
     def as_bytes(token: str) -> bytes:
-        # A token with any other character, such as an added one, is text as it stands.
+        # A token with any other character, such as an added one, is plain text.
         if all(character in alphabet for character in token):
             return bytes(alphabet[character] for character in token)
         return token.encode()
@@ -111,7 +111,7 @@ def _byte_table(tokenizer: Tokenizer) -> dict[int, bytes]:
 
 
 def _plain_texts(table: dict[int, bytes]) -> dict[int, str]:
-    """Of the tokens whose bytes are whole characters."""
+    """Return the texts of tokens with bytes that form whole characters."""
     plain = {}
     for token, data in table.items():
         with contextlib.suppress(UnicodeDecodeError):
@@ -132,7 +132,7 @@ class _ByteLevelDecoder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int) -> str:
-        """The characters that are complete with this token."""
+        """Return the characters that are complete with this token."""
         if token in self._skipped:
             return ""
         text = self._utf8.decode(self._table.get(token, b""))
@@ -140,16 +140,16 @@ class _ByteLevelDecoder:
         return text
 
     def finish(self) -> str:
-        """A replacement character for what stayed incomplete."""
+        """Return a replacement character for incomplete bytes."""
         return self._utf8.decode(b"", final=True)
 
 
 class _WindowDecoder:
     """Decodes a window of tokens with and without the new ones; emits the difference.
 
-    The window begins at tokens whose text is already out, since decoders treat the first
-    token of a sequence differently. Nothing is emitted while the last token may still change:
-    when it ends inside a character, or belongs to a run of byte tokens.
+    The window starts at tokens with text already emitted, since decoders treat the first token of a
+    sequence differently. Nothing is emitted while the last token may still change: when it ends
+    inside a character, or belongs to a run of byte tokens.
     """
 
     plain: Mapping[int, str] = types.MappingProxyType({})  # a token's text depends on the others
@@ -163,14 +163,14 @@ class _WindowDecoder:
         self._byte_tokens = byte_tokens
         self._window: list[int] = []
         self._emitted = 0
-        """Leading tokens of the window whose text is out."""
+        """Leading tokens of the window with emitted text."""
 
     def _decode(self, tokens: list[int]) -> str:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
         return text
 
     def push(self, token: int) -> str:
-        """The text that became certain."""
+        """Return the text that became certain."""
         if token in self._skipped or self._tokenizer.id_to_token(token) is None:
             return ""
         self._window.append(token)
@@ -190,5 +190,5 @@ class _WindowDecoder:
         return text[len(before) :]
 
     def finish(self) -> str:
-        """The rest, whatever it is."""
+        """Return all remaining text."""
         return self._emit(self._decode(self._window)) if self._window else ""

@@ -43,20 +43,21 @@ class _Entry:
     """Number of output tokens taken; also the index of the next."""
     prompt: Int32
     scored: int = 1
-    """The next position of the prompt of which a log-probability comes."""
+    """The next position of the prompt to get a log-probability."""
     decoded: int = 0
-    """Characters of the output so far, held ones included; where log-probabilities are wanted."""
+    """Characters of the output so far, held ones included; counted if log-probabilities are
+    wanted."""
     characters: int = 0
     ahead: int = 0
-    """Characters that were told before everybody began anew, and come again."""
+    """Characters sent before a restart that will be decoded again."""
     ended: bool = False
-    """A stop string was found: what follows is dropped. The scheduler's `Finish`, which its
-    blocks' release comes with, is waited for before the terminal goes out."""
+    """True once a stop string was found: later text is dropped. The terminal is sent only after the
+    scheduler's `Finish`, which comes with the release of its blocks."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Pending:
-    """News of a request that the frontend has not been told."""
+    """Output of a request that has not been sent to the frontend."""
 
     opened: Int32 | None = None
     text: list[str] = dataclasses.field(default_factory=list)
@@ -72,14 +73,14 @@ _NOBODY_HIDES: Mapping[int, int] = {}
 
 
 def _lasts(event: Tokens, uids: list[int]) -> dict[int, int]:
-    """Return the index of the last token of each of these."""
+    """Return the index of the last token of each of these requests."""
     pairs = zip(event.uids.tolist(), event.indices.tolist(), strict=True)
     return {uid: index for uid, index in pairs if uid in uids}
 
 
 class Detokenizer:
-    """Decoding state of all requests, and what is pending for the frontend: one merged delta
-    for each request, however long the frontend does not read."""
+    """Decoding state of all requests, and their pending output for the frontend: one merged delta
+    per request, however long the frontend does not read."""
 
     def __init__(self, decoders: DecoderFactory | None) -> None:
         """Without `decoders` there is no text: ids pass, stop strings were refused before."""
@@ -91,7 +92,7 @@ class Detokenizer:
         """Requests that a stop string ended since this list was last cleared."""
 
     def open(self, event: Open) -> None:
-        """A request begins. Where it continues, its output so far restores the text's state."""
+        """Open a request. If it continues, its output so far restores the text's state."""
         decoder = None
         if self._decoders is not None and event.options.detokenize:
             decoder = self._decoders.new(event.options.skip_special)
@@ -254,7 +255,7 @@ class Detokenizer:
         return draft.message(self._step)
 
     def _forget(self, told: int) -> None:
-        """Drop what the first `told` requests had pending."""
+        """Drop the pending output of the first `told` requests."""
         if told == len(self._pending):
             self._pending = {}
         else:
@@ -276,7 +277,7 @@ class _Draft:
     """A delta that is being written, up to about `budget` bytes more."""
 
     def __init__(self, budget: int, piece: Callable[[int], bytes] | None) -> None:
-        """`piece` gives a token's bytes; None where there is no tokenizer."""
+        """`piece` returns a token's bytes; None if there is no tokenizer."""
         self.budget = budget
         self._piece = piece
         self._opened: list[Opened] = []
@@ -289,7 +290,7 @@ class _Draft:
         self._vectors: list[tuple[int, Float32]] = []
 
     def add(self, uid: int, pending: _Pending) -> bool:
-        """Add what is pending of a request; False where some of it is left."""
+        """Add a request's pending output; return False if some of it is left."""
         if pending.opened is not None:
             self._opened.append(Opened(uid, pending.opened))
             self.budget -= pending.opened.nbytes + 64
@@ -335,7 +336,7 @@ class _Draft:
         return len(first.scores)
 
     def message(self, step: int) -> OutputDelta | None:
-        """Return the delta; None where nothing is in it."""
+        """Return the delta; None if it is empty."""
         if not (self._opened or self._uids or self._terminals or self._scores):
             return None
         return OutputDelta(
@@ -352,7 +353,7 @@ class _Draft:
 
 
 def _split(text: str, ids: list[int], budget: int) -> tuple[str, list[int]]:
-    """As much of both as fits; a character counts four bytes, the most that UTF-8 takes."""
+    """Return as much of both as fits; a character counts four bytes, the most that UTF-8 takes."""
     if 4 * len(text) + 4 * len(ids) <= budget:
         return text, ids
     half = max(1, budget // 8)

@@ -38,8 +38,8 @@ class _WithVocabulary(msgspec.Struct):
 
 
 def end_token(directory: Path) -> EndToken | None:
-    """Return the tokenizer's `eos_token`; None where its files name none, or one without an id.
-    Raises `ModelError` for files that are malformed."""
+    """Return the tokenizer's `eos_token`; None if its files name none, or one without an id. Raises
+    `ModelError` for malformed files."""
     try:
         config = optional_json(directory / CONFIG)
         text = special_tokens(directory, config).get("eos_token")

@@ -29,7 +29,7 @@ log = logging.getLogger("nanoactor.tokenizer")
 
 _TOKENIZER = "tokenizer.json"
 _SOURCES = (("tokenizer.model",), ("vocab.json", "merges.txt"))
-"""Of what transformers makes a `tokenizer.json`: each a set of files that belong together."""
+"""Files that transformers converts to a `tokenizer.json`: each a set that belongs together."""
 _DESCRIPTIONS = (
     "config.json",
     "tokenizer_config.json",
@@ -37,16 +37,16 @@ _DESCRIPTIONS = (
     "added_tokens.json",
     "chat_template.jinja",
 )
-"""What it reads beside them."""
+"""Other files that the conversion reads."""
 _MADE = ("tokenizer_config.json", _TOKENIZER)
-"""What a conversion writes: special tokens and chat templates are in the first."""
+"""Files that a conversion writes: the first has special tokens and chat templates."""
 
 
 def load_pretrained(directory: Path, **options: Any) -> PreTrainedTokenizerBase:
     """Load a model's tokenizer with transformers, from local files alone; `options` are those of
     `from_pretrained`.
 
-    Raises `ModelError` where transformers cannot.
+    Raises `ModelError` if transformers cannot.
     """
     from transformers import AutoTokenizer
 
@@ -62,7 +62,7 @@ def load_pretrained(directory: Path, **options: Any) -> PreTrainedTokenizerBase:
 
 
 class PretrainedOnce:
-    """Loads a model's tokenizer when it is first asked for, from any thread."""
+    """Loads a model's tokenizer on first use, from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -122,7 +122,7 @@ def _cache() -> Path:
 
 
 def _fingerprint(directory: Path) -> str:
-    """Hash what a conversion depends on."""
+    """Hash the inputs of a conversion."""
     import importlib.metadata  # and with it packages for e-mail and archives: each actor loads us
 
     found = hashlib.sha256(importlib.metadata.version("transformers").encode())
@@ -135,7 +135,7 @@ def _fingerprint(directory: Path) -> str:
 
 
 def _run_conversion(directory: Path, target: str, timeout: float) -> None:
-    """Convert in a process of its own, so that none that stays has to load transformers."""
+    """Convert in a separate process, so that no lasting one has to load transformers."""
     path = [entry for entry in sys.path if isinstance(entry, str)]
     program = (
         f"import sys; sys.path[:] = {path!r}; from nanoactor.text.huggingface import convert; "
@@ -166,7 +166,8 @@ def _run_conversion(directory: Path, target: str, timeout: float) -> None:
 
 
 def convert(parent: int, directory: str, target: str) -> None:
-    """Write `_MADE` into a directory; the entry of a process. Its last words say what is wrong."""
+    """Write `_MADE` into a directory; the entry point of a process. Its last output is the
+    error."""
     die_with_parent(parent, "convert")
     # As if it were not installed: it takes seconds to load, and tokenizers do without.
     sys.modules["torch"] = None  # type: ignore[assignment]

@@ -1,8 +1,8 @@
-"""Finds tokenizers that take a time and a room that grow as their text does.
+"""Identifies tokenizers with time and memory bounded by the length of their text.
 
 A `tokenizer.json` may hold regular expressions, which the library matches by backtracking, and
-replacements, which may multiply a text. What is known to be bounded is encoded in the actor's own
-process; anything else in a child that can be thrown away (`renderer.py`).
+replacements, which may multiply a text. Tokenizers known to be bounded run in the actor's own
+process; others in a disposable child (`renderer.py`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 LONG_BYTES = 64 * 1024
-"""A text of so many characters takes some 20 ms; a longer one is encoded on a thread."""
+"""Characters that take some 20 ms to encode; a longer text is encoded on a thread."""
 _MOST_GROWTH = 64.0
-"""By so much may all replacements together multiply a text."""
+"""Most by which all replacements together may multiply a text."""
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -30,8 +30,8 @@ _KNOWN = frozenset(
         r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     }
 )
-"""Of GPT-2, of Qwen and Llama 3, and of one that keeps marks with letters: a run is scanned once
-or twice."""
+"""Patterns of GPT-2, of Qwen and Llama 3, and of one that keeps marks with letters: a run is
+scanned once or twice."""
 _ONE_RUN = re.compile(
     r"(\\[swdSWD]|\[[^\[\]]*\]|\\p\{\w+\}|[^\\()\[\]{}|*+?.^$])(\+|\*|\?|\{\d+(,\d*)?\})"
 )
@@ -49,7 +49,7 @@ _NORMALIZERS = {
     "Precompiled": 18.0,
     "Prepend": 1.0,
 }
-"""By kind: by how much it multiplies a text at most."""
+"""By kind: the most that it multiplies a text by."""
 _SPLITTERS = {
     "ByteLevel",
     "Metaspace",
@@ -73,7 +73,7 @@ def is_bounded(tokenizer: Mapping[str, Any]) -> bool:
 
 
 def _parts(one: Any, name: str) -> Iterator[Mapping[str, Any]]:
-    """Return a step's parts, where it is a sequence, or itself."""
+    """Return a step's parts if it is a sequence, or the step itself."""
     if one is None:
         return
     if one.get("type") == "Sequence":

@@ -1,7 +1,7 @@
-"""The process in which a chat template runs, and a tokenizer that is not known to be bounded:
-requests on standard input, answers on the output.
+"""The process that runs a chat template, and a tokenizer that is not known to be bounded: requests
+on standard input, replies on standard output.
 
-Each is a length of 8 bytes and JSON. It ends when its input does.
+Each is a length of 8 bytes and JSON. The process ends when its input does.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _MOST_MEMORY = 1 << 30
 
 
 _MOST_FOR_TOKENS = 4 << 30
-"""The same for a tokenizer, whose vocabulary takes some."""
+"""Address space for a tokenizer, as its vocabulary takes some."""
 
 
 def main(directory: str, characters: int) -> None:
-    """Serve until the input ends; `characters` may a prompt have. The first request has the source
-    of the template, or null for the model's own."""
+    """Serve until the input ends; a prompt may have `characters` characters. The first request has
+    the source of the template, or null for the model's own."""
     ignore_group_signals()
     _limit_memory(_MOST_MEMORY)
     (source,) = _request()
@@ -52,7 +52,7 @@ def main(directory: str, characters: int) -> None:
 
 
 def _request() -> list[Any]:
-    """Return the next request; an empty one where the input ends."""
+    """Return the next request; an empty one if the input ends."""
     head = os.read(0, LENGTH.size)
     if not head:
         return []
@@ -76,7 +76,7 @@ def _answer(template: ChatTemplate, directory: Path, request: list[Any]) -> dict
             return {"value": _spans(directory, request[1])}
         return {"value": _value(template, request)}
     except InvalidRequest as error:
-        # Whoever has met the limit once may be near it from now on.
+        # Once at the limit, the process may stay near it.
         return {"error": str(error), "spent": isinstance(error.__cause__, MemoryError)}
     except OutOfResources:
         gib = _MOST_FOR_TOKENS >> 30

@@ -1,9 +1,9 @@
-"""Programs that come with a model run in a process that can be thrown away.
+"""A disposable process for programs that come with a model.
 
-A chat template is a program: a sandbox keeps it from doing harm, but not from running for ever or
-filling the memory. So are a tokenizer's regular expressions and replacements, where they are not
-known to be bounded (`patterns.py`). They run in a child of whoever renders, with limits on its
-processor time, its memory and its output; past one of them the child is killed and another started.
+A chat template is a program: a sandbox prevents harm, but not an endless loop or the exhaustion of
+memory. So are a tokenizer's regular expressions and replacements, unless they are known to be
+bounded (`patterns.py`). They run in a child of the rendering process, with limits on its CPU time,
+its memory and its output; past one of them the child is killed and another started.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ if TYPE_CHECKING:
     from nanoactor.text.tokenizer import Piece
 
 _LOOK = 0.02
-"""Seconds between two looks at how long a child has computed."""
+"""Seconds between two checks of a child's CPU time."""
 _WALL = 10.0
-"""How many times its limit a child may take by the clock: it may have to wait for a processor."""
+"""Wall-clock limit as a multiple of the CPU limit: a child may have to wait for a CPU."""
 _START = 5.0
-"""Seconds more that it may take to start."""
+"""Extra seconds allowed for startup."""
 _FIRST = 0.5
-"""Seconds after which a conversation lets those behind it go first."""
+"""Seconds after which a conversation lets the next ones go first."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RenderOptions:
-    """Limits on what a template may take for one conversation, and the template."""
+    """The template, and its limits for one conversation."""
 
     seconds: float
-    """Limit of processor time in seconds."""
+    """Limit of CPU time in seconds."""
     characters: int
     """Limit of output characters."""
     template: str | None = None
@@ -64,7 +64,7 @@ class _Ended(Exception):
 
 
 class _Child:
-    """The process, and how it is asked."""
+    """The child process and its request protocol."""
 
     def __init__(self, directory: Path, options: RenderOptions) -> None:
         path = [entry for entry in sys.path if isinstance(entry, str)]
@@ -85,7 +85,7 @@ class _Child:
         self.send([options.template])
 
     def send(self, request: list[Any]) -> None:
-        """Hand it work; that it is gone shows when it is to answer."""
+        """Send it work; if it is gone, `answer` reports that."""
         assert self.process.stdin is not None
         body = json.dumps(request).encode()
         with contextlib.suppress(BrokenPipeError):
@@ -93,9 +93,9 @@ class _Child:
             self.process.stdin.flush()
 
     def answer(self, limit: float) -> Any:
-        """Wait for what it says, for so many seconds of its processor time.
+        """Wait for its answer, for `limit` seconds of its CPU time.
 
-        Raises `Overdue` where it takes longer, `_Ended` where it says nothing any more.
+        Raises `Overdue` if it takes longer, `_Ended` if the child is gone.
         """
         begin, used = time.monotonic(), self._cpu_seconds()
 
@@ -127,7 +127,7 @@ class _Child:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def end(self) -> None:
-        """Kill it, and leave nothing."""
+        """Kill it and clean up."""
         self.process.kill()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
@@ -145,7 +145,7 @@ class Renderer:
         self._child: _Child | None = None
         self._lock = threading.Lock()
         self.cancelled = False
-        """Whether the rendering at hand is to end; for the next one it is set back."""
+        """True if the current rendering is to end; reset for the next one."""
 
     def describe(self) -> tuple[TemplateFacts, str]:
         """Return the template's capabilities, and the error of the test rendering, if any. Raises
@@ -170,18 +170,18 @@ class Renderer:
         return dataclasses.replace(facts, **tried), ""
 
     def render(self, messages: str, options: str, seconds: float) -> str:
-        """The prompt for a conversation, both given as JSON, within so many seconds of processor
-        time; raises `InvalidRequest`, or `Overdue` where it takes longer."""
+        """Return the prompt for a conversation, both given as JSON, within `seconds` seconds of CPU
+        time; raises `InvalidRequest`, or `Overdue` if it takes longer."""
         text: str = self.ask(["render", messages, options], seconds)
         return text
 
     def stopped(self, request: list[Any] | None = None) -> InvalidRequest:
-        """The error of who has taken all the time that there is."""
+        """Return the error of a request that has used all of the allowed time."""
         what, seconds = _subject(request), self._options.seconds
         return InvalidRequest(f"{what} was stopped: it takes longer than {seconds:g} s")
 
     def ask(self, request: list[Any], seconds: float) -> Any:
-        """Return the child's answer within `seconds` of processor time; raises as `render` does."""
+        """Return the child's answer within `seconds` of CPU time; raises as `render` does."""
         try:
             try:
                 answer = self._asked(request, seconds)
@@ -228,7 +228,7 @@ class Renderer:
         return child.answer(seconds)
 
     def cancel(self) -> None:
-        """End the rendering at hand with an error; from any thread."""
+        """End the current rendering with an error; from any thread."""
         with self._lock:
             self.cancelled = True
             if self._child is not None:
@@ -243,7 +243,7 @@ class Renderer:
 
 
 Done = Callable[[Any], None]
-"""Takes the prompt, or the ids, or the `Exception` that was raised instead."""
+"""Called with the prompt, or the ids, or the `Exception` raised instead."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
@@ -261,7 +261,7 @@ class _Job:
 class RenderQueue:
     """A thread with a renderer: one conversation at a time, results by callback.
 
-    They go in their order, but whose template takes long starts again behind the others.
+    They run in order, but one that takes long is restarted after the others.
     """
 
     def __init__(self, directory: Path, options: RenderOptions) -> None:
@@ -276,7 +276,7 @@ class RenderQueue:
         self._exists, self.note = bool(files.sources), files.note
         self._lock = threading.Lock()
         self._known: set[int] = set()
-        """Numbers of conversations that are not over and are wanted."""
+        """Numbers of unfinished conversations that are still wanted."""
         self._current: int | None = None
         self._thread = threading.Thread(target=self._run, name="render", daemon=True)
         self._thread.start()
@@ -297,13 +297,13 @@ class RenderQueue:
         self._put(number, ["render", messages, options], done)
 
     def encode(self, number: int, pieces: Sequence[Piece], done: Done) -> None:
-        """Encode texts whose tokenizer is not known to be bounded; `done` is called on the queue's
+        """Encode texts if the tokenizer is not known to be bounded; `done` is called on the queue's
         thread, with a list of ids for each."""
         self._put(number, ["encode", [*pieces]], done)
 
     def spans(self, number: int, prompts: Sequence[Any], done: Done) -> None:
-        """Find the tokens of prompts, texts or ids, in such a tokenizer's text; `done` is called on
-        the queue's thread, with `Spans` as lists."""
+        """Find the tokens of prompts, texts or ids, in the text of an unbounded tokenizer; `done`
+        is called on the queue's thread, with `Spans` as lists."""
         self._put(number, ["spans", [*prompts]], done)
 
     def _put(self, number: int, request: list[Any], done: Done) -> None:
@@ -382,4 +382,4 @@ def _subject(request: list[Any] | None) -> str:
 
 
 class Cancelled(Exception):
-    """Nobody wants the conversation's prompt any more."""
+    """The conversation's prompt is no longer wanted."""

@@ -12,7 +12,7 @@ from nanoactor.outputs import Logprob
 from nanoactor.scores import RequestScores, TokenScores, ToldScores
 
 MAX_PIECE = 1024
-"""Bytes of a token that are told; longer ones exist in no vocabulary that we know."""
+"""Most bytes of a token that are reported; longer ones exist in no vocabulary that we know."""
 
 
 class Score(NamedTuple):
@@ -34,11 +34,11 @@ class ScoreRun(NamedTuple):
     is_prompt: bool
     scores: list[Score]
     pieces: list[bytes]
-    """The bytes of each token, then of those told beside it; none where nobody knows them."""
+    """The bytes of each token, then of its reported alternatives; none without a tokenizer."""
 
 
 def runs_of(message: RequestScores) -> Iterator[ScoreRun]:
-    """Go through the runs of a message; who knows the tokens enters them."""
+    """Iterate over the runs of a message; the caller fills in the tokens if it knows them."""
     found, at, top = message.scores, 0, 0
     logprobs, ranks = found.logprobs.tolist(), found.ranks.tolist()
     counts, top_ids = found.counts.tolist(), found.top_ids.tolist()
@@ -59,9 +59,10 @@ def runs_of(message: RequestScores) -> Iterator[ScoreRun]:
 def take_first(
     run: ScoreRun, budget: int, most: int, piece: Callable[[int], bytes] | None
 ) -> tuple[ScoreRun, int]:
-    """Take the first scores out of a run, as many as fit into so many bytes, but one at least.
+    """Take the first scores out of a run, as many as fit into the budget in bytes, but at least
+    one.
 
-    Returns them, with the bytes of their tokens, and how many bytes they take in a message.
+    Returns them, with the bytes of their tokens, and their size in a message.
     """
     pieces: list[bytes] = []
     count, taken = 0, 0
@@ -100,17 +101,17 @@ def told(runs: list[ScoreRun]) -> ToldScores:
 
 
 class ToldRun(NamedTuple):
-    """Scores of one request as the user gets them, without the tokens that they are of."""
+    """Scores of one request as the user gets them, without the tokens themselves."""
 
     uid: int
     is_prompt: bool
     logprobs: list[tuple[Logprob, dict[int, Logprob]]]
-    """Of the token itself, and of the likeliest in its place."""
+    """Log-probability of the token itself, and those of the likeliest in its place."""
     offsets: list[int]
 
 
 def told_runs(message: ToldScores) -> Iterator[ToldRun]:
-    """Go through the runs of a message."""
+    """Iterate over the runs of a message."""
     found = message.scores
     pieces = _pieces(message)
     logprobs, ranks = found.logprobs.tolist(), found.ranks.tolist()

@@ -1,4 +1,4 @@
-"""The place of each token in its text, for those who want a prompt's log-probabilities with it."""
+"""The place of each token in its text, for a prompt's log-probabilities."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 Spans = tuple[bytes, list[int]]
-"""The bytes of a prompt's first token, and at which character of the text each token begins."""
+"""The bytes of a prompt's first token, and the index of each token's first character in the
+text."""
 
 
 class SpanFinder:
-    """Finds tokens in texts; a token within a character begins where that does."""
+    """Finds tokens in texts; a token within a character starts at that character."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._decoders = DecoderFactory(tokenizer)
 
     def of_ids(self, token_ids: Sequence[int]) -> Spans:
-        """In the text that these ids are decoded to, special tokens included."""
+        """Return the spans in the text that these ids are decoded to, special tokens included."""
         return self._decoders.piece(token_ids[0]), self._decoded(token_ids)[1]
 
     def of_text(self, text: str) -> Spans:
-        """In this text, whose tokens may spell it differently: normalized, or behind a token that
-        stands for its beginning."""
+        """Return the spans in this text, which the tokens may spell differently: normalized, or
+        after a token for its beginning."""
         from nanoactor.text.tokenizer import refusing  # the user's process imports this module
 
         with refusing("the prompt cannot be tokenized"):

@@ -1,10 +1,10 @@
-"""Finds stop strings in a stream of text without ever letting a part of one out."""
+"""Finds stop strings in a stream of text without ever emitting a part of one."""
 
 from __future__ import annotations
 
 
 class StopMatcher:
-    """Feeds on pieces of text; the outcome does not depend on how the text is cut.
+    """Consumes pieces of text; the outcome does not depend on how the text is cut.
 
     The match that ends first wins; of those that end together, the longest.
     """
@@ -16,7 +16,7 @@ class StopMatcher:
         self.matched: str | None = None
 
     def push(self, text: str) -> str:
-        """The text that may go out; after a match, the rest of it, cut as asked."""
+        """Return the text that may be emitted; after a match, the rest of it, cut as requested."""
         if not self._stops:
             return text
         held = self._held + text
@@ -37,7 +37,7 @@ class StopMatcher:
         return end, stop
 
     def _longest_open(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a stop string."""
+        """Return the length of the longest end of `text` that starts a stop string."""
         longest = max(len(stop) for stop in self._stops) - 1
         for size in range(min(longest, len(text)), 0, -1):
             tail = text[-size:]

@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # the user's process imports this module, and has no use for 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TemplateFacts:
-    """Facts about what a model's chat template does."""
+    """Facts about a model's chat template."""
 
     exists: bool = False
     variables: tuple[str, ...] = ()
@@ -95,7 +95,7 @@ _PROBES: tuple[list[dict[str, Any]], ...] = (
     [{"role": "system", "content": "/no_think"}, {"role": "user", "content": "?"}],
     calling({}, "{}"),
 )
-"""Conversations after which some templates open thoughts, and some do not."""
+"""Conversations after which some templates open reasoning, and some do not."""
 
 
 _FORMS: tuple[tuple[str, CallForm], ...] = (
@@ -116,14 +116,14 @@ def _call_form(source: str) -> CallForm:
 class ChatTemplate:
     """Renders messages as the model was trained to read them.
 
-    The environment offers what transformers offers: a sandbox, `raise_exception`,
-    `strftime_now`, `tojson`, and the special tokens by name.
+    The environment is that of transformers: a sandbox, `raise_exception`, `strftime_now`, `tojson`,
+    and the special tokens by name.
     """
 
     def __init__(
         self, directory: Path, characters: int | None = None, source: str | None = None
     ) -> None:
-        """`characters`: how long a prompt may be; `source` takes the place of the model's own."""
+        """`characters` limits the prompt's length; `source` replaces the model's own template."""
         self._characters = characters
         files = read_template_files(directory, source)
         self._special, self._sources = files.special_tokens, files.sources
@@ -133,7 +133,7 @@ class ChatTemplate:
         """By template; found when a conversation asks for it."""
 
     def facts(self) -> TemplateFacts:
-        """Read from its source what it does."""
+        """Derive the template's facts from its source."""
         from jinja2 import meta
 
         if not self._templates:
@@ -150,7 +150,7 @@ class ChatTemplate:
         return TemplateFacts(True, *names, call_form=form, knows_thoughts=thinks)
 
     def probe(self) -> dict[str, Any]:
-        """Return the members of `TemplateFacts` that are found out by trying."""
+        """Return the members of `TemplateFacts` that are found by rendering."""
         plain = self._tried(_PROBES[0], {})
         others = [text for probe in _PROBES[1:] if (text := self._tried(probe, {}))]
         thoughts = thoughts_after(plain)
@@ -179,11 +179,11 @@ class ChatTemplate:
             return ""
 
     def render(self, messages: list[Any], options: Mapping[str, Any]) -> str:
-        """The prompt for these messages.
+        """Return the prompt for these messages.
 
-        `options` are passed to the template (`add_generation_prompt` is true unless given), but for
+        `options` are passed to the template (`add_generation_prompt` is true unless given), except
         `continue_final_message`: with it the prompt ends where the last message does, as in
-        transformers. Raises `InvalidRequest` where the model has no template, or it refuses.
+        transformers. Raises `InvalidRequest` if the model has no template, or it refuses.
         """
         name = "tool_use" if options.get("tools") and "tool_use" in self._templates else "default"
         if name not in self._templates:
@@ -245,7 +245,7 @@ class ChatTemplate:
             raise InvalidRequest(f"the chat template refuses these messages: {why}") from error
 
     def _bounded(self, pieces: Iterator[str]) -> str:
-        """All of them, as long as they are not too many."""
+        """Return all pieces as one text, unless it is too long."""
         text, size = [], 0
         for piece in pieces:
             size += len(piece)

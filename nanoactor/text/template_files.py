@@ -20,12 +20,12 @@ PROCESSOR, CONFIG, SPECIAL = (
     "special_tokens_map.json",
 )
 TEMPLATE_FILES = (JINJA, LEGACY, PROCESSOR)
-"""Files that hold templates beside a tokenizer's configuration."""
+"""Files that hold templates, besides a tokenizer's configuration."""
 _OF_PROCESSORS = (PROCESSOR, "preprocessor_config.json")
 """Files of models for which transformers reads a processor's template before the tokenizer's."""
 _QWEN = dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>")
 _DEFAULTS = {"Qwen2Tokenizer": _QWEN, "Qwen2TokenizerFast": _QWEN}
-"""Special tokens that a class of transformers' has where no file names others."""
+"""Special tokens of a transformers class, used if no file names others."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class TemplateFiles:
 
 
 def read_template_files(directory: Path, template: str | None = None) -> TemplateFiles:
-    """Read them; `template` takes the place of the model's. Raises `ModelError` for a file that is
-    malformed."""
+    """Read the files; `template` replaces the model's own. Raises `ModelError` for a malformed
+    file."""
     try:
         config = optional_json(directory / CONFIG)
         found = _found(directory, config)
@@ -63,7 +63,7 @@ def read_template_files(directory: Path, template: str | None = None) -> Templat
 
 
 def _found(directory: Path, config: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Return templates by the place where they stand, the place that counts first."""
+    """Return templates by their place, in order of precedence."""
     processes = any((directory / name).exists() for name in _OF_PROCESSORS)
     jinja = _of_jinja_files(directory)
     legacy = _named(optional_json(directory / LEGACY).get("chat_template"))
@@ -120,5 +120,5 @@ def special_tokens(directory: Path, config: Mapping[str, Any]) -> dict[str, str]
 
 
 def optional_json(path: Path) -> dict[str, Any]:
-    """Return a file's JSON object; an empty one where there is no such file."""
+    """Return a file's JSON object; an empty one if there is no such file."""
     return read_json(path) if path.exists() else {}

@@ -25,8 +25,8 @@ from nanoactor.text.patterns import is_bounded
 
 
 def load_tokenizer(directory: Path, name: str = "tokenizer.json") -> Tokenizer:
-    """The `tokenizer.json` of a model, with the tokens that other files add to it; `ModelError`
-    where it is missing or malformed."""
+    """Return the `tokenizer.json` of a model, with the tokens that other files add to it; raises
+    `ModelError` if it is missing or malformed."""
     path = directory / name
     if not path.exists():
         raise ModelError(f"{path} does not exist")
@@ -52,17 +52,18 @@ def _read(path: Path) -> Tokenizer:
 
 
 Piece = tuple[str, bool]
-"""A text, and whether the tokenizer adds what it puts around a text."""
+"""A text, and whether the tokenizer adds its own special tokens around it."""
 
 
 class TextEncoder:
     """Prompts to token ids."""
 
     def __init__(self, directory: Path, reserved: Sequence[int] = ()) -> None:
-        """`reserved`: ids that a conversation's template alone may write, as placeholders."""
+        """`reserved`: ids that only a conversation's template may write, as placeholders."""
         self._tokenizer = load_tokenizer(directory)
         self.is_bounded = is_bounded(_steps(self._tokenizer))
-        """Whether what it takes grows as its text does; else `pieces` are encoded elsewhere."""
+        """True if time and memory are bounded by the text's length; otherwise `pieces` are encoded
+        elsewhere."""
         names = [self._tokenizer.id_to_token(token) for token in reserved]
         # Unguessable: no text has them unless it was given them here.
         self._hidden = {f"\ue000{secrets.token_hex(8)}\ue001": name for name in names if name}
@@ -79,27 +80,27 @@ class TextEncoder:
             self._tokenizer.encode_special_tokens = before
 
     def hide_placeholders(self, text: str) -> str:
-        """Return a conversation (JSON, before its template sees it) in which what users spell like
-        a placeholder is none; `encode_rendered` makes plain characters of it."""
+        """Return a conversation (JSON, before its template sees it) with user text that spells a
+        placeholder hidden; `encode_rendered` turns it into plain characters."""
         for hidden, name in self._hidden.items():
             text = text.replace(name, hidden)
         return text
 
     def encode(self, pieces: Sequence[Piece]) -> list[list[int]]:
-        """Return the ids of each of these texts. Raises `InvalidRequest` for what is no Unicode,
-        and where the library fails."""
+        """Return the ids of each of these texts. Raises `InvalidRequest` for invalid Unicode, and
+        if the library fails."""
         return encode_all(self._tokenizer, pieces)
 
     def encode_text(self, text: str, special: bool = True) -> Int32:
-        """The ids of a text; with `special`, those that the tokenizer adds by itself too."""
+        """Return the ids of a text; with `special`, those that the tokenizer adds by itself too."""
         return np.array(self.encode([(text, special)])[0], np.int32)
 
     def encode_rendered(self, text: str) -> Int32:
-        """The ids of a conversation: its template has written all special tokens itself."""
+        """Return the ids of a conversation: its template has written all special tokens itself."""
         return self.joined(text, self.encode(self.rendered_pieces(text)))
 
     def rendered_pieces(self, text: str) -> list[Piece]:
-        """Return the texts of a rendered conversation, around what was hidden in it."""
+        """Return the texts of a rendered conversation, around its hidden parts."""
         return [(piece, False) for piece in self._split(text) if piece not in self._spelt]
 
     def joined(self, text: str, ids: Sequence[Sequence[int]]) -> Int32:
@@ -119,7 +120,8 @@ class TextEncoder:
         return re.split("(" + "|".join(map(re.escape, self._hidden)) + ")", text)
 
     def decode(self, token_ids: list[int]) -> str:
-        """The text of ids, special tokens included; raises `InvalidRequest` for unknown ones."""
+        """Return the text of ids, special tokens included; raises `InvalidRequest` for unknown
+        ones."""
         size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         for token in token_ids:
             if not 0 <= token < size:
@@ -143,7 +145,7 @@ def encode_all(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> list[list[int]]
 
 @contextlib.contextmanager
 def refusing(what: str) -> Iterator[None]:
-    """Turn whatever the library raises for a text into that request's error, which begins with
+    """Convert the library's errors for a text into that request's error, which starts with
     `what`."""
     try:
         with native_calls():

@@ -1,4 +1,4 @@
-"""Prompts with pictures as ids, without decoding a picture or asking the engine."""
+"""Prompts with pictures as token ids, without decoding a picture or asking the engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nanoactor.vision.prompt import VisualItem, expand_prompt
 
 
 class PictureExpander:
-    """Puts as many placeholders where a picture stands as the picture will have tokens."""
+    """Replaces each picture's placeholder by as many as the picture will have tokens."""
 
     def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
         """Take the limits of pictures from the engine's configuration."""
@@ -33,10 +33,10 @@ class PictureExpander:
     async def expand(
         self, token_ids: Sequence[int], messages: Sequence[Mapping[str, Any]]
     ) -> list[int]:
-        """Return the ids of a conversation whose pictures have been loaded.
+        """Return the ids of a conversation with loaded pictures.
 
         `token_ids` has one placeholder for each picture of `messages`. Headers are read on a
-        thread. Raises `InvalidRequest` for a picture that the engine would refuse.
+        thread. Raises `InvalidRequest` for a picture that the engine would reject.
         """
         _, media = self._taker.of_messages(list(messages))
         return await asyncio.to_thread(self._expand, token_ids, media) if media else [*token_ids]

@@ -1,4 +1,4 @@
-"""A tokenizer's wait for what vision workers find out about a request's items."""
+"""Collects, for a tokenizer, the vision workers' findings about a request's items."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ class ItemGathering:
     def __init__(self) -> None:
         self._found: dict[int, dict[int, ReadItem | Unusable]] = {}
         self._swallow: dict[int, int] = {}
-        """By request that is over: how many of its items are still to come."""
+        """By finished request: how many of its items are still to come."""
 
     def __len__(self) -> int:
         """Return the number of known requests."""
         return len(self._found) + len(self._swallow)
 
     def add(self, uid: int, item: int, found: ReadItem | Unusable) -> int:
-        """Take an item, or why it cannot be used; returns how many of its request there are."""
+        """Take an item, or why it cannot be used; return how many of its request have arrived."""
         if uid in self._swallow:
             self._swallow[uid] -= 1
             if not self._swallow[uid]:
@@ -36,9 +36,8 @@ class ItemGathering:
         return len(self._found.get(uid, ())) == count
 
     def of(self, uid: int, kinds: Sequence[str]) -> list[ReadItem]:
-        """Return a request's items, in their order; `kinds` says what each of them is. Raises
-        `InvalidRequest` where one cannot be used, `OutOfResources` where the machine is to
-        blame."""
+        """Return a request's items, in their order; `kinds` gives the kind of each. Raises
+        `InvalidRequest` if one cannot be used, `OutOfResources` if the machine is to blame."""
         items = self._found.get(uid, {})
         for index, found in sorted(items.items()):
             if isinstance(found, Unusable):
@@ -49,7 +48,7 @@ class ItemGathering:
         return [found for _, found in sorted(items.items()) if isinstance(found, ReadItem)]
 
     def forget(self, uid: int, count: int) -> None:
-        """A request of so many items is over: those that are still to come go nowhere."""
+        """Finish a request of `count` items: those still to come are dropped."""
         missing = count - len(self._found.pop(uid, ()))
         if missing:
             self._swallow[uid] = missing

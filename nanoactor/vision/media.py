@@ -1,4 +1,4 @@
-"""Pictures and videos, undecoded: what can be told of them before they are decoded."""
+"""Pictures and videos, undecoded: the facts known about them before they are decoded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nanoactor.models.vision.image_config import ImageConfig
 from nanoactor.models.vision.video_config import VideoConfig
 
 PIECE_BYTES = 256 << 10
-"""Of an item's bytes or pixels, in one message."""
+"""Maximum size of an item's bytes or pixels in one message."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,15 +24,15 @@ class Media:
     form: str
     """"" for a file in a format of its own; else "RGB", "RGBA" or "L"."""
     shape: tuple[int, ...]
-    """Of pixels: height and width."""
+    """Height and width of pixels."""
     area: tuple[int, int]
     """The least and the largest area in pixels to which it is resized; of a video, that of all
     frames together."""
     data: bytes | bytearray
     frames: tuple[int, ...] = ()
-    """Of a video: how many bytes of `data` each frame has; empty for a picture."""
+    """Size in bytes of each frame in a video's `data`; empty for a picture."""
     times: tuple[float, ...] = ()
-    """Of a video: the seconds of its temporal patches. Pixels do not depend on them."""
+    """Times in seconds of a video's temporal patches. Pixels do not depend on them."""
 
     @property
     def size(self) -> int:
@@ -78,9 +78,9 @@ class MediaReader:
         self._pictures = pictures
 
     def size_of(self, media: Media, before: Callable[[], None] = _nothing) -> tuple[int, int]:
-        """Return the height and width to which it is resized. Raises `InvalidRequest` for what is
-        no picture, or too large, or too narrow, and for frames of different sizes. `before` is
-        called before each frame is looked at."""
+        """Return the height and width to which it is resized. Raises `InvalidRequest` for an
+        invalid picture, one too large or too narrow, and for frames of different sizes. `before` is
+        called before each frame is checked."""
         least, most = media.area
         try:
             if not media.frames:
@@ -118,7 +118,7 @@ class MediaReader:
         return first
 
     def read(self, media: Media, before: Callable[[], None] = _nothing) -> ReadItem:
-        """Name a picture or a video and tell its grid. Raises `InvalidRequest`."""
+        """Compute the key and the grid of a picture or a video. Raises `InvalidRequest`."""
         height, width = self.size_of(media, before)
         digest = hashlib.blake2b(digest_size=16, key=self._salt)
         digest.update(f"{media.form} {media.shape} {height} {width} {media.frames} ".encode())

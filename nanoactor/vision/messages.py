@@ -17,7 +17,7 @@ class Items:
     decoded."""
 
     keys: NDArray[np.uint8]
-    """(items, 16): what names each one's content and how it is processed."""
+    """(items, 16): hash of each item's content and processing."""
     grids: Int32
     """(items, 3): temporal patches, and the rows and columns of tokens in each."""
     spans: Int32
@@ -53,7 +53,7 @@ class VisionStep:
     order."""
     pages: Int32
     tokens: Int32
-    """Indices of the step's prompt tokens that stand for rows of the encoder cache."""
+    """Indices of the step's prompt tokens that take rows of the encoder cache."""
     rows: Int32
     """Row of the encoder cache for each of `tokens`: page x rows of a page + offset."""
     positions: Int32
@@ -88,24 +88,24 @@ class MediaPiece:
     item: int
     """Index of the item in the request, from 0."""
     tokenizer: int
-    """Whom to tell of it; negative where it was told before."""
+    """Index of the tokenizer to notify; negative if it was notified before."""
     form: str
     """"" for a file in a format of its own; else "RGB", "RGBA" or "L" for pixels."""
     shape: tuple[int, ...]
-    """Of pixels: height and width."""
+    """Height and width of pixels."""
     area: tuple[int, int]
     """The least and the largest area in pixels to which it is resized."""
     frames: tuple[int, ...]
-    """Of a video: how many bytes each frame has; empty for a picture."""
+    """Size in bytes of each frame of a video; empty for a picture."""
     size: int
-    """Of the whole, in bytes."""
+    """Size of the whole, in bytes."""
     offset: int
     data: NDArray[np.uint8]
 
 
 @message(71)
 class ItemsRead:
-    """Vision worker to tokenizer: what items are, from their bytes and headers alone."""
+    """Vision worker to tokenizer: the items found, from their bytes and headers alone."""
 
     worker: int
     uids: Int64
@@ -115,7 +115,7 @@ class ItemsRead:
     grids: Int32
     """(items, 3), as in `Items`."""
     errors: list[str]
-    """Why an item cannot be used; empty where it can."""
+    """The reason why each item cannot be used; empty if it can."""
     refused: NDArray[np.uint8]
     """Of each item: whether the machine is to blame, not the item."""
 
@@ -133,7 +133,7 @@ class WantPixels:
     """Scheduler to vision worker: decode an item and send its pixels to the runners."""
 
     pixels: int
-    """The number by which they go from here on; never the same twice."""
+    """Number that identifies them from here on; never reused."""
     uid: int
     item: int
     key: bytes
@@ -141,7 +141,7 @@ class WantPixels:
 
 @message(74)
 class CancelPixels:
-    """Scheduler to vision worker: nobody waits for these pixels any more."""
+    """Scheduler to vision worker: these pixels are no longer wanted."""
 
     pixels: Int64
 
@@ -179,14 +179,14 @@ class ItemsFailed:
     pixels: Int64
     errors: list[str]
     refused: Int64
-    """Those of them of which the machine is to blame, not the picture."""
+    """Those that failed because of the machine, not the picture."""
 
 
 @message(79)
 class DropPixels:
     """Scheduler to every runner, by way of the block manager: forget these pixels, which may not
-    have come yet. No later step names them, and what is half encoded begins anew."""
+    have arrived yet. No later step names them, and half-encoded items restart."""
 
     pixels: Int64
     numbers: Int64
-    """Of each, the object in the encoder cache."""
+    """Number of each one's object in the encoder cache."""

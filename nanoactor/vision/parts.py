@@ -1,4 +1,4 @@
-"""The pictures and videos of a request, wherever in it they stand."""
+"""Extraction of a request's pictures and videos, wherever they appear in it."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class MediaTaker:
         return tuple(taking.media)
 
     def of_messages(self, messages: list[Any]) -> tuple[list[Any], tuple[Media, ...]]:
-        """Return a conversation in which a part with a picture or a video says only that there is
-        one, and these in their order."""
+        """Return a conversation in which each part with a picture or a video is reduced to a
+        marker, and these items in their order."""
         taking = _Taking(self, {})
         bare = [_bare(message, taking) for message in messages]
         return bare, tuple(taking.media)
@@ -126,7 +126,7 @@ class _Taking:
         self.picture(given, url.get("detail") or detail)
 
     def video(self, given: Any) -> None:
-        """Take a video, likewise."""
+        """Take a video in the same way."""
         rules, number = self._next("video")
         if isinstance(given, Media):
             self.media.append(given)
@@ -171,8 +171,8 @@ def _must_open(given: Any) -> bool:
 
 
 def snapshot(value: Any) -> Any:
-    """Return a prompt that does not change when the user changes what it was made of; pictures
-    that Pillow has opened and files stay what they are. Raises `InvalidRequest`."""
+    """Return a prompt that does not change when the user changes its source; pictures that Pillow
+    has opened and files are not copied. Raises `InvalidRequest`."""
     try:
         return _snapshot(value)
     except RecursionError:
@@ -222,6 +222,6 @@ def _bare_part(part: Any, taking: _Taking) -> Any:
 
 
 def _video_of(part: Mapping[str, Any]) -> Any:
-    """Return a part's video, with the times or the rate that stand beside it."""
+    """Return a part's video, with the times or the rate given next to it."""
     given, times, fps = part.get("video"), part.get("times"), part.get("fps")
     return given if times is None and fps is None else Video(given, times=times, fps=fps)

@@ -1,4 +1,4 @@
-"""Encoded pictures: what their headers say, and their pixels as transformers reads them.
+"""Encoded pictures: their headers, and their pixels as transformers reads them.
 
 Nothing is decoded before its size is known and allowed. Needs Pillow, and no torch.
 """
@@ -38,8 +38,7 @@ class Header:
 def read_header(data: bytes | bytearray, max_pixels: int) -> Header:
     """Return a picture's size without decoding it.
 
-    Raises `InvalidRequest` for what is no picture of a known format, and for one of more pixels
-    than `max_pixels`.
+    Raises `InvalidRequest` for an unknown format, and for more pixels than `max_pixels`.
     """
     with _refusing():
         image = _open(data)
@@ -57,7 +56,7 @@ def decode(data: bytes | bytearray, height: int, width: int) -> NDArray[np.uint8
     """Return a picture's pixels at this size, (height, width, 3), as `upright` has them, resized
     bicubically.
 
-    Raises `InvalidRequest` for what cannot be decoded. Check `read_header` first: a small file may
+    Raises `InvalidRequest` if it cannot be decoded. Check `read_header` first: a small file may
     hold a huge picture.
     """
     with _refusing():
@@ -65,9 +64,9 @@ def decode(data: bytes | bytearray, height: int, width: int) -> NDArray[np.uint8
 
 
 def upright(image: Image.Image) -> Image.Image:
-    """Return a picture's first frame in RGB, turned as its EXIF says, on a white ground where it is
-    transparent; the same whether it came as bytes, as a path, or opened by Pillow. Grey of 16 bits
-    keeps its 8 high ones. Raises `InvalidRequest` for numbers of which the range is not known."""
+    """Return a picture's first frame in RGB, turned according to its EXIF, on a white background if
+    it is transparent; the same whether it came as bytes, as a path, or opened by Pillow. 16-bit
+    gray keeps its 8 high bits. Raises `InvalidRequest` for numbers of unknown range."""
     is_png = image.format == "PNG"
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I;16") or (image.mode == "I" and is_png):

@@ -23,7 +23,7 @@ IMAGE_PLACEHOLDER = "<|image_pad|>"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VisualItem:
-    """A picture, or a video, of which the size is known and nothing is decoded yet."""
+    """A picture or video of known size, not decoded yet."""
 
     key: bytes
     """16 bytes that name its content and how it is processed."""
@@ -46,7 +46,7 @@ class PlacedSpan:
     item: int
     """Index of the item."""
     first_row: int
-    """The item's row that the first token stands for."""
+    """The item's row for the first token."""
     span: VisualSpan
 
 
@@ -63,10 +63,10 @@ def expand_prompt(
 ) -> ExpandedPrompt:
     """Replace each placeholder by as many as its item has rows.
 
-    The first placeholder of a picture stands for the first picture of the items, and so on; those
-    of videos likewise. A video's placeholder becomes, for each temporal patch, its time as text,
-    the start token, placeholders and the end token. `encode` gives the ids of such a text. Raises
-    `InvalidRequest` where placeholders and items disagree.
+    The first picture placeholder belongs to the first picture of the items, and so on; those of
+    videos likewise. A video's placeholder becomes, for each temporal patch, its time as text, the
+    start token, placeholders and the end token. `encode` returns the ids of such a text. Raises
+    `InvalidRequest` if placeholders and items disagree.
     """
     at = np.flatnonzero(np.isin(token_ids, (config.image_token_id, config.video_token_id)))
     _check(token_ids[at], items, config)
@@ -98,7 +98,8 @@ def expand_prompt(
 def _pieces(
     item: VisualItem, config: VisionConfig, encode: Encode
 ) -> Iterator[tuple[Int32, int | None]]:
-    """Make what replaces a placeholder: ids, and the item's first row where they are its own."""
+    """Yield the replacements of a placeholder: ids, and the item's first row if they are its
+    own."""
     rows = item.height * item.width
     if item.times is None:
         yield np.full(rows, config.image_token_id, np.int32), 0
@@ -125,7 +126,7 @@ def _check(placeholders: Int32, items: Sequence[VisualItem], config: VisionConfi
 
 def patch_times(times: Sequence[float], together: int) -> tuple[float, ...]:
     """Return the time of each temporal patch: the mean of its first and its last frame's, in
-    seconds. The last frame is repeated where frames do not fill a patch."""
+    seconds. The last frame is repeated if frames do not fill a patch."""
     padded = [*times, *[times[-1]] * (-len(times) % together)]
     firsts, lasts = padded[::together], padded[together - 1 :: together]
     return tuple((first + last) / 2 for first, last in zip(firsts, lasts, strict=True))
@@ -157,9 +158,9 @@ def visual_spans(items: Items) -> list[VisualSpan]:
 
 
 def block_extras(items: Items, block_size: int) -> dict[int, bytes]:
-    """Return, by block, what tells it from blocks of the same ids: of each span in it the item's
-    key, its shape, and the first of its rows. Where in a span a block begins follows from the
-    blocks before, on which its name depends."""
+    """Return, by block, the bytes that distinguish it from blocks of the same ids: for each span in
+    it the item's key, its shape, and the first of its rows. The block's offset within a span
+    follows from the blocks before, which its name depends on."""
     extras: dict[int, bytes] = {}
     for (item, first, _), span in zip(items.spans.tolist(), visual_spans(items), strict=True):
         numbers = (span.height, span.width, first)

@@ -22,9 +22,9 @@ from nanoactor.vision.prompt import patch_times
 from nanoactor.vision.video import Video, frame_times
 
 MAX_BYTES = 64 << 20
-"""Of an encoded picture."""
+"""Maximum size of an encoded picture."""
 MAX_VIDEO_BYTES = 256 << 20
-"""Of all frames of a video, as they are given."""
+"""Maximum size of all frames of a video, as given."""
 LOW_DETAIL = 512 * 512
 """The area in pixels to which OpenAI's detail "low" bounds a picture."""
 _MOST_PIXELS = 1 << 40
@@ -32,8 +32,8 @@ _CHANNELS = {"RGB": 3, "RGBA": 4, "L": 1}
 _MODES = {channels: mode for mode, channels in _CHANNELS.items()}
 _NESTED = ("images_kwargs", "videos_kwargs")
 _PILLOW = threading.Lock()
-"""An opened picture is decoded when its pixels are asked for, which two threads must not do at
-once: it may be part of several requests."""
+"""Serializes the decoding of opened pictures, which happens when their pixels are requested: one
+picture may be part of several requests."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,9 +42,9 @@ class MediaRules:
 
     images: ImageConfig
     max_pixels: int
-    """Of a picture, or of a frame, before it is resized."""
+    """Most pixels of a picture, or of a frame, before it is resized."""
     videos: VideoConfig | None = None
-    """None for a model that takes none."""
+    """None for a model that takes no videos."""
 
     def area(self, kwargs: Mapping[str, Any], detail: str = "auto") -> tuple[int, int]:
         """Return the areas between which a picture is resized, by `mm_processor_kwargs`
@@ -147,7 +147,7 @@ class MediaRules:
                     f"frame {number} is {one.form or 'a file'} {one.shape}, the first is "
                     f"{first.form or 'a file'} {first.shape}: frames must be alike"
                 )
-            # Frames of pixels are alike, so the first tells what all will take.
+            # Frames of pixels are alike, so the size of the first gives that of all.
             if max(size, one.size * len(frames) if one.form else 0) > MAX_VIDEO_BYTES:
                 raise InvalidRequest(
                     f"the frames have more than {MAX_VIDEO_BYTES} bytes: give them encoded, "
@@ -182,7 +182,7 @@ def _kwargs_of(kwargs: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
 
 
 def _area(kwargs: Mapping[str, Any], own: ImageConfig | VideoConfig) -> tuple[int, int]:
-    """Return the areas that are asked for, or the model's own."""
+    """Return the requested areas, or the model's own."""
     known = {"min_pixels", "max_pixels", "size"}
     if wrong := [str(key) for key in kwargs if key not in known]:
         raise InvalidRequest(

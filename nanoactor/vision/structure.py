@@ -1,7 +1,7 @@
-"""Bounds on what a picture's file may consist of, checked before Pillow reads it.
+"""Bounds on the parts of a picture's file, checked before Pillow reads it.
 
-Pillow looks at each part of a file in Python, and a few megabytes may hold a million parts. What
-real pictures have is a small share of these bounds.
+Pillow looks at each part of a file in Python, and a few megabytes may hold a million parts. Real
+pictures stay far below these bounds.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 from nanoactor.errors import InvalidRequest
 
 MAX_CHUNKS, MAX_OTHER_CHUNKS = 16_384, 1_024
-"""Of a PNG: all, and those that are no pixels. Each takes Pillow some 16 us."""
+"""Limits of a PNG: all chunks, and those without pixels. Each takes Pillow some 16 us."""
 MAX_SEGMENTS, MAX_SCANS = 1_024, 100
-"""Of a JPEG: before its pixels, and how often these are refined, which passes over all of them."""
+"""Limits of a JPEG: segments before its pixels, and scans, each a pass over all pixels."""
 MAX_GIF_BLOCKS = 4_096
-"""Of a GIF, before its first frame."""
+"""Limit of blocks in a GIF before its first frame."""
 MAX_RLE_BYTES = 1 << 20
-"""Of a BMP whose rows are run lengths, which Pillow decodes in Python."""
+"""Limit of a run-length encoded BMP, which Pillow decodes in Python."""
 MAX_EXIF_BYTES = 1 << 16
-"""Of metadata, each entry of which may name all of it."""
+"""Limit of metadata in bytes; each entry may refer to all of it."""
 _PNG, _GIF, _BMP = b"\x89PNG\r\n\x1a\n", (b"GIF87a", b"GIF89a"), b"BM"
 _GIF_IMAGE, _GIF_EXTENSION = 0x2C, 0x21
 _START_OF_SCAN = 0xDA
@@ -29,8 +29,8 @@ _BMP_COMPRESSION, _BMP_RLE = 30, (1, 2)
 
 
 def check_structure(data: bytes | bytearray) -> None:
-    """Raise `InvalidRequest` for a file of so many parts that it would take long to read. What is
-    malformed is left to Pillow."""
+    """Raise `InvalidRequest` for a file with so many parts that reading it would take long.
+    Malformed files are left to Pillow."""
     if data.startswith(_PNG):
         _check_png(data)
     elif data.startswith(b"\xff\xd8"):
@@ -42,7 +42,7 @@ def check_structure(data: bytes | bytearray) -> None:
 
 
 def check_metadata(info: Mapping[Any, Any]) -> None:
-    """Raise `InvalidRequest` where a picture's metadata, as Pillow has read it, is too long."""
+    """Raise `InvalidRequest` if a picture's metadata, as Pillow has read it, is too long."""
     sizes = [
         len(info.get("exif") or b""),
         len(info.get("Raw profile type exif") or "") // 2,  # in hexadecimal digits

@@ -16,7 +16,7 @@ class EncoderLimits:
     pages: int = 0
     page_rows: int = 1
     budget: int = 1
-    """Rows that a step encodes at most."""
+    """Most rows that a step encodes."""
     depth: int = 1
     """Blocks of the tower."""
     ranks: int = 1
@@ -38,14 +38,14 @@ class EncodeUnits:
     frames: int
     """Temporal patches; 1 for a picture."""
     rows: int
-    """Of a temporal patch, as the tower gives them: tokens."""
+    """Rows of a temporal patch that the tower outputs: tokens."""
     parts: int
     """Units of a temporal patch."""
 
     @classmethod
     def of(cls, grid: tuple[int, int, int], budget: int, depth: int) -> EncodeUnits:
-        """Divide an item of so many (temporal patches, rows, columns) of tokens, where a step may
-        encode `budget` rows and the tower has `depth` blocks."""
+        """Divide an item with a `grid` of (temporal patches, rows, columns) of tokens, if a step
+        may encode `budget` rows and the tower has `depth` blocks."""
         frames, height, width = grid
         rows = height * width
         return cls(frames, rows, min(depth, -(-rows // budget)))
@@ -54,7 +54,7 @@ class EncodeUnits:
     def of_pixels(
         cls, shape: Sequence[int], images: ImageConfig, vision: VisionConfig, budget: int
     ) -> EncodeUnits:
-        """The same from the shape of an item's pixels, (frames, height, width, channels)."""
+        """Do the same from the shape of an item's pixels, (frames, height, width, channels)."""
         frames, height, width, _ = shape
         side, together = images.factor, vision.temporal_patch_size
         grid = -(-frames // together), height // side, width // side
@@ -67,7 +67,7 @@ class EncodeUnits:
 
     @property
     def all_rows(self) -> int:
-        """Of the whole item."""
+        """Return the rows of the whole item."""
         return self.frames * self.rows
 
     def cost(self, budget: int) -> int:

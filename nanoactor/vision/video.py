@@ -1,4 +1,4 @@
-"""Videos as users give them: frames, and the times at which they stand."""
+"""Videos as users give them: frames and their times."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nanoactor.errors import InvalidRequest
 from nanoactor.params import plain_number
 
 DEFAULT_FPS = 24.0
-"""Frames per second where nothing is known; as in transformers."""
+"""Frames per second if nothing is known; as in transformers."""
 _LATEST = 1e7
 """Seconds."""
 _METADATA = {
@@ -96,7 +96,7 @@ def _rate(fps: Any) -> float:
 
 
 def frame_times(video: Video, frames: int) -> list[float]:
-    """Return the seconds of so many frames. Raises `InvalidRequest`."""
+    """Return the times of `frames` frames, in seconds. Raises `InvalidRequest`."""
     if video.times is None:
         rate = _rate(video.fps)
         return [index / rate for index in range(frames)]
