@@ -1,4 +1,4 @@
-"""Beam search on top of the engine, by requests whose sequences pause after each token."""
+"""Beam search on top of the engine, by requests with sequences that pause after each token."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Requests(Protocol):
         priority: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Request:
-        """Queue a prompt whose sequences pause after each token."""
+        """Queue a prompt with sequences that pause after each token."""
 
 
 class BeamSearcher:
@@ -42,8 +42,8 @@ class BeamSearcher:
         self._files = files
         vision = files.config.vision
         self._placeholders = (vision.image_token_id, vision.video_token_id) if vision else ()
-        """Never chosen by a beam: a beam is the next step's prompt, in which these ids stand for
-        images."""
+        """Never chosen by a beam: a beam is the next step's prompt, in which these ids are
+        image placeholders."""
         self._tokenizer: Tokenizer | None = None
         self._tokenizer_lock = threading.Lock()
 
@@ -157,7 +157,7 @@ class Places:
         """Assign new beams, given the current beam that each extends; return the sequence that
         each sequence becomes a copy of. Spare sequences continue as themselves."""
         before, sources = self.of, list(range(self._answers))
-        if not before:  # all answers are the same
+        if not before:  # all sequences are the same
             self.of = sources[: len(parents)]
             return sources
         self.of = [-1] * len(parents)

@@ -159,7 +159,7 @@ class EngineConfig:
     """Prompt tokens that may wait for a first token. Until it is tokenized, each byte of a text
     counts as one."""
     max_waiting_media_bytes: int = 4 << 30
-    """Bytes of pictures and videos that may wait for a first token, as they were given."""
+    """Bytes of images and videos, as given, that may wait for a first token."""
     placement: Placement = "default"
     """"default": scheduler and block manager share a process. "split": a process for each
     actor. "single": everything in this process, for debugging and embedding."""

@@ -300,7 +300,7 @@ class AsyncLLM(Controlled, Pooled):
         request_id: str | None,
         so_far: OutputSoFar | None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Read files and decode pictures on a thread, then stream as `generate` does."""
+        """Read files and decode images on a thread, then stream as `generate` does."""
         self._check_name(self._running(), request_id)
         opening = asyncio.get_running_loop().create_future()
         if request_id is not None:
@@ -352,8 +352,8 @@ class AsyncLLM(Controlled, Pooled):
         priority: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Request:
-        """Queue a prompt whose sequences pause after each token, see `Request.held`; it counts as
-        one waiting request. The building block of searches on top of the engine.
+        """Queue a prompt with sequences that pause after each token, see `Request.held`; it counts
+        as one waiting request. The building block of searches on top of the engine.
 
         `sampling_params` must have `logprobs` and `max_tokens`; raises as `submit` does.
         """
@@ -426,7 +426,7 @@ class AsyncLLM(Controlled, Pooled):
         frontend = self._running()
         self._check_name(frontend, request_id)
         entry = frontend.submit(make)
-        if aborted:  # while its pictures were opened
+        if aborted:  # while its images were opened
             frontend.abort(entry)
         request = Request(frontend, entry, self)
         try:

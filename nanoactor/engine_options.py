@@ -1,4 +1,4 @@
-"""Engine options as programs for vLLM and SGLang give them."""
+"""Engine options under the names that vLLM and SGLang use."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _BY_NAME: Mapping[str, Name] = {name.theirs: name for name in ENGINE}
 
 
 def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
-    """Return the configuration. Raises `InvalidConfig`, with the name that was meant for one that
-    is not known."""
+    """Return the configuration. Raises `InvalidConfig`, suggesting a known name for an unknown
+    one."""
     known = [field.name for field in dataclasses.fields(EngineConfig) if field.name != "model"]
     chosen: dict[str, Any] = {}
     for name, value in options.items():

@@ -1,4 +1,4 @@
-"""Fingerprints of the model's files: a restarted process must read what the others have read.
+"""Fingerprints of the model's files: a restarted process must read the same as the others.
 
 Files with the same size, time and inode are not read. Otherwise digests decide: the engine computes
 the digest of every file at startup, on a thread, and compares it if a file was touched, copied over

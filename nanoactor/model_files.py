@@ -1,4 +1,4 @@
-"""The files of a model's directory: its place, the model's sizes, and defaults for its users."""
+"""The files of a model's directory: its location, the model's sizes, and its defaults."""
 
 from __future__ import annotations
 
@@ -67,26 +67,26 @@ class ModelFiles:
     """True if layers keep per-sequence state outside of the blocks, which rules out prefix-cache
     hits."""
     prints: Mapping[Path, FilePrint] = dataclasses.field(default_factory=dict)
-    """Of all files that processes read, when the engine was made."""
+    """Fingerprints of all files that processes read, from when the engine was made."""
 
     @property
     def placeholders(self) -> tuple[int, ...]:
-        """The token ids that stand for pictures and videos in a prompt."""
+        """Return the token ids of image and video placeholders."""
         vision = self.config.vision
         return () if vision is None else (vision.image_token_id, vision.video_token_id)
 
     def fitted(self, tokens: int) -> ModelFiles:
-        """Return the same for an engine whose KV cache holds so many tokens."""
+        """Return the files for an engine with a KV cache of `tokens` tokens."""
         if not self.lowers_length or tokens >= self.max_model_len:
             return self
         return dataclasses.replace(self, max_model_len=tokens)
 
 
 def read_model_files(config: EngineConfig) -> ModelFiles:
-    """Find the model and read its configuration; convert its tokenizer, where that must be.
+    """Find the model and read its configuration; convert its tokenizer if necessary.
 
-    Raises `ModelError` where files are missing or wrong, `InvalidConfig` where the engine's
-    options do not fit the model.
+    Raises `ModelError` if files are missing or malformed, `InvalidConfig` if the engine's options
+    do not fit the model.
     """
     directory = resolve_model(config.model, config.revision, config.download_dir)
     model = read_config(directory)
@@ -132,8 +132,8 @@ def read_model_files(config: EngineConfig) -> ModelFiles:
 
 
 def _pooling(config: EngineConfig, directory: Path, tokenizer: Path | None) -> PoolingConfig | None:
-    """Return the model's pooling configuration, with the ids of the tokens whose logits become
-    scores."""
+    """Return the model's pooling configuration, with the ids of the tokens that scores are made
+    from."""
     found = read_pooling(directory, config.pooling)
     if found is None or not found.scores:
         return found
@@ -141,7 +141,7 @@ def _pooling(config: EngineConfig, directory: Path, tokenizer: Path | None) -> P
 
 
 def _judgements(directory: Path, tokenizer: Path | None) -> tuple[int, ...]:
-    """Return the ids of the words that a reranker judges with."""
+    """Return the token ids of a reranker's verdicts."""
     if tokenizer is None:
         raise InvalidConfig('pooling "yes_no" needs the tokenizer (skip_tokenizer_init)')
     from nanoactor.text.tokenizer import load_tokenizer  # control processes stay light
@@ -227,8 +227,8 @@ def _check_eos(ids: tuple[int, ...], vocabulary: int, directory: Path) -> None:
 def _with_tokenizers(
     eos: tuple[int, ...], tokenizer: Path | None, vocabulary: int
 ) -> tuple[int, ...]:
-    """Return the ids that end an answer, with the tokenizer's own, as in vLLM: some tools that
-    fine-tune a model for chats write it there alone."""
+    """Return the end-of-sequence ids, including the tokenizer's own, as in vLLM: some tools for
+    fine-tuning chat models only write it there."""
     found = None if tokenizer is None else end_token(tokenizer)
     if found is None or found.id in eos or found.id >= vocabulary:
         return eos
@@ -254,7 +254,7 @@ def _length(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def _limit(model: ModelConfig) -> str:
-    """Name what decides how long its sequences may be."""
+    """Name the setting that limits the length of sequences."""
     if model.longest == model.window:
         return "sliding_window lets every token see"
     if model.longest != model.max_positions:
@@ -263,10 +263,10 @@ def _limit(model: ModelConfig) -> str:
 
 
 def max_prompt_bytes(files: ModelFiles) -> int:
-    """Return the length of the longest text that is accepted for tokenizing.
+    """Return the maximum length, in bytes, of a text that is accepted for tokenizing.
 
-    Prose has 3 to 5 bytes to a token, code with deep indentation perhaps 10; what has more
-    than 32 throughout (runs of nothing but spaces) is refused unread.
+    Prose has 3 to 5 bytes per token, deeply indented code perhaps 10; text with more than 32
+    throughout (nothing but spaces, say) is rejected unread.
     """
     return max(1 << 16, 32 * files.max_model_len)
 
@@ -276,8 +276,8 @@ def resolve_model(
 ) -> Path:
     """Return a model's directory: as given, a demo, or from the Hugging Face cache or hub.
 
-    Without `weights` its other files are enough. Raises `ModelError`, which says what a file or a
-    directory is that holds no model.
+    Without `weights`, only its other files are needed. Raises `ModelError`, which describes a file
+    or directory that holds no model.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -307,7 +307,7 @@ _KINDS_OF_FILES = {
 
 
 def _check_kind(directory: Path) -> None:
-    """Raise `ModelError` for a directory without a model's `config.json`, which says what it is."""
+    """Raise `ModelError`, with a description, for a directory without a model's `config.json`."""
     if (directory / "config.json").exists():
         return
     if (directory / "adapter_config.json").exists():

@@ -17,18 +17,18 @@ from nanoactor.structured_outputs import StructuredOutputsParams
 
 MAX_STOP_STRINGS, MAX_STOP_LENGTH, MAX_STOP_IDS = 64, 1024, 256
 MAX_RULED_IDS = 1024
-"""Of `allowed_token_ids`, and of `logit_bias`."""
+"""Maximum number of `allowed_token_ids`, and of `logit_bias` entries."""
 MAX_ANSWERS = 128
-"""Of one request (`n`)."""
+"""Maximum `n` of a request."""
 MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH, MAX_BAD_WORD_TOKENS = 128, 256, 32
 REFUSED: Mapping[str, str] = {
     name.theirs: name.note for name in SAMPLING if name.note and not name.ours
 }
-"""Parameters of vLLM's that are there to be refused by name, and why."""
+"""Parameters of vLLM that are rejected by name, with the reason."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     name.theirs: name.accepts for name in SAMPLING if not name.note and not name.ours
 }
-"""Other parameters of vLLM's, which are accepted with the values that ask for nothing."""
+"""Other parameters of vLLM, accepted with values that have no effect."""
 BY_MODEL = (
     "temperature",
     "top_p",
@@ -39,15 +39,15 @@ BY_MODEL = (
     "repetition_penalty",
     "max_tokens",
 )
-"""Parameters that may be None, which takes what the model recommends."""
+"""Parameters that may be None, for the model's recommendation."""
 
 
 class DefaultTokens(int):
-    """The number of tokens of an output for which `max_tokens` was not written."""
+    """The value of `max_tokens` if it was not given."""
 
 
 class TokenCap(int):
-    """A `max_tokens` that is lowered, instead of refused, where the context leaves less room."""
+    """A `max_tokens` that is lowered, instead of rejected, if the context leaves less room."""
 
 
 _SIXTEEN = DefaultTokens(16)
@@ -58,54 +58,54 @@ _SIXTEEN = DefaultTokens(16)
 class SamplingParams:
     """Parameters of a request: how to choose tokens, when to stop.
 
-    What is left out has vLLM's defaults. An explicit None takes what the model's
-    `generation_config.json` recommends, or changes nothing where that is silent; `max_tokens=None`
-    is as many tokens as fit. Where no parameters are given at all, and in what the server and the
-    command line leave out, all of them are None: `for_model`.
+    Omitted parameters have vLLM's defaults. An explicit None takes the recommendation of the
+    model's `generation_config.json`, or has no effect if there is none; `max_tokens=None` allows as
+    many tokens as fit. Without any parameters, and for those that the server and the command line
+    leave out, all are None: see `for_model`.
 
-    Truncation follows transformers: temperature, then top-k, then top-p, then min-p, each on
-    what the one before left. Raises `InvalidRequest` on construction, naming the value.
+    Truncation follows transformers: temperature, then top-k, then top-p, then min-p, each applied
+    to the result of the previous one. Raises `InvalidRequest` on construction, naming the value.
     """
 
     n: int = 1
-    """Answers to one prompt. The first has the seed, the others seeds that derive from it."""
+    """Sequences per prompt. The first has the given seed, the others seeds derived from it."""
     temperature: float | None = 1.0
     """0 is greedy. Default on the command line: the model's."""
     top_p: float | None = 1.0
-    """Keep the likeliest tokens that have this share together. Default on the command line: the
+    """Keep the likeliest tokens with this cumulative probability. Default on the command line: the
     model's."""
     top_k: int | None = 0
-    """Keep so many tokens; 0 or -1: no limit. Default on the command line: the model's."""
+    """Keep the k likeliest tokens; 0 or -1: no limit. Default on the command line: the model's."""
     min_p: float | None = 0.0
-    """Drop tokens less likely than this share of the likeliest. Default on the command line: the
+    """Drop tokens less likely than this fraction of the likeliest. Default on the command line: the
     model's."""
     presence_penalty: float | None = 0.0
-    """Subtract this from the logit of each token that the output has already. From -2 to 2.
+    """Subtract this from the logit of each token that is already in the output. From -2 to 2.
     Default on the command line: the model's."""
     frequency_penalty: float | None = 0.0
-    """Subtract this for each time that the output has the token. From -2 to 2. Default on the
+    """Subtract this for each occurrence of the token in the output. From -2 to 2. Default on the
     command line: the model's."""
     repetition_penalty: float | None = 1.0
-    """Divide positive logits of tokens that prompt or output have by this, multiply negative ones.
-    1 changes nothing. Default on the command line: the model's."""
+    """Divide positive logits of tokens in prompt or output by this, multiply negative ones. 1 has
+    no effect. Default on the command line: the model's."""
     logit_bias: Mapping[int, float] | None = dataclasses.field(default=None, hash=False)
     """Add these, from -100 to 100, to the logits of these token ids."""
     allowed_token_ids: Sequence[int] | None = None
-    """Choose none but these ids."""
+    """Choose only these ids."""
     bad_words: Sequence[str] | None = None
     """Texts that the output must not contain, at the start of a word or within one."""
     seed: int | None = None
     """Seed of the random numbers; -1 is none. Default: drawn when the request is submitted."""
     logprobs: int | None = None
-    """Tell the log-probability of each token, and so many of the likeliest in its place. They are
-    the model's own: before temperature and every rule."""
+    """Return the log-probability of each token, and of this many likeliest tokens at its position,
+    in the model's own distribution, before temperature and all rules."""
     prompt_logprobs: int | None = None
-    """Likewise for the tokens of the prompt, which is computed whole: no prefix hits."""
+    """Likewise for prompt tokens; the whole prompt is computed, without prefix-cache hits."""
     max_tokens: int | None = _SIXTEEN
-    """Tokens of the output. Default on the command line: the model's, or as many as fit
+    """Maximum number of output tokens. Default on the command line: the model's, or as many as fit
     `max_model_len`."""
     truncate_prompt_tokens: int | None = None
-    """Keep the last so many tokens of the prompt; -1: as many as leave room for the output."""
+    """Keep this many tokens at the end of the prompt; -1: as many as leave room for the output."""
     min_tokens: int = 0
     """Tokens before which no end-of-sequence token, stop token or stop string ends the output."""
     stop: str | Sequence[str] | None = None
@@ -114,18 +114,18 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
-    """Make text; without it an output has ids alone."""
+    """Make text; otherwise an output only has ids."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
     """The form of the output: {"json": SCHEMA}, {"regex": TEXT}, {"choice": [TEXT, ...]},
-    {"grammar": TEXT} or {"json_object": true}. It ends where its grammar does."""
+    {"grammar": TEXT} or {"json_object": true}. It ends when its grammar does."""
     logits_processors: None = None
-    """Refused, as the next."""
+    """Rejected unless None."""
     best_of: int | None = None
-    """Refused, but for 1."""
+    """Rejected unless 1 or None."""
 
     def __post_init__(self) -> None:
-        """Check every value and bring numbers, `stop` and `stop_token_ids` into their one form."""
+        """Check every value and normalize numbers, `stop` and `stop_token_ids`."""
         make_numbers_plain(self)
         if self.seed == -1 and self.seed is not True:
             object.__setattr__(self, "seed", None)
@@ -175,7 +175,7 @@ class SamplingParams:
 
     @classmethod
     def for_model(cls, **given: Any) -> SamplingParams:
-        """Make parameters in which what is left out is the model's recommendation. Raises as the
+        """Make parameters with the model's recommendations for omitted ones. Raises as the
         constructor does."""
         return cls(**{**dict.fromkeys(BY_MODEL), **given})
 
@@ -191,17 +191,17 @@ class BeamSearchParams:
     """Tokens of output after which every sequence ends."""
     ignore_eos: bool = False
     temperature: float = 0.0
-    """Refused, but for 0: nothing is drawn."""
+    """Rejected unless 0: nothing is sampled."""
     length_penalty: float = 1.0
     """Sequences are ranked by the sum of their log-probabilities, divided by their length to this
-    power. From -10 to 10; 0 ranks by the sum, more favours long ones."""
+    power. From -10 to 10; 0 ranks by the sum, higher values favor long sequences."""
     include_stop_str_in_output: bool = False
-    """Let `text` have the end-of-sequence token; `tokens` always have it."""
+    """Include the end-of-sequence token in `text`; `tokens` always include it."""
     structured_outputs: None = None
     """Not supported; must be None."""
 
     def __post_init__(self) -> None:
-        """Check every value and bring numbers into their one form."""
+        """Check every value and normalize numbers."""
         make_numbers_plain(self)
         _whole("beam_width", self.beam_width, 1, optional=False)
         _whole("max_tokens", self.max_tokens, 1, optional=False)
@@ -225,8 +225,8 @@ _FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "de
 
 
 def derived_seed(seed: int, index: int) -> int:
-    """The seed of a request's answer: the request's own for the first, for others one that depends
-    on it and on the index (BLAKE2b of both, RFC 7693), 64 bits."""
+    """Return the seed of one of a request's sequences: the request's own for the first, for others
+    64 bits of a hash of that seed and the index (BLAKE2b, RFC 7693)."""
     if not index:
         return seed
     text = f"{seed} {index}".encode()
@@ -241,7 +241,7 @@ _PLAIN = (bool, int, float, str, tuple, type(None), DefaultTokens, TokenCap)
 
 
 def plain_number(value: Any) -> Any:
-    """A number of another library's (numpy's, say) as Python's own; anything else as it is."""
+    """Return a number of another library (NumPy, say) as a Python number; anything else as is."""
     if type(value) in _PLAIN:
         return value
     if isinstance(value, numbers.Integral):
@@ -253,14 +253,14 @@ def plain_number(value: Any) -> Any:
 
 
 def make_numbers_plain(options: Any) -> None:
-    """Give every field of a frozen dataclass its `plain_number`."""
+    """Replace every field of a frozen dataclass by its `plain_number`."""
     for name, value in list(vars(options).items()):
         if type(value) not in _PLAIN:
             object.__setattr__(options, name, plain_number(value))
 
 
 def shown(value: Any) -> str:
-    """Return a value as an error shows it."""
+    """Format a value for an error message."""
     try:
         return f"{value!r:.100}"
     except ValueError:  # Python writes no whole number of more than some thousand digits
@@ -271,7 +271,7 @@ def _number(name: str, value: Any, low: float, high: float, open_low: bool = Fal
     if value is None:
         return
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    # Not a number is not between anything, so NaN is refused here too.
+    # NaN fails every comparison, so it is rejected here too.
     if not is_number or not low <= value <= high or (open_low and value == low):
         bracket = "(" if open_low else "["
         raise InvalidRequest(
@@ -328,7 +328,7 @@ def _stop_ids(ids: Any) -> tuple[int, ...]:
 
 
 def _biases(given: Any) -> dict[int, float]:
-    """Read the biases by id; JSON has ids as texts."""
+    """Read the biases by id; ids are strings in JSON."""
     if given is not None and not isinstance(given, Mapping):
         raise InvalidRequest(f"logit_bias must map token ids to numbers, got {given!r:.100}")
     items = list((given or {}).items())
@@ -348,7 +348,7 @@ def _biases(given: Any) -> dict[int, float]:
 
 
 def _allowed_ids(given: Any) -> tuple[int, ...] | None:
-    """Read the ids, each once; None where all are allowed."""
+    """Read the ids without duplicates; None if all are allowed."""
     if given is None:
         return None
     found = tuple(plain_number(token) for token in _items("allowed_token_ids", given, "token ids"))

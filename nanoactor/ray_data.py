@@ -1,4 +1,4 @@
-"""Answers to the rows of a Ray dataset, by engines in a pool of actors.
+"""Generation for the rows of a Ray dataset, by engines in a pool of actors.
 
     import ray
     from nanoactor.ray_data import generate
@@ -45,22 +45,22 @@ log = logging.getLogger("nanoactor.ray")
 T = TypeVar("T")
 _RETRIED = (OutOfResources, ComputationFailed)
 _AHEAD = 2
-"""Rows that an engine has at once, in multiples of what it runs."""
+"""Rows given to an engine at once, as a multiple of the number that it runs."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """Names of the columns that are read, and of those that are added."""
+    """Names of input and output columns."""
 
     prompt: str = "prompt"
     """A text, a list of chat messages, or a list of token ids."""
     images: str | None = None
-    """A list of pictures, as bytes or paths, for models that see: of a text or of token ids with a
-    placeholder each; a conversation has its own."""
+    """A list of images, as bytes or paths, for vision models; for a text or token ids with a
+    placeholder for each. Conversations contain their own."""
     json_schema: str | None = None
-    """A JSON schema, as text, to which the row's answer is bound; an empty one binds nothing."""
+    """A JSON schema, as text, that constrains the row's output; empty: unconstrained."""
     seed: str | None = None
-    """A whole number for the row's random numbers."""
+    """An integer seed for the row."""
     text: str = "generated_text"
     token_ids: str | None = None
     """Column for the output token ids; None: they are dropped."""
@@ -69,7 +69,7 @@ class Columns:
     """Column for the error of a failed row; empty for rows that succeeded."""
 
     def __post_init__(self) -> None:
-        """Raise `InvalidConfig` where a name is none, or is there twice."""
+        """Raise `InvalidConfig` for invalid or duplicate names."""
         names = [getattr(self, field.name) for field in dataclasses.fields(self)]
         given = [name for name in names if name is not None]
         if not all(isinstance(name, str) and name for name in given):
@@ -80,10 +80,10 @@ class Columns:
 
 class Generate:
     """For `Dataset.map_batches`, with `batch_format="numpy"` and a pool of actors: an engine that
-    answers rows, a batch at a time and as many rows of it at once as it runs.
+    processes rows, a batch at a time and as many rows of it at once as it runs.
 
-    A row that cannot be served has its reason in the `error` column, and disturbs no other; what
-    may go well at another time is tried again. With `on_error="raise"` the job fails instead.
+    If a row fails, the reason is in the `error` column, and other rows are unaffected; transient
+    errors are retried. With `on_error="raise"` the job fails instead.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Generate:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return the batch with the columns of its answers, in its order."""
+        """Return the batch with the output columns added, in the same order."""
         names = self._columns
         if names.prompt not in batch:
             raise InvalidConfig(f"there is no column {names.prompt!r}, only {sorted(batch)}")
@@ -136,7 +136,7 @@ class Generate:
             raise
 
     async def _answer(self, row: Mapping[str, Any]) -> tuple[RequestOutput | None, str]:
-        """Return the answer to a row, or why it has none."""
+        """Return the output of a row, or None and the error."""
         async with self._room:
             for attempt in range(self._retries + 1):
                 try:
@@ -184,8 +184,8 @@ async def _started(config: EngineConfig) -> AsyncLLM:
 
 
 def _leave_to_others() -> None:
-    """End this process, where it is an actor of Ray's: it is started again, and its batches are
-    answered by others. An exception would be the job's."""
+    """End this process if it is a Ray actor: Ray restarts it and gives its batches to others. An
+    exception would fail the job."""
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized() and ray.get_runtime_context().get_actor_id():
         log.error("the engine has died: this actor ends, too")
@@ -197,14 +197,14 @@ def _may_go_well(error: NanoactorError) -> bool:
 
 
 def _is_of_row(error: NanoactorError) -> bool:
-    """Return True if an error concerns a single row. Any other is the engine's, and another actor
-    takes the batch."""
+    """Return True if an error concerns a single row. Any other concerns the engine, and another
+    actor takes the batch."""
     return isinstance(error, InvalidRequest | OutOfResources | ComputationFailed)
 
 
 def plain(value: Any) -> Any:
-    """Return a value of a column as Python's own; members of messages that a column of structs has
-    filled up with None are left out."""
+    """Return a column's value as plain Python; drop the None members with which a column of structs
+    pads messages."""
     if isinstance(value, np.ndarray):
         return [plain(one) for one in value.tolist()]
     if isinstance(value, np.generic):
@@ -237,12 +237,12 @@ def generate(
     cpus: float = 1.0,
     **options: Any,
 ) -> Any:
-    """Return a dataset with the answers to the rows of one, in its order, each once.
+    """Return a dataset with the output for each row of another, in the same order.
 
     `rows` is a `ray.data.Dataset`; `engines` are started, each with `options` (`EngineConfig`'s),
-    and get batches while they have room; `cpus` are set aside for each. An actor that dies is
-    replaced, and its batches are answered by others. For the same answers then, give a seed to each
-    row (`Columns.seed`). Raises `InvalidConfig`.
+    and receive batches while they have room; `cpus` are reserved for each. An actor that dies is
+    replaced, and others process its batches. For the same output then, give each row a seed
+    (`Columns.seed`). Raises `InvalidConfig`.
     """
     import ray
 

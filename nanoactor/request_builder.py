@@ -1,4 +1,4 @@
-"""Requests of users, checked and translated into the message that submits them."""
+"""User requests, checked and translated into the message that submits them."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ log = logging.getLogger("nanoactor")
 
 _NO_TOKENS = np.empty(0, np.int32)
 _MOVED_FIRST = 2**32
-"""Less than the priority of a request: what goes on from another engine goes before all others."""
+"""Exceeds all priorities: requests resumed from another engine run before all others."""
 
 
 def check_name(request_id: object) -> None:
-    """Raise `InvalidRequest` for what is no name of a request."""
+    """Raise `InvalidRequest` for an invalid request id."""
     if not isinstance(request_id, str):
         raise InvalidRequest(f"request_id must be a text, got {request_id!r:.100}")
 
 
 def check_numbers(**values: object) -> None:
-    """Raise `InvalidRequest` for what is no whole number of 0 to 2^63 - 1; processes are asked with
-    it."""
+    """Raise `InvalidRequest` for values that are no integers from 0 to 2^63 - 1, as they are sent
+    to other processes."""
     for name, value in values.items():
         if not isinstance(value, int) or not 0 <= value < 2**63:
             raise InvalidRequest(f"{name} must be a whole number from 0 on, got {value!r:.100}")
 
 
 def held(params: SamplingParams, submit: Submit, media: Sequence[Media]) -> Submit:
-    """Return the same request with answers that are held behind each token; raise `InvalidRequest`
-    for what these do not go with."""
+    """Return the same request with sequences that pause after each token; raise `InvalidRequest`
+    for incompatible parameters."""
     if params.logprobs is None or params.max_tokens is None:
         raise InvalidRequest("held answers need logprobs and max_tokens")
     spec = submit.spec
@@ -69,11 +69,11 @@ def held(params: SamplingParams, submit: Submit, media: Sequence[Media]) -> Subm
 class RequestBuilder:
     """Makes requests for one engine; every method raises `InvalidRequest`, naming what is wrong.
 
-    What only the tokenizer can tell (how many tokens a text has, say) is checked there.
+    Checks that need the tokenizer (the number of tokens in a text, say) are made there.
     """
 
     def __init__(self, config: EngineConfig, files: ModelFiles, seeds: random.Random) -> None:
-        """`seeds` gives requests without a seed theirs."""
+        """Draw seeds for requests without one from `seeds`."""
         self._max_logprobs = config.max_logprobs
         self._skips_tokenizer = config.skip_tokenizer_init
         self._files = files
@@ -81,8 +81,8 @@ class RequestBuilder:
         self._media = MediaTaker(config, files, encoder_pages(config, files))
 
     def fit(self, tokens: int) -> ModelFiles:
-        """Lower `max_model_len` to so many tokens of the KV cache, where it is "auto"; return the
-        files with it."""
+        """Lower `max_model_len`, if it is "auto", to `tokens`, the capacity of the KV cache;
+        return the files with it."""
         fitted = self._files.fitted(tokens)
         if fitted is not self._files:
             log.warning(
@@ -102,9 +102,9 @@ class RequestBuilder:
         media: tuple[Media, ...] | None = None,
         so_far: Any = None,
     ) -> tuple[Submit, tuple[Media, ...]]:
-        """Return the request and its pictures; its uid is 0 until the frontend numbers it. `media`
-        are those of a prompt that `take_media` has returned; `so_far` is what was told of its
-        answer."""
+        """Return the request and its media; its uid is 0 until the frontend numbers it. `media`
+        are those that `take_media` has returned with the prompt; `so_far` is the output emitted so
+        far."""
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"sampling_params must be SamplingParams, got {params!r}")
         if not self._files.generates:
@@ -149,7 +149,7 @@ class RequestBuilder:
     def build_pooled(
         self, prompt: Any, params: Any, priority: Any = 0, *, scores: bool = False
     ) -> Submit:
-        """Return a request for a vector, or, if it `scores`, for a judgement; its uid is 0."""
+        """Return a request for a vector, or for a score if it `scores`; its uid is 0."""
         files = self._files
         pooling = check_pooling(params, files.pooling, files.config.hidden_size)
         if pooling.scores is not scores:
@@ -192,19 +192,19 @@ class RequestBuilder:
         return dataclasses.replace(submit, spec=spec, output=output)
 
     def chosen(self, params: SamplingParams | None) -> SamplingParams:
-        """Return a request's parameters; without any, what the model recommends."""
+        """Return a request's parameters; if there are none, the model's recommendations."""
         return SamplingParams.for_model() if params is None else params
 
     def seeded(self, params: Any) -> Any:
-        """Return parameters with a seed of their own, where they have none: who builds a request
-        later draws it now, so that requests have the same seeds in each run."""
+        """Return parameters with a seed drawn if they have none. Call it on arrival if a request is
+        built later, so that requests get the same seeds in each run."""
         if not isinstance(params, SamplingParams) or params.seed is not None:
             return params
         return dataclasses.replace(params, seed=self._seeds.getrandbits(64))
 
     def take_media(self, prompt: Any) -> tuple[Any, tuple[Media, ...]]:
-        """Return the prompt without its pictures, and these. Files are read, and what Pillow has
-        not decoded yet is: on a loop, call it in a thread where `must_open` says so."""
+        """Return the prompt without its media, and the media. Reads files, and decodes images that
+        Pillow has not decoded yet: on a loop, call it in a thread if `must_open` says so."""
         if isinstance(prompt, Mapping):
             prompt = dict(prompt)
             given = prompt.pop("multi_modal_data", None)
@@ -234,7 +234,7 @@ class RequestBuilder:
     def _read_prompt(
         self, prompt: Any, keep_last: int, *, pools: bool = False
     ) -> tuple[str | None, str | None, Int32]:
-        """Return (text, messages, token ids), of which one is given."""
+        """Return (text, messages, token ids), one of which is given."""
         if isinstance(prompt, Mapping):
             keys = set(prompt)
             if keys == {"prompt_token_ids"}:
@@ -315,7 +315,7 @@ class RequestBuilder:
                 )
 
     def _grammar(self, params: SamplingParams) -> str:
-        """Return the text of the `GrammarSpec` that is asked for; empty: none."""
+        """Return the text of the requested `GrammarSpec`; empty: none."""
         wanted = params.structured_outputs
         if wanted is None:
             return ""
@@ -339,7 +339,7 @@ class RequestBuilder:
         recommended = self._files.generation.max_new_tokens
         asked = params.max_tokens is not None and not isinstance(params.max_tokens, DefaultTokens)
         return Stopping(
-            # 0: as many as fit; the tokenizer fills it in, as it knows the prompt's length.
+            # 0: as many as fit; filled in once the prompt's length is known.
             max_tokens=params.max_tokens
             or (max(recommended, params.min_tokens) if recommended else 0),
             min_tokens=params.min_tokens,

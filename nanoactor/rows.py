@@ -1,4 +1,4 @@
-"""The rows of a step: what each computes, what is wanted of it, and how they are sent.
+"""The rows of a step: what each computes and returns, and how they are sent.
 
 A row computes `count` positions of one slot's sequence from `start` on. Prompt chunks, decode rows,
 forced tokens, copies and choices under a mask are all rows, and their order means nothing.
@@ -24,8 +24,8 @@ class Want(enum.IntFlag):
     """Flags of a row."""
 
     SAMPLE = 1
-    """Choose the token after its last position; without positions of its own, from the state that
-    its slot keeps, under a mask."""
+    """Choose the token after the row's last position; in a row without positions, from the state
+    that its slot keeps, under a mask."""
     KEEP = 2
     """Keep the state of its last position in its slot, for a later choice."""
     SCORE = 4
@@ -35,7 +35,7 @@ class Want(enum.IntFlag):
     """Compute the token that an earlier step chose, which the host may not know yet. The row is
     repeated one position further in every later step until its slot leaves."""
     POOL = 16
-    """Bring a vector of its positions, as the model pools."""
+    """Return the pooled vector of its positions."""
 
 
 # NumPy is five times as fast with plain numbers as with an `IntFlag`.
@@ -48,7 +48,7 @@ SAMPLE, KEEP, SCORE, DECODE, POOL = (int(want) for want in Want)
 
 @message(19)
 class Rows:
-    """Rows of a step, one entry of each column for each."""
+    """Rows of a step, as columns."""
 
     slots: Int32
     starts: Int32
@@ -56,8 +56,9 @@ class Rows:
     wants: NDArray[np.uint8]
     """Flags of `Want`, one value per row."""
     sources: Int32
-    """The slot whose row this one copies: it samples from, or keeps, the state of that row's last
-    position, and has no position of its own. -1 for all other rows; empty if no row is a copy."""
+    """The slot of the row that this one copies: it samples from, or keeps, the state of that row's
+    last position, and has no position of its own. -1 for all other rows; empty if there are no
+    copies."""
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -79,7 +80,7 @@ class Rows:
 
     @property
     def ids(self) -> Int32:
-        """Token ids that are sent for each row."""
+        """Return the number of token ids that are sent for each row."""
         sent = self.counts + (self.wants & SCORE > 0)
         sent *= self.wants & DECODE == 0
         return sent
@@ -111,7 +112,7 @@ class StepRows(NamedTuple):
 
     @property
     def counts(self) -> Int32:
-        """Tokens that each row brings; empty if that is one for each."""
+        """Return the number of tokens that each row yields; empty if it is one for each."""
         if not len(self.others):
             return _NOTHING
         samples = self.others.wants & SAMPLE > 0
@@ -122,7 +123,7 @@ class StepRows(NamedTuple):
 
 
 class RowExpander:
-    """Restores all rows of each step from the rows that are sent and the slots that leave.
+    """Restores all rows of each step from the rows that were sent and the slots that leave.
 
     The inverse is `compressed`. Steps must come in order.
     """
@@ -131,7 +132,7 @@ class RowExpander:
         self._by_slot = np.full(slots, _NOT_DECODING, np.int64)
         self._slots: Long = np.empty(0, np.int64)
         self._starts: Long = np.empty(0, np.int64)
-        """Of the next step's decode rows."""
+        """Starts of the next step's decode rows."""
 
     def expand(self, rows: Rows, leaves: Int32) -> StepRows:
         """Return the rows of the next step; a steady one takes a single array operation."""
@@ -184,7 +185,7 @@ def compressed(
 
 
 def counted_up(begins: NDArray[np.integer], counts: NDArray[np.integer]) -> Long:
-    """Count up from each of these, `counts` times."""
+    """Concatenate a range of `counts` numbers from each of `begins`."""
     if len(counts) == 1:
         begin = int(begins[0])
         return np.arange(begin, begin + int(counts[0]))

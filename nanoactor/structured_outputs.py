@@ -1,4 +1,4 @@
-"""Constraints on the form of an answer, named and meant as in vLLM."""
+"""Constraints on the form of an output, with vLLM's names and semantics."""
 
 from __future__ import annotations
 
@@ -17,45 +17,45 @@ _REFUSED = {
     "disable_any_whitespace",
     "structural_tag": "give tools in chats, or a grammar that spells the tags out",
 }
-"""Fields of vLLM's that are there to be refused by name, and what to give instead."""
+"""Fields of vLLM that are rejected by name, and what to use instead."""
 _CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "tools")
 _FLAGS = ("json_object", "disable_any_whitespace", "disable_additional_properties")
 
 
 @dataclasses.dataclass(frozen=True)
 class StructuredOutputsParams:
-    """The form that an answer must have: exactly one of `json`, `regex`, `choice`, `grammar`,
+    """The form that an output must have: exactly one of `json`, `regex`, `choice`, `grammar`,
     `json_object` and `tools`.
 
     Raises `InvalidRequest` on construction, naming the value.
     """
 
     json: Mapping[str, Any] | str | type[Any] | None = None
-    """A JSON schema: as a dict, as JSON text, or a pydantic model's class. It becomes text."""
+    """A JSON schema as a dict, JSON text, or a pydantic model class; converted to text."""
     regex: str | None = None
-    """A regular expression that the whole answer matches."""
+    """A regular expression that the whole output matches."""
     choice: Sequence[str] | None = None
-    """Texts of which the answer is one."""
+    """The texts to choose from."""
     grammar: str | None = None
     """A context-free grammar, in Lark's notation or EBNF."""
     json_object: bool = False
     """Allow any JSON object."""
     disable_any_whitespace: bool = False
-    """JSON is compact: no spaces or line breaks between its tokens."""
+    """Require compact JSON: no spaces or line breaks between its tokens."""
     disable_additional_properties: bool = False
-    """Objects of the schema have no properties but those that it names, where it does not say.
-    Schemas that are combined by `allOf`, `$ref`, `if` or `not` stay as they are."""
+    """Forbid properties that the schema does not name, for objects that leave this open. Schemas
+    combined by `allOf`, `$ref`, `if` or `not` are unchanged."""
     whitespace_pattern: None = None
-    """Refused, as the next."""
+    """Rejected unless None."""
     structural_tag: None = None
     tools: ToolGrammar | None = None
-    """Functions that the answer may, or must, call; not in vLLM."""
+    """Functions that the model may, or must, call; not in vLLM."""
     thoughts: Thoughts = "none"
     """Reasoning before the constrained output: "open" if the prompt has opened it with `<think>`,
     "optional" if the model may open it. Not in vLLM."""
 
     def __post_init__(self) -> None:
-        """Check every value, and bring `json` and `choice` into their one form."""
+        """Check every value, and normalize `json` and `choice`."""
         self._check_forms()
         if self.choice is not None:
             object.__setattr__(self, "choice", _choices(self.choice))
@@ -66,7 +66,7 @@ class StructuredOutputsParams:
             raise _wrong("disable_additional_properties goes with json")
 
     def _check_forms(self) -> None:
-        """Raise `InvalidRequest` for what needs no reading."""
+        """Raise `InvalidRequest` for errors that need no parsing."""
         for name, instead in _REFUSED.items():
             if getattr(self, name) is not None:
                 raise _wrong(f"{name} is not supported: {instead}")
@@ -93,7 +93,7 @@ class StructuredOutputsParams:
 
     @classmethod
     def of(cls, given: Any) -> StructuredOutputsParams:
-        """Return parameters as they are, or made of a mapping with their names."""
+        """Return parameters as they are, or made from a mapping."""
         if isinstance(given, cls):
             return given
         if not isinstance(given, Mapping):
@@ -139,7 +139,7 @@ def _wrong(text: str) -> InvalidRequest:
 
 
 def _check_text(name: str, value: Any) -> None:
-    """Refuse what is no text, or cannot travel as one."""
+    """Reject a value that is not text or cannot be encoded."""
     if not isinstance(value, str) or not value:
         raise _wrong(f"{name} must be a text that is not empty, got {value!r:.100}")
     try:
@@ -159,7 +159,7 @@ def _choices(given: Any) -> tuple[str, ...]:
 
 
 def _schema_text(given: Any, closed: bool) -> str:
-    """Return a schema as compact JSON text; the order of its properties is that of an answer."""
+    """Return a schema as compact JSON text; its order of properties is that of the output."""
     if isinstance(given, str):
         _check_text("json", given)
     elif isinstance(given, type):
@@ -167,10 +167,10 @@ def _schema_text(given: Any, closed: bool) -> str:
             raise _wrong(f"json: the class {given.__name__} has no model_json_schema")
         given = given.model_json_schema()
     try:
-        # Through text in any case: a dict may hold what JSON has not, tuples say.
+        # Always via text: a dict may contain types that JSON lacks, such as tuples.
         text = given if isinstance(given, str) else json.dumps(given, allow_nan=False)
         schema = json.loads(text)
-        if _is_deep(schema):  # versions of Python differ in how much they read and write
+        if _is_deep(schema):  # Python versions differ in the depth that they read and write
             raise RecursionError
         if not isinstance(schema, dict):
             raise _wrong(f"json must be a schema, which is an object, got {text:.100}")
@@ -202,7 +202,7 @@ def _is_deep(value: Any) -> bool:
 
 
 _DEEPEST = 500
-"""Levels of a schema as text; the grammar allows far fewer."""
+"""Maximum nesting depth of a schema as text; the grammar allows far less."""
 _COMBINED = {"allOf", "$ref", "$dynamicRef", "if", "dependentSchemas"}
 _SAYS = {"additionalProperties", "unevaluatedProperties", "patternProperties"}
 _ONE = ("items", "additionalItems", "contains", "additionalProperties")
@@ -211,19 +211,19 @@ _BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 
 
 def _close(schema: Any) -> None:
-    """Give the objects of a schema `additionalProperties: false`, where they do not say."""
+    """Set `additionalProperties: false` on the schema's objects that leave it open."""
     if not isinstance(schema, dict):
         return
     for inner in _inner(schema):
         _close(inner)
     is_object = schema.get("type") in ("object", ["object", "null"]) or "properties" in schema
-    # What is combined would exclude each other's properties.
+    # Combined schemas would exclude each other's properties.
     if is_object and not schema.keys() & (_COMBINED | _SAYS):
         schema["additionalProperties"] = False
 
 
 def _inner(schema: Mapping[str, Any]) -> Iterator[Any]:
-    """The schemas directly within one."""
+    """Yield the direct subschemas of a schema."""
     yield from (schema[name] for name in _ONE if name in schema)
     for name in _LISTS:
         if isinstance(found := schema.get(name), list):

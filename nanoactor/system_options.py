@@ -1,4 +1,4 @@
-"""The options of an engine that are its system's."""
+"""The engine options that belong to its system of processes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from nanoactor.runner.threads import usable_cores
 from nanoactor.runtime.wiring import Options
 
 _AWAKE_MS = 3.0
-"""Until a request that was sent reaches the runner, or its first token the user."""
+"""Time until a request reaches the runner after it is sent, or its first token the user."""
 
 
 def system_options(config: EngineConfig, processes: int) -> Options:
-    """Return the options of a system with so many processes."""
+    """Return the options of a system with this many processes."""
     return Options(
         transport=config.transport,
         debug=config.debug,

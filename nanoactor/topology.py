@@ -1,4 +1,4 @@
-"""The engine's topology: which actors there are, where they live, and their edges."""
+"""The engine's topology: its actors, their placement on processes, and their edges."""
 
 from __future__ import annotations
 
@@ -30,35 +30,35 @@ from nanoactor.runtime.topology import ActorSpec, EdgeSpec, NodeSpec, Topology
 from nanoactor.text.scores import MAX_PIECE
 
 USER = "user"
-# What has no place in a control process: torch alone would take 200 MB and a second to import.
+# Never imported in a control process: torch alone takes 200 MB and a second to import.
 _HEAVY = ("torch", "transformers", "torch_npu")
 _MIB = 1 << 20
 # A request's rules: ids that are allowed, ids with their biases, bad words in two spellings each.
 _RULES = 12 * MAX_RULED_IDS + 8 * MAX_BAD_WORDS * (MAX_BAD_WORD_TOKENS + 1) + 1024
 _BAD_WORDS = 4 * MAX_BAD_WORD_LENGTH * MAX_BAD_WORDS
-# Text may come a moment later, the next step may not: where cores are scarce, control and runner
-# go first. The detokenizer merges what it cannot say in time.
+# Text may be late, the next step may not: if cores are scarce, control and runner go first. The
+# detokenizer merges output that it cannot send in time.
 _DETOKENIZER_NICE = 10
-# So may masks: where cores are scarce, nobody waits for those who have a grammar.
+# So may masks: if cores are scarce, other requests do not wait for those with a grammar.
 _GRAMMAR_NICE = 15
-# Pictures may come a moment later still.
+# Images may be even later.
 _VISION_NICE = 19
-# Of what an edge for pieces of pictures or of pixels holds: so much is copied at once.
+# Capacity of an edge for pieces of images or pixels, as that much is copied at once.
 _PIECES = 4 << 20
-# Gloo's and NCCL's stay on this host unless the environment names another interface.
+# Gloo and NCCL stay on this host unless the environment names another interface.
 _LOOPBACK = "lo"
 _SMALLEST_DEFAULT_BLOCK = 16
 
 
-# NumPy's OpenBLAS starts a thread for each core when it is imported: a good part of what a process
-# of ours takes to start. None multiplies matrices with NumPy.
+# NumPy's OpenBLAS starts a thread for each core on import, a good part of a process's startup time.
+# None of our processes multiplies matrices with NumPy.
 LIGHT = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1"}
 
 
 def engine_topology(config: ActorConfig, rendezvous: Rendezvous | None = None) -> Topology:
-    """Return the topology of an engine; see docs/architecture.md for the picture.
+    """Return the topology of an engine; see docs/architecture.md for a diagram.
 
-    `rendezvous` is where the runners meet, where there are several.
+    `rendezvous` is where the runners meet, if there are several.
     """
     engine, files = config.engine, config.files
     tokenizers = [f"tokenizer.{index}" for index in range(engine.num_tokenizers)]
@@ -96,7 +96,7 @@ def _actors(
 
 
 def _grammar(config: ActorConfig) -> tuple[str, ...]:
-    """The actor that makes masks, where there is one."""
+    """Return the name of the actor that makes masks, if there is one."""
     return ("grammar",) if has_grammars(config.files) else ()
 
 
@@ -138,8 +138,8 @@ def _nodes(
 def _runner_nodes(
     config: EngineConfig, blocked: tuple[str, ...], rendezvous: Rendezvous | None
 ) -> list[NodeSpec]:
-    # OpenMP's threads sleep when they have nothing to do, as the control actors need cores, but not
-    # between the operators of a step: to wake one costs more than many an operator takes.
+    # Idle OpenMP threads sleep, as the control actors need cores, but not between the operators of
+    # a step: waking one costs more than many an operator takes.
     environment = {
         **LIGHT,
         "OMP_WAIT_POLICY": "PASSIVE",
@@ -168,11 +168,11 @@ def _runner_nodes(
 
 
 def _of_ascend(config: EngineConfig) -> dict[str, str]:
-    """Set what torch_npu and CANN read when they are loaded; the environment goes first."""
+    """Return variables that torch_npu and CANN read on load, unless the environment sets them."""
     wanted = {
-        # Operators are handed to the device by a thread of their own.
+        # A separate thread submits operators to the device.
         "TASK_QUEUE_ENABLE": "1",
-        # Several engines on a host: each takes ports that are free.
+        # Take free ports, as several engines may share a host.
         "HCCL_HOST_SOCKET_PORT_RANGE": "auto",
         "HCCL_NPU_SOCKET_PORT_RANGE": "auto",
     }
@@ -184,7 +184,7 @@ def _of_ascend(config: EngineConfig) -> dict[str, str]:
 def _edges(
     config: EngineConfig, files: ModelFiles, tokenizers: list[str], vision: list[str]
 ) -> tuple[EdgeSpec, ...]:
-    """Every edge, in a ring twice as large as the largest record that can come to it.
+    """Return all edges; each ring is twice as large as its largest possible record.
 
     Memory that is never touched costs nothing, so the rings are sized for the worst case.
     """
@@ -196,28 +196,28 @@ def _edges(
     each = 20 + 64 * bool(vision)
     admitted = ring_capacity(each * length + rules + _MIB)
     direct = ring_capacity(20 * min(length, DIRECT_TOKENS) + _MIB)
-    # A step may admit every sequence with its whole block table, where prefixes are cached.
+    # A step may admit every sequence with its whole block table, if prefixes are cached.
     table = 4 * -(-length // (config.block_size or _SMALLEST_DEFAULT_BLOCK))
     row = 192 + _RULES + 4 * (MAX_STOP_IDS + len(files.eos_token_ids)) + table
-    # Itself, its successor to be scored, its rotary positions, its row in the encoder cache.
+    # Its id, its successor for scoring, its rotary positions, its row in the encoder cache.
     token = 8 + 24 * bool(vision)
     stepped = seqs * row + token * config.max_num_batched_tokens + 64 * 1024
     step = ring_capacity(stepped)
-    # As many sequences as a step has tokens for are admitted, and the last may be as long as any.
+    # A step admits as many sequences as its tokens allow, and the last may have any length.
     turn = ring_capacity(each * (length + config.max_num_batched_tokens) + stepped)
     scores = (seqs + config.max_num_batched_tokens) * (32 + 8 * config.max_logprobs)
     vectors = 4 * files.pooling.width(files.config.hidden_size) * seqs if files.pooling else 0
     tokens = ring_capacity((512 + 16 * MAX_RUN) * seqs + scores + vectors + 64 * 1024)
-    # A budget of bytes, but one token's log-probabilities at least.
+    # A budget of bytes, but at least one token's log-probabilities.
     told = (config.max_logprobs + 1) * (MAX_PIECE + 32)
     chunk = ring_capacity(4 * DELTA_BYTES + 4 * length + told)
     small = ring_capacity(64 * 1024 + 64 * seqs)
     pages = encoder_pages(config, files)
     runners = tuple(f"runner.{rank}" for rank in range(config.tensor_parallel_size))
-    # Each of them tells of pictures and masks that it has; else one speaks for all.
+    # With images or masks, each runner reports those that it has; otherwise one reports for all.
     telling = runners if vision or has_grammars(files) else runners[:1]
-    # Each cycle has an edge whose outbox the protocol bounds: one message that merges what is
-    # new (credits, stops, chunks), or as many as steps are in flight.
+    # Each cycle has an edge with an outbox bounded by the protocol: one message that merges news
+    # (credits, stops, chunks), or as many as there are steps in flight.
     return (
         *(EdgeSpec("frontend", (t,), prompt) for t in tokenizers),
         *(EdgeSpec(t, ("scheduler",), admitted) for t in tokenizers),
@@ -239,7 +239,7 @@ def _edges(
 
 
 def _index_edge(config: EngineConfig) -> list[EdgeSpec]:
-    """Return the edge for what is told of the prefix index, which is merged until there is room."""
+    """Return the edge for updates of the prefix index, which are merged until there is room."""
     if config.prefix_salt is None:
         return []
     return [EdgeSpec("blocks", ("frontend",), ring_capacity(256 * 1024), bound=1)]
@@ -248,7 +248,7 @@ def _index_edge(config: EngineConfig) -> list[EdgeSpec]:
 def _grammar_edges(
     config: EngineConfig, files: ModelFiles, runners: tuple[str, ...], small: int
 ) -> list[EdgeSpec]:
-    """Return the edges of the grammar; what it says is merged until there is room for it."""
+    """Return the edges of the grammar actor; its messages are merged until there is room."""
     if not has_grammars(files):
         return []
     opened = ring_capacity(MAX_GRAMMAR_BYTES + 4 * files.max_model_len + 64 * 1024)
@@ -266,7 +266,7 @@ def _grammar_edges(
 def _vision_edges(
     tokenizers: list[str], vision: list[str], runners: tuple[str, ...], small: int
 ) -> list[EdgeSpec]:
-    """Return the edges of vision workers; what these say is merged until there is room for it."""
+    """Return the edges of vision workers; their messages are merged until there is room."""
     edges = []
     for worker in vision:
         edges += [

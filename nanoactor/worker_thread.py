@@ -1,4 +1,4 @@
-"""A thread for work that would hold up a loop, in libraries that let go of the interpreter."""
+"""A thread for work that would block a loop, in libraries that release the GIL."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 from nanoactor.native import native_calls
 
 _LAST_WORK = 1.0
-"""Seconds that the work at hand may take at the end."""
+"""Seconds to wait at the end for current work."""
 
 
 class WorkerThread:
-    """Does one piece of work after the other; starts with the first."""
+    """Runs work items in order; the thread starts with the first."""
 
     def __init__(self, name: str) -> None:
-        """`name` of the thread."""
+        """Set the `name` of the thread."""
         self._name = name
         self._work: queue.SimpleQueue[tuple[Callable[[], Any], Callable[[Any], None]] | None]
         self._work = queue.SimpleQueue()
@@ -25,8 +25,8 @@ class WorkerThread:
         self._stopping = False
 
     def put(self, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
-        """Have `done` be called, on the thread, with what `work` returns, or with the `Exception`
-        that it raises. Raises `RuntimeError` where the machine has no more threads."""
+        """Queue `work`; `done` is called on the thread with its result or the `Exception` that it
+        raises. Raises `RuntimeError` if no thread can be started."""
         if self._thread is None:
             thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             thread.start()
@@ -45,7 +45,7 @@ class WorkerThread:
                 done(result)
 
     def close(self) -> None:
-        """End the thread behind the work at hand, whose result is dropped."""
+        """End the thread after its current work, and discard the result."""
         self._stopping = True
         self._work.put(None)
         if self._thread is not None:

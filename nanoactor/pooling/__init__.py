@@ -1,1 +1,1 @@
-"""Pooled answers: vectors of texts, and scores of pairs of texts."""
+"""Pooling: vectors of texts, and scores of pairs of texts."""

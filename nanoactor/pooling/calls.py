@@ -1,4 +1,4 @@
-"""Calls of an engine, or of several, for vectors and scores."""
+"""Methods of an engine, or of several, for vectors and scores."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Pooled(abc.ABC):
         priority: int = 0,
         scores: bool = False,
     ) -> Request:
-        """Queue a text for its vector, or, if it `scores`, for a judgement; see `Request.vector`.
+        """Queue a text to be pooled, or to be scored if `scores`; see `Request.vector`.
 
         Raises `InvalidRequest` and `EngineOverloaded` at once.
         """
@@ -58,7 +58,7 @@ class Pooled(abc.ABC):
         """Return the vector of a text, or of `{"prompt_token_ids": [...]}`.
 
         Raises `InvalidRequest` for a model that makes none, `RequestAborted` after `abort`, and
-        otherwise what `AsyncLLM.generate` raises. Cancelling it aborts the request.
+        otherwise what `AsyncLLM.generate` raises. Canceling it aborts the request.
         """
         params = _DEFAULT if pooling_params is None else pooling_params
         request = self.submit_pooled(prompt, params, request_id, priority=priority)

@@ -1,4 +1,4 @@
-"""Pooling configurations; imports no torch. Embedding checkpoints store them in the files of
+"""Pooling configurations; imports no torch. Embedding checkpoints store them in files of
 sentence-transformers: `modules.json`, the configuration of the pooling module, and
 `config_sentence_transformers.json`."""
 
@@ -17,11 +17,11 @@ from nanoactor.pooling.params import PoolingParams
 Kind = Literal["last", "mean", "cls", "yes_no"]
 POOLINGS = ("auto", "none", "last", "mean", "cls", "yes_no")
 JUDGEMENTS = "no", "yes"
-"""The tokens whose logits make the score of a pair."""
+"""The tokens with logits that give the score of a pair."""
 MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
 _MODES: Mapping[str, Kind] = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
 _READ = ("Transformer", "Pooling", "Normalize")
-"""Modules that are known."""
+"""Supported modules."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,20 +34,20 @@ class PoolingConfig:
     normalize: bool = True
     """True if vectors are scaled to length 1 unless a request overrides it."""
     prompts: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """By name: what a request may have put before its text."""
+    """Prompts by name, which requests may put before their text."""
     default_prompt: str | None = None
-    """The name of the one that is put there unless a request names another."""
+    """Name of the prompt that is used unless a request names another."""
     token_ids: tuple[int, ...] = ()
-    """Of "yes_no": the ids of the two tokens, the one that speaks against a match first."""
+    """With "yes_no": ids of the two tokens, "no" first."""
 
     @property
     def scores(self) -> bool:
-        """Return True if it makes scores instead of vectors."""
+        """Return True if the model returns scores instead of vectors."""
         return self.kind == "yes_no"
 
     def of_pair(self, params: PoolingParams) -> tuple[PoolingParams, PoolingParams]:
-        """Return the parameters of a query and of a document whose vectors are compared: behind
-        the model's prompts of these names, if it has them, and normalized."""
+        """Return the parameters of a query and a document for comparing their vectors: with the
+        model's prompts of these names, if it has them, and normalized."""
         named = [name if name in self.prompts else None for name in ("query", "document")]
         if params.prompt is not None or params.prompt_name is not None:
             named = [params.prompt_name, params.prompt_name]
@@ -57,12 +57,12 @@ class PoolingConfig:
         return query, document
 
     def width(self, hidden_size: int) -> int:
-        """Return the length of what a row brings."""
+        """Return the length of a row's result."""
         return len(self.token_ids) or hidden_size
 
 
 def describes_pooling(directory: Path) -> bool:
-    """Return True if a checkpoint is made for pooling, and not to generate text."""
+    """Return True if a checkpoint is for pooling, not for generating text."""
     return (directory / MODULES).exists()
 
 
@@ -70,8 +70,8 @@ def read_pooling(directory: Path, kind: str = "auto") -> PoolingConfig | None:
     """Return the pooling that a checkpoint describes, with another kind if one is given.
 
     None for a checkpoint that describes none, unless a kind is given: then vectors are normalized,
-    and there are no prompts. The ids of "yes_no" are left open. Raises `ModelError` for malformed
-    files, `UnsupportedModel` for modules or kinds that are not known.
+    and there are no prompts. The ids of "yes_no" are not set. Raises `ModelError` for malformed
+    files, `UnsupportedModel` for unknown modules or kinds.
     """
     if kind == "none":
         return None
@@ -129,7 +129,7 @@ def _read_kind(path: Path) -> Kind:
 
 
 def _flagged(raw: Mapping[str, Any]) -> list[str]:
-    """Return the modes of the older form, which has a flag for each."""
+    """Return the modes of the older format, which has a flag for each."""
     prefix = "pooling_mode_"
     return [
         name.removeprefix(prefix).removesuffix("_tokens").removesuffix("_token")

@@ -21,12 +21,12 @@ class StepVectors:
     rows: Int32
     """Indices of the rows, ascending; see `nanoactor.rows.StepRows`."""
     values: Float32
-    """(rows, width): the state of one position; of means, the sum of the row's states."""
+    """(rows, width): the state of one position; for means, the sum of the row's states."""
 
 
 @message(54)
 class RequestVectors:
-    """Pooled answers, each whole."""
+    """Complete pooled results."""
 
     uids: Int64
     values: Float32

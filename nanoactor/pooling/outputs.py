@@ -27,30 +27,30 @@ class ScoringOutput:
     """The score of one pair of texts."""
 
     score: float
-    """From 0 to 1: the probability of a match. Of embedding models: the cosine, from -1 to 1."""
+    """From 0 to 1: the probability of a match. For embedding models: the cosine, from -1 to 1."""
 
 
 @dataclasses.dataclass(slots=True)
 class EmbeddingRequestOutput:
-    """The answer to a request for a vector."""
+    """The output of a request for a vector."""
 
     request_id: str
     outputs: EmbeddingOutput
     prompt_token_ids: list[int]
     num_cached_tokens: int
-    """Tokens that the prefix cache held."""
+    """Number of tokens found in the prefix cache."""
     metrics: RequestMetrics
     finished: bool = True
 
 
 @dataclasses.dataclass(slots=True)
 class ScoringRequestOutput:
-    """The answer to a request for a score."""
+    """The output of a request for a score."""
 
     request_id: str
     outputs: ScoringOutput
     prompt_token_ids: list[int]
-    """Of the pair; of embedding models: of both texts, one after the other."""
+    """Token ids of the pair; for embedding models, of both texts, concatenated."""
     num_cached_tokens: int
     metrics: RequestMetrics
     finished: bool = True

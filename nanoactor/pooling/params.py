@@ -13,20 +13,20 @@ class PoolingParams:
     """Parameters of a request for a vector. Raises `InvalidRequest`, naming the value."""
 
     dimensions: int | None = None
-    """Keep the first so many numbers of the vector, before it is normalized; default: all. For
-    models that were trained for it (Matryoshka representation learning, arXiv:2205.13147)."""
+    """Truncate the vector to this length before it is normalized; default: no truncation. For
+    models trained for it (Matryoshka representation learning, arXiv:2205.13147)."""
     normalize: bool | None = None
-    """Scale the vector to the length 1. Default: what the model's files say."""
+    """Scale the vector to length 1. Default: as in the model's files."""
     prompt_name: str | None = None
     """Put this prompt of the model's own before the text. Default: the model's default prompt."""
     prompt: str | None = None
     """Put this text before the text, instead of a prompt of the model's own."""
     truncate_prompt_tokens: int | None = None
-    """Keep the last so many tokens of the text; -1: as many as fit. Default: longer texts are
-    refused."""
+    """Keep this many tokens at the end of the text; -1: as many as fit. Default: longer texts are
+    rejected."""
 
     def __post_init__(self) -> None:
-        """Check every value by itself."""
+        """Check each value on its own."""
         make_numbers_plain(self)
         for name, least in (("dimensions", 1), ("truncate_prompt_tokens", -1)):
             value = getattr(self, name)

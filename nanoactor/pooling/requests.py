@@ -1,4 +1,4 @@
-"""Texts of requests for vectors and scores, and what is put before them; pure."""
+"""Texts of requests for vectors and scores, and their prompts; pure logic."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def kept_tokens(params: PoolingParams, limit: int) -> int:
 
 
 def with_prompt(text: Any, params: PoolingParams, pooling: PoolingConfig) -> Any:
-    """Return a text behind the prompt that the request, or the model, puts before it; token ids as
-    they are. Raises `InvalidRequest` for other things, and for a prompt that is not known."""
+    """Return a text with the request's or the model's prompt prepended; token ids are returned as
+    is. Raises `InvalidRequest` for other types, and for an unknown prompt."""
     name = params.prompt_name
     if name is not None and name not in pooling.prompts:
         known = ", ".join(map(repr, pooling.prompts)) or "none"

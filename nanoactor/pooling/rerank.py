@@ -1,4 +1,4 @@
-"""The text in which a reranker reads a query and a document.
+"""The prompt with which a reranker reads a query and a document.
 
 Source: the model card of Qwen3-Reranker; arXiv:2506.05176.
 """
@@ -6,7 +6,7 @@ Source: the model card of Qwen3-Reranker; arXiv:2506.05176.
 from __future__ import annotations
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
-"""What a match is, unless a request says something else."""
+"""The default instruction."""
 _SYSTEM = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct "
     'provided. Note that the answer can only be "yes" or "no".'
@@ -14,7 +14,7 @@ _SYSTEM = (
 
 
 def judgement_prompt(query: str, document: str, instruction: str | None = None) -> str:
-    """Return the text after which the model says "yes" or "no"."""
+    """Return the prompt that the model completes with "yes" or "no"."""
     return (
         f"<|im_start|>system\n{_SYSTEM}<|im_end|>\n<|im_start|>user\n"
         f"<Instruct>: {INSTRUCTION if instruction is None else instruction}\n"

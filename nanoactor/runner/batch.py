@@ -35,7 +35,7 @@ from nanoactor.runner.row_layout import Continued, StepLayout
 from nanoactor.runner.sampling_table import SamplingTable
 from nanoactor.runner.score_table import ScoreTable
 
-# To sort whole vocabularies takes 127 bytes for each logit.
+# Sorting whole vocabularies takes 127 bytes per logit.
 FALLBACK_AT_ONCE = 64
 _Pair = tuple[NDArray[np.integer[Any]], NDArray[np.integer[Any]]]
 NO_MASKS: Int32 = np.empty((0, 0), np.int32)
@@ -56,7 +56,7 @@ class StateLayout:
 
     @property
     def lengths(self) -> int:
-        """Positions computed, by slot. Before it: the block tables, a row for each slot."""
+        """Positions computed, by slot. The block tables, a row for each slot, precede it."""
         return self.slots * self.max_blocks
 
     @property
@@ -66,13 +66,13 @@ class StateLayout:
 
     @property
     def frozen(self) -> int:
-        """By slot: 1 where its decode rows change nothing that lasts."""
+        """By slot: 1 if its decode rows have no lasting effect."""
         return self.last_tokens + self.slots
 
     @property
     def rope_deltas(self) -> int:
-        """By slot: rotary position less index, of what follows a prompt. From here to `rows`:
-        what a sequence brings when it is admitted."""
+        """By slot: rotary position minus index after the prompt. From here to `rows`: set when a
+        sequence is admitted."""
         return self.frozen + self.slots
 
     @property
@@ -82,12 +82,12 @@ class StateLayout:
 
     @property
     def freeze_ids(self) -> int:
-        """By slot: a column after the other of ids that freeze it."""
+        """Ids that freeze a slot, by slot, column by column."""
         return self.prompt_lengths + self.slots
 
     @property
     def sampling(self) -> int:
-        """Sampling parameters by slot: a column after the other (`models/sampling/columns.py`)."""
+        """Sampling parameters by slot, column by column (`models/sampling/columns.py`)."""
         return self.freeze_ids + FREEZE_IDS * self.slots
 
     @property
@@ -107,7 +107,7 @@ class StateLayout:
 
     @property
     def size(self) -> int:
-        """Of the whole array."""
+        """Size of the whole array."""
         return self.row_token_ids + self.slots
 
 
@@ -121,13 +121,13 @@ class BatchTraits:
     fallback_at_once: int = FALLBACK_AT_ONCE
     """Rows that are sampled together without the fused sampler."""
     runs_as_rows_from: int = 1 << 30
-    """Steps of so many decode rows may have several of one sequence."""
+    """Minimum decode rows of a step that may have several rows of one sequence."""
     slot_state: bool = False
     """True if layers keep slot states, which are reset for each sequence."""
 
 
 class HostBatch:
-    """The host's side: how slots sample, and what of that holds for the decode batch at hand."""
+    """The host's side of the batch: sampling by slot, and its results for the decode batch."""
 
     def __init__(
         self, max_num_seqs: int, max_blocks: int, traits: BatchTraits, pooling: str = ""
@@ -141,20 +141,19 @@ class HostBatch:
         """By slot: where its output begins."""
         self._rows = RowExpander(max_num_seqs)
         self._decode: Long = NONE
-        """The slots of the decode batch; the next four hold until it changes."""
+        """The slots of the decode batch; the next four fields are valid until it changes."""
         self._fallback: Long | None = None
-        """Decode rows that the fused sampler never does."""
+        """Decode rows that the fused sampler never handles."""
         self._parts: tuple[SampledRows[Array], ...] = ()
         self._asking: Long = NONE
-        """Decode rows that want log-probabilities."""
+        """Decode rows that request log-probabilities."""
         self._masked_steps = 0
         """Steps until all of its rows are past `min_tokens`."""
         self._continued = 0
-        """Rows behind the decode batch in the step before."""
+        """Rows after the decode batch in the previous step."""
 
     def update(self, step: Step, masks: Int32 = NO_MASKS) -> Update:
-        """Apply a step, whose choices are made under these masks, (rows, words). Steps must come in
-        order."""
+        """Apply a step with these masks, (rows, words), for its choices. Steps come in order."""
         rows = self._rows.expand(step.rows, step.leaves)
         pairs = self._admit(step.admissions) if len(step.admissions.slots) else []
         if len(step.table_slots):
@@ -163,7 +162,7 @@ class HostBatch:
             rows,
             step.token_ids,
             self._outputs,
-            room=0 if step.vision else len(self._outputs),  # chunks alone see pictures
+            room=0 if step.vision else len(self._outputs),  # only chunks see images
             runs_from=self._traits.runs_as_rows_from,
         )
         behind, decodes = layout.behind, len(rows.decode_slots)
@@ -201,7 +200,7 @@ class HostBatch:
         )
 
     def _admit(self, new: Admissions) -> list[_Pair]:
-        """Take new sequences; return what the device must know of them."""
+        """Admit new sequences; return their changes to the array."""
         self.sampling.admit(new)
         self._scores.admit(new.slots, new.prompt_lengths, new.scores)
         self._outputs[new.slots] = new.prompt_lengths
@@ -244,12 +243,12 @@ class HostBatch:
         groups = -(-counts // per_program)
         tile_rows = np.arange(len(groups), dtype=np.int32).repeat(groups)
         tile_numbers = counted_up(np.zeros(len(groups), np.int64), groups)
-        # The longest first, which a device that is nearly done should not wait for.
+        # Longest first, so that the device does not wait for them at the end.
         ends_in_row = np.minimum(counts[tile_rows], (tile_numbers + 1) * per_program)
         longest_first = np.argsort(-(rows.starts[tile_rows] + ends_in_row), kind="stable")
         ends = layout.chunks.searchsorted(layout.ends)
         if len(token_ids) == ends_at[-1]:
-            own_ids = token_ids.copy()  # it outlives the message
+            own_ids = token_ids.copy()  # the copy outlives the message
         else:  # some belong to other rows, or are successors
             own_ids = token_ids[counted_up(layout.firsts[layout.chunks], counts)]
         return Prefill(
@@ -263,7 +262,7 @@ class HostBatch:
         )
 
     def _read_tokens(self, firsts: Int32, counts: Int32, ends: Long, pooled: int) -> Int32:
-        """Return the token of each of these chunks whose state is read; the last ones pool."""
+        """Return the token of each chunk at which the state is read; the last chunks pool."""
         read: Int32 = (firsts + counts - 1)[ends].astype(np.int32)
         if pooled and self._pooling == "cls":
             read[-pooled:] = firsts[ends[-pooled:]]
@@ -287,7 +286,7 @@ class HostBatch:
         return HostSeqLens(counts, contexts, decodes.tolist())
 
     def _admitted(self, step: Step) -> Long | None:
-        """Return the slots whose states begin anew; None if there are none."""
+        """Return the slots with states to be reset; None if there are none."""
         slots = step.admissions.slots
         return slots.astype(np.int64) if self._traits.slot_state and len(slots) else None
 
@@ -296,7 +295,7 @@ class HostBatch:
     def _fallback_rows(
         self, layout: StepLayout, slots: Long, positions: Long
     ) -> tuple[SampledRows[Array], ...]:
-        """Samplers that `BatchOperators.sample_rows` does not do, choices aside."""
+        """Return the samplers that `BatchOperators.sample_rows` does not handle, except choices."""
         first, decodes = len(layout.sampled), len(layout.rows.decode_slots)
         last = len(slots) - len(layout.choices)
         at = slice(first, first + decodes)
@@ -327,7 +326,7 @@ class HostBatch:
         return tuple(parts)
 
     def _cut(self, slots: Long, positions: Long) -> NDArray[np.bool_]:
-        """Select the rows that the fused sampler does not do at these positions."""
+        """Select the rows that the fused sampler does not handle at these positions."""
         never = self.sampling.never_fused(slots, self._traits.fused_sampling)
         return never | self.sampling.masking(slots, positions)
 
@@ -385,7 +384,7 @@ def _kept(layout: StepLayout) -> KeptRows[Array] | None:
 
 
 def _reaching(part: SampledRows[Array], positions: Long) -> SampledRows[Array]:
-    """Return the rows with the length of the longest whose tokens count."""
+    """Return the rows with the length of the longest sequence that penalties count."""
     if part.rules is None or not len(part.rules.penalized):
         return part
     longest = int(positions[part.rules.penalized].max())

@@ -1,4 +1,4 @@
-"""The choice of the next tokens: in the captured step where the device has a sampler for it, behind
+"""The choice of the next tokens: in the captured step if the device has a sampler for them, after
 the step for all other rows."""
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Kept(NamedTuple):
     states: torch.Tensor
     """Hidden state of each slot, (slots, hidden)."""
     logits: torch.Tensor | None
-    """(slots, vocabulary) of the same; None where they are computed again."""
+    """Logits of each slot, (slots, vocabulary); None if they are recomputed."""
 
 
 class TokenChooser:
-    """One rank's: its buffers belong to one set of tables."""
+    """One rank's choices of tokens, with buffers for one set of tables."""
 
     def __init__(
         self,
@@ -46,8 +46,8 @@ class TokenChooser:
         debug: bool,
         constrains: bool = False,
     ) -> None:
-        """With `debug` ranks compare what they have chosen; rows may be constrained where it
-        `constrains`."""
+        """With `debug`, ranks compare their chosen tokens; with `constrains`, rows may be
+        constrained."""
         device, config = model.device, model.config
         self._model, self._device, self._fused = model, device, fused
         self._compares = debug and model.group.size > 1
@@ -58,7 +58,7 @@ class TokenChooser:
         self.chosen = device.zeros(rows, dtype=torch.int32)
         """By row of the step's logits."""
         self.logits: torch.Tensor | None = None
-        """Those of the latest step, where rows may keep them."""
+        """Logits of the latest step, if rows may keep them."""
         if constrains and device.traits.keeps_logits and model.group.size == 1:
             self.logits = device.zeros(rows, config.vocab_size, dtype=model.dtype)
         heads, kv_heads = model.network.shard.heads.size, model.network.shard.kv_heads.size
@@ -66,14 +66,14 @@ class TokenChooser:
         """The kernels' memory."""
 
     def room(self, rows: int) -> torch.Tensor | None:
-        """Return the place for the logits of so many rows; None where any will do."""
+        """Return the buffer for the logits of this many rows; None if any will do."""
         return None if self.logits is None else self.logits[:rows]
 
     def choose(
         self, hidden: torch.Tensor, slots: torch.Tensor, logits: torch.Tensor | None = None
     ) -> None:
-        """Choose for all rows that the fused sampler does, from logits in `room`, if they are known
-        already; part of a captured step."""
+        """Choose for all rows that the fused sampler handles, from `logits` in `room` if they are
+        computed already; part of a captured step."""
         if self._fused != "none":
             if logits is None:
                 logits = self._model.whole_logits(hidden, self.room(len(slots)))
@@ -86,9 +86,9 @@ class TokenChooser:
     def choose_behind(
         self, hidden: torch.Tensor, rows: SampledRows[torch.Tensor], prompts: tuple[int, int]
     ) -> None:
-        """Choose for rows that the fused sampler does not do; or for all, where there is none.
+        """Choose for rows that the fused sampler does not handle; for all if there is none.
 
-        `prompts` are the rows that end a prompt, and as many as that is padded to.
+        `prompts` are the number of rows that end a prompt, and the padded number.
         """
         index, slots = place(rows.index, prompts), rows.slots
         logits = self._model.network.logits(hidden.index_select(0, index))
@@ -98,7 +98,7 @@ class TokenChooser:
         self._tables.last_tokens[slots] = chosen.clamp_min(0)
 
     def choose_from(self, kept: Kept, rows: SampledRows[torch.Tensor]) -> torch.Tensor:
-        """Choose for rows from what is kept in the slots that `rows.index` names; int32 (rows,)."""
+        """Choose from the states kept in the slots `rows.index`; int32 (rows,)."""
         masks = rows.masks if rows.fused else None
         if kept.logits is not None and masks is not None:
             slots = rows.slots.int()
@@ -119,7 +119,7 @@ class TokenChooser:
     def _choose_masked(
         self, hidden: torch.Tensor, masks: torch.Tensor, slots: torch.Tensor
     ) -> torch.Tensor:
-        """Choose by the fused sampler, int32 (rows,)."""
+        """Choose with the fused sampler, int32 (rows,)."""
         logits = self._model.whole_logits(hidden)
         masked = self._masks.apply(logits, masks)
         chosen = torch.empty_like(slots)
@@ -128,7 +128,7 @@ class TokenChooser:
         return torch.where(masked.amax(-1).isfinite(), chosen, none)
 
     def warm_up(self) -> None:
-        """Choose for the dummy under a mask, so that no constrained row waits for kernels."""
+        """Choose for the dummy under a mask, so that no constrained row waits for compilation."""
         if self._fused == "none" or not self._constrains:
             return
         model, last = self._model, len(self._tables.last_tokens) - 1
@@ -143,12 +143,12 @@ class TokenChooser:
             self._choose_masked(hidden, masks, slots)
 
     def compare(self, step: int, *chosen: torch.Tensor) -> None:
-        """In debug mode raise `RanksDisagree` where another rank has chosen other tokens."""
+        """In debug mode, raise `RanksDisagree` if another rank has chosen other tokens."""
         if self._compares and chosen:
             self._model.check_agreement(step, torch.cat(chosen).long())
 
     def _sample(self, logits: torch.Tensor, rows: SampledRows[torch.Tensor]) -> torch.Tensor:
-        """The chosen ids, int64 (rows,), under the rows' masks and rules."""
+        """Return the chosen ids, int64 (rows,), under the rows' masks and rules."""
         batch, rules = SamplingBatch.of(self._tables, rows.slots, rows.groups), rows.rules
         if rules is None and rows.masks is None:
             return self._model.sample(logits, batch)

@@ -8,21 +8,21 @@ from nanoactor.models.devices.protocols import Device, TimedEvent
 
 _WINDOW = 256
 _WAKE_NS = 30_000
-"""How long a thread that waits for the device takes to notice, at the least."""
+"""Minimum time in which a thread that waits for the device wakes up."""
 _LONG_NS = 1e9
-"""Over longer gaps the clocks drift apart, and what an event says loses digits."""
+"""Over longer gaps the clocks drift apart, and event times lose precision."""
 
 
 class DeviceClock:
-    """Adds up the times between events, and corrects the sum by what the host sees.
+    """Sums the times between events, and corrects the sum by host observations.
 
-    How long a step took is the device's word; when it was follows from the gaps between steps. The
-    two clocks drift apart slowly. The host never sees an event before it has happened, and in one
-    of many steps it sees it at once: that bounds the drift from both sides.
+    The device reports how long a step took; the gaps between steps give its start. The two clocks
+    drift apart slowly. The host never sees an event before it has happened, and in one of many
+    steps it sees it at once: this bounds the drift from both sides.
     """
 
     def __init__(self, reference: TimedEvent) -> None:
-        """`reference` has just been passed."""
+        """Start at `reference`, which has just completed."""
         self._reference = reference
         self._now = float(time.monotonic_ns())
         self._least = float("inf")
@@ -30,16 +30,16 @@ class DeviceClock:
 
     @classmethod
     def started(cls, device: Device) -> DeviceClock:
-        """Begin now, with a device that has nothing to do."""
+        """Start now, with an idle device."""
         reference = device.timed_event()
         reference.record()
         reference.wait()
         return cls(reference)
 
     def step(self, begin: TimedEvent, end: TimedEvent) -> tuple[int, int]:
-        """Return when a step began and ended, ns of the monotonic clock; `end` was just waited for.
+        """Return a step's start and end, ns of the monotonic clock; `end` has just completed.
 
-        `begin` and `end` must be in the order of steps; `end` must live until the next call.
+        Steps must come in order; `end` must live until the next call.
         """
         seen = time.monotonic_ns()
         length = begin.milliseconds_until(end) * 1e6
@@ -52,11 +52,11 @@ class DeviceClock:
         return round(ended - length), round(ended)
 
     def _correction(self, late: float) -> float:
-        """By how much the clock has proved wrong."""
+        """Return the correction of the clock; `late` is the host's time minus the clock's."""
         self._least = min(self._least, late)
         self._seen += 1
         shift = 0.0
-        if late < 0:  # the host has seen what had not happened
+        if late < 0:  # the host saw the event before the clock's time
             shift = late
         elif self._seen == _WINDOW:
             shift = max(0.0, self._least - _WAKE_NS)

@@ -10,7 +10,7 @@ from nanoactor.model_files import ModelFiles
 from nanoactor.models.errors import NotEnoughMemory
 
 SIMULATED = "simulated:"
-"""The prefix of devices that only take time; the milliseconds of a step follow."""
+"""Prefix of simulated devices; the milliseconds of a step follow."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class RankConfig:
     shared: ActorConfig
     rank: int = 0
     rendezvous_port: int = 0
-    """Of the loopback interface, where the ranks meet."""
+    """Port on the loopback interface on which the ranks meet."""
     rendezvous_socket: int | None = None
     """The descriptor that listens there, for rank 0."""
 
@@ -42,7 +42,7 @@ _LEAST_LENGTH = 2
 
 
 def check_cache(blocks: int, files: ModelFiles, block_size: int, why: str) -> None:
-    """Raise `NotEnoughMemory` where the longest sequence would not fit into so many blocks."""
+    """Raise `NotEnoughMemory` if the longest sequence does not fit into this many blocks."""
     needed = -(-files.max_model_len // block_size)
     if files.lowers_length:
         needed = min(needed, -(-_LEAST_LENGTH // block_size))
@@ -59,10 +59,10 @@ def check_cache(blocks: int, files: ModelFiles, block_size: int, why: str) -> No
 def check_weights(
     weights: int, sequence: int, free: int, ranks: int, *, shared: bool, what: str
 ) -> None:
-    """Raise `NotEnoughMemory` where weights alone do not fit, with what would.
+    """Raise `NotEnoughMemory`, with advice, if the weights alone do not fit.
 
-    `weights` and `sequence` (the cache of the longest one) are bytes of all ranks; `free` of one
-    device, or of all ranks together where memory is `shared`.
+    `weights` and `sequence` (the cache of the longest one) are bytes of all ranks; `free` is of one
+    device, or of all ranks together if memory is `shared`.
     """
     room = free // ranks if shared else free
     if weights // ranks <= room:

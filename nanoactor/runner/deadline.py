@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 _SMALL = 64
-"""Up to so many tokens a step's time is that of reading the weights."""
+"""Up to this many tokens, a step's time is dominated by reading the weights."""
 _FORGET = 0.999
-"""What is left of a slow step's weight after each later one: compilations are once."""
+"""Decay of a slow step's weight per later step, as compilations happen only once."""
 _MARGIN = 10.0
-"""How much slower than the slowest lately a step may be."""
+"""Factor by which a step may exceed the slowest recent one."""
 
 
 class StepDeadline:
-    """Learns from the steps that are done."""
+    """A deadline that adapts to finished steps."""
 
     def __init__(self) -> None:
         self._small_seconds = 0.0
         self._token_seconds = 0.0
 
     def note(self, tokens: int, seconds: float) -> None:
-        """A step of so many tokens took so long."""
+        """Record that a step of `tokens` tokens took `seconds`."""
         if tokens <= _SMALL:
             self._small_seconds = max(seconds, _FORGET * self._small_seconds)
         else:

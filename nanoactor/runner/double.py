@@ -1,4 +1,4 @@
-"""A batch on which a runner rehearses: it lays out the same made-up step each time."""
+"""A batch for a runner's rehearsals, which lays out the same dummy step each time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nanoactor.runner.inputs import Update
 
 
 class BatchDouble:
-    """A small `HostBatch`, made when it is first wanted."""
+    """A small `HostBatch`, made on first use."""
 
     def __init__(self, traits: BatchTraits, block_size: int) -> None:
         self._traits, self._block_size = traits, block_size

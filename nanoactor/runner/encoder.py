@@ -1,4 +1,4 @@
-"""Pictures on the device: through the tower in slices, into a cache of rows that prompts read."""
+"""Image encoding on the device: in slices, into a cache of rows that prompts read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from nanoactor.vision.units import EncodeUnits
 
 
 class Encoder:
-    """The tower, and the cache of what it has made of pictures."""
+    """The vision tower, and the cache of its results."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Encoder:
         pages: int,
         budget: int,
     ) -> None:
-        """`pages` is the cache's size; `budget` are the rows that a step encodes at most."""
+        """`pages` is the cache's size; `budget` is the maximum of rows that a step encodes."""
         self._tower, self._vision, self._images, self._videos = tower, vision, images, videos
         self._dtype, self._device, self._budget = dtype, device, budget
         self._patches = PatchMaker(vision, images, device.torch_device)
@@ -44,7 +44,7 @@ class Encoder:
         shape = pages * ENCODER_PAGE_ROWS, vision.feature_size
         self._rows = device.zeros(*shape, dtype=dtype)
         self._half: dict[int, TowerState] = {}
-        """By number of pixels: temporal patches whose last block has not run."""
+        """By number of pixels: state of partly encoded temporal patches."""
 
     @property
     def nbytes(self) -> int:
@@ -59,14 +59,14 @@ class Encoder:
         return VisualTokens(seen, torch.where(seen, features, 0))
 
     def apply(self, work: Encoding) -> None:
-        """Encode what a step encodes."""
+        """Encode the items of a step."""
         for number in work.dropped:
             self._half.pop(number, None)
         for task in work.tasks:
             self.run(task)
 
     def forget(self) -> None:
-        """Forget what is half encoded."""
+        """Drop partial encodings."""
         self._half.clear()
 
     def largest(self, longest: int) -> int:
@@ -74,12 +74,12 @@ class Encoder:
         once, in a sequence of `longest` tokens."""
         most = self._images.max_pixels // self._images.factor**2
         if self._videos is not None:
-            # A slice has as many temporal patches as the budget holds, or one that is larger.
+            # A slice has as many temporal patches as fit the budget, or a single larger one.
             most = max(most, self._videos.max_rows, self._budget)
         return min(most, self.pages * ENCODER_PAGE_ROWS, longest)
 
     def run(self, task: EncodeTask) -> None:
-        """Encode some units of an item; write the rows of those temporal patches that are done."""
+        """Encode some units of an item; write the rows of finished temporal patches."""
         units = self.units(task.pixels)
         places = self._upload(task.places)
         if units.parts == 1:
@@ -106,7 +106,7 @@ class Encoder:
         return self._tower.begin(patches.to(self._dtype), [grid])
 
     def _upload(self, array: NDArray[Any]) -> torch.Tensor:
-        """Queue a copy to the device. From pageable memory it would wait for all steps before."""
+        """Queue a copy to the device. From pageable memory it would wait for all earlier steps."""
         given = torch.from_numpy(array)
         if not self._device.traits.asynchronous:
             return given
@@ -120,7 +120,7 @@ class Encoder:
         self._rows[places[first * each : (first + count) * each]] = self._tower.finish(state)
 
     def warm_up(self, rows: int) -> None:
-        """Encode a picture of so many rows, which leaves nothing behind."""
+        """Encode an image of this many rows, without lasting effect."""
         side = self._images.factor
         height = next(n for n in range(math.isqrt(rows), 0, -1) if rows % n == 0)
         shape = 1, height * side, rows // height * side, self._vision.channels

@@ -1,9 +1,9 @@
-"""Steps on a device: the batch lives there, and a decode step is the replay of one graph where the
-device records graphs.
+"""Steps on a device: the batch lives there, and a decode step replays one graph if the device
+records graphs.
 
-A step is laid out on the node's loop (NumPy alone) and launched on the device's thread: a copy of
-what changed, a graph or operators, a copy of the ids to page-locked memory, an event. Where the
-device has a queue of its own, another thread waits for the event.
+A step is laid out on the node's loop (NumPy only) and launched on the device's thread: a copy of
+the changes, a graph or operators, a copy of the ids to page-locked memory, an event. If the device
+is asynchronous, another thread waits for the event.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from nanoactor.runner.warmup import decode_update, longest_lengths, prefill_step
 log = logging.getLogger("nanoactor.runner")
 
 _MIB = 1 << 20
-# What the driver takes for a captured step beside its tensors, and for itself: generous estimates.
+# Driver memory for a captured step besides its tensors, and in total: generous estimates.
 _GRAPH_BYTES = 4 * _MIB
 _DRIVER_BYTES = 256 * _MIB
-# Where a step is done when its call returns, a maximal one would take minutes for a large model;
-# the memory that it needs grows in proportion to its tokens.
+# On synchronous devices, a maximal step of a large model would take minutes; its memory is
+# proportional to its tokens.
 _SMALL_WARMUP_TOKENS, _SMALL_WARMUP_ROWS = 256, 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Launched:
-    """A step in the device's queue, or done."""
+    """A queued or finished step."""
 
     executor: DeviceExecutor
     buffers: InFlight
@@ -62,12 +62,12 @@ class _Launched:
 
 
 class DeviceExecutor:
-    """One rank on one device."""
+    """Executor of one rank on one device."""
 
     def __init__(self, config: RankConfig, device: Device) -> None:
         """Load the weights, size and allocate the cache, capture the decode steps.
 
-        Raises `ModelError` where the model's files are wrong or memory does not suffice.
+        Raises `ModelError` if the model's files are malformed or there is not enough memory.
         """
         engine = config.engine
         self._config, self._device, self._longest = engine, device, config.files.max_model_len
@@ -82,9 +82,9 @@ class DeviceExecutor:
             self._double = BatchDouble(self._traits, self.block_size)
             self._free_buffers: deque[InFlight] = deque()
             self._last: InFlight | None = None
-            """The clock counts from their end; they are used again after the next step."""
+            """The clock counts from the end of this step; reused after the next step."""
             self._clock = DeviceClock.started(device)
-            # What a rank measures while it waits for the others is theirs.
+            # A rank's measurements would include waiting for the others.
             measures = alone and not engine.threads and not device.traits.asynchronous
             self._threads = ThreadChoice(self._model.threads) if measures else None
             constrains = has_grammars(config.files)
@@ -117,19 +117,19 @@ class DeviceExecutor:
 
     @property
     def too_large(self) -> int:
-        """Steps with prompts that no captured one holds."""
+        """Return the number of steps with prompts that were too large for any captured step."""
         return self._graphs.too_large
 
     @property
     def uncaptured(self) -> int:
-        """Steps that could not be captured."""
+        """Return the number of steps that could not be captured."""
         return self._graphs.uncaptured
 
     # -- the state on the device ----------------------------------------------------------
 
     def _make_state(self, blocks: int, constrains: bool) -> None:
-        """Tables, buffers and a cache of so many blocks; rows may be constrained where it
-        `constrains`."""
+        """Make tables, buffers and a cache of this many blocks; with `constrains`, rows may be
+        constrained."""
         config, model, device = self._config, self._model, self._device
         self._batch = self._empty_batch()
         self._resident = ResidentBatch(model, self._batch.layout, blocks)
@@ -156,7 +156,7 @@ class DeviceExecutor:
         self._graphs = GraphRunner(config, model, self._forward, mixed, self.max_depth)
         self._staging = Staging(device, self.max_depth + 2)
         self._packing: Staging | None = None
-        """For rehearsals."""
+        """Staging for rehearsals."""
 
     def _empty_batch(self) -> HostBatch:
         most = -(-self._longest // self.block_size)
@@ -164,7 +164,7 @@ class DeviceExecutor:
         return HostBatch(self._config.max_num_seqs, most, self._traits, pooling)
 
     def renew(self) -> None:
-        """Forget all sequences; nothing is under way."""
+        """Forget all sequences; no step may be in flight."""
         with self._device.stream():
             self._batch, self._dropped = self._empty_batch(), []
             self._resident.renew()
@@ -187,7 +187,7 @@ class DeviceExecutor:
     # -- memory ---------------------------------------------------------------------------
 
     def _warm_up(self, constrains: bool) -> tuple[int, int]:
-        """Run large steps of both kinds on a small cache: (bytes of weights, of a maximal step)."""
+        """Run large steps of both kinds on a small cache; return (weight bytes, step bytes)."""
         config, device = self._config, self._device
         begin = time.monotonic()
         device.synchronize()
@@ -203,7 +203,7 @@ class DeviceExecutor:
         blocks = int(prefill.table_blocks.max()) + 1
         self._make_state(blocks, constrains)
         self._run_once(prefill)  # compiles
-        # What stays beside the cache: buffers, and what libraries keep for themselves.
+        # Memory kept besides the cache: buffers, and the libraries' own.
         dummies = device.dummy_blocks(config.max_num_seqs, self.block_size)
         cache = (blocks + dummies) * self._model.block_bytes()
         kept = max(0, free - device.memory().free - cache)
@@ -216,7 +216,7 @@ class DeviceExecutor:
         _, scored = self._measured(lambda: self._choices.warm_up(at_once, top))
         captured = max(captured, peak)
         peak = max(peak * most // tokens, captured, cut, ruled, scored)
-        peak += self._warm_up_encoder()  # half encoded pictures stay while prompts are computed
+        peak += self._warm_up_encoder()  # partly encoded images stay while prompts are computed
         if self._captures:
             peak += captured + _GRAPH_BYTES * len(self._graphs)
         log.info("warm-up took %.1f s", time.monotonic() - begin)
@@ -224,7 +224,7 @@ class DeviceExecutor:
         return used, peak + kept + (_DRIVER_BYTES if device.traits.asynchronous else 0)
 
     def _warm_up_encoder(self) -> int:
-        """Return the bytes that the largest picture takes."""
+        """Return the bytes that encoding the largest image takes."""
         if (encoder := self._model.encoder) is None:
             return 0
         most = encoder.largest(self._longest)
@@ -235,7 +235,7 @@ class DeviceExecutor:
         return taken * most // rows
 
     def _measured(self, work: Callable[[], None]) -> tuple[float, int]:
-        """(the seconds that it takes, the bytes)."""
+        """Return the seconds and the bytes that `work` takes."""
         self._device.reset_peak()
         begin = time.monotonic()
         work()
@@ -254,7 +254,7 @@ class DeviceExecutor:
     # -- running --------------------------------------------------------------------------
 
     def prepare(self, step: Step, pixels: PixelsOf = NO_PIXELS, masks: Int32 = NO_MASKS) -> Update:
-        """Lay a step out; NumPy alone."""
+        """Lay out a step; NumPy only."""
         dropped, self._dropped = self._dropped, []
         return with_vision(self._batch.update(step, masks), step, pixels, dropped)
 
@@ -264,7 +264,7 @@ class DeviceExecutor:
         self._dropped += numbers
 
     def rehearse(self) -> Iterator[object]:
-        """Lay out a made-up prompt, and pack it; nothing is sent."""
+        """Lay out and pack a dummy prompt; nothing is sent."""
         update = self._double.update()
         yield update
         self._packing = self._packing or Staging(self._device, in_flight=1)
@@ -311,7 +311,7 @@ class DeviceExecutor:
         return _Launched(self, buffers)
 
     def _mark(self, event: TimedEvent) -> None:
-        """Record where a step is; one graph holds both, where the device has a queue."""
+        """Record progress within a step, if the device is synchronous: a graph holds both parts."""
         if not self.asynchronous:
             event.record()
 

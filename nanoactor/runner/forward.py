@@ -1,4 +1,4 @@
-"""The forward pass of a step over the batch on the device, with the choice of tokens."""
+"""The forward pass of a step over the batch on the device, including the choice of tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from nanoactor.runner.resident import ResidentBatch
 
 
 class StepForward:
-    """Queues steps operator by operator; what is captured is recorded from it."""
+    """Queues steps operator by operator; captured steps are recorded from it."""
 
     def __init__(
         self,
@@ -34,14 +34,14 @@ class StepForward:
         max_tokens: int,
         captured_tokens: int,
     ) -> None:
-        """Make the buffers of steps of at most `max_tokens` prompt tokens, of which captured steps
-        have at most `captured_tokens`."""
+        """Make the buffers of steps of at most `max_tokens` prompt tokens; captured steps have at
+        most `captured_tokens`."""
         device, rows = model.device, len(resident.rows.slots) - 1
         self._model, self._device, self._resident = model, device, resident
         self._chooser, self.published = chooser, published
         self._buffers = RowBuffers.zeros(device.zeros, max_tokens + rows, rows)
         self.prompts: torch.Tensor | None = None
-        """Hidden states of the prompts' tokens of the step at hand; of captured steps, which all
+        """Hidden states of the current step's prompt tokens; not used by captured steps, which all
         write them to the same place, ..."""
         self.kept: torch.Tensor | None = None
         """... here."""
@@ -54,8 +54,8 @@ class StepForward:
         self._dummies = torch.full_like(self._buffers.contexts, resident.dummy)
 
     def decode(self, rows: int, lengths: HostSeqLens) -> torch.Tensor:
-        """A whole step of so many rows of the decode batch, dummies included; returns their hidden
-        states. (Logits would be kept for each capture: gigabytes.)"""
+        """Queue a step of this many decode rows, dummies included; return their hidden states.
+        (Returning logits would keep gigabytes of them, one set per capture.)"""
         batch, slots = self._resident, self._resident.rows.slots[:rows]
         buffers = self._sliced(0, rows)
         self._device.advance(batch.tables, batch.rows.first(rows), buffers, batch.tokens.ids)
@@ -78,9 +78,9 @@ class StepForward:
         kept: torch.Tensor | None = None,
         final: HostSeqLens | None = None,
     ) -> torch.Tensor:
-        """A step with prompt chunks; returns the hidden states of the rows that sample: prompts
-        that end here, then the decode batch. Those of all prompts' tokens are left in `kept`, if
-        there is one, else in `prompts`; with `final` they are not kept."""
+        """Queue a step with prompt chunks; return the hidden states of the rows that sample:
+        prompts that end here, then the decode batch. Those of all prompt tokens are stored in
+        `kept` if given, else in `prompts`; with `final` they are not stored."""
         device, batch, first = self._device, self._resident, len(prefill.token_ids)
         every, decodes = self._sliced(0, first + rows), batch.rows.slots[:rows]
         every.token_ids[:first] = prefill.token_ids

@@ -1,4 +1,4 @@
-"""Runs steps: replays what was captured, and queues operator by operator what was not."""
+"""Runs steps: replays captured ones, and queues others operator by operator."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ class GraphRunner:
 
     def __len__(self) -> int:
         """Return the number of graphs that `capture` records."""
-        # Lengths that the host writes into a graph: one graph for each step under way.
+        # If the host writes lengths into a graph, each step in flight needs its own.
         in_flight = self._in_flight if self._device.traits.needs_host_seq_lens else 1
         return in_flight * len(self._sizes) + len(self._mixed)
 
     def capture(
         self, tokens_per_program: int, dummy: int, longest: Callable[[int], HostSeqLens]
     ) -> None:
-        """Capture all steps, largest first, so that the smaller ones find room in what it took.
+        """Capture all steps, largest first, so that smaller ones fit into the same memory.
 
-        `longest` returns the longest lengths of so many rows.
+        `longest` returns the maximum lengths for a number of rows.
         """
         self._model.make_whole_steps(self._sizes)
         begin, before = time.monotonic(), self._device.memory().free
@@ -107,14 +107,14 @@ class GraphRunner:
         return fits
 
     def fill(self, size: MixedSize, update: Update) -> None:
-        """Queue the copy of what the captured step of this size reads."""
+        """Queue the copy of the inputs that the captured step of this size reads."""
         self._inputs.fill(size, update)
 
     def run(
         self, update: Update, inputs: Inputs[torch.Tensor], fits: MixedSize | None
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Queue a step; return the hidden states of the prompts' tokens, where they are wanted, and
-        of the rows that sample."""
+        """Queue a step; return the hidden states of prompt tokens, if they are needed, and of the
+        rows that sample."""
         forward = self._forward
         forward.prompts = None
         if inputs.prefill is not None:
@@ -125,7 +125,7 @@ class GraphRunner:
             return forward.prompts, hidden
         if fits:
             return forward.kept, self._captured.mixed(fits)
-        if not update.decode_rows:  # a step that encodes, or chooses from what is kept
+        if not update.decode_rows:  # a step that only encodes, or chooses from kept states
             return None, forward.no_rows
         return None, self._decode(update)
 

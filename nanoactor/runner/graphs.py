@@ -1,5 +1,5 @@
-"""Steps that a device records: their sizes, and what it has recorded. A step is padded to the next
-size and replayed."""
+"""Steps captured by a device, and their sizes. A step is padded to the next captured size and
+replayed."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ log = logging.getLogger("nanoactor.runner")
 
 
 MOST_PROMPTS = 64
-"""Prompt chunks that any captured mixed step has at most."""
-# From so many tokens on: more padded rows would make small steps slower.
+"""Maximum prompt chunks of any captured mixed step."""
+# Prompt chunks by minimum tokens: more padded rows would make small steps slower.
 _PROMPTS = ((1024, MOST_PROMPTS), (512, 32), (0, 16))
 _PREFILL_TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
-# Between these a mixed step pads its decode rows: to compute a few more rows costs less than many
+# Mixed steps pad their decode rows to a few sizes: computing some more rows costs less than many
 # captures.
 _FEW_ROWS = 32
 
 
 def decode_sizes(most: int) -> list[int]:
-    """The numbers of rows for which a decode step is captured, ascending."""
+    """Return the numbers of rows for which decode steps are captured, ascending."""
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 512, 32), *range(512, most, 64)]
     return [*(size for size in sizes if size < most), most]
 
@@ -39,7 +39,7 @@ def most_prompts(tokens: int) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MixedSize:
-    """A mixed step that is captured."""
+    """The size of a captured mixed step."""
 
     tokens: int
     """Number of prompt tokens."""
@@ -50,7 +50,7 @@ class MixedSize:
 
     @property
     def prompts(self) -> int:
-        """Prompt chunks that it holds at most."""
+        """Return the maximum number of prompt chunks."""
         return most_prompts(self.tokens)
 
 
@@ -63,7 +63,7 @@ class MixedSizes:
     rows: tuple[int, ...]
     """Numbers of decode rows."""
     sees: bool = False
-    """Each once more, for prompts with pictures."""
+    """True if each size is also captured for prompts with images."""
 
     def __len__(self) -> int:
         """Return the number of sizes."""
@@ -71,7 +71,7 @@ class MixedSizes:
 
     @classmethod
     def of(cls, max_num_batched_tokens: int, max_num_seqs: int, sees: bool = False) -> MixedSizes:
-        """Those that an engine of these limits can meet."""
+        """Return the sizes that an engine with these limits can need."""
         tokens = [size for size in _PREFILL_TOKENS if size < max_num_batched_tokens]
         if max_num_batched_tokens <= _PREFILL_TOKENS[-1]:
             tokens.append(max_num_batched_tokens)
@@ -79,7 +79,7 @@ class MixedSizes:
         return cls(tuple(tokens), (0, *few, max_num_seqs), sees)
 
     def fit(self, tokens: int, prompts: int, rows: int, *, sees: bool) -> MixedSize | None:
-        """The least that holds a step; None where there is none."""
+        """Return the smallest size that fits a step; None if there is none."""
         large = self.tokens[bisect.bisect_left(self.tokens, tokens) :]
         found = next((size for size in large if most_prompts(size) >= prompts), None)
         if found is None:
@@ -88,20 +88,20 @@ class MixedSizes:
 
 
 def smallest(sizes: list[int], wanted: int) -> int:
-    """The least of ascending sizes that is no less than what is wanted."""
+    """Return the smallest of ascending sizes that is at least `wanted`."""
     return sizes[bisect.bisect_left(sizes, wanted)]
 
 
 class CapturedSteps:
-    """Decode steps by rows, mixed ones by their size.
+    """Captured decode steps by rows, and mixed ones by size.
 
-    What the device cannot capture is left out: its steps run in the next larger size, or operator
-    by operator where there is none.
+    Sizes that the device cannot capture are left out: their steps run in the next larger size, or
+    operator by operator if there is none.
     """
 
     def __init__(self, device: Device, group: Group, in_flight: int) -> None:
-        """So many steps may be under way at once. What one rank cannot capture none replays: they
-        must be of the same size everywhere."""
+        """At most `in_flight` steps may run at once. A size is used only if all ranks have captured
+        it, as step sizes must be the same on all of them."""
         self._device, self._group, self._in_flight = device, group, in_flight
         self._decode: dict[int, Captured] = {}
         self._sizes: list[int] = []
@@ -109,7 +109,7 @@ class CapturedSteps:
         self.failed = 0
 
     def add_decode(self, rows: int, function: CapturedFunction, lengths: HostSeqLens) -> None:
-        """Record a decode step for so many rows."""
+        """Record a decode step for this many rows."""
         captured = self._record(f"decode steps of {rows} rows", function, lengths)
         if captured is not None:
             self._decode[rows] = captured
@@ -125,7 +125,7 @@ class CapturedSteps:
     def _record(
         self, name: str, function: CapturedFunction, lengths: HostSeqLens
     ) -> Captured | None:
-        function(lengths)  # compiles what is special to this size
+        function(lengths)  # compiles code specific to this size
         self._device.synchronize()
         captured: Captured | None = None
         why = "another rank cannot"
@@ -147,7 +147,7 @@ class CapturedSteps:
         return None
 
     def decode(self, rows: int, lengths: HostSeqLens) -> torch.Tensor | None:
-        """Queue the least decode step that holds so many rows; None where there is none."""
+        """Queue the smallest decode step that fits this many rows; None if there is none."""
         if not self._sizes or rows > self._sizes[-1]:
             return None
         size = smallest(self._sizes, rows)

@@ -1,4 +1,4 @@
-"""The buffers of a step under way: events, and a page-locked place for its ids."""
+"""The buffers of a step in flight: events, and page-locked memory for its ids."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nanoactor.scores import StepScores
 
 @dataclasses.dataclass(slots=True)
 class InFlight:
-    """Used again once the step after it is done."""
+    """Buffers of a step, reused once the step after it has finished."""
 
     begin: TimedEvent
     encoded: TimedEvent
@@ -27,7 +27,7 @@ class InFlight:
     ids: torch.Tensor
     """Sampled ids, int32 (rows,), page-locked."""
     rows: int = 0
-    """Of them that count."""
+    """Number of valid ids."""
     update: Update | None = None
     """Update of the step."""
     published: Published | None = None
@@ -45,7 +45,7 @@ class InFlight:
 
     @classmethod
     def make(cls, device: Device, rows: int) -> InFlight:
-        """For steps that sample so many rows at most."""
+        """Make buffers for steps that sample at most this many rows."""
         event = device.timed_event
         ids = device.pinned(rows, dtype=torch.int32)
         return cls(event(), event(), event(), event(), event(), ids)
@@ -53,7 +53,7 @@ class InFlight:
     def take_ids(
         self, update: Update, chosen: list[torch.Tensor], published: Published | None
     ) -> None:
-        """Queue the copy of a step's ids, but where the step has published them."""
+        """Queue the copy of a step's ids, unless the step publishes them itself."""
         self.update, self.published, self.rows = update, published, sum(map(len, chosen))
         begin = 0
         for part in chosen if published is None else ():
@@ -77,7 +77,7 @@ class InFlight:
         return message
 
     def take_vectors(self, device: Device, pooled: PooledRows, values: torch.Tensor) -> None:
-        """Queue the copy of what a step's rows bring that pool, float32 (rows, width)."""
+        """Queue the copy of the results of a step's pooling rows, float32 (rows, width)."""
         if self.vectors is None or len(self.vectors) < values.numel():
             self.vectors = device.pinned(1 << values.numel().bit_length(), dtype=torch.float32)
         self.pooled, self._width = pooled, values.shape[1]

@@ -1,4 +1,4 @@
-"""The inputs of a step: as NumPy arrays where they are laid out, as tensors on the device."""
+"""The inputs of a step: NumPy arrays on the host, tensors on the device."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Prefill(Generic[T]):
     rows: T
     """(4, rows): slot, first token, tokens, context at the end of the chunk."""
     tiles: T
-    """(2, programs): row, and which of its groups of tokens."""
+    """(2, programs): row, and index of the group of its tokens."""
     ends: T
-    """Tokens whose hidden states are read: those after which one is sampled, those whose states are
-    kept, then one for each row that pools."""
+    """Tokens with hidden states that are read: those to sample from, those with states to keep,
+    then one for each row that pools."""
     sampling: T
-    """The slots of those after which one is sampled."""
+    """The slots of the tokens to sample from."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ class SampledRows(Generic[T]):
 
     slots: T
     index: T
-    """The place of each among the step's samplers, see `Update.positions`; its slot if it chooses
-    from the state that the slot keeps."""
+    """Index of each among the step's samplers, see `Update.positions`; its slot if it chooses from
+    the state that the slot keeps."""
     groups: SamplingGroups[T]
     rules: LogitRules[T] | None = None
     masks: T | None = None
@@ -64,7 +64,7 @@ class ScoredRows(Generic[T]):
     targets: T
     """The successor of each."""
     samplers: T
-    """Indices of the step's samplers whose tokens are scored."""
+    """Indices of the step's samplers with tokens that are scored."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class KeptRows(Generic[T]):
     prompts: T
     """Slots of the last of `Prefill.ends`."""
     continued: T
-    """Slots of the last rows behind the decode batch."""
+    """Slots of the last rows after the decode batch."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,9 +82,9 @@ class SeenPictures(Generic[T]):
     """Visual embeddings for the tokens of a step's chunks."""
 
     rows: T
-    """int32 (tokens,): the row of the encoder cache that each stands for; -1 for text."""
+    """int32 (tokens,): row of the encoder cache for each token; -1 for text."""
     positions: T
-    """int32 (3, tokens): rotary."""
+    """int32 (3, tokens): rotary positions."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,15 +95,15 @@ class Inputs(Generic[T]):
     """Indices and values to be written into the state before anything runs, or nothing."""
     prefill: Prefill[T] | None
     fallback: tuple[SampledRows[T], ...]
-    """Samplers that the fused sampler does not do, a few at a time."""
+    """Samplers that the fused sampler does not handle, a few at a time."""
     copies: tuple[T, ...] = ()
     """Blocks that are copied before the layers: sources and destinations, or nothing."""
     slot_copies: tuple[T, ...] = ()
-    """Slots whose states are copied before the layers: sources and targets, or nothing. They are
-    read before any is written."""
+    """Slots with states that are copied before the layers: sources and targets, or nothing. All
+    sources are read before any target is written."""
     admitted: T | None = None
-    """Slots that have new sequences, whose states are zero after these copies; None where layers
-    keep none."""
+    """Slots with new sequences; their states are zeroed after these copies. None if layers keep no
+    slot states."""
     kept: KeptRows[T] | None = None
     choices: tuple[SampledRows[T], ...] = ()
     """Rows that choose from the states that their slots keep, a few at a time."""
@@ -118,7 +118,7 @@ class EncodeTask:
     pixels: NDArray[np.uint8]
     """(frames, height, width, channels): of the whole item."""
     number: int
-    """Of the pixels: what is half encoded goes by it."""
+    """Number of the pixels, the key of partial encodings."""
     first: int
     count: int
     places: Int64
@@ -127,24 +127,24 @@ class EncodeTask:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Encoding:
-    """The work of a step for the vision tower."""
+    """The vision tower's work in a step."""
 
     tasks: tuple[EncodeTask, ...]
     dropped: tuple[int, ...] = ()
-    """Pixels of which no later step encodes anything."""
+    """Numbers of pixels that no later step encodes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PooledRows:
-    """The rows of a step that pool. Their states are the last of those that `Prefill.ends` names;
-    means take the states of all tokens of their chunks."""
+    """The pooling rows of a step. Their states are the last of `Prefill.ends`; means use the states
+    of all tokens of their chunks."""
 
     numbers: Int32
     """Indices of the step's rows."""
     firsts: tuple[int, ...]
-    """The first token of each, among those of the step's chunks; empty unless means are wanted."""
+    """First token of each, in the step's chunks; empty unless means are pooled."""
     counts: tuple[int, ...]
-    """The tokens of each, likewise."""
+    """Number of tokens of each, likewise."""
 
     def message(self, values: NDArray[np.float32]) -> StepVectors:
         """Return the result of the step's rows."""
@@ -184,21 +184,21 @@ class ScoredResults:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Update:
-    """A step as it is launched. Its samplers stand in this order: chunks and their copies, the
-    decode batch, rows behind it that sample, choices."""
+    """A step as it is launched. Its samplers are in this order: chunks and their copies, the decode
+    batch, rows after it that sample, choices."""
 
     step: int
     inputs: Inputs[Array]
     positions: Long
-    """Of each sampler: the position of the token that it chooses."""
+    """For each sampler, the position of the token that it chooses."""
     decodes: int
     """Rows of the decode batch."""
     lengths: HostSeqLens
     """Lengths on the host, if the device needs them."""
     continued: int = 0
-    """Rows behind the decode batch, with a position and a token of their own."""
+    """Number of rows after the decode batch, with their own position and token."""
     resumed: int = 0
-    """The first of these, which sample."""
+    """Number of these that sample; they come first."""
     order: Long | None = None
     """The samplers in the order of the step's rows; None if that is their own."""
     counts: Int32 = dataclasses.field(default_factory=lambda: np.empty(0, np.int32))
@@ -214,18 +214,18 @@ class Update:
 
     @property
     def decode_rows(self) -> int:
-        """Rows that attend as those of the decode batch do."""
+        """Return the number of rows that attend like the decode batch."""
         return self.decodes + self.continued
 
     @property
     def rows(self) -> int:
-        """Tokens that go through the layers."""
+        """Return the number of tokens that go through the layers."""
         return self.decode_rows + (len(self.prefill.token_ids) if self.prefill else 0)
 
     @property
     def final_lengths(self) -> HostSeqLens | None:
-        """Rows whose hidden states are read, as decode rows; None if other tokens' are read too, or
-        if these are hardly fewer."""
+        """Return the lengths of rows with hidden states that are read, as decode rows; None if
+        other tokens' states are read too, or if these are hardly fewer."""
         if (prefill := self.prefill) is None or 2 * len(prefill.ends) > len(prefill.token_ids):
             return None
         if self.inputs.scored is not None and len(self.inputs.scored.prompt_rows):

@@ -11,7 +11,7 @@ from nanoactor.models.layers.state import LayerState, StateSpec
 from nanoactor.models.sampling.logit_rules import TokenIds
 
 _ID_BYTES = 4
-"""The ids of tokens lie beside their keys and values."""
+"""Token ids are stored alongside keys and values."""
 
 
 def block_bytes(states: Sequence[StateSpec], block_size: int) -> int:

@@ -1,4 +1,4 @@
-"""Masks of constrained answers on a runner's host, until a step uses them."""
+"""Masks of constrained sequences on a runner's host, until a step uses them."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ _NO_MASKS = np.empty((0, 0), np.int32)
 
 
 class MaskStore:
-    """At most one mask for each answer: the next comes when its token is known.
+    """At most one mask per sequence: the next arrives once its token is known.
 
-    An answer ends twice, in either order: the grammar has said its last word, and the scheduler
-    that no later step names it. Masks that come between are dropped.
+    A sequence ends twice, in either order: when the grammar has sent its last message, and when the
+    scheduler reports that no later step names it. Masks in between are dropped.
     """
 
     def __init__(self) -> None:
         self._masks: dict[int, tuple[int, Int32]] = {}
-        """By answer: the position that it is for, and the row."""
+        """By sequence: the position that the mask is for, and the mask."""
         self._uids: dict[int, int] = {}
-        """The answer in each slot."""
+        """The sequence in each slot."""
         self._closed: set[int] = set()
-        """The grammar says no more of these; ..."""
+        """Ended by the grammar only."""
         self._dropped: set[int] = set()
-        """... nobody wants to hear more of these."""
+        """Ended by the scheduler only."""
 
     def __len__(self) -> int:
         """Return the number of sequences that have a mask or have ended once, but not twice."""
         return len(self._masks.keys() | self._closed | self._dropped)
 
     def add(self, event: Masks) -> tuple[list[int], list[int]]:
-        """Take masks; return the answers and positions of those that are wanted."""
+        """Add masks; return the sequences and positions of those that are wanted."""
         uids: list[int] = []
         positions: list[int] = []
         rows = zip(event.uids.tolist(), event.positions.tolist(), event.masks, strict=True)
@@ -47,7 +47,7 @@ class MaskStore:
         return uids, positions
 
     def drop(self, event: DropMasks) -> None:
-        """No later step names these."""
+        """Drop sequences that no later step names."""
         for uid in event.uids.tolist():
             self._masks.pop(uid, None)
             self._end(uid, self._closed, self._dropped)
@@ -59,8 +59,8 @@ class MaskStore:
             mine.add(uid)
 
     def take(self, step: Step) -> Int32:
-        """Return the masks that a step's rows choose under, (rows, words); they are used up. Raises
-        `ProtocolBug` where one is not here: a row without its mask would choose anything."""
+        """Remove and return the masks of a step's choices, (rows, words). Raises `ProtocolBug` if
+        one is missing: a row without its mask would choose any token."""
         new = zip(step.admissions.slots.tolist(), step.admissions.uids.tolist(), strict=True)
         self._uids.update(new)
         if not len(step.rows):

@@ -1,4 +1,4 @@
-"""Captured steps with prompts: where they read their inputs, always in the same place."""
+"""Inputs of captured steps with prompts, which always read them from the same place."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Padding = int | list[list[int]]
 
 
 class FixedInputs(Generic[D]):
-    """int32 arrays of one declaration in one place on the device, padded with values that change
-    nothing, and a page-locked copy for each step under way."""
+    """The int32 arrays of a dataclass at a fixed place on the device, padded with values that have
+    no effect, and a page-locked copy for each step in flight."""
 
     def __init__(
         self,
@@ -29,8 +29,8 @@ class FixedInputs(Generic[D]):
         arrays: dict[str, tuple[tuple[int, ...], Padding]],
         in_flight: int,
     ) -> None:
-        """`arrays` are the shape and the padding of each field; at most `in_flight` steps may be
-        under way."""
+        """`arrays` are the shape and the padding of each field; at most `in_flight` steps may run
+        at once."""
         self._arrays = arrays
         words = sum(int(np.prod(shape)) for shape, _ in arrays.values())
         self._host = [device.pinned(words, dtype=torch.int32) for _ in range(in_flight)]
@@ -82,18 +82,18 @@ class MixedInputs:
     """The inputs of all captured mixed steps."""
 
     def __init__(self, device: Device, sizes: MixedSizes, in_flight: int) -> None:
-        """So many steps may be under way at once."""
+        """At most `in_flight` steps may run at once."""
         self._device, self._sizes, self._in_flight = device, sizes, in_flight
         self._prefills: dict[int, FixedInputs[Prefill[torch.Tensor]]] = {}
         self._pictures: dict[int, FixedInputs[SeenPictures[torch.Tensor]]] = {}
 
     @property
     def longest(self) -> int:
-        """The most prompt tokens of a step; 0 where none is captured."""
+        """Return the maximum prompt tokens of a captured step; 0 if there is none."""
         return max(self._prefills, default=0)
 
     def make(self, tokens_per_program: int, dummy: int) -> Iterator[MixedSize]:
-        """Go through the steps to be captured, largest first; their inputs are there then."""
+        """Yield the sizes to capture, largest first, after making their inputs."""
         for tokens in self._sizes.tokens[::-1]:
             limits = tokens, tokens_per_program, dummy, self._in_flight
             self._prefills[tokens] = fixed_prefill(self._device, *limits)
@@ -117,7 +117,7 @@ class MixedInputs:
         return self._prefills[size.tokens].inputs, seen
 
     def fit(self, update: Update) -> MixedSize | None:
-        """Return the least captured step that holds this one."""
+        """Return the size of the smallest captured step that fits this one."""
         if not self._prefills or (prefill := update.prefill) is None:
             return None
         sees = update.inputs.seen is not None

@@ -1,4 +1,4 @@
-"""A model loaded on a device, and the number of blocks that fit beside it."""
+"""A model loaded on a device, and the number of blocks that fit alongside it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class LoadedModel:
     """Model of one rank."""
 
     def __init__(self, config: RankConfig, device: Device) -> None:
-        """Load the weights. Raises `ModelError` where the model's files are wrong."""
+        """Load the weights. Raises `ModelError` if the model's files are malformed."""
         self._config = config
         self.device = device
         engine, files = config.engine, config.files
@@ -45,14 +45,14 @@ class LoadedModel:
         device.prepare_thread(self.threads)
         self.config: ModelConfig = files.config
         self.pooling = files.pooling
-        """How it pools; None if it does not."""
+        """Pooling configuration; None if the model does not pool."""
         self.dtype = self._choose_dtype()
         self.dtype_name = str(self.dtype).removeprefix("torch.")
         self.block_size = engine.block_size or device.traits.default_block_size
         device.check(self.dtype, self.block_size, self.config.head_dim)
         begin = time.monotonic()
         self.free = device.memory().free
-        """Bytes, before anything was loaded."""
+        """Free bytes before anything was loaded."""
         self.group = self._meet()
         with torch.inference_mode(), self._open_weights() as weights:
             self._check_weights(weights)
@@ -82,7 +82,7 @@ class LoadedModel:
             self.device.traits.needs_host_seq_lens,
             fused,
             FALLBACK_AT_ONCE if self.device.traits.asynchronous else rows,
-            # Rows of one sequence that share a step would all begin with the same state.
+            # Rows of one sequence in the same step would all start from the same state.
             1 << 30 if slot_state else self.device.traits.runs_as_rows_from,
             slot_state,
         )
@@ -106,7 +106,7 @@ class LoadedModel:
         states: list[LayerState],
         into: torch.Tensor | None,
     ) -> WholeStep | None:
-        """Queue a decode step as one operator, see `WholeSteps.run`; None where there is none."""
+        """Queue a decode step as one operator, see `WholeSteps.run`; None if there is none."""
         if self._whole is None:
             return None
         caches = paged(states)
@@ -115,7 +115,7 @@ class LoadedModel:
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
-        """Add the operator that stopped, if it is known, to errors of the device."""
+        """Add the failed operator, if it is known, to errors of the device."""
         try:
             yield
         except RuntimeError:
@@ -124,11 +124,11 @@ class LoadedModel:
             raise
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-        """Ids, int64 (rows,), from this rank's logits."""
+        """Return sampled ids, int64 (rows,), from this rank's logits."""
         return self._sample(logits, batch)
 
     def whole_logits(self, hidden: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
-        """The logits of all ranks' parts, (rows, vocabulary); of one rank, in a place for them."""
+        """Return the logits of all ranks, (rows, vocabulary); with one rank, written to `into`."""
         logits = self.network.logits(hidden, into)
         if self.group.size == 1:
             return logits
@@ -139,11 +139,11 @@ class LoadedModel:
         return self.whole_logits(hidden)[:, list(ids)].float()
 
     def highest(self, logits: torch.Tensor) -> torch.Tensor:
-        """The highest of all ranks' logits in each row; NaN where one is."""
+        """Return the maximum of all ranks' logits in each row; NaN if any is NaN."""
         return self.group.all_gather(logits.amax(-1)).amax(0)
 
     def _spare(self) -> list[str]:
-        """Weights that may be there and are not taken."""
+        """Return the weights that may exist but are not used."""
         # Some tied checkpoints store the head nevertheless.
         return ["lm_head.weight"] if self.config.tie_embeddings else []
 
@@ -204,7 +204,7 @@ class LoadedModel:
     # -- memory ---------------------------------------------------------------------------
 
     def _check_weights(self, weights: Weights) -> None:
-        """Raise `NotEnoughMemory`, before minutes of loading, where the weights cannot fit."""
+        """Raise `NotEnoughMemory` before minutes of loading if the weights cannot fit."""
         config = self.config
         each = 2 * config.num_layers * config.num_kv_heads * config.head_dim
         check_weights(
@@ -221,7 +221,7 @@ class LoadedModel:
         return block_bytes(self.network.states, self.block_size)
 
     def slots_bytes(self) -> int:
-        """Return the bytes that layers keep of all sequences beside blocks; a dummy is one more."""
+        """Return the bytes of all slot states besides blocks, one dummy included."""
         return slot_bytes(self.network.states) * (self._config.engine.max_num_seqs + 1)
 
     def size_cache(self, used: int, peak: int) -> int:
@@ -264,7 +264,7 @@ class LoadedModel:
             )
 
     def _of_slots(self) -> str:
-        """Name what layers keep beside blocks, as a part of the arithmetic."""
+        """Name the slot states besides blocks, as part of the arithmetic."""
         each = slot_bytes(self.network.states)
         if not each:
             return ""
@@ -280,7 +280,7 @@ class LoadedModel:
         return [state.allocate(zeros, blocks, size, slots) for state in self.network.states]
 
     def check_agreement(self, step: int, chosen: torch.Tensor) -> None:
-        """Raise `RanksDisagree` where another rank has chosen other tokens."""
+        """Raise `RanksDisagree` if another rank has chosen other tokens."""
         weights = torch.arange(1, len(chosen) + 1, device=chosen.device) * 2654435761
         hashes = self.group.all_gather(((chosen + 1) * weights).sum()[None])
         if (hashes != hashes[0]).any():

@@ -1,4 +1,4 @@
-"""Open the executor of a configuration's device; imports torch only where it is needed."""
+"""Open the executor of a configuration's device; imports torch only if it is needed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from nanoactor.runner.protocol import Executor
 
 
 def open_executor(config: RankConfig) -> Executor:
-    """The executor of a configuration's device; raises what loading the model raises."""
+    """Return the executor of a configuration's device; raises what loading the model raises."""
     if config.engine.device.startswith(SIMULATED):
         from nanoactor.runner.simulated import SimulatedExecutor
 
         return SimulatedExecutor(config)
     if "torch" not in sys.modules:
-        # Else `import torch` itself fails where torch_npu is installed and CANN is not sourced.
+        # Otherwise `import torch` fails if torch_npu is installed and CANN is not sourced.
         os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     from nanoactor.models.devices import open_device
     from nanoactor.runner.executor import DeviceExecutor

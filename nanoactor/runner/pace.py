@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-# How much earlier than measured the next step is asked for, to absorb a slow wake-up.
+# How much earlier than measured the next step is requested, to absorb a slow wake-up.
 _LEAD_MARGIN = 0.0005
 _WEIGHT = 0.2
-"""Of the newest value in a running average."""
+"""Weight of the newest value in a running average."""
 
 
 class DeviceTime:
@@ -30,9 +30,9 @@ class StepRequests:
 
     def __init__(self) -> None:
         self._lead = 0.001
-        """From asking for a step to having it prepared: a running average."""
+        """Time from requesting a step to having it prepared: a running average."""
         self._step_seconds = 0.0
-        """What a step takes, likewise."""
+        """Duration of a step, likewise."""
         self.forget()
 
     def forget(self) -> None:
@@ -41,7 +41,7 @@ class StepRequests:
 
     @property
     def wait(self) -> float:
-        """Return the time from the begin of a step to the request for the next one."""
+        """Return the time from the start of a step to the request for the next one."""
         return self._step_seconds - self._lead - _LEAD_MARGIN
 
     def ask(self, step: int, received: int, now: float) -> bool:

@@ -1,4 +1,4 @@
-"""Decoded pixels on their way to the device: they come in pieces, and go once encoded."""
+"""Decoded pixels on their way to the device: they arrive in pieces and are dropped once encoded."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ NO_PIXELS: PixelsOf = {}
 
 
 class PixelStore:
-    """Pixels by number. Each number ends twice, in either order: a vision worker has sent all of
-    it, or that it will not come; and a step has encoded the last of it, or it was dropped."""
+    """Pixels by number. Each number ends twice, in either order: when a vision worker has sent all
+    of it, or reported that it will not come; and when a step has encoded the last of it, or it was
+    dropped."""
 
     def __init__(self) -> None:
         self._partial: dict[int, tuple[NDArray[np.uint8], tuple[int, ...]]] = {}
         self._whole: dict[int, NDArray[np.uint8]] = {}
         self._dropped: set[int] = set()
-        """Dropped before the worker's last word."""
+        """Dropped before the worker's last message."""
         self._absent: set[int] = set()
-        """Will not come, and are not dropped yet."""
+        """Reported as not coming, and not dropped yet."""
 
     def __len__(self) -> int:
         """Return the number of uploads that have not ended twice."""
@@ -36,12 +37,12 @@ class PixelStore:
 
     @property
     def nbytes(self) -> int:
-        """Of all pixels held."""
+        """Return the size in bytes of all pixels held."""
         parts = sum(array.nbytes for array, _ in self._partial.values())
         return parts + sum(array.nbytes for array in self._whole.values())
 
     def add(self, event: Pixels) -> bool:
-        """Take a piece; True where it completes pixels that are wanted."""
+        """Add a piece; return True if it completes pixels that are wanted."""
         number, end = event.pixels, event.offset + len(event.data)
         size = math.prod(event.shape)
         if number in self._dropped:
@@ -59,7 +60,7 @@ class PixelStore:
         return True
 
     def note_absent(self, number: int) -> None:
-        """These will not come, or not whole."""
+        """Record that pixels will not come, or not completely."""
         self._partial.pop(number, None)
         if number in self._dropped:
             self._dropped.remove(number)
@@ -67,7 +68,7 @@ class PixelStore:
             self._absent.add(number)
 
     def drop(self, number: int) -> None:
-        """Nobody wants these any more."""
+        """Drop pixels that are no longer wanted."""
         if number in self._absent:
             self._absent.remove(number)
         elif self._whole.pop(number, None) is None:
@@ -75,8 +76,8 @@ class PixelStore:
             self._dropped.add(number)
 
     def take(self, step: Step, units_of: Callable[[NDArray[np.uint8]], int]) -> PixelsOf:
-        """Return the pixels that a step encodes, by number; those that it encodes to their end are
-        not kept. `units_of` tells how many units an item has."""
+        """Return the pixels that a step encodes, by number, and drop those that it encodes to
+        their end. `units_of` returns the number of units of an item."""
         taken: dict[int, NDArray[np.uint8]] = {}
         if step.vision is None:
             return taken
@@ -92,8 +93,8 @@ class PixelStore:
 def with_vision(
     update: Update, step: Step, pixels: PixelsOf, dropped: Sequence[int] = ()
 ) -> Update:
-    """Add to a step's update what it does with pictures; `dropped` are pixels that were since the
-    step before."""
+    """Add a step's work on images to its update; `dropped` are numbers of pixels dropped since the
+    previous step."""
     if (vision := step.vision) is None:
         found = Encoding((), tuple(dropped)) if dropped else None
         return dataclasses.replace(update, encoding=found) if found else update

@@ -1,4 +1,4 @@
-"""The protocol between a runner actor and whatever computes its steps; imports no torch."""
+"""The protocol between a runner actor and the executor of its steps; imports no torch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from nanoactor.scores import StepScores
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Computed:
-    """A step's result, and when the device did what, in ns of the host's monotonic clock."""
+    """A step's result, and its times on the device, in ns of the host's monotonic clock."""
 
     counts: Int32
-    """As `StepDone` has them."""
+    """As in `StepDone`."""
     token_ids: Int32
     begin: int
     forwarded: int
@@ -27,7 +27,7 @@ class Computed:
     end: int
     """Time at which the tokens arrived on the host."""
     encoded: int = 0
-    """Before all that: what the step encodes of pictures was done. 0 where it encodes nothing."""
+    """Time at which encoding images finished, before all that; 0 if nothing was encoded."""
     scores: StepScores | None = None
     vectors: StepVectors | None = None
 
@@ -56,10 +56,10 @@ class Executor(Protocol):
     max_depth: int
     """Steps that may be in flight at once."""
     warmed_up: tuple[tuple[int, float], ...]
-    """(tokens, seconds) of steps that ran before the first."""
+    """(tokens, seconds) of the warm-up steps."""
 
     encoder_pages: int
-    """Of the encoder cache; 0 where the model sees nothing."""
+    """Pages of the encoder cache; 0 if the model has no vision."""
 
     @property
     def block_size(self) -> int:
@@ -87,20 +87,20 @@ class Executor(Protocol):
         """Steps launched operator by operator because they could not be captured."""
 
     def prepare(self, step: Step, pixels: PixelsOf, masks: Int32) -> Prepared:
-        """Lay a step out, in the order of steps, on the node's loop while the device is busy.
+        """Lay out a step, in the order of steps, on the node's loop while the device is busy.
 
         `pixels` are those of the items that it encodes, by their numbers; `masks`, (rows, words),
         are the ids that its choices may take.
         """
 
     def drop_pixels(self, numbers: list[int]) -> None:
-        """Forget what of these is half encoded: no later step goes on with it."""
+        """Drop partial encodings of these: no later step continues them."""
 
     def renew(self) -> None:
-        """Forget all sequences; nothing that was launched is unfinished. On the device's thread."""
+        """Forget all sequences; called on the device's thread with no step in flight."""
 
     def launch(self, prepared: Any) -> Launched:
         """Queue, or compute, what `prepare` returned, in the same order."""
 
     def rehearse(self) -> Iterator[object]:
-        """Lay out a made-up step on a double, in parts; see `Actor.rehearse`."""
+        """Lay out a dummy step on a double, in parts; see `Actor.rehearse`."""

@@ -1,5 +1,5 @@
-"""Ids that decode steps write to the host's memory themselves, where the device can: a copy behind
-a step would stand between its graph and the next."""
+"""Ids that decode steps write to host memory themselves, if the device can: a copy after a step
+would delay the next step's graph."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WORD = 1 << 32
 
 
 class WrongStep(RuntimeError):
-    """Ids are of another step than the host has counted."""
+    """The published ids belong to a different step than the host expects."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,10 +34,10 @@ class Published:
 
 
 class PublishedIds:
-    """A ring in page-locked memory; host and device count its steps alike."""
+    """A ring in page-locked memory; host and device count its steps in parallel."""
 
     def __init__(self, device: Device, in_flight: int, rows: int) -> None:
-        """So many steps, of so many rows at most, may be under way at once."""
+        """At most `in_flight` steps, of at most `rows` rows, may run at once."""
         self._publishes = device.traits.publishes_ids
         places = 1 << (in_flight - 1).bit_length()
         self._device = device
@@ -53,13 +53,13 @@ class PublishedIds:
             self._device.publish(ids, self._ring, self._count)
 
     def restart(self) -> None:
-        """Count from 0 again: steps have run that nobody took."""
+        """Reset the count to 0, after steps with ids that were not taken."""
         self._count.zero_()
         self._next = 0
 
     def take(self, rows: int) -> Published | None:
-        """Return the place of the next step that publishes, of which so many rows count; None where
-        the device cannot."""
+        """Return the place of the next step that publishes, of which `rows` rows are valid; None
+        if the device cannot publish."""
         if not self._publishes:
             return None
         number = self._next

@@ -1,4 +1,4 @@
-"""The batch as it lies on the device: tables by slot, ids of tokens, keys and values."""
+"""The batch on the device: tables by slot, token ids, keys and values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ResidentBatch:
     value."""
 
     def __init__(self, model: LoadedModel, layout: StateLayout, blocks: int) -> None:
-        """Allocate tables, and a cache of so many blocks and of those that padded rows write to."""
+        """Allocate tables, and a cache of `blocks` blocks plus those that padded rows write to."""
         device, self._layout, self._blocks = model.device, layout, blocks
         every = blocks + device.dummy_blocks(layout.slots - 1, model.block_size)
         self.states: list[LayerState] = model.allocate(every, layout.slots)
@@ -57,7 +57,7 @@ class ResidentBatch:
         return self._layout.dummy
 
     def renew(self) -> None:
-        """Forget all sequences; what is in blocks stays there."""
+        """Forget all sequences; the contents of blocks stay."""
         self._state.zero_()
         self._reset()
 
@@ -67,7 +67,7 @@ class ResidentBatch:
             self._state[inputs.changes[0]] = inputs.changes[1]
         if inputs.copies:
             copy_blocks(self.states, self.tokens, *inputs.copies)
-        for arrays in self._by_slot:  # a copy's source may have a new sequence in this step
+        for arrays in self._by_slot:  # a copy's source slot may get a new sequence in this step
             if inputs.slot_copies:
                 arrays.copy(*inputs.slot_copies)
             if inputs.admitted is not None:

@@ -15,13 +15,13 @@ from nanoactor.messages import Int32
 from nanoactor.rows import KEEP, POOL, SAMPLE, SCORE, Rows, StepRows
 from nanoactor.runner.inputs import NONE, Long
 
-# Each row reads the whole context, which a chunk reads once: longer runs stay chunks.
+# Each row reads the whole context, but a chunk reads it once: longer runs stay chunks.
 LONGEST_RUN = 16
 
 
 class Continued(NamedTuple):
-    """Rows of one token behind the decode batch: those that sample, those whose state is not read,
-    then those whose state is kept."""
+    """Rows of one token after the decode batch: those that sample, those with a state that is not
+    read, then those with a state that is kept."""
 
     slots: Long
     positions: Long
@@ -29,12 +29,12 @@ class Continued(NamedTuple):
     resumed: Long
     """The rows that sample, by their place among the others."""
     kept: Long
-    """Slots of the rows whose state is kept."""
+    """Slots of the rows with a state that is kept."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepLayout:
-    """The rows of a step that do not decode, by the way in which they are computed.
+    """The rows of a step that do not decode, by how they are computed.
 
     Rows are named by their place among these `others`.
     """
@@ -50,16 +50,16 @@ class StepLayout:
     sampled: Long
     """Chunks and copies after which a token is sampled."""
     kept: Long
-    """Chunks and copies whose state is kept."""
+    """Chunks and copies with a state that is kept."""
     pooled: Long
     """Indices of the chunks that are pooled."""
     ends: Long
-    """The chunks whose last states these read, one for each."""
+    """For each of these, the chunk with the last state that it reads."""
     behind: Continued
 
     @property
     def moved(self) -> Long:
-        """Rows after which a slot has another length."""
+        """Return the rows that change the length of their slot."""
         others = self.rows.others
         return ((others.counts > 0) | others.copies).nonzero()[0] if len(others) else NONE
 

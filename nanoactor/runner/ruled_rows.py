@@ -38,7 +38,7 @@ def _words(rules: TokenRules) -> list[Int32]:
 
 
 def _padded(words: list[Int32]) -> Long:
-    """Put words into lines of one length, -1 before shorter ones."""
+    """Put words into rows of equal length, padded with -1 on the left."""
     widest = max(map(len, words), default=1)
     lines = np.full((len(words), widest), -1, np.int64)
     for line, word in zip(lines, words, strict=True):
@@ -47,7 +47,7 @@ def _padded(words: list[Int32]) -> Long:
 
 
 def _pairs(found: list[tuple[int, Int32]]) -> tuple[Long, Long]:
-    """(the row of each id, the ids)."""
+    """Return the row of each id, and the ids."""
     rows = [np.full(len(ids), row, np.int64) for row, ids in found]
     ids = [ids.astype(np.int64) for _, ids in found]
     return np.concatenate([NONE, *rows]), np.concatenate([NONE, *ids])

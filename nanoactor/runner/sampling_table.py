@@ -36,7 +36,7 @@ class SamplingTable:
         """Take the parameters of new sequences."""
         slots = new.slots
         self.words[:, slots] = new.sampling.T
-        # What masks nothing needs no masking.
+        # Rows without masked ids need no masking.
         self._unmasked_from[slots] = np.where(new.masked_counts > 0, new.unmasked_from, 0)
         ends = np.cumsum(new.masked_counts)
         for slot, end, count in zip(
@@ -57,7 +57,7 @@ class SamplingTable:
         return penalized
 
     def seeds(self, slots: Long) -> Long:
-        """The bits of the unsigned 64-bit seeds."""
+        """Return the bits of the unsigned 64-bit seeds."""
         low, high = self.columns.seed[:, slots].astype(np.int64)
         seeds: Long = (low & 0xFFFFFFFF) | (high << 32)
         return seeds
@@ -100,7 +100,7 @@ class SamplingTable:
         return cut | (columns.top_p[slots] < 1) | (columns.min_p[slots] > 0)
 
     def never_fused(self, slots: Long, fused: FusedSampling) -> Flags:
-        """Select the rows that a fused sampler of this kind never does, and those with rules."""
+        """Select the rows that a fused sampler of this kind never handles, and those with rules."""
         if fused == "none":
             return np.ones(len(slots), np.bool_)
         drawn: Flags = self.columns.temperature[slots] > 0
@@ -111,7 +111,7 @@ class SamplingTable:
         return ruled | (many & drawn & (fused != "every"))
 
     def masking(self, slots: Long, positions: Long) -> Flags:
-        """Tell which of these may not sample some ids yet (`min_tokens`)."""
+        """Select the rows that may not sample some ids yet (`min_tokens`)."""
         early: Flags = positions < self._unmasked_from[slots]
         return early
 
@@ -120,7 +120,7 @@ class SamplingTable:
         return max(0, int((self._unmasked_from[slots] - positions).max(initial=0)))
 
     def masked(self, rows: SampledRows[Array], positions: Long) -> SampledRows[Array]:
-        """The rows with the logits that must not be chosen."""
+        """Return the rows with the ids that must not be chosen at these positions."""
         masking = self.masking(rows.slots, positions)
         if not masking.any():
             return rows

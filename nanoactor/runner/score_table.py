@@ -1,4 +1,4 @@
-"""The log-probabilities that sequences want, by slot on the runner's host."""
+"""Requested log-probabilities, by slot on the runner's host."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class ScoreTable:
         self._last = np.zeros(max_num_seqs, np.int32)
         """The last position of each prompt."""
         self._asked = False
-        """Whether any request has ever asked: else no step looks."""
+        """True once any request has asked; until then, steps do not check."""
 
     def admit(self, slots: Int32, prompt_lengths: Int32, wanted: ScoreRequests | None) -> None:
-        """Take what new sequences want."""
+        """Record what new sequences request."""
         if wanted is None and not self._asked:
             return
         self.output[slots] = self._prompt[slots] = _NOT_ASKED
@@ -41,8 +41,8 @@ class ScoreTable:
         return np.flatnonzero(self.output[slots] >= 0) if self._asked else NONE
 
     def prompts(self, token_ids: Int32, layout: StepLayout) -> tuple[Long, Long, Int32]:
-        """Return which tokens of a step's chunks are scored, their successors, and how many of the
-        likeliest tokens are wanted beside each of those."""
+        """Return the tokens of a step's chunks that are scored, their successors, and the number
+        of top tokens requested with each successor."""
         if not self._asked or not len(layout.chunks):
             return NONE, NONE, _NO_COUNTS
         rows = layout.rows.others.take(layout.chunks)

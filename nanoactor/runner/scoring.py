@@ -1,4 +1,4 @@
-"""Log-probabilities behind a step, for the rows that ask: a few rows' logits at a time."""
+"""Log-probabilities after a step, for the rows that request them, a few rows at a time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from nanoactor.models.sampling.token_scores import FIXED_WORDS, TokenScorer
 from nanoactor.runner.inputs import ScoredRows
 from nanoactor.runner.model import LoadedModel
 
-# Their logits are whole rows of the vocabulary: 128 of 152 k are 78 MB, and once more to be sorted.
+# Logits are whole rows of the vocabulary: 128 of 152 k are 78 MB, and as much again for sorting.
 AT_ONCE = 128
 
 
@@ -32,13 +32,13 @@ class StepScorer:
     ) -> torch.Tensor:
         """Score the rows of a step, int32 (rows, 2 + 2 * most) as `TokenScorer` returns.
 
-        `prompts` are the hidden states of its prompts' tokens, `hidden` those of the rows that
-        sample, `places` where the asking ones stand among these, and `chosen` what all have chosen.
+        `prompts` are the hidden states of its prompt tokens, `hidden` those of the rows that
+        sample, `places` the indices of the scored rows in these, and `chosen` all chosen tokens.
         """
         parts = []
         if prompts is not None and len(rows.prompt_rows):
             parts += self._parts(prompts, rows.prompt_rows, rows.targets, most)
-        # What has no choice is not looked at.
+        # Scores of rows without a token are not read.
         targets = chosen[places].long().clamp_min(0)
         parts += self._parts(hidden, places, targets, most)
         return torch.cat(parts)
@@ -54,7 +54,7 @@ class StepScorer:
         return parts
 
     def warm_up(self, rows: int, most: int) -> None:
-        """Score so many rows, to compile and to measure."""
+        """Score this many rows, to compile and to measure."""
         device, config = self._model.device, self._model.config
         places = device.zeros(rows, dtype=torch.int64)
         hidden = device.zeros(1, config.hidden_size, dtype=self._model.dtype)

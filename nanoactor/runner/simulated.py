@@ -1,9 +1,8 @@
-"""A device that takes time and computes nothing: what remains to be seen is the engine.
+"""A device that takes time and computes nothing, to measure the engine itself.
 
-Its timeline is its own: a step starts when it was submitted or when the one before has ended,
-whichever is later, and ends a fixed time after that, or one that depends on its tokens. Late
-wake-ups of the host do not lengthen a step; that the host was late to submit the next one shows as
-idle time.
+It has its own timeline: a step starts when it is submitted or when the previous one ends, whichever
+is later, and takes a time that is fixed or depends on its tokens. Late wake-ups of the host do not
+lengthen a step; submitting the next one late shows as idle time.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from nanoactor.runner.protocol import Computed
 from nanoactor.scores import StepScores
 
 _BLOCK_SIZE = 16
-# Knuth's multiplicative hash: tokens that look random, so that there is text to decode.
+# Knuth's multiplicative hash: random-looking tokens, so that there is text to decode.
 _SPREAD = 2654435761
 
 
 def _allowed(mask: Int32, wanted: int) -> int:
-    """Return an id that a mask allows and that depends on `wanted`, looking at few of its words:
-    all of them take 0.4 ms a row for 150,000 ids."""
+    """Return an id that a mask allows and that depends on `wanted`, reading few of its words: all
+    of them take 0.4 ms per row for 150,000 ids."""
     words = np.flatnonzero(mask)
     if not len(words):
         return NOTHING_ALLOWED
@@ -110,10 +109,10 @@ class SimulatedExecutor:
         self._free_at, self._batch = 0, self._new_batch()
 
     def drop_pixels(self, numbers: list[int]) -> None:
-        """It keeps nothing of pictures."""
+        """Do nothing, as no image state is kept."""
 
     def prepare(self, step: Step, pixels: PixelsOf, masks: Int32) -> _Promise:
-        """Put the step behind those before it."""
+        """Schedule a step after the previous ones."""
         update = self._batch.update(step, masks)
         begin = max(time.monotonic_ns(), self._free_at)
         self._free_at = begin + self._nanoseconds + self._each * update.rows
@@ -137,15 +136,15 @@ class SimulatedExecutor:
         )
 
     def launch(self, prepared: _Promise) -> _Promise:
-        """Its time runs already."""
+        """Return the step, which is running already."""
         return prepared
 
     def rehearse(self) -> Iterator[object]:
-        """Lay out a made-up step."""
+        """Lay out a dummy step."""
         yield self._double.update()
 
     def _scored(self, update: Update) -> StepScores:
-        """Say of every token that it is as likely as any other."""
+        """Return scores in which all tokens are equally likely."""
         assert update.scored is not None
         most = min(update.scored.most, self._vocabulary)
         table = np.zeros((len(update.scored.counts), 2 + 2 * most), np.int32)

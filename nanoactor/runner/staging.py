@@ -14,14 +14,14 @@ from nanoactor.runner.inputs import Array, Inputs
 
 _FIRST_WORDS = 1 << 16
 _ALIGNMENT = 4
-"""In int32 words: whatever is packed begins at 16 bytes."""
+"""In int32 words: packed arrays are aligned to 16 bytes."""
 
 
 class Staging:
-    """Buffers on the host, used in turn; the device has one, as its work is in order."""
+    """Buffers on the host, used in turn; the device needs only one, as it works in order."""
 
     def __init__(self, device: Device, in_flight: int) -> None:
-        """So many steps may be under way at once."""
+        """At most `in_flight` steps may run at once."""
         self._device = device
         self._host = [device.pinned(_FIRST_WORDS, dtype=torch.int32) for _ in range(in_flight)]
         self._there = device.zeros(_FIRST_WORDS, dtype=torch.int32)
@@ -29,14 +29,14 @@ class Staging:
         self._used = 0
 
     def begin(self, words: int) -> None:
-        """Take the next buffer, whose last step is done, for at most so many int32 numbers."""
+        """Take the next buffer, which no running step uses, for up to `words` int32 numbers."""
         self._current = (self._current + 1) % len(self._host)
         self._used = 0
         if words > len(self._host[self._current]):
             size = 1 << words.bit_length()
             self._host[self._current] = self._device.pinned(size, dtype=torch.int32)
         if words > len(self._there):
-            # The allocator gives the old one's memory to nobody before the queue is through.
+            # The allocator does not reuse the old buffer's memory before the queue is done with it.
             self._there = self._device.zeros(1 << words.bit_length(), dtype=torch.int32)
         self._array: NDArray[np.int32] = self._host[self._current].numpy()
 

@@ -1,4 +1,4 @@
-"""The choices of a step after its layers, and the log-probabilities of what is chosen."""
+"""The choices of a step after its layers, and their log-probabilities."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from nanoactor.runner.scoring import StepScorer
 
 
 class StepChoices:
-    """One rank's choices. Rows without a mask leave their states in their slots, until they choose
-    from these."""
+    """One rank's choices. Rows that still lack a mask leave their states in their slots, to choose
+    from later."""
 
     def __init__(self, model: LoadedModel, chooser: TokenChooser, slots: int) -> None:
         self._device = model.device
@@ -30,7 +30,7 @@ class StepChoices:
         self.kept = Kept(states, logits)
 
     def warm_up(self, rows: int, most: int) -> None:
-        """Run a choice under a mask, and score `rows` tokens with `most` others beside each."""
+        """Run a choice under a mask, and score `rows` tokens with `most` top tokens each."""
         self._chooser.warm_up()
         self._scorer.warm_up(rows, most)
 

@@ -1,4 +1,4 @@
-"""Threads of a step on the CPU: as many as the machine gives, or one where one is faster."""
+"""Threads of a step on the CPU: as many as the machine has, or one if that is faster."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from pathlib import Path
 from typing import Protocol
 
 _FIRST = {False: 3, True: 1}
-"""Steps that each choice gets before they are compared: decode steps, and those with prompts."""
+"""Steps that each choice gets before comparison: decode steps, and steps with prompts."""
 _WEIGHT = 0.3
-"""Of the latest step in its kind's mean."""
+"""Weight of the latest step in its kind's mean."""
 _PROBE, _PROBE_SOON = 64, 4
-"""Steps until the other choice is tried again, where it was, and where another kind of steps is
-all there is to go by, ..."""
+"""Steps until the other choice is tried again, if it was tried before, and if there is only another
+kind of steps to go by, ..."""
 _PROBE_FAR = 1024
-"""... and where it was more than `_FAR` times as slow."""
+"""... and if it was more than `_FAR` times as slow."""
 _FAR = 1.5
 
 CORES_VARIABLE = "NANOACTOR_CORES"
-"""Names the cores that there will be, where a process starts on fewer."""
+"""Gives the number of cores that there will be, if a process starts on fewer."""
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Return the cores that this process may use: by its affinity, and by its cgroup's quota.
+    """Return the number of cores that this process may use, by affinity and cgroup quota.
 
-    A quota of one and a half cores counts as one: threads that wait for each other by spinning
-    would spend it on waiting.
+    A quota of one and a half cores counts as one: threads that spin while waiting for each other
+    would waste the rest.
     """
     cores = int(os.environ.get(CORES_VARIABLE, 0)) or len(os.sched_getaffinity(0))
     quotas = [quota for quota in (_quota(folder) for folder in _cgroups(root)) if quota]
@@ -34,7 +34,7 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 
 def _cgroups(root: Path) -> list[Path]:
-    """The folders of this process's cgroup and of those above it, versions 2 and 1."""
+    """Return the folders of this process's cgroup and its ancestors, versions 2 and 1."""
     base, folders = root / "sys/fs/cgroup", []
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -51,7 +51,7 @@ def _cgroups(root: Path) -> list[Path]:
 
 
 def _quota(folder: Path) -> float | None:
-    """Cores that a cgroup may use; None where it sets no limit."""
+    """Return the number of cores that a cgroup may use; None if it sets no limit."""
     try:
         words = (folder / "cpu.max").read_text().split()
     except OSError:
@@ -66,7 +66,7 @@ def _quota(folder: Path) -> float | None:
 
 
 class SizedStep(Protocol):
-    """The part of an `Update` that decides how many threads are worth while."""
+    """The part of an `Update` that determines the number of threads."""
 
     @property
     def rows(self) -> int:
@@ -74,32 +74,32 @@ class SizedStep(Protocol):
 
     @property
     def prefill(self) -> object | None:
-        """None where all rows decode."""
+        """None if all rows decode."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Kind:
-    """Steps of like size: mean seconds per unit of work, with one thread and with all."""
+    """Steps of similar size: mean seconds per token, with one thread and with all."""
 
     means: list[float] = dataclasses.field(default_factory=lambda: [0.0, 0.0])
     counts: list[int] = dataclasses.field(default_factory=lambda: [0, 0])
     since_probe: int = 0
     is_probe: bool = False
-    """The step under way tries what has not been taken for long."""
+    """True if the current step tries the choice that is usually not taken."""
 
     @property
     def better(self) -> int:
-        """0 where one thread is faster, 1 where all are."""
+        """Return 0 if one thread is faster, 1 if all are."""
         return int(self.means[1] < self.means[0])
 
 
 class ThreadChoice:
-    """Chooses between one thread and all of them for each kind of step, by how long steps took.
+    """Chooses between one thread and all of them for each kind of step, by measured step times.
 
-    A second thread costs two wake-ups for each operator. It pays where products are large and the
-    core is really there; on a shared machine, the wait for a core that somebody else has can make
-    a step ten times as long. So nothing is assumed: both are tried, the faster is taken, and the
-    other is tried again now and then.
+    A second thread costs two wake-ups for each operator. It pays off if products are large and the
+    core is really available; on a shared machine, waiting for a core that another process uses can
+    make a step take ten times as long. So both are measured, the faster is used, and the other is
+    tried again occasionally.
     """
 
     def __init__(self, threads: int) -> None:
@@ -118,8 +118,8 @@ class ThreadChoice:
         return self._threads if self._chosen else 1
 
     def _like_the_nearest(self, prefill: bool, size: int) -> _Kind:
-        """A new kind begins with what the nearest known one of its sort has found: to find out
-        anew would cost a slow step or more of each size."""
+        """Return a new kind with the measurements of the nearest known one of its sort: measuring
+        again would cost a slow step or more for each size."""
         known = [
             (abs(other - size), other, kind)
             for (sort, other), kind in self._kinds.items()
@@ -131,7 +131,7 @@ class ThreadChoice:
         return _Kind(list(nearest.means), list(nearest.counts), _PROBE_FAR - _PROBE_SOON)
 
     def _next(self, kind: _Kind, first: int) -> int:
-        """0 for one thread, 1 for all."""
+        """Return 0 for one thread, 1 for all."""
         if min(kind.counts) < first:
             return int(kind.counts[1] < kind.counts[0])
         kind.since_probe += 1
@@ -142,16 +142,16 @@ class ThreadChoice:
         return kind.better
 
     def note(self, step: SizedStep, seconds: float) -> None:
-        """Remember how long the step took for which threads were chosen last."""
+        """Record how long the step took for which `choose` was called last."""
         if self._threads == 1:
             return
         kind, chosen = self._kinds[_kind(step)], self._chosen
         each = seconds / step.rows
         kind.counts[chosen] += 1
-        if kind.counts[chosen] == 1 or kind.is_probe:  # what was long ago does not count
+        if kind.counts[chosen] == 1 or kind.is_probe:  # old measurements do not count
             kind.means[chosen], kind.is_probe = each, False
         elif kind.counts[chosen] <= _FIRST[step.prefill is not None]:
-            # The first pays for memory and code that no step has touched before.
+            # The first step touches memory and code for the first time.
             kind.means[chosen] = min(kind.means[chosen], each)
         else:
             kind.means[chosen] += _WEIGHT * (each - kind.means[chosen])

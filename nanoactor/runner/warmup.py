@@ -1,4 +1,4 @@
-"""Steps that nobody asked for: the largest ones, to compile for and to measure."""
+"""Warm-up steps of the largest sizes, to compile and to measure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NONE: Int32 = np.empty(0, np.int32)
 
 
 def admissions(slots: Int32, **sampling: float) -> Admissions:
-    """Sequences that sample so, and otherwise in the neutral way."""
+    """Return admissions with these sampling parameters, and neutral values for the others."""
     rows = np.frombuffer(pack(sampling) * len(slots), np.int32).reshape(-1, WORDS)
     whole = np.zeros(len(slots), np.int32)
     return Admissions(
@@ -38,7 +38,7 @@ def admissions(slots: Int32, **sampling: float) -> Admissions:
 
 
 def prefill_step(tokens: int, rows: int, block_size: int) -> Step:
-    """Prompts of so many tokens in all, in so many rows, each of which samples."""
+    """Return a step of `rows` prompts with `tokens` tokens in total, each of which samples."""
     counts = np.full(rows, tokens // rows, np.int32)
     counts[: tokens % rows] += 1
     slots = np.arange(rows, dtype=np.int32)
@@ -66,9 +66,9 @@ def prefill_step(tokens: int, rows: int, block_size: int) -> Step:
 def decode_update(
     rows: int, dummy: int, traits: BatchTraits, longest: int, **sampling: float
 ) -> Update:
-    """One token for each of so many rows, all of them the dummy's, which write to places of their
-    own; `dummy` is its slot. With sampling parameters all are sampled behind the step, and a
-    penalty is one of `longest` tokens."""
+    """Return a step of one token for each of `rows` rows of the dummy slot, each with its own place
+    to write to. With sampling parameters, all are sampled after the step, and penalties cover
+    `longest` tokens."""
     table, slots = SamplingTable(rows), np.arange(rows)
     table.admit(admissions(slots.astype(np.int32), **sampling))
     fallback: list[SampledRows[Array]] = []
@@ -84,9 +84,9 @@ def decode_update(
 
 
 def longest_lengths(rows: int, blocks: int, block_size: int, most: int) -> HostSeqLens:
-    """Return the longest that so many decode rows can be in a cache of so many blocks: the first as
-    long as one can be, all together as long as fits. What is captured must be no shorter, and
-    operators ask for as many blocks as all rows have in sum."""
+    """Return the maximum lengths of `rows` decode rows in a cache of `blocks` blocks: the first
+    rows as long as allowed, all together as long as fits. Captured steps must be no shorter, and
+    operators need as many blocks as all rows have in total."""
     lengths, left = [], blocks
     for after in range(rows - 1, -1, -1):
         own = max(1, min(-(-most // block_size), left - after))

@@ -1,4 +1,4 @@
-"""Traces of all actors, taken at one moment: their sums, and the picture of them."""
+"""Traces of all actors, taken at one time, with their summary and timeline."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ __all__ = ["Trace", "TraceSummary", "Wait"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Trace:
-    """From `AsyncLLM.trace()`: to be summed, or saved and looked at."""
+    """A trace from `AsyncLLM.trace()`, to be summarized, or saved and viewed."""
 
     nodes: tuple[NodeTrace, ...]
     output_tokens: int
-    """Since the engine's start."""
+    """Number of output tokens since the engine's start."""
 
     def summary(self) -> TraceSummary:
-        """Add up what the spans say."""
+        """Return a summary of the spans."""
         return summarize(self.nodes, self.output_tokens)
 
     def save(self, path: str | Path) -> None:
         """Write a Chrome trace; open it at ui.perfetto.dev or chrome://tracing.
 
-        Raises `OSError` where the file cannot be written.
+        Raises `OSError` if the file cannot be written.
         """
         with Path(path).open("w") as file:
             self.write(file)

@@ -1,4 +1,4 @@
-"""The spans as a Chrome trace, which Perfetto and chrome://tracing draw.
+"""Spans as a Chrome trace, for viewing in Perfetto and chrome://tracing.
 
 The format: "Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 (complete events X, flow events s, t and f, metadata M; times in µs).
@@ -22,7 +22,7 @@ class _Span:
     """One span, with its place and its kind."""
 
     place: tuple[int, int]
-    """(process, thread) of its track, as the picture numbers them."""
+    """(process, thread) of its track, as numbered in the trace."""
     kind: Kind
     number: int
     sent: int
@@ -36,7 +36,7 @@ class _Span:
 
 def chrome_events(nodes: Sequence[NodeTrace]) -> Iterator[Event]:
     """Yield every track, every span, and arrows that follow each step, each request and each
-    picture."""
+    image."""
     places: dict[str, tuple[int, int]] = {}
     spans: list[_Span] = []
     links: dict[str, dict[int, list[int]]] = {
@@ -46,7 +46,7 @@ def chrome_events(nodes: Sequence[NodeTrace]) -> Iterator[Event]:
     for process, node in enumerate(nodes, 1):
         yield _named("process_name", (process, 0), node.node)
         yield _sorted("process_sort_index", (process, 0), process)
-        # Thread numbers of their own: one equal to its process's would count as its main thread.
+        # Distinct thread numbers: one equal to its process's would count as the main thread.
         for thread, track in enumerate(node.tracks, 100 * process):
             places[track.track] = process, thread
             yield _named("thread_name", (process, thread), track.track)
@@ -62,7 +62,7 @@ def chrome_events(nodes: Sequence[NodeTrace]) -> Iterator[Event]:
     for span in spans:
         yield _complete(span, origin)
     chains = _chains(spans)
-    chains["step"].pop(0, None)  # steps count from 1: this is what came before the first
+    chains["step"].pop(0, None)  # steps count from 1: 0 is for what came before the first
     for step, chain in chains["step"].items():
         yield from _flow("step", step, chain, places, origin)
     for uid, chain in chains["uid"].items():
@@ -140,11 +140,11 @@ def _flow(
     places: dict[str, tuple[int, int]],
     origin: int,
 ) -> Iterator[Event]:
-    """Yield arrows from span to span, the sending ones included, the first from where its message
-    was sent."""
+    """Yield arrows from span to span, including the sending spans; the first arrow starts where
+    its message was sent."""
     if not chain:
         return
-    # A moment inside each span: where two meet, the edge would belong to either.
+    # A time inside each span: if two spans touch, their edge would be ambiguous.
     points = [(span.place, span.begin + min(500, (span.end - span.begin) // 2)) for span in chain]
     if chain[0].kind.source in places and chain[0].sent:
         points.insert(0, (places[chain[0].kind.source], chain[0].sent - 1))

@@ -1,4 +1,4 @@
-"""Sum up a trace: was the device kept busy, what was hidden behind it, who is the next limit."""
+"""Summary of a trace: device utilization, host work hidden by the device, next bottleneck."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ class Wait:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TraceSummary:
-    """The sums of the spans in a stretch of time. Shares are of 1."""
+    """Sums of the spans in an interval. Shares are from 0 to 1."""
 
     seconds: float
-    """Length of the stretch that all tracks remember."""
+    """Length of the interval that all tracks cover."""
     steps: int
     device_idle: float
-    """Share of the time with requests in the engine in which (the first) device did nothing."""
+    """Share of the time with requests in the engine in which the (first) device was idle."""
     hidden: float
     """Share of the actors' work that was done while the device computed."""
     busy: dict[str, float]
-    """By track, devices included: share of the stretch in which it worked."""
+    """By track, devices included: share of the interval in which it was busy."""
     bottleneck: str
-    """The busiest actor: the next limit, were the device faster."""
+    """The busiest actor: the next bottleneck if the device were faster."""
     tokens: int
-    """Of output, since the engine's start."""
+    """Number of output tokens since the engine's start."""
     cpu_us_per_token: dict[str, float]
-    """By actor, since the engine's start, processor time of its process; empty before the first
-    token. Actors that share a process share its time in proportion to their spans."""
+    """CPU time of each actor's process since the engine's start; empty before the first token.
+    Actors that share a process share its time in proportion to their spans."""
     waits: tuple[Wait, ...]
     lost: int
-    """Older spans that tracks have forgotten: the stretch begins after them."""
+    """Older spans that tracks have dropped: the interval starts after them."""
 
     @property
     def line(self) -> str:
-        """The line that matters."""
+        """Return a one-line summary."""
         if not self.steps:
             return "no step was computed"
         share = self.busy.get(self.bottleneck, 0.0)
@@ -61,7 +61,7 @@ class TraceSummary:
 
 
 def summarize(nodes: Sequence[NodeTrace], tokens: int) -> TraceSummary:
-    """Add up what the tracks of all nodes remember; `tokens` were put out since the start."""
+    """Sum the spans of all nodes; `tokens` is the number output since the engine's start."""
     tracks = [track for node in nodes for track in node.tracks]
     devices = [track for track in tracks if track.track.endswith(f" {DEVICE}")]
     loads = [track for track in tracks if track.track.endswith(f" {LOAD}")]
@@ -89,13 +89,13 @@ def summarize(nodes: Sequence[NodeTrace], tokens: int) -> TraceSummary:
 
 
 def _cover(tracks: Sequence[TrackTrace]) -> IntervalSet:
-    """Return when any of these tracks was at work."""
+    """Return the times at which any of these tracks was busy."""
     spans = np.concatenate([np.empty(0, SPAN_DTYPE), *(track.spans for track in tracks)])
     return IntervalSet(spans["begin"], spans["end"])
 
 
 def _stretch(tracks: list[TrackTrace]) -> tuple[int, int]:
-    """From when on no track has forgotten anything, to the last thing that happened."""
+    """Return the interval that all tracks cover: its start, and the end of the last span."""
     full = [track for track in tracks if len(track.spans)]
     if not full:
         return 0, 0
@@ -112,7 +112,7 @@ def _steps(device: TrackTrace, begin: int) -> set[int]:
 def _cpu(
     nodes: Sequence[NodeTrace], covers: dict[str, IntervalSet], tokens: int
 ) -> dict[str, float]:
-    """Processor time per token by actor, in µs; the tracks of a device count for its actor."""
+    """Return the CPU time per token by actor, in µs; a device's tracks count for its actor."""
     shares: dict[str, float] = {}
     for node in nodes:
         tracks = [track.track for track in node.tracks if track.track in covers]
