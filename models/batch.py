@@ -38,20 +38,20 @@ class HeadTransform:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VisualTokens:
-    """The tokens at the start of a step that stand for pictures, and their features."""
+    """The placeholder tokens of pictures at the start of a step, and their features."""
 
     seen: torch.Tensor
     """Mask of visual tokens, bool (tokens, 1)."""
     features: torch.Tensor
-    """(tokens, hidden * (1 + deepstack levels)): the embedding, then what is added behind each of
+    """(tokens, hidden * (1 + deepstack levels)): the embedding, then the summand after each of
     the first layers; 0 for text."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttentionBatch:
     """The place of each token's key and value, and each row's context: prefill tokens, then one
-    token for each decode row. Block tables stay on the device, indexed by slot. Captured steps see
-    nothing of the host."""
+    token for each decode row. Block tables stay on the device, indexed by slot. Captured steps
+    read nothing from the host."""
 
     slot_mapping: torch.Tensor
     """int64 (tokens,): block * block_size + offset of each token."""
@@ -63,7 +63,7 @@ class AttentionBatch:
     """int32 (4, rows): slot, first token, tokens, context at the end of the chunk. Captured steps
     are padded with rows of the dummy's slot that have no tokens."""
     prefill_tiles: torch.Tensor
-    """int32 (2, programs): which tokens of which row a program of the kernel has."""
+    """int32 (2, programs): the row and the tokens of each of the kernel's programs."""
     decode_slots: torch.Tensor
     """Slots of the decode rows, int32 (decode rows,)."""
     decode_contexts: torch.Tensor
@@ -76,21 +76,21 @@ class AttentionBatch:
     device."""
     visual: VisualTokens | None = None
     frozen: torch.Tensor | None = None
-    """int32 (slots,): 1 where a decode row must not change what its slot keeps. The place of its
-    key and value is the dummy's already. None: no slot is frozen."""
+    """int32 (slots,): 1 if a decode row must not change its slot's state. The place of its key
+    and value is already the dummy's. None: no slot is frozen."""
     final: FinalRows | None = None
-    """None where all tokens' hidden states are wanted."""
+    """None if the hidden states of all tokens are needed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FinalRows:
-    """The tokens whose hidden states somebody reads: the last layer stores the keys and values of
-    all, and computes the rest for these alone."""
+    """Tokens with hidden states that are read after the last layer. That layer stores the keys and
+    values of all tokens, and computes the rest for these alone."""
 
     index: torch.Tensor
-    """int32 (rows,): which tokens, those of the decode rows last."""
+    """int32 (rows,): token indices, those of the decode rows last."""
     plan: Callable[[], AttentionBatch]
-    """Makes the batch in which each of them is a decode row; called behind all other layers, since
+    """Makes the batch in which each of them is a decode row; called after all other layers, since
     plans of one step may share memory."""
 
 
@@ -101,7 +101,7 @@ class ForwardInputs:
     token_ids: torch.Tensor
     """Token ids, (tokens,)."""
     positions: torch.Tensor
-    """(tokens,): rotary; (3, tokens) where some tokens are of pictures."""
+    """(tokens,): rotary; (3, tokens) if some tokens belong to pictures."""
     states: Sequence[Any]
     """State of each layer, a `nanoactor.models.layers.state.LayerState`; updated in place."""
     batch: AttentionBatch
@@ -109,17 +109,17 @@ class ForwardInputs:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowChoice:
-    """Rows whose tokens a device chooses by their slots' sampling parameters."""
+    """Rows for which a device chooses tokens by the sampling parameters of their slots."""
 
     logits: torch.Tensor
-    """(rows, vocabulary); where they are kept (slots, vocabulary)."""
+    """(rows, vocabulary); (slots, vocabulary) if they are kept."""
     slots: torch.Tensor
     """Slots, int32 (rows,)."""
     tables: SlotTables
     scratch: Any
     """Workspace from `BatchOperators.scratch`."""
     chosen: torch.Tensor
-    """int32 (rows,): where ids go."""
+    """int32 (rows,): output for the ids."""
 
 
 def decode_batch(
@@ -152,8 +152,8 @@ def with_final_rows(
 ) -> AttentionBatch:
     """Return the batch with final rows: tokens of the chunks, then all decode rows.
 
-    `chunks` are which tokens, int32 (rows,), and of all their tokens the slots and positions, int32
-    (prefill tokens,). `lengths` are those of the rows, where the device asks for them.
+    `chunks`: the token indices, int32 (rows,), and the slots and positions of all prefill tokens,
+    int32 (prefill tokens,). `lengths` are those of the rows, if the device needs them.
     """
     ends, slots, positions = chunks
     first, tokens = batch.prefill_tokens, len(batch.slot_mapping)
@@ -178,26 +178,26 @@ class SlotTables:
     blocks: torch.Tensor
     """int32 (slots, blocks of the longest sequence)."""
     lengths: torch.Tensor
-    """int32 (slots,): positions computed, those of steps under way included; so it is the position
-    of the next token."""
+    """int32 (slots,): positions computed, including those of steps in flight: the position of the
+    next token."""
     last_tokens: torch.Tensor
     """Newest token of each slot, int32 (slots,)."""
     rope_deltas: torch.Tensor | None
     """int32 (slots,): rotary position of the next token, less its position in the sequence; None
-    where the model sees no pictures, so that there is no difference."""
+    if the model takes no pictures, so that they do not differ."""
     words: torch.Tensor
     """int32 (columns.WORDS, slots): how each slot samples."""
     block_size: int
     frozen: torch.Tensor
-    """1 for slots whose decode rows change nothing that lasts because their newest token is one of
-    `freeze_ids`, int32 (slots,)."""
+    """int32 (slots,): 1 for a slot with one of its `freeze_ids` as its newest token. Decode rows of
+    such a slot change no lasting state."""
     freeze_ids: torch.Tensor
     """Tokens that freeze a slot, int32 (limits.FREEZE_IDS, slots), padded with -1."""
     sampling: SamplingColumns[torch.Tensor] = dataclasses.field(init=False)
     """The words by column, (slots,) each."""
 
     def __post_init__(self) -> None:
-        """Look at the words by column."""
+        """Create the views of `words` by column."""
         object.__setattr__(self, "sampling", columns_of(self.words, torch.float32))
 
 
@@ -211,7 +211,7 @@ class DecodeRows(NamedTuple):
     """Token of each row with a position; rows at -1 take their slot's newest token."""
 
     def first(self, rows: int) -> DecodeRows:
-        """Return the first so many."""
+        """Return the first `rows` rows."""
         return DecodeRows(*(column[:rows] for column in self))
 
 
@@ -230,7 +230,7 @@ class RowBuffers:
 
     @classmethod
     def zeros(cls, zeros: Callable[..., torch.Tensor], tokens: int, rows: int) -> RowBuffers:
-        """Make them for so many tokens, of which so many rows decode, by a device's `zeros`."""
+        """Allocate buffers for `tokens` tokens and `rows` decode rows with a device's `zeros`."""
         ids, positions = (zeros(tokens, dtype=torch.int32) for _ in range(2))
         return cls(ids, positions, zeros(tokens, dtype=torch.int64), zeros(rows, dtype=torch.int32))
 
@@ -249,13 +249,13 @@ class SamplingBatch:
     def of(
         cls, tables: SlotTables, slots: torch.Tensor, groups: SamplingGroups[torch.Tensor]
     ) -> SamplingBatch:
-        """The rows of these slots, int64 (rows,), as the device's tables have them."""
+        """Return the rows of these slots, int64 (rows,), from the device's tables."""
         words = tables.words.index_select(1, slots)
         positions = tables.lengths.index_select(0, slots).long()
         return cls(columns_of(words, torch.float32), positions, groups)
 
     @property
     def seeds(self) -> torch.Tensor:
-        """int64 (rows,): the bits of the unsigned 64-bit seeds."""
+        """Return the bits of the unsigned 64-bit seeds, int64 (rows,)."""
         low, high = self.sampling.seed.long().unbind()
         return (low & 0xFFFFFFFF) | (high << 32)

@@ -20,13 +20,13 @@ class Group(Protocol):
     size: int
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' tensors, perhaps in the memory of `x`."""
+        """Return the sum of all ranks' tensors, possibly in the memory of `x`."""
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """All ranks' tensors, (ranks, *x.shape), in the order of the ranks."""
+        """Return all ranks' tensors, (ranks, *x.shape), in rank order."""
 
     def all_reduce_min(self, value: int) -> int:
-        """The least of all ranks' numbers."""
+        """Return the minimum over all ranks."""
 
 
 class SingleRank:
@@ -48,7 +48,7 @@ class SingleRank:
 
 
 class RankGroup:
-    """A group of processes, by torch.distributed."""
+    """A group of processes that uses torch.distributed."""
 
     def __init__(
         self,
@@ -59,10 +59,10 @@ class RankGroup:
         listener: int | None,
         device: torch.device | None = None,
     ) -> None:
-        """Meet the others at a port of the loopback interface; `device` is where tensors lie.
+        """Rendezvous at a port of the loopback interface; tensors are on `device`.
 
-        `listener` is rank 0's listening socket: PyTorch, left to open one itself, would listen on
-        every interface.
+        `listener` is rank 0's listening socket: one opened by PyTorch itself would listen on every
+        interface.
         """
         self.rank, self.size = rank, size
         self._device = device
@@ -87,7 +87,7 @@ class RankGroup:
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Into one new tensor."""
+        """Gather into one new tensor."""
         if self._gathers_at_once:
             whole = x.new_empty(self.size, *x.shape)
             dist.all_gather_into_tensor(whole, x.contiguous())
@@ -97,7 +97,7 @@ class RankGroup:
         return torch.stack(parts)
 
     def all_reduce_min(self, value: int) -> int:
-        """By way of a tensor."""
+        """Reduce by way of a tensor."""
         held = torch.tensor([value], device=self._device)
         dist.all_reduce(held, dist.ReduceOp.MIN)
         return int(held)

@@ -24,8 +24,8 @@ _ROPE_OBJECTS = ("rope_parameters", "rope_scaling")
 
 
 def check_file(path: Path) -> None:
-    """Raise `ModelError` for what is no regular file: a pipe would be waited for, and a device may
-    never end."""
+    """Raise `ModelError` unless it is a regular file: reading a pipe would block, and reading a
+    device may never end."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
@@ -41,10 +41,10 @@ def check_file(path: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; `ModelError` where it is missing or malformed."""
+    """Return the JSON object in a file. Raises `ModelError` if it is missing or malformed."""
     check_file(path)
     try:
-        # Some editors begin a file with a byte order mark.
+        # Some editors start a file with a byte order mark.
         content = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ModelError(f"{path} does not exist") from None
@@ -58,16 +58,16 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(directory: Path) -> ModelConfig:
-    """The configuration in `directory`/config.json.
+    """Return the configuration in `directory`/config.json.
 
-    Raises `ModelError` where something is missing or contradictory, `UnsupportedModel` where
-    it asks for what is not implemented.
+    Raises `ModelError` if something is missing or contradictory, `UnsupportedModel` if it asks for
+    something that is not implemented.
     """
     return parse_config(read_json(directory / "config.json"), directory / "config.json")
 
 
 def parse_config(raw: Mapping[str, Any], origin: object = "config") -> ModelConfig:
-    """The same from a dictionary; `origin` names it in errors."""
+    """Return the configuration from a dictionary; `origin` names it in errors."""
     architectures = raw.get("architectures") or [""]
     if not isinstance(architectures, list):
         raise ModelError(f"{origin}: architectures must be a list, got {architectures!r}")
@@ -154,19 +154,19 @@ def _read_quantization(raw: Mapping[str, Any], origin: object) -> Quantization |
 
 
 def _text_part(raw: Mapping[str, Any], family: Family, origin: object) -> Mapping[str, Any]:
-    """The decoder's configuration, where a family keeps it in an object of its own."""
+    """Return the decoder's part of the configuration; some families nest it in an object."""
     if family.text_config is None:
         return raw
     text = raw.get(family.text_config)
     if not isinstance(text, dict):
         raise ModelError(f"{origin}: {family.text_config} must be an object, got {text!r:.50}")
-    # Whether weights are tied is said of the whole model; the text's own flag counts for nothing.
+    # The whole model's flag says whether weights are tied; the text part's own flag is ignored.
     return {**raw, **text, "tie_word_embeddings": raw.get("tie_word_embeddings")}
 
 
 def as_ids(value: Any, origin: object = "eos_token_id") -> tuple[int, ...]:
-    """Token ids from a configuration's None, number or list; -1 is none. `ModelError` for anything
-    else."""
+    """Return token ids from a configuration's None, number or list; -1 means none. Raises
+    `ModelError` for anything else."""
     values = [] if value in (None, -1) else value if isinstance(value, list) else [value]
     if not all(isinstance(item, int) and not isinstance(item, bool) for item in values):
         raise ModelError(
@@ -184,7 +184,7 @@ def _read_dtype(raw: Mapping[str, Any]) -> str:
 
 def _read_rope(raw: Mapping[str, Any], family: Family, origin: object) -> RopeConfig:
     # transformers 5 writes rope_parameters; older files have rope_theta and rope_scaling.
-    # Where a file has both, scaling is what a user has added by hand: it counts.
+    # If a file has both, a user has added the scaling by hand, so it takes precedence.
     raw_rope = {
         name: value
         for key in _ROPE_OBJECTS
@@ -242,7 +242,7 @@ def _read_rope(raw: Mapping[str, Any], family: Family, origin: object) -> RopeCo
 
 
 def _read_sections(raw_rope: Mapping[str, Any], origin: object) -> tuple[int, int, int]:
-    """transformers' default; it interleaves whatever `mrope_interleaved` says."""
+    """Return the sections, by default transformers', which ignores `mrope_interleaved`."""
     value = raw_rope.get("mrope_section", [24, 20, 20])
     sizes = value if isinstance(value, list) else []
     if len(sizes) != 3 or not all(type(size) is int and size >= 0 for size in sizes):
@@ -251,7 +251,7 @@ def _read_sections(raw_rope: Mapping[str, Any], origin: object) -> tuple[int, in
 
 
 def _check_yarn(config: RopeConfig, origin: object) -> None:
-    """Refuse values from which the blend's borders cannot be computed."""
+    """Refuse values from which the bounds of the blend cannot be computed."""
     if config.attention_factor is not None and config.attention_factor <= 0:
         raise ModelError(
             f"{origin}: attention_factor must be above 0, got {config.attention_factor:g}"

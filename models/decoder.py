@@ -52,8 +52,7 @@ class Decoder:
         headless: bool = False,
     ) -> None:
         """Take all weights, or one rank's part. A `headless` model chooses no tokens. Raises
-        `WeightsError` for the first that does not fit, `UnsupportedModel` for a family that is not
-        known."""
+        `WeightsError` for the first that does not fit, `UnsupportedModel` for an unknown family."""
         prefix = _prefix(family_of(config.architecture).text_prefix, weights)
         self.group = group or SingleRank()
         self.config = config
@@ -78,9 +77,9 @@ class Decoder:
         self._rope = rope.to(weights.device, weights.dtype)
 
     def _head_weight(self, weights: Weights, headless: bool = False) -> torch.Tensor:
-        """Return the embedding where they are tied, unless the file has another head: that one
-        counts, as in transformers 5. The embedding stands in for a head that is not there and
-        not used."""
+        """Return the head's weight. Tied weights use the embedding unless the file has a separate
+        head, which takes precedence as in transformers 5. The embedding also replaces a head that
+        is missing and unused."""
         tied = self.config.tie_embeddings
         if (tied or headless) and _HEAD not in weights:
             return self._embedding.weight
@@ -103,8 +102,8 @@ class Decoder:
         return [layer.state for layer in self._layers]
 
     def forward(self, inputs: ForwardInputs) -> torch.Tensor:
-        """Return hidden states (tokens, hidden), of `batch.final` alone where there is one; what
-        layers keep is written."""
+        """Return hidden states (tokens, hidden), of `batch.final` alone if it is set, and update
+        the layers' states."""
         batch, scales = inputs.batch, self.config.scales
         x = self._embedding(inputs.token_ids)
         if scales.embedding != 1.0:
@@ -130,7 +129,7 @@ class Decoder:
         return self._norm(x) if residual is None else self._norm.add(x, residual)[0]
 
     def weights(self) -> ModelWeights | None:
-        """Return all tensors; None where they do not say all that a step computes."""
+        """Return all tensors; None if they do not fully describe a step."""
         found = [layer.weights() for layer in self._layers]
         layers = [layer for layer in found if layer is not None]
         if len(layers) < len(found) or not isinstance(self._head, Linear):
@@ -147,8 +146,8 @@ class Decoder:
         )
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """(rows, hidden) to (rows, vocabulary), or to this rank's part of it, padding included;
-        written to `out`, where there is one."""
+        """Map (rows, hidden) to (rows, vocabulary), or to this rank's part of it including padding;
+        written to `out` if given."""
         if out is None:
             logits = self._head(hidden)
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class ModelError(ValueError):
-    """Base of what is raised when a model cannot be loaded."""
+    """Base of the errors raised when a model cannot be loaded."""
 
     picklable = True  # raised in the user's process when it happens in another
 

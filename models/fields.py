@@ -10,11 +10,11 @@ from nanoactor.models.errors import ModelError
 _MOST: dict[str, int] = {"vocab_size": 1 << 24, "max_position_embeddings": 1 << 30}
 _MOST_ELSE = 1 << 20
 _HUGE = 1e30
-"""No model has larger sizes: what exceeds them is damaged, and would be refused by an allocator."""
+"""Upper bound of any model's sizes: larger ones are corrupt, and no allocator would take them."""
 
 
 def positive(raw: Mapping[str, Any], key: str, origin: object, default: int | None = None) -> int:
-    """Return a positive whole number, bounded by what any model has."""
+    """Return a positive integer within the bound of any model's sizes."""
     value = raw.get(key)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
@@ -41,7 +41,7 @@ def number(raw: Mapping[str, Any], key: str, origin: object, default: float) -> 
     value = default if value is None and key != "rms_norm_eps" else value
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise ModelError(f"{origin}: {key} must be a number, got {value!r}")
-    # JSON as Python reads it has NaN, Infinity and whole numbers of any length.
+    # Python's JSON parser accepts NaN, Infinity and integers of any length.
     if not -_HUGE < value < _HUGE:
         raise ModelError(f"{origin}: {key} must be a finite number, got {value!r:.50}")
     return float(value)

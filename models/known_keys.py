@@ -113,8 +113,8 @@ _WITHOUT_EFFECT = frozenset(
         "use_mrope",
     ]
 )
-"""Keys about training, about what is returned, and about a tokenizer: also those of generation,
-which transformers reads in `generation_config.json`."""
+"""Keys about training, returned values and a tokenizer, and those of generation, which
+transformers reads from `generation_config.json`."""
 _NEUTRAL: Mapping[str, Any] = {
     "embedding_multiplier": 1,
     "logit_scale": 1,
@@ -122,7 +122,7 @@ _NEUTRAL: Mapping[str, Any] = {
     "residual_multiplier": 1,
     "scale_emb": 1,
 }
-"""Keys of relatives, and the value that changes nothing."""
+"""Keys of related models, and the value that changes nothing."""
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 
 
@@ -167,10 +167,10 @@ _OF_VISION = frozenset(
 
 
 def check_keys(raw: Mapping[str, Any], family: Family, origin: object) -> None:
-    """Raise `UnsupportedModel` for a key that no list has and that asks for something: it may say
-    how the model computes. One that begins with an underscore is a note of transformers'.
+    """Raise `UnsupportedModel` for an unlisted key that asks for something: it may affect how the
+    model computes. A key that starts with an underscore is a note by transformers.
 
-    The objects within are looked into in the same way.
+    Nested objects are checked in the same way.
     """
     options = (getattr(family, field.name) for field in dataclasses.fields(family))
     known = _READ | {option for option in options if isinstance(option, str)} | family.option_keys

@@ -11,16 +11,16 @@ from nanoactor.models.vision.config import VisionConfig
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary position embedding: which scaling, and its numbers."""
+    """Rotary position embedding: the kind of scaling and its parameters."""
 
     kind: str
     theta: float
     factor: float = 1.0
     original_max_positions: int = 0
-    """yarn: the length that the model was trained with before it was stretched."""
+    """yarn: the training length before stretching."""
     says_original: bool = dataclasses.field(default=False, compare=False)
-    """True if the configuration states the original length; False if `max_position_embeddings`
-    stands for it."""
+    """True if the configuration states the original length; False if it is
+    `max_position_embeddings`."""
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
@@ -32,7 +32,7 @@ class RopeConfig:
     high_freq_factor: float = 4.0
     """llama3: frequencies with at least this many periods are kept."""
     sections: tuple[int, int, int] | None = None
-    """Frequencies of time, height and width, where tokens of pictures have three positions."""
+    """Frequencies of time, height and width, if picture tokens have three positions."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,9 +41,9 @@ class Scales:
 
     embedding: float = 1.0
     residual: float = 1.0
-    """On what each part of a layer adds."""
+    """Factor on the contribution of each part of a layer."""
     attention: float | None = None
-    """On products of queries and keys; None: head_dim ** -0.5."""
+    """Factor on products of queries and keys; None: head_dim ** -0.5."""
     logits_divisor: float = 1.0
 
 
@@ -73,7 +73,7 @@ class ModelConfig:
     qk_norm: bool
     qkv_bias: bool
     output_bias: bool
-    """Of attention's output projection."""
+    """True if attention's output projection has a bias."""
     mlp_bias: bool
     tie_embeddings: bool
     dtype: str
@@ -81,11 +81,11 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     vision: VisionConfig | None = None
     has_head: bool = True
-    """False for a decoder alone, which can pool, but choose no tokens."""
+    """False for a decoder alone, which can pool but not choose tokens."""
     scales: Scales = Scales()
     window: int | None = None
-    """Positions that a token sees, itself included; None: all. Sequences are not longer, so that
-    each token sees all before it."""
+    """Positions that a token sees, itself included; None: all. Sequences are never longer, so each
+    token sees all before it."""
     quantization: Quantization | None = None
     """Quantization of the matrices; None: not quantized."""
     family_options: object = None
@@ -93,9 +93,9 @@ class ModelConfig:
 
     @property
     def longest(self) -> int:
-        """Positions that the rotary embedding is made for: where a scaling stretches it, as YaRN's
-        recipe does with `max_position_embeddings` left as it was, that many times its original
-        length."""
+        """Return the positions of the rotary embedding. If a scaling stretches it and
+        `max_position_embeddings` is unchanged, as in YaRN's recipe, this is its original length
+        times the factor."""
         longest = self.max_positions
         if self.rope.kind in ("yarn", "linear"):
             longest = max(longest, int(self.rope.factor * self.rope.original_max_positions))
@@ -103,5 +103,5 @@ class ModelConfig:
 
     @property
     def default_length(self) -> int:
-        """Positions of a sequence, unless the engine's options say how many."""
+        """Return the maximum positions of a sequence unless the engine's options set it."""
         return self.longest if self.rope.says_original else min(self.longest, self.max_positions)

@@ -9,14 +9,13 @@ GRAPH_MODES = ("auto", "eager", "npugraph", "max-autotune", "reduce-overhead")
 ATTENTION_LAYOUTS = ("tnd", "bnsd")
 WEIGHT_FORMATS = ("nd", "nz")
 FusedSampling = Literal["every", "all", "greedy", "none"]
-"""For which rows a device's `sample_rows` chooses, but for those with masked ids: for every row,
-for all but those with a top-k of more than `limits.CANDIDATES`, for greedy ones alone, or for
-none."""
+"""Rows for which a device's `sample_rows` chooses, except those with masked ids: every row, all but
+those with a top-k of more than `limits.CANDIDATES`, greedy ones alone, or none."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceOptions:
-    """All of it is about Ascend NPUs, and other devices ignore it."""
+    """Options for Ascend NPUs; other devices ignore them."""
 
     graph_mode: str = "auto"
     """Execution mode of decode steps, one of `GRAPH_MODES`."""
@@ -25,4 +24,4 @@ class DeviceOptions:
     weight_format: str = "nd"
     """Row by row, or in the fractal blocks that matrix units read (NZ)."""
     graph_cache_dir: str | None = None
-    """Directory in which compiled graphs are kept between starts."""
+    """Directory in which compiled graphs persist between starts."""

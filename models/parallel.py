@@ -25,7 +25,7 @@ class Span:
         return self.stop - self.start
 
     def moved(self, by: int) -> Span:
-        """Return as many, further on."""
+        """Return the same range shifted by `by`."""
         return Span(self.start + by, self.stop + by)
 
     def common(self, other: Span) -> Span:
@@ -34,7 +34,7 @@ class Span:
         return Span(start, max(start, min(self.stop, other.stop)))
 
     def times(self, factor: int) -> Span:
-        """The same in finer units."""
+        """Return the same range in finer units."""
         return Span(self.start * factor, self.stop * factor)
 
 
@@ -47,7 +47,7 @@ class Shard:
     heads: Span
     """Query heads of the rank."""
     kv_heads: Span
-    """Key-value heads; where there are fewer than ranks, several ranks hold the same one."""
+    """Key-value heads; if there are fewer than ranks, several ranks hold the same one."""
     vocabulary: Span
     """Token ids; the last rank's may reach past the vocabulary's end, into padding."""
 
@@ -57,7 +57,7 @@ class Shard:
 
 
 def shard_of(config: ModelConfig, rank: int = 0, ranks: int = 1) -> Shard:
-    """Return a rank's part. Raises `UnsupportedModel` where heads cannot be divided."""
+    """Return a rank's part. Raises `UnsupportedModel` if heads cannot be divided."""
     check_parallel(config, ranks)
     heads, kv = config.num_heads // ranks, config.num_kv_heads
     if kv % ranks == 0:
@@ -75,7 +75,7 @@ def shard_of(config: ModelConfig, rank: int = 0, ranks: int = 1) -> Shard:
 
 
 def check_parallel(config: ModelConfig, ranks: int) -> None:
-    """Raise `UnsupportedModel`, naming what would work, where heads cannot be divided."""
+    """Raise `UnsupportedModel` with the valid numbers if heads cannot be divided."""
     heads, kv = config.num_heads, config.num_kv_heads
     if ranks <= config.intermediate_size and _divides(heads, kv, ranks):
         return

@@ -1,4 +1,4 @@
-"""Lengths that the host knows, for devices whose operators take them from there; imports no
+"""Lengths known to the host, for devices with operators that take them from the host; imports no
 torch."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class HostSeqLens:
     """Length of each decode row's sequence, the new token included."""
 
     def padded(self, rows: int) -> HostSeqLens:
-        """With so many decode rows; those of the dummy have a context of one position."""
+        """Return the lengths padded to `rows` decode rows; the dummy's have a context of 1."""
         missing = rows - len(self.decode_contexts)
         if not missing or self is NO_SEQ_LENS:
             return self
@@ -27,4 +27,4 @@ class HostSeqLens:
 
 
 NO_SEQ_LENS = HostSeqLens([], [], [])
-"""Where the device does not ask."""
+"""Placeholder for devices that do not need lengths."""

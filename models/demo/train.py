@@ -2,10 +2,10 @@
 
     python -m nanoactor.models.demo.train --out models/demo
 
-One or two minutes on a data-centre GPU, some hours on a laptop's CPU. The corpus
-(`tinyshakespeare`, 1.1 MB, public domain) lies beside this file. Two kinds of samples
-are mixed: windows of running text, which `nanoactor generate` continues, and speeches
-set as ChatML turns, which `nanoactor chat` answers. Needs transformers (test extra).
+Takes one or two minutes on a data-center GPU, some hours on a laptop's CPU. The corpus
+(`tinyshakespeare`, 1.1 MB, public domain) is stored next to this file. Two kinds of samples
+are mixed: windows of running text, for `nanoactor generate`, and speeches formatted as
+ChatML turns, for `nanoactor chat`. Needs transformers (test extra).
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ CHAT_TEMPLATE = """\
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
 """
 CONTEXT = 40_960
-"""Tokens for which the model may be used: an agent's tools and files fit, though nothing longer
-than a window was ever learnt."""
+"""Maximum context in tokens: an agent's tools and files fit, though the model was never trained on
+anything longer than a window."""
 CONFIG = {
     "vocab_size": 2048,
     "hidden_size": 256,
@@ -69,14 +69,14 @@ HELD_OUT = 0.1
 
 
 def read_corpus() -> tuple[str, str]:
-    """The corpus, split into (training text, held-out text): the last tenth is held out."""
+    """Return the corpus as (training text, held-out text): the last tenth is held out."""
     text = lzma.decompress((Path(__file__).parent / "tinyshakespeare.txt.xz").read_bytes()).decode()
     cut = text.index("\n\n", int(len(text) * (1 - HELD_OUT))) + 2
     return text[:cut], text[cut:]
 
 
 def train_tokenizer(text: str) -> Tokenizer:
-    """A byte-level BPE: every text can be encoded, and decoding is the identity on bytes."""
+    """Train a byte-level BPE: it encodes any text, and decoding restores the bytes."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -91,7 +91,7 @@ def train_tokenizer(text: str) -> Tokenizer:
 
 
 def chat_stream(text: str, tokenizer: Tokenizer, rng: random.Random) -> list[int]:
-    """The plays as conversations: each speech answers the one before it."""
+    """Return the plays as conversations: each speech answers the one before it."""
     speeches = text.split("\n\n")
     ids: list[int] = []
     at = 0
@@ -111,7 +111,7 @@ def chat_stream(text: str, tokenizer: Tokenizer, rng: random.Random) -> list[int
 def batches(
     text: torch.Tensor, chat: torch.Tensor, size: int, length: int, rng: torch.Generator
 ) -> torch.Tensor:
-    """One batch of ids, (size, length): two thirds running text, one third conversations."""
+    """Return one batch of ids, (size, length): 2/3 running text, 1/3 conversations."""
     rows = []
     for index in range(size):
         stream = chat if index % 3 == 2 else text
@@ -122,7 +122,7 @@ def batches(
 
 @torch.no_grad()
 def held_out_loss(model: torch.nn.Module, ids: torch.Tensor, length: int, device: str) -> float:
-    """Mean cross entropy in nats per token over the whole held-out text."""
+    """Return the mean cross entropy in nats per token over the whole held-out text."""
     model.eval()
     windows = ids[: len(ids) // length * length].view(-1, length).to(device)
     total = 0.0
@@ -136,7 +136,7 @@ def held_out_loss(model: torch.nn.Module, ids: torch.Tensor, length: int, device
 
 
 def add_dropout(model: torch.nn.Module, probability: float) -> None:
-    """Residual dropout, which Qwen3 itself does not have: a megabyte of text needs it."""
+    """Add residual dropout, which Qwen3 lacks: a megabyte of text needs it."""
 
     def drop(module: torch.nn.Module, _inputs: object, output: torch.Tensor) -> torch.Tensor:
         return F.dropout(output, probability, module.training)

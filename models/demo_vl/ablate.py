@@ -2,9 +2,9 @@
 
     python -m nanoactor.models.demo_vl.ablate models/demo_vl
 
-The share of exact answers on held-out pictures, in transformers and float32: unaltered, with each
-deepstack level zeroed, and with rows and columns exchanged in the decoder's positions. Then, for
-prompts with two pictures, the share of answers that change when the pictures change places.
+Reports the share of exact answers on held-out pictures, in transformers and float32: unaltered,
+with each deepstack level zeroed, and with rows and columns swapped in the decoder's positions. For
+prompts with two pictures, reports the share of answers that change when the pictures are swapped.
 """
 # ruff: noqa: T201
 
@@ -33,7 +33,7 @@ SEED = HELD_OUT_SEED + 1
 
 
 def zero_level(model: Any, level: int) -> RemovableHandle:
-    """Make a deepstack level add nothing, until the handle is closed."""
+    """Zero a deepstack level's contribution until the handle is closed."""
 
     def zero(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(output)
@@ -43,7 +43,7 @@ def zero_level(model: Any, level: int) -> RemovableHandle:
 
 
 def swap_positions(model: Any) -> RemovableHandle:
-    """Exchange rows and columns in the decoder's positions, int64 (3, prompts, length), until the
+    """Swap rows and columns in the decoder's positions, int64 (3, prompts, length), until the
     handle is closed."""
 
     def swap(module: torch.nn.Module, inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,7 +64,7 @@ def exact(reader: Reader, groups: Sequence[Questions]) -> float:
 
 
 def swap_pictures(reader: Reader, groups: Sequence[Questions]) -> dict[str, float]:
-    """Ask about two pictures that differ, then again with the pictures the other way round."""
+    """Ask about two different pictures, then again with the pictures swapped."""
     changed, followed = [], []
     for group in groups:
         before = reader(group.pictures, group.prompt)

@@ -27,8 +27,8 @@ from nanoactor.models.demo_vl.render import Pictures, Renderer
 
 
 def decode_answers(ids: torch.Tensor) -> list[str]:
-    """Return generated ids (rows, size) as text up to the end of each answer: `?` stands for what
-    is not ASCII, `…` for a missing end."""
+    """Return generated ids (rows, size) as text up to the end of each answer: `?` replaces
+    non-ASCII bytes, `…` marks a missing end."""
     answers = []
     for row in ids.tolist():
         end = next((i for i, token in enumerate(row) if token in (TURN_END, END_OF_TEXT)), None)
@@ -115,7 +115,7 @@ def held_out_pairs(renderer: Renderer, count: int, chat: bool = False) -> Iterat
 
 
 def share(flags: Sequence[bool]) -> float:
-    """Return the share of true ones, to four digits."""
+    """Return the share of true flags, to four digits."""
     return round(sum(flags) / max(len(flags), 1), 4)
 
 
@@ -157,7 +157,7 @@ def evaluate(reader: Reader, device: str) -> dict[str, Any]:
 
 
 def describe(device: str) -> str:
-    """Name what the training ran on."""
+    """Return the name of the training hardware."""
     if device == "cpu":
         return f"{torch.get_num_threads()} threads, {platform.machine()}"
     return torch.cuda.get_device_name(device)

@@ -1,4 +1,4 @@
-"""The demo vision model's sizes, tokens and pictures, and its files beside the weights."""
+"""The demo vision model's sizes, tokens and pictures, and its files other than the weights."""
 
 from __future__ import annotations
 

@@ -32,15 +32,15 @@ def table_weights(size: int, side: int, device: str) -> torch.Tensor:
 def tower_rotation(
     rows: int, columns: int, head_size: int, device: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines, float32 (patches, head_size): half of a head turns by row, half by
-    column."""
+    """Return cosines and sines, float32 (patches, head_size): half of a head rotates by row, half
+    by column."""
     rates = VISION_THETA ** -(torch.arange(0, head_size // 2, 2, device=device) / (head_size // 2))
     angles = (patch_places(rows, columns, device)[..., None] * rates).flatten(1).repeat(1, 2)
     return angles.cos(), angles.sin()
 
 
 def rotate(x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Turn pairs of the last dimension's two halves."""
+    """Rotate pairs of the last dimension's two halves."""
     first, second = x.chunk(2, dim=-1)
     return x * rotation[0] + torch.cat((-second, first), dim=-1) * rotation[1]
 
@@ -48,7 +48,7 @@ def rotate(x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torc
 def embed_patches(visual: Any, pixels: torch.Tensor) -> torch.Tensor:
     """Embed pixels (pictures, height, width, 3) with positions: (pictures, patches, hidden).
 
-    Both frames of a patch are the same picture, so that the weights are summed over time.
+    Both frames of a patch are the same picture, so the weights are summed over time.
     """
     count, height, width, _ = pixels.shape
     rows, columns = height // PATCH, width // PATCH

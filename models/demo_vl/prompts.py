@@ -32,13 +32,13 @@ class Phase:
 
     name: str
     most: int
-    """Digits in a picture, at most."""
+    """Maximum number of digits in a picture."""
     plain: float
     """Share of batches with one white digit in each black cell of 32 pixels."""
     until: float
-    """Share of all the time at which the phase ends in any case."""
+    """Share of the total time after which the phase ends in any case."""
     passed: float
-    """Mean loss of an answer's token at which it ends earlier."""
+    """Mean loss per answer token at which it ends early."""
     pairs: float = 0.0
     """Share of prompts with two pictures."""
     chats: float = 0.0
@@ -83,8 +83,8 @@ class Layout:
     """Height and width of each picture in tokens."""
 
     def positions(self, length: int) -> torch.Tensor:
-        """Return time, row and column of the first `length` tokens, int64 (3, length); text goes
-        on after the prompt."""
+        """Return time, row and column of the first `length` tokens, int64 (3, length); text
+        continues after the prompt."""
         positions = torch.empty(3, length, dtype=torch.int64)
         at = place = 0
         for span, (rows, columns) in zip(self.spans, self.sizes, strict=True):
@@ -113,17 +113,17 @@ def lay_out(prompt: Sequence[int], sizes: Sequence[tuple[int, int]]) -> Layout:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Batch:
-    """Prompts that differ in their pictures and in what follows these."""
+    """Prompts that differ in their pictures and in the text after them."""
 
     pictures: Sequence[Pictures]
-    """For each placeholder those of all prompts."""
+    """The pictures of all prompts for each placeholder."""
     spans: Sequence[slice]
     positions: torch.Tensor
     """Time, row and column, int64 (3, length)."""
     ids: torch.Tensor
     """Token ids, int64 (prompts, length)."""
     targets: torch.Tensor
-    """The answers' ids in their places, elsewhere `IGNORED`: int64 (prompts, length)."""
+    """The answers' ids at their positions, `IGNORED` elsewhere: int64 (prompts, length)."""
 
 
 def make_batch(
@@ -132,10 +132,10 @@ def make_batch(
     chosen: torch.Tensor,
     answers: torch.Tensor,
 ) -> Batch:
-    """Put answers behind prompts that are equal up to the last picture.
+    """Append answers to prompts that are equal up to the last picture.
 
-    `chosen`: which of the prompts each row has, int64 (rows,); `answers`: ids, or `IGNORED` where
-    there is none, int64 (rows, size).
+    `chosen`: the index of each row's prompt, int64 (rows,); `answers`: ids, `IGNORED` as padding,
+    int64 (rows, size).
     """
     device, count = answers.device, len(answers)
     layouts = [lay_out(prompt, [p.size for p in pictures]) for prompt in prompts]
@@ -153,7 +153,7 @@ def make_batch(
 
 
 def answer_ids(digits: torch.Tensor) -> torch.Tensor:
-    """Return the ids of digits, int64 (rows, 3), and of the end behind them: int64 (rows, 4)."""
+    """Return the ids of digits, int64 (rows, 3), and of the end after them: int64 (rows, 4)."""
     ends = (digits != NO_DIGIT).sum(1, keepdim=True)
     ids = torch.cat((digits + ord("0"), torch.zeros_like(ends)), dim=1)
     column = torch.arange(ids.shape[1], device=digits.device)

@@ -24,14 +24,14 @@ from nanoactor.models.demo_vl.layout import (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Glyphs:
-    """The ten digits in each font size, and as the eleventh nothing."""
+    """The ten digits in each font size, and an empty eleventh glyph."""
 
     masks: torch.Tensor
     """Coverage from 0 to 255 of each glyph, aligned to the top left: (sizes, 11, side, side)."""
     boxes: torch.Tensor
-    """Left, top, width and height of the ink as seen from the pen: int64 (sizes, 11, 4)."""
+    """Left, top, width and height of the ink relative to the pen: int64 (sizes, 11, 4)."""
     advances: torch.Tensor
-    """From a pen to the next, int64 (sizes,): digits of the built-in font are equally wide."""
+    """Advance of the pen, int64 (sizes,): digits of the built-in font are equally wide."""
 
 
 @functools.cache
@@ -61,11 +61,11 @@ class Pictures:
     """Pictures of one size."""
 
     digits: torch.Tensor
-    """From left to right, `NO_DIGIT` behind the last: int64 (pictures, 3)."""
+    """Digits from left to right, `NO_DIGIT` after the last: int64 (pictures, 3)."""
     pixels: torch.Tensor
-    """Whole numbers from 0 to 255, float32 (pictures, height, width, 3)."""
+    """Integers from 0 to 255, float32 (pictures, height, width, 3)."""
     classes: torch.Tensor
-    """The digit with its centre in a patch, or `NO_DIGIT`: int64 (pictures, patches)."""
+    """The digit with its center in a patch, or `NO_DIGIT`: int64 (pictures, patches)."""
 
     @property
     def size(self) -> tuple[int, int]:
@@ -73,16 +73,16 @@ class Pictures:
         return self.pixels.shape[1], self.pixels.shape[2]
 
     def images(self) -> list[Image.Image]:
-        """Return them for other programs."""
+        """Return the pictures as PIL images."""
         return [Image.fromarray(pixels.numpy()) for pixels in self.pixels.byte().cpu()]
 
     def texts(self) -> list[str]:
-        """Return the texts that they show."""
+        """Return the digits of each picture as text."""
         return ["".join(str(d) for d in row if d != NO_DIGIT) for row in self.digits.tolist()]
 
 
 class Renderer:
-    """Draws random pictures. Chance is drawn on the CPU: a seed gives the same on all devices."""
+    """Draws random pictures. Random numbers come from the CPU, so all devices agree on a seed."""
 
     def __init__(self, seed: int, device: str) -> None:
         self._generator = torch.Generator().manual_seed(seed)
@@ -122,7 +122,7 @@ class Renderer:
         return HEIGHTS[int(self.chance() * len(HEIGHTS))], WIDTHS[int(width)]
 
     def _digits(self, count: int, most: int) -> torch.Tensor:
-        """Draw digits, `NO_DIGIT` behind the last, int64 (count, 3)."""
+        """Draw digits, `NO_DIGIT` after the last, int64 (count, 3)."""
         shares = torch.arange(1.0, most + 1)
         numbers = 1 + torch.multinomial(shares, count, replacement=True, generator=self._generator)
         digits = torch.randint(10, (count, MOST_DIGITS), generator=self._generator)
@@ -170,7 +170,7 @@ class Renderer:
         height: int,
         width: int,
     ) -> torch.Tensor:
-        """Put glyphs at their corners; return how much ink, float32 (count, height, width)."""
+        """Put glyphs at their corners; return the ink coverage, float32 (count, height, width)."""
         side = self._masks.shape[-1]
         sizes, digits, corners = (t.to(self._device) for t in (sizes, digits, corners))
         ink = torch.zeros(len(digits), height, width, device=self._device)
@@ -184,7 +184,7 @@ class Renderer:
         return ink
 
     def _colours(self, count: int, plain: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose colours of ink and paper, float32 (count, 1, 1, 3) each; one picture in five is
+        """Choose colors of ink and paper, float32 (count, 1, 1, 3) each; one picture in five is
         white on black or black on white."""
         paper = (self._rand(count, 1, 3) * 256).floor()
         inks = (self._rand(count, 8, 3) * 256).floor()
@@ -201,8 +201,8 @@ class Renderer:
 def patch_classes(
     digits: torch.Tensor, centres: torch.Tensor, height: int, width: int
 ) -> torch.Tensor:
-    """Return the digit with its centre, int64 (pictures, 3, 2), in a patch, `NO_DIGIT` where there
-    is none: int64 (pictures, patches). Of two digits the first one counts."""
+    """Return the digit with its center, int64 (pictures, 3, 2), in each patch, or `NO_DIGIT`: int64
+    (pictures, patches). Of two digits the first one counts."""
     rows, columns = height // PATCH, width // PATCH
     classes = torch.full((len(digits), rows, columns), NO_DIGIT)
     picture = torch.arange(len(digits))
@@ -215,7 +215,7 @@ def patch_classes(
 
 def merge_order(grid: torch.Tensor) -> torch.Tensor:
     """Reorder (pictures, rows, columns, size) to (pictures, patches, size): the four patches of a
-    merged token follow each other."""
+    merged token are consecutive."""
     count, rows, columns, size = grid.shape
     squares = grid.view(count, rows // 2, 2, columns // 2, 2, size)
     return squares.transpose(2, 3).reshape(count, rows * columns, size)

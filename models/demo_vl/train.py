@@ -2,9 +2,9 @@
 
     python -m nanoactor.models.demo_vl.train --output models/demo_vl
 
-Some minutes on a data-centre GPU, about an hour on two CPU cores. Pictures hold one to three
-digits and are drawn on the fly. The curriculum goes from one white digit to three coloured ones and
-prompts with two pictures; a phase ends when it is learnt or its share of the time is spent. At the
+Takes minutes on a data-center GPU, about an hour on two CPU cores. Pictures hold one to three
+digits and are drawn on the fly. The curriculum goes from one white digit to three colored ones and
+prompts with two pictures; a phase ends when it is learned or its share of the time is spent. At the
 end the checkpoint is loaded in transformers and tested on pictures of another seed; the results are
 printed as JSON. Needs transformers (test extra).
 """
@@ -56,8 +56,8 @@ PHASES = (
 
 @torch.no_grad()
 def initialize(module: torch.nn.Module) -> None:
-    """Draw weights with variance 1 / fan-in: with transformers' 0.02 a model of this width does
-    not leave the plateau where all digits are equally likely."""
+    """Draw weights with variance 1 / fan-in: with transformers' 0.02 a model of this width never
+    leaves the plateau on which all digits are equally likely."""
     for parameter in module.parameters():
         if parameter.ndim > 1:
             parameter.normal_(std=parameter[0].numel() ** -0.5)
@@ -67,7 +67,7 @@ def initialize(module: torch.nn.Module) -> None:
 
 
 def make_model(device: str) -> tuple[Model, torch.nn.Linear]:
-    """Make a model, and a head for the classes of patches that only helps to train it."""
+    """Make a model, and an auxiliary training head for the classes of patches."""
     config = Qwen3VLConfig(
         text_config=TEXT_CONFIG,
         vision_config=VISION_CONFIG,
@@ -95,7 +95,7 @@ def make_optimizer(modules: Sequence[torch.nn.Module], rate: float) -> torch.opt
 
 
 class Trainer:
-    """Takes a model through the phases within a time."""
+    """Trains a model through the phases within a time limit."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         torch.manual_seed(args.seed)
@@ -109,7 +109,7 @@ class Trainer:
 
     @property
     def spent(self) -> float:
-        """The share of the time that is over, from 0 to 1."""
+        """Return the elapsed share of the time, from 0 to 1."""
         return (time.monotonic() - self._began) / (60 * float(self._args.minutes))
 
     def run(self) -> None:
@@ -119,7 +119,7 @@ class Trainer:
             self._run_phase(phase, 1.0 if last else phase.until, last)
 
     def _run_phase(self, phase: Phase, until: float, last: bool) -> None:
-        """Train until the phase is passed, or its time is over; the last one decays the rate."""
+        """Train until the phase is passed or its time is up; the last one decays the rate."""
         start = self.spent
         parameters = [*self.model.parameters(), *self._head.parameters()]
         window: list[torch.Tensor] = []
@@ -197,7 +197,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train, save, and test what was saved."""
+    """Train, save, and test the saved model."""
     args = parse_arguments()
     torch.set_float32_matmul_precision("high")
     trainer = Trainer(args)

@@ -17,10 +17,10 @@ log = logging.getLogger("nanoactor.models.devices")
 
 
 def open_device(name: str, rank: int = 0, options: DeviceOptions | None = None) -> Device:
-    """The device of this name: "cpu", "cuda" (the GPU of the rank), "cuda:N", "npu", "npu:N", or
-    "auto": a GPU or an NPU where there is one.
+    """Open the device of this name: "cpu", "cuda" (the rank's GPU), "cuda:N", "npu", "npu:N", or
+    "auto": a GPU or an NPU if there is one.
 
-    Raises `UnsupportedModel`, with the list of known ones, for any other.
+    Raises `UnsupportedModel`, with the list of known names, for any other.
     """
     if name == "auto":
         name = _found()
@@ -58,7 +58,7 @@ def _open_cpu() -> Device:
 
 
 def _found() -> str:
-    """The fastest kind that this process can use."""
+    """Return the fastest kind of device that this process can use."""
     if torch.cuda.is_available():
         return "cuda"
     if importlib.util.find_spec("torch_npu") is None:

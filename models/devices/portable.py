@@ -1,4 +1,4 @@
-"""The operators in plain PyTorch: they run wherever PyTorch does, and are what is compared with."""
+"""The operators in plain PyTorch: they run wherever PyTorch does, and serve as the reference."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ class HostEvent:
         self._at = time.monotonic_ns()
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        """Return at once: there is nothing to wait for."""
 
     def milliseconds_until(self, later: HostEvent) -> float:
-        """By the host's monotonic clock."""
+        """Return the time to `later` by the host's monotonic clock."""
         return (later._at - self._at) * 1e-6
 
 
@@ -71,7 +71,7 @@ class PrefillRow:
     """Index of its first token in the step."""
     tokens: int
     context: int
-    """Length of the sequence at the end of the chunk: the last query sees so many positions."""
+    """Length of the sequence at the end of the chunk: its last query sees all of it."""
     blocks: torch.Tensor
     """int32, the blocks that hold the context, in order."""
 
@@ -86,8 +86,8 @@ class PortablePlan:
 
 
 class PortableOperators:
-    """All that does not depend on a machine: `Operators`, `BatchOperators`, and steps that run
-    operator by operator."""
+    """The machine-independent part: `Operators`, `BatchOperators`, and steps that run operator by
+    operator."""
 
     torch_device: torch.device
 
@@ -102,7 +102,7 @@ class PortableOperators:
         return forward(inputs)
 
     def capture(self, function: CapturedFunction, lengths: HostSeqLens, in_flight: int) -> Captured:
-        """Raises RuntimeError: there is nothing to record with."""
+        """Raise RuntimeError: capture is not supported."""
         raise RuntimeError("steps run operator by operator")
 
     def whole_steps(
@@ -112,26 +112,26 @@ class PortableOperators:
         return None
 
     def dummy_blocks(self, rows: int, block_size: int) -> int:
-        """One: all may write to the same place."""
+        """Return 1: all rows may write to the same place."""
         return 1
 
     def tokens_per_program(self, heads: int, kv_heads: int) -> int:
-        """No program divides prompts."""
+        """Return the default: no program divides prompts."""
         return 1 << 30
 
     def scratch(self, rows: int, heads: int, kv_heads: int, head_dim: int, vocabulary: int) -> Any:
-        """The operators take memory of their own."""
+        """Return None: the operators allocate their own memory."""
 
     def advance(
         self, tables: SlotTables, rows: DecodeRows, into: RowBuffers, ids: torch.Tensor
     ) -> None:
-        """Some small operators; none reads anything back."""
+        """Advance with small operators; none reads anything back."""
         self._advance(tables, rows, into, ids)
 
     def _advance(
         self, tables: SlotTables, rows: DecodeRows, into: RowBuffers, ids: torch.Tensor
     ) -> torch.Tensor:
-        """Return the slot, int32 (rows,), whose place each row has: the dummy if it is frozen."""
+        """Return the slot of each row's place, int32 (rows,): the dummy if it is frozen."""
         slots, follows = rows.slots, rows.positions < 0
         if not len(slots):
             return slots
@@ -161,14 +161,14 @@ class PortableOperators:
         positions: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """block * block_size + offset."""
+        """Fill in block * block_size + offset."""
         size, width = tables.block_size, tables.blocks.shape[1]
         at = slots * width + torch.div(positions, size, rounding_mode="floor")
         blocks = tables.blocks.view(-1).index_select(0, at)
         slot_mapping.copy_(blocks.long() * size + positions % size)
 
     def plan(self, scratch: Any, batch: AttentionBatch) -> AttentionBatch:
-        """Each row's blocks, from what the host knows of lengths."""
+        """Gather each row's blocks, from the host's lengths."""
         lengths, size = batch.lengths, batch.block_size
         prefills, first = [], 0
         if lengths.prefill_tokens:
@@ -183,19 +183,19 @@ class PortableOperators:
         return dataclasses.replace(batch, plan=PortablePlan(tuple(prefills), decodes))
 
     def _plan_decodes(self, batch: AttentionBatch) -> Any:
-        """The decode rows' blocks, padded to the longest with whatever is in the tables."""
+        """Return the decode rows' blocks, padded to the longest with arbitrary table entries."""
         most = -(-max(batch.lengths.decode_contexts) // batch.block_size)
         return batch.tables[:, :most].index_select(0, batch.decode_slots)
 
     def sample_rows(self, rows: RowChoice) -> None:
-        """No row is chosen in one pass."""
+        """Do nothing: rows are not sampled in one pass."""
 
     def sample_masked_rows(self, rows: RowChoice, masks: torch.Tensor) -> None:
         """Raise, as no logits are kept."""
         raise NotImplementedError(f"{type(self).__name__} keeps no logits")
 
     def publish(self, ids: torch.Tensor, ring: torch.Tensor, count: torch.Tensor) -> None:
-        """Raise, as a copy is as good."""
+        """Raise, as a copy does the same."""
         raise NotImplementedError(f"{type(self).__name__} publishes no ids")
 
     # -- operators ------------------------------------------------------------------------
@@ -204,12 +204,12 @@ class PortableOperators:
         """Accept every configuration."""
 
     def linear(self, weights: LinearWeights) -> LinearOperator:
-        """The weight as it is, or unpacked."""
+        """Use the weight as it is, or unpacked."""
         dense = dense_of(weights)
         return Linear(dense.weight, dense.bias)
 
     def route(self, x: torch.Tensor, router: Router) -> tuple[torch.Tensor, torch.Tensor]:
-        """In float32, by a stable sort."""
+        """Route in float32 with a stable sort."""
         likely = F.linear(x.float(), router.weight).softmax(-1)
         shares, ids = likely.sort(stable=True, dim=-1, descending=True)
         shares, ids = shares[:, : router.chosen], ids[:, : router.chosen]
@@ -218,7 +218,7 @@ class PortableOperators:
         return ids.int().contiguous(), shares.to(x.dtype).float().contiguous()
 
     def experts(self, weights: ExpertWeights) -> ExpertsOperator:
-        """Expert by expert, unpacked; how many tokens each has is read back."""
+        """Run expert by expert, unpacked; each expert's number of tokens is read back."""
         dense = dense_experts_of(weights)
         pairs, downs = ([Linear(one, None) for one in of] for of in (dense.gate_up, dense.down))
         return self.one_by_one(pairs, downs)
@@ -226,7 +226,7 @@ class PortableOperators:
     def one_by_one(
         self, gates_and_ups: Iterable[LinearOperator], downs: Iterable[LinearOperator]
     ) -> ExpertsOperator:
-        """Make an operator of those of each expert."""
+        """Make an operator from those of each expert."""
         pairs, back = [*gates_and_ups], [*downs]
 
         def operator(x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
@@ -243,7 +243,7 @@ class PortableOperators:
         return operator
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Normalise in float32, as transformers does, and return the type of x."""
+        """Normalize in float32, as transformers does, and return the type of x."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
         if weight.dtype == x.dtype:
@@ -253,7 +253,7 @@ class PortableOperators:
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum is rounded to the type of x before it is normalised, as in transformers."""
+        """Round the sum to the type of x before it is normalized, as in transformers."""
         residual = residual + x
         return self.rms_norm(residual, weight, eps), residual
 
@@ -285,7 +285,7 @@ class PortableOperators:
     def norm_rotate_store(
         self, qkv: torch.Tensor, how: HeadTransform, cache: KVCache, slots: torch.Tensor
     ) -> torch.Tensor:
-        """One operator after the other."""
+        """Run one operator after the other."""
         kv_heads = cache.keys.shape[2]
         q, k, v = torch.split(qkv, [qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
         if how.norms is not None:
@@ -297,7 +297,7 @@ class PortableOperators:
     def attention(
         self, queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float
     ) -> torch.Tensor:
-        """Prefill rows one by one, decode rows together over gathered, padded blocks."""
+        """Attend for prefill rows one by one, and for decode rows at once over padded blocks."""
         plan: PortablePlan = batch.plan
         output = torch.empty_like(queries)
         for row in plan.prefills:
@@ -352,7 +352,7 @@ class PortableOperators:
     def segment_attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Sequence[int]
     ) -> torch.Tensor:
-        """Segments of one length that follow each other at once."""
+        """Attend for consecutive segments of equal length at once."""
         parts, at = [], 0
         for length, equal in itertools.groupby(segments):
             count = len(list(equal))

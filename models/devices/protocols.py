@@ -1,5 +1,5 @@
-"""Interface of a device for layers and executors, in three protocols. A device is a folder beside
-this file and passes `tests/models/test_device.py`; docs/extending.md lists the places that name
+"""Interface of a device for layers and executors, in three protocols. A device is a folder next
+to this file and passes `tests/models/test_device.py`; docs/extending.md lists the places that name
 it."""
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ class Memory:
 
 
 class TimedEvent(Protocol):
-    """A point in the device's queue of work, which remembers when it was passed."""
+    """A point in the device's work queue, with the time when it was passed."""
 
     def record(self) -> None:
-        """Put the point behind all that is queued now."""
+        """Put the point after all work queued so far."""
 
     def wait(self) -> None:
         """Block the calling thread until the device has passed it."""
 
     def milliseconds_until(self, later: Any) -> float:
-        """From here to another event of the device; both have been passed."""
+        """Return the time to another event of the device; both have been passed."""
 
 
 LinearOperator = Callable[[torch.Tensor], torch.Tensor]
@@ -62,28 +62,28 @@ hidden)."""
 
 @runtime_checkable
 class HasMatrix(Protocol):
-    """A linear operator that can say what an operator for a whole step needs."""
+    """A linear operator that exposes its matrix to an operator for a whole step."""
 
     @property
     def bias(self) -> torch.Tensor | None:
         """Bias, (outputs,)."""
 
     def matrix(self) -> Matrix | None:
-        """Return its weight; None where it is laid out in no way that such an operator reads."""
+        """Return its weight; None if such an operator cannot read its layout."""
 
 
 @runtime_checkable
 class HasExpertMatrices(Protocol):
-    """An operator of experts that can say what an operator for a whole step needs."""
+    """An operator of experts that exposes its matrices to an operator for a whole step."""
 
     def matrices(self) -> tuple[Matrix, Matrix] | None:
-        """Return the experts' gates and ups, and what leads back; None where they are laid out in
-        no way that such an operator reads."""
+        """Return the experts' gates and ups, and down projections; None if such an operator cannot
+        read their layout."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Linear:
-    """A linear operator that has its weight, (outputs, inputs), as it was given."""
+    """A linear operator that keeps its weight, (outputs, inputs), unchanged."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -101,7 +101,7 @@ class WholeStep(NamedTuple):
     """Results of a decode step that ran as one operator."""
 
     hidden: torch.Tensor
-    """(rows, hidden), behind the final norm."""
+    """(rows, hidden), after the final norm."""
     logits: torch.Tensor
     """Logits, (rows, vocabulary)."""
 
@@ -117,26 +117,26 @@ class WholeSteps(Protocol):
         caches: Sequence[KVCache],
         into: torch.Tensor | None,
     ) -> WholeStep | None:
-        """Queue a step of rows that `BatchOperators.advance` has laid out, of slots int32 (rows,);
-        None where there is no operator for so many. Results are rewritten by the next; logits go
-        to `into`, where there is one."""
+        """Queue a step of rows laid out by `BatchOperators.advance`, of slots int32 (rows,). Return
+        None if there is no operator for this number of rows. The next step overwrites the results;
+        logits go to `into` if given."""
 
     def check(self) -> None:
-        """Raise what has stopped a step, where the device says that one has failed."""
+        """Raise the error that stopped a step, if the device reports a failed one."""
 
 
 ForwardFunction = Callable[[ForwardInputs], torch.Tensor]
-"""The inputs of a step to hidden states."""
+"""Maps the inputs of a step to hidden states."""
 
 CapturedFunction = Callable[[HostSeqLens], torch.Tensor]
-"""What a device can capture: queues a step's work; the lengths alone may change."""
+"""A function that a device can capture: queues a step's work; only the lengths may change."""
 
 
 class Captured(Protocol):
-    """A recorded stretch of work, to be queued as one."""
+    """Recorded work that is queued as one."""
 
     def replay(self, lengths: HostSeqLens) -> torch.Tensor:
-        """Queue it; returns what the recorded function returned, written anew."""
+        """Queue it; returns the recorded function's result, rewritten."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -150,12 +150,12 @@ class DeviceTraits:
     """Type for `dtype="auto"` if the checkpoint's own type is slow on this device."""
     default_block_size: int
     default_memory_utilization: float
-    """The share of the memory that is free at start which weights and cache may take."""
+    """Share of the memory free at start that weights and cache may take."""
     shared_memory: bool = False
     """True if the ranks of a host share one memory."""
     asynchronous: bool = True
-    """True if calls are queued. Otherwise they complete before they return, and a maximal step may
-    take minutes: the warm-up runs a smaller one."""
+    """True if calls are queued. Otherwise they complete before they return, and as a maximal step
+    may take minutes, the warm-up runs a smaller one."""
     any_thread: bool = False
     """True if any thread may queue work, one at a time."""
     captures_graphs: bool = False
@@ -167,8 +167,8 @@ class DeviceTraits:
     needs_host_seq_lens: bool = True
     """True if `BatchOperators.plan` reads `AttentionBatch.lengths`."""
     runs_as_rows_from: int = 1 << 30
-    """Decode steps of at least so many rows may have several of one slot, at positions of their
-    own: each reads what the others write in the same step."""
+    """Minimum number of rows from which a decode step may have several rows of one slot, at
+    distinct positions: each reads the keys and values that the others write in the same step."""
     deep_pipeline: bool = False
     """True if another step in flight costs negligible memory."""
     keeps_logits: bool = False
@@ -178,7 +178,7 @@ class DeviceTraits:
     """True if a step can write to host memory itself."""
     fused_sampling: FusedSampling = "none"
     fused_sampling_of_ranks: FusedSampling = "none"
-    """The same where ranks share a vocabulary: each chooses from all their logits."""
+    """The same if ranks share a vocabulary: each chooses from the logits of all ranks."""
 
 
 class Runtime(Protocol):
@@ -187,40 +187,40 @@ class Runtime(Protocol):
     torch_device: torch.device
 
     def prepare_thread(self, threads: int) -> None:
-        """Set up the calling thread for computing, with so many intra-operator threads."""
+        """Set up the calling thread for computing, with `threads` intra-operator threads."""
 
     def memory(self) -> Memory:
-        """Return the device's memory, and what of it is free now."""
+        """Return the device's total and currently free memory."""
 
     def reset_peak(self) -> None:
-        """Begin to watch for the peak of allocation."""
+        """Start to track peak allocation."""
 
     def peak(self) -> int:
-        """Bytes allocated at most since `reset_peak`, beyond what was allocated then."""
+        """Return the peak of allocated bytes since `reset_peak`, less those allocated then."""
 
     def pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """A host tensor that the device copies from and to asynchronously."""
+        """Allocate a host tensor for asynchronous copies from and to the device."""
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of zeros on the device, for the KV cache: large, contiguous, long-lived."""
+        """Allocate zeros on the device, for the KV cache: large, contiguous, long-lived."""
 
     def synchronize(self) -> None:
         """Block until the device is idle."""
 
     def stream(self) -> AbstractContextManager[None]:
-        """Within it the calling thread works on the device's one queue, and records no
+        """Return a context in which the calling thread uses the device's one queue, without
         gradients."""
 
     def timed_event(self) -> TimedEvent:
         """Create a timed event."""
 
     def run(self, forward: ForwardFunction, inputs: ForwardInputs) -> torch.Tensor:
-        """Queue a model's forward pass, perhaps as compiled before."""
+        """Queue a model's forward pass, possibly a compiled one."""
 
     def capture(self, function: CapturedFunction, lengths: HostSeqLens, in_flight: int) -> Captured:
-        """Record what a function queues, within `stream`, for lengths up to these. It has run once
-        before; captures share their memory, so the largest comes first. So many replays may be in
-        flight at once. Raises RuntimeError where the device cannot."""
+        """Record the work that a function queues, within `stream`, for lengths up to these. It has
+        run once before; captures share memory, so the largest comes first. Up to `in_flight`
+        replays may be in flight at once. Raises RuntimeError if the device cannot."""
 
 
 class Operators(Protocol):
@@ -230,23 +230,23 @@ class Operators(Protocol):
         """Return True if models run in this type at a reasonable speed."""
 
     def check(self, dtype: torch.dtype, block_size: int, head_dim: int) -> None:
-        """Raises `UnsupportedModel` for what operators do not take at all."""
+        """Raise `UnsupportedModel` if the operators cannot run the model at all."""
 
     def linear(self, weights: LinearWeights) -> LinearOperator:
-        """x Wᵀ + b. The device may keep weights in a layout of its own; the caller lets go of
-        them. A format without an operator here is unpacked."""
+        """Make the operator x Wᵀ + b. The device may keep weights in its own layout; the caller
+        releases them. A format without an operator here is unpacked."""
 
     def route(self, x: torch.Tensor, router: Router) -> tuple[torch.Tensor, torch.Tensor]:
         """Return each token's experts, int32 (tokens, chosen), the likeliest first, ties to the
         lower one; and their shares, float32, of the type of x in value."""
 
     def experts(self, weights: ExpertWeights) -> ExpertsOperator:
-        """Each token through its experts: sum of share * down(silu(gate x) * up x). A format
-        without an operator here is unpacked."""
+        """Make the operator of experts: sum of share * down(silu(gate x) * up x). A format without
+        an operator here is unpacked."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x / sqrt(mean(x²) + eps) * weight over the last dimension (arXiv:1910.07467). With a
-        weight of float32 the product is rounded once."""
+        float32 weight the product is rounded once."""
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
@@ -254,11 +254,11 @@ class Operators(Protocol):
         """(norm of x + residual, x + residual)."""
 
     def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Rotate pairs of dimensions of (tokens, heads, head_dim) by (tokens, pairs): those within
-        the first 2 * pairs dimensions; the others stay as they are."""
+        """Rotate pairs of the first 2 * pairs dimensions of (tokens, heads, head_dim) by (tokens,
+        pairs); the others are unchanged."""
 
     def rotation(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines (tokens, pairs) as `norm_rotate_store` wants them."""
+        """Return cosines and sines (tokens, pairs) in the form that `norm_rotate_store` takes."""
 
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
         """silu(first half of the last dimension) * second half (arXiv:2002.05202)."""
@@ -268,8 +268,8 @@ class Operators(Protocol):
     ) -> None:
         """Store (tokens, kv_heads, head_dim) at the flat positions `slots` of the cache.
 
-        What is not finite is stored as 0: attention may read whole blocks and mask what lies
-        past a sequence's end, and a masked NaN would still damage whoever has the block next.
+        Non-finite numbers are stored as 0: attention may read whole blocks and mask positions past
+        a sequence's end, and a masked NaN would still corrupt the next sequence in the block.
         """
 
     def norm_rotate_store(
@@ -283,23 +283,23 @@ class Operators(Protocol):
     def attention(
         self, queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float
     ) -> torch.Tensor:
-        """Causal attention of (tokens, heads, head_dim) over the paged cache, same shape."""
+        """Return causal attention of (tokens, heads, head_dim) over the paged cache, same shape."""
 
     def segment_attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Sequence[int]
     ) -> torch.Tensor:
-        """Attention of (tokens, heads, head_dim) without a cache or a mask, same shape: each of the
-        consecutive segments, of so many tokens, sees all of itself and nothing else."""
+        """Return attention of (tokens, heads, head_dim) without a cache or a mask, same shape. Each
+        of the consecutive segments, given by their lengths in tokens, sees exactly itself."""
 
     def whole_steps(
         self, config: ModelConfig, weights: ModelWeights, sizes: Sequence[int], block_size: int
     ) -> WholeSteps | None:
-        """Make whole decode steps for those of these numbers of rows that have one; None where no
-        number has. A failure is logged, with what it costs."""
+        """Make whole decode steps for those of `sizes` that have one; None if none has. A failure
+        is logged with its cost."""
 
 
 class BatchOperators(Protocol):
-    """Operators that executors call at each step. The batch resides on the device: steps read
+    """Operators that executors call at each step. The batch is kept on the device: steps read
     tables that are indexed by slot, and none waits for the host."""
 
     def dummy_blocks(self, rows: int, block_size: int) -> int:
@@ -310,14 +310,13 @@ class BatchOperators(Protocol):
         `AttentionBatch.prefill_tiles`."""
 
     def scratch(self, rows: int, heads: int, kv_heads: int, head_dim: int, vocabulary: int) -> Any:
-        """The kernels' memory for so many decode rows."""
+        """Allocate the kernels' memory for `rows` decode rows."""
 
     def advance(
         self, tables: SlotTables, rows: DecodeRows, into: RowBuffers, ids: torch.Tensor
     ) -> None:
-        """Lay out the token of each row, and note it at its place in `ids`, int32 (places,). Those
-        of rows that have no position of their own are counted in their slots' lengths, but for the
-        dummy's.
+        """Lay out the token of each row, and record it at its place in `ids`, int32 (places,). Rows
+        without a position of their own are counted in their slots' lengths, except for the dummy's.
 
         Such a row freezes its slot if the slot's last token is one of its `freeze_ids`. The rows of
         frozen slots get the dummy's place, and are not counted."""
@@ -332,26 +331,26 @@ class BatchOperators(Protocol):
         """Fill in the places int64 (tokens,) of tokens at positions of slots, int32 (tokens,)."""
 
     def plan(self, scratch: Any, batch: AttentionBatch) -> AttentionBatch:
-        """The batch with its `plan`: what the attention of all layers shares."""
+        """Return the batch with its `plan`: the state shared by the attention of all layers."""
 
     def sample_rows(self, rows: RowChoice) -> None:
         """Choose by each row's slot, as `DeviceTraits.fused_sampling` says: greedily, from the
-        whole vocabulary, or with a top-k of at most `limits.CANDIDATES`; what is chosen for other
-        rows does not matter. Ids go to `chosen` and to the table of last tokens; of frozen slots,
+        whole vocabulary, or with a top-k of at most `limits.CANDIDATES`; results for other rows do
+        not matter. Ids go to `chosen` and to the table of last tokens; of frozen slots,
         `limits.FROZEN` goes to `chosen`."""
 
     def sample_masked_rows(self, rows: RowChoice, masks: torch.Tensor) -> None:
         """Choose from kept logits, (slots, vocabulary), under masks, int32 (rows, words), as
-        `sample_rows` does; `limits.NOTHING_ALLOWED` where a mask leaves no id. Called where
+        `sample_rows` does; `limits.NOTHING_ALLOWED` if a mask leaves no id. Called if
         `DeviceTraits.keeps_logits`."""
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-        """Ids, int64 (rows,), chosen from logits (rows, vocabulary)."""
+        """Return ids, int64 (rows,), chosen from logits (rows, vocabulary)."""
 
     def publish(self, ids: torch.Tensor, ring: torch.Tensor, count: torch.Tensor) -> None:
         """Write ids, int32 (rows,), to the next place of `ring`, int32 (places, 1 + most rows),
-        which `pinned` made, behind the number of the step, which `count`, int32 (1,), counts.
-        Called where `DeviceTraits.publishes_ids`."""
+        allocated by `pinned`, after the number of the step, which `count`, int32 (1,), holds.
+        Called if `DeviceTraits.publishes_ids`."""
 
 
 class Device(Runtime, Operators, BatchOperators, Protocol):

@@ -1,1 +1,1 @@
-"""Families of decoders: a file each says what its layers are made of."""
+"""Families of decoders: one file each describes its layers."""

@@ -1,4 +1,4 @@
-"""Families of decoders, and what tells them apart; imports no torch."""
+"""Families of decoders and their differences; imports no torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def dense_layers(config: ModelConfig) -> tuple[LayerSpec, ...]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Family:
-    """Options of a family's models, as transformers has them."""
+    """Options of a family's models, as in transformers."""
 
     architecture: str
     """The first of `architectures` in `config.json`."""
@@ -40,30 +40,30 @@ class Family:
     head_dim: int | None = None
     """Head size if the file omits it; None: hidden_size / num_attention_heads."""
     qk_norm: bool = False
-    """Queries and keys are normed, head by head, before they are rotated."""
+    """True if queries and keys are normed, head by head, before they are rotated."""
     qkv_bias: Option = False
     output_bias: Option = False
-    """Of attention's output projection."""
+    """True if attention's output projection has a bias."""
     mlp_bias: Option = False
     rope_theta: float = 10_000.0
     """RoPE base if the file omits it."""
     embedding_scale: str | None = None
     """The key of the factor on embeddings; of this and the next three a missing key means 1."""
     residual_scale: str | None = None
-    """The key of the factor on what each part of a layer adds to the residual."""
+    """The key of the factor on each layer part's contribution to the residual."""
     attention_scale: str | None = None
     """The key of the factor on products of queries and keys. None: head_dim ** -0.5."""
     logits_divisor: str | None = None
-    """The key of what logits are divided by."""
+    """The key of the divisor of logits."""
     sliding_window: str | None = None
     """The key of the number of positions that a token sees in every layer; null: all."""
     default_window: int | None = None
-    """That number where the file has no such key."""
+    """That number if the file has no such key."""
     read_options: Callable[[Mapping[str, Any], object], object] | None = None
     """Reads options of the family's own from the decoder's part of `config.json`, for its `layers`;
     the second argument names the file in errors. Raises `ModelError`."""
     option_keys: frozenset[str] = frozenset()
-    """The keys that it reads, and others of the family that change no result."""
+    """The keys that `read_options` reads, and the family's other keys that change no result."""
     text_config: str | None = None
     """The object of `config.json` that holds the decoder's sizes; None: the file itself."""
     text_prefix: str = "model"

@@ -1,4 +1,4 @@
-"""Llama 2 and 3.x, and what was trained in their shape.
+"""Llama 2 and 3.x, and other models of the same architecture.
 
 Source: arXiv:2307.09288, arXiv:2407.21783; options as in transformers' `LlamaConfig`. Llama 3.1 and
 later stretch positions by the rope type `llama3`, which `nanoactor.models.layers.rope` has.

@@ -1,8 +1,8 @@
 """Mistral 7B, Nemo and Small, dense.
 
-Source: Mistral 7B, arXiv:2310.06825; options as in transformers' `MistralConfig`, which takes a
-missing `sliding_window` for 4,096. Sequences do not grow past a window (`max_model_len`), so that
-nothing is ever outside of it.
+Source: Mistral 7B, arXiv:2310.06825; options as in transformers' `MistralConfig`, which treats a
+missing `sliding_window` as 4,096. Sequences do not grow past a window (`max_model_len`), so no
+position is ever outside of it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Qwen3 with a mixture of experts in some layers, or in all.
 
 Source: Qwen3 Technical Report, arXiv:2505.09388; options as in transformers' `Qwen3MoeConfig`, and
-`Qwen3VLMoeTextConfig` for the one that sees.
+`Qwen3VLMoeTextConfig` for the vision model.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class ExpertOptions:
 def _read(
     raw: Mapping[str, Any], origin: object, *, normalizes: bool, transposed: bool
 ) -> ExpertOptions:
-    """`normalizes` is what a missing `norm_topk_prob` means, `transposed` as in `ExpertsSpec`."""
+    """Read the options; `normalizes` is the default of `norm_topk_prob`, `transposed` as in
+    `ExpertsSpec`."""
     counts = [key for key in ("num_experts", "num_local_experts") if raw.get(key) is not None]
     if len({raw[key] for key in counts}) > 1:
         raise ModelError(f"{origin}: num_experts and num_local_experts contradict each other")
@@ -75,7 +76,7 @@ _KEYS = frozenset(
         "num_experts",
         "num_experts_per_tok",
         "num_local_experts",
-        # Of training, and of what is returned.
+        # About training, and about returned values.
         "output_router_logits",
         "router_aux_loss_coef",
     ]

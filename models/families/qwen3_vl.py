@@ -1,4 +1,4 @@
-"""Qwen3-VL, dense: Qwen3 behind a vision tower.
+"""Qwen3-VL, dense: Qwen3 with a vision tower.
 
 Source: Qwen3-VL Technical Report, arXiv:2511.21631; options as in transformers' `Qwen3VLConfig`.
 """

@@ -1,4 +1,4 @@
-"""The families that are known; imports no torch."""
+"""The known families; imports no torch."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ BARE: dict[str, Family] = {
 
 
 def family_of(architecture: str) -> Family:
-    """Return the family of an architecture's name; `UnsupportedModel`, with the list of known
-    ones, for another."""
+    """Return the family of an architecture's name. Raises `UnsupportedModel`, with the list of
+    known ones, for any other."""
     if architecture in BARE:
         return BARE[architecture]
     if architecture not in FAMILIES:

@@ -20,7 +20,7 @@ from nanoactor.models.weights.whole_step import LayerWeights, Matrix
 
 
 class DecoderLayer:
-    """A mixer and a feed-forward part, each after a norm and beside the residual stream."""
+    """A mixer and a feed-forward part, each after a norm and added to the residual stream."""
 
     def __init__(self, spec: LayerSpec, context: LayerContext, prefix: str) -> None:
         size = context.config.hidden_size
@@ -35,8 +35,8 @@ class DecoderLayer:
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, state: LayerState, step: LayerStep
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(this layer's contribution, the residual stream without it), of the final rows alone
-        where the step has some."""
+        """Return (this layer's contribution, the residual stream without it), of the final rows
+        alone if the step has some."""
         if residual is None:
             x, residual = self._input_norm(x), x
         else:
@@ -53,8 +53,8 @@ class DecoderLayer:
         return x if self._residual_scale == 1.0 else x * self._residual_scale
 
     def weights(self) -> LayerWeights | None:
-        """Return its tensors; None where `LayerWeights` does not say all of it: other parts than
-        dense ones, a device's own layout of matrices, biases that it has no place for."""
+        """Return its tensors; None if `LayerWeights` cannot describe it fully: parts it does not
+        cover, a device's own layout of matrices, biases without a field."""
         attention, inner = self._mixer, self._feed_forward
         if not isinstance(attention, Attention) or not attention.is_plain or not self._is_plain:
             return None
@@ -87,7 +87,7 @@ class _Pair:
 
 
 def _pair_of(into: ColumnParallel, out: RowParallel) -> _Pair | None:
-    """Return two projections; None where one has another layout, or the second a bias."""
+    """Return two projections; None if one has another layout, or the second a bias."""
     first, second = into.operator, out.operator
     if not isinstance(first, HasMatrix) or not isinstance(second, HasMatrix):
         return None

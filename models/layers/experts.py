@@ -18,7 +18,7 @@ class Experts:
     expert's inner dimension; the products are summed."""
 
     def __init__(self, spec: ExpertsSpec, context: LayerContext, prefix: str) -> None:
-        """Raises `UnsupportedModel` where experts are too small for the ranks."""
+        """Load the experts. Raises `UnsupportedModel` if they are too small for the ranks."""
         name, hidden = f"{prefix}.{spec.name}", context.config.hidden_size
         mine = context.shard.part(spec.inner)
         if spec.inner < context.shard.ranks:
@@ -36,7 +36,7 @@ class Experts:
         self.operator = context.device.experts(experts)
 
     def __call__(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
-        """(tokens, hidden) to the same."""
+        """Map (tokens, hidden) to the same."""
         ids, shares = self._device.route(x, self.router)
         return self._group.all_reduce(self.operator(x, ids, shares))
 
@@ -57,7 +57,7 @@ def _separate(
 def _fused(
     spec: ExpertsSpec, weights: Weights, name: str, hidden: int, mine: Span
 ) -> ExpertWeights:
-    """Read one tensor for all experts' gates and ups, and one for what leads back."""
+    """Read one tensor for all experts' gates and ups, and one for their down projections."""
     pair, down = f"{name}.gate_up_proj", f"{name}.down_proj"
     experts, inner, up = spec.experts, spec.inner, mine.moved(spec.inner)
     plain, turned = (experts, 2 * inner, hidden), (experts, hidden, 2 * inner)

@@ -1,8 +1,8 @@
 """Descriptions of layers: a family gives one for each layer of a model; imports no torch.
 
-The mixer of a layer lets tokens of a sequence see each other, its feed-forward part treats each by
-itself. Each description names the class that is made from it, so that a new kind is a description
-and a class, wherever they are.
+The mixer of a layer lets tokens of a sequence see each other, its feed-forward part handles each
+separately. Each description names its implementation class, so that a new kind needs only a
+description and a class, in any module.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class AttentionSpec(MixerSpec):
 
     implementation: ClassVar[str] = "nanoactor.models.layers.attention:Attention"
     qk_norm: NormSpec | None = None
-    """Queries and keys are normed, head by head, before they are rotated."""
+    """Norm of queries and keys, head by head, before they are rotated; None: no norm."""
     qkv_bias: bool = False
     output_bias: bool = False
     scale: float | None = None
-    """Of the products of queries and keys; None: head_dim ** -0.5."""
+    """Factor on the products of queries and keys; None: head_dim ** -0.5."""
     rotary_dim: int | None = None
     """Number of leading dimensions of a head that are rotated; None: all."""
     qkv: QKVLayout = "separate"
@@ -79,7 +79,7 @@ class MLPSpec(FeedForwardSpec):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExpertsSpec(FeedForwardSpec):
-    """SwiGLU experts, of which a router chooses some for each token."""
+    """SwiGLU experts; a router chooses some of them for each token."""
 
     implementation: ClassVar[str] = "nanoactor.models.layers.experts:Experts"
     experts: int

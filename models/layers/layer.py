@@ -19,24 +19,24 @@ class Mixer(Protocol):
     """State that it keeps for sequences."""
 
     def __call__(self, x: torch.Tensor, state: LayerState, step: LayerStep) -> torch.Tensor:
-        """(tokens, hidden) to the same, or to (final rows, hidden) where the step has some."""
+        """Map (tokens, hidden) to the same, or to (final rows, hidden) if the step has some."""
 
 
 class FeedForward(Protocol):
-    """Treats each token by itself."""
+    """Handles each token separately."""
 
     def __call__(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
-        """(tokens, hidden) to the same. In the last layer the tokens may be the final rows."""
+        """Map (tokens, hidden) to the same. In the last layer, tokens may be the final rows."""
 
 
 def make_mixer(spec: MixerSpec, context: LayerContext, prefix: str) -> Mixer:
-    """Return the mixer of a description, with the weights whose names begin so."""
+    """Return the mixer of a description, with the weights named with `prefix`."""
     mixer: Mixer = _class_of(spec.implementation)(spec, context, prefix)
     return mixer
 
 
 def make_feed_forward(spec: FeedForwardSpec, context: LayerContext, prefix: str) -> FeedForward:
-    """Return the feed-forward part of a description, with the weights whose names begin so."""
+    """Return the feed-forward part of a description, with the weights named with `prefix`."""
     part: FeedForward = _class_of(spec.implementation)(spec, context, prefix)
     return part
 

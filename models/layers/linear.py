@@ -1,4 +1,4 @@
-"""Projections, of which each rank computes a part."""
+"""Projections that are divided over the ranks."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from nanoactor.models.weights.linear import Projection
 
 
 class ColumnParallel:
-    """y = x Wᵀ + b, of which each rank computes the outputs of its own.
+    """y = x Wᵀ + b; each rank computes its own outputs.
 
     Several projections of the same input are fused into one.
     """
 
     def __init__(self, context: LayerContext, projection: Projection) -> None:
-        """`projection` is this rank's part. Raises `WeightsError` where a tensor does not fit."""
+        """`projection` is this rank's part. Raises `WeightsError` if a tensor does not fit."""
         self.operator = context.device.linear(context.weights.linear(projection))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """(tokens, inputs) to (tokens, this rank's outputs)."""
+        """Map (tokens, inputs) to (tokens, this rank's outputs)."""
         return self.operator(x)
 
 
 class RowParallel:
-    """y = x Wᵀ + b, of which each rank has a part of the inputs; the products are summed."""
+    """y = x Wᵀ + b; each rank has a part of the inputs, and the products are summed."""
 
     def __init__(self, context: LayerContext, projection: Projection) -> None:
         """`projection` has this rank's part of the inputs as its columns."""
@@ -37,7 +37,7 @@ class RowParallel:
         self.operator = context.device.linear(read)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """(tokens, this rank's inputs) to (tokens, outputs)."""
+        """Map (tokens, this rank's inputs) to (tokens, outputs)."""
         y = self._group.all_reduce(self.operator(x))
         return y if self._bias is None else y + self._bias
 

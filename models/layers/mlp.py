@@ -30,5 +30,5 @@ class MLP:
         self._device = context.device
 
     def __call__(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
-        """(tokens, hidden) to the same."""
+        """Map (tokens, hidden) to the same."""
         return self.down(self._device.swiglu(self.gate_up(x)))

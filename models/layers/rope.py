@@ -27,15 +27,15 @@ class RotaryEmbedding:
             self._axes = interleaved_axes(config.sections, head_dim // 2)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> RotaryEmbedding:
-        """Move the tables; angles are computed in float32 whatever the dtype."""
+        """Move the tables; angles are computed in float32 for any dtype."""
         self.cos = self.cos.to(device, dtype)
         self.sin = self.sin.to(device, dtype)
         self._axes = None if self._axes is None else self._axes.to(device)
         return self
 
     def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos, sin), each (tokens, head_dim / 2), for integer positions (tokens,) or, where
-        the configuration has sections, (3, tokens)."""
+        """Return (cos, sin), each (tokens, head_dim / 2), for integer positions (tokens,), or
+        (3, tokens) if the configuration has sections."""
         if positions.dim() == 1:
             return self.cos[positions], self.sin[positions]
         assert self._axes is not None
@@ -44,8 +44,8 @@ class RotaryEmbedding:
 
 
 def interleaved_axes(sections: tuple[int, int, int], frequencies: int) -> torch.Tensor:
-    """Choose the position of three that each frequency turns by: time, height, width, time, ...
-    as long as a section lasts, then time (Qwen3-VL, arXiv:2511.21631). int64 (frequencies,)."""
+    """Return the position axis of each frequency: time, height, width, time, ... to the end of a
+    section, then time (Qwen3-VL, arXiv:2511.21631). int64 (frequencies,)."""
     axes = torch.zeros(frequencies, dtype=torch.int64)
     for axis in (1, 2):
         axes[axis : 3 * sections[axis] : 3] = axis
@@ -53,7 +53,7 @@ def interleaved_axes(sections: tuple[int, int, int], frequencies: int) -> torch.
 
 
 def _frequencies(config: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
-    """(frequency of each pair of dimensions, factor on cosines and sines)."""
+    """Return (frequency of each pair of dimensions, factor on cosines and sines)."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     frequencies = 1.0 / config.theta**exponents
     if config.kind == "linear":
@@ -66,8 +66,8 @@ def _frequencies(config: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float
 
 
 def _llama3(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
-    """Llama 3.1 (arXiv:2407.21783): stretch slow dimensions, keep fast ones, blend between by how
-    often they turn over the original length."""
+    """Scale as Llama 3.1 (arXiv:2407.21783): stretch slow dimensions, keep fast ones, and blend
+    between by the number of periods over the original length."""
     turns = config.original_max_positions * frequencies / (2 * math.pi)
     span = config.high_freq_factor - config.low_freq_factor
     keep = ((turns - config.low_freq_factor) / span).clamp(0, 1)
@@ -77,10 +77,10 @@ def _llama3(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
 def _yarn(
     config: RopeConfig, head_dim: int, frequencies: torch.Tensor
 ) -> tuple[torch.Tensor, float]:
-    """YaRN, arXiv:2309.00071: stretch slow dimensions, keep fast ones, blend between."""
+    """Scale by YaRN, arXiv:2309.00071: stretch slow dimensions, keep fast, blend between."""
 
     def dimension(rotations: float) -> float:
-        # Where a pair of dimensions turns so many times over the original length.
+        # The dimension of a pair that makes `rotations` turns over the original length.
         length = config.original_max_positions
         return (
             head_dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(config.theta))

@@ -35,26 +35,26 @@ class PagedKV:
         return 0
 
     def allocate(self, zeros: Zeros, blocks: int, block_size: int, slots: int) -> KVCache:
-        """Return zeros: padded reads must see finite numbers from the start on."""
+        """Return zeros: padded reads must see finite numbers from the start."""
         shape = blocks, block_size, self.kv_heads, self.head_dim
         return KVCache(zeros(*shape, dtype=self.dtype), zeros(*shape, dtype=self.dtype))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SlotArray:
-    """An array that is kept for each sequence."""
+    """An array kept for each sequence."""
 
     shape: tuple[int, ...]
-    """Of one sequence, on this rank."""
+    """Shape for one sequence, on this rank."""
     dtype: torch.dtype
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SlotState:
-    """Arrays for each sequence, whatever its length.
+    """Arrays for each sequence, independent of its length.
 
-    A slot's are zero when a sequence is admitted, and are copied when one becomes a copy of
-    another. A layer leaves those of frozen slots as they are, see `AttentionBatch.frozen`.
+    A slot's arrays are zero when a sequence is admitted, and are copied when a sequence is copied.
+    A layer does not change those of frozen slots, see `AttentionBatch.frozen`.
     """
 
     arrays: tuple[SlotArray, ...]
@@ -70,7 +70,7 @@ class SlotState:
         return sum(math.prod(array.shape) * array.dtype.itemsize for array in self.arrays)
 
     def allocate(self, zeros: Zeros, blocks: int, block_size: int, slots: int) -> SlotArrays:
-        """Return zeros for so many slots, the dummy of padded rows included."""
+        """Return zeros for `slots` slots, including the dummy of padded rows."""
         arrays = (zeros(slots, *array.shape, dtype=array.dtype) for array in self.arrays)
         return SlotArrays(tuple(arrays))
 
@@ -82,7 +82,7 @@ class SlotArrays:
     arrays: tuple[torch.Tensor, ...]
 
     def zero(self, slots: torch.Tensor) -> None:
-        """Begin anew in slots, int64."""
+        """Reset slots, int64, to zero."""
         for array in self.arrays:
             array.index_fill_(0, slots, 0)
 

@@ -18,7 +18,7 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerContext:
-    """All that a layer is made from, but for its description."""
+    """Construction inputs of a layer other than its description."""
 
     config: ModelConfig
     weights: Weights
@@ -29,11 +29,11 @@ class LayerContext:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerStep:
-    """All that a layer is given beside hidden states and its own state."""
+    """Step inputs of a layer besides hidden states and its own state."""
 
     batch: AttentionBatch
-    """Its rows, where they are stored, what each sees."""
+    """Rows of the step, their places in the cache and their contexts."""
     rotation: Rotation
     """Cosines and sines of the rows' positions, as `Operators.rotation` prepares them."""
     final: FinalRows | None = None
-    """Set in the last layer where only some rows' results are read."""
+    """Set in the last layer if only some rows' results are read."""

@@ -1,7 +1,7 @@
-"""The per-request columns of sampling: one declaration, from which messages, the host's table, the
-state on the device and every view of it are made; imports no torch.
+"""The per-request columns of sampling: a single declaration for messages, the host's table, the
+state on the device and every view of it; imports no torch.
 
-A row travels as packed bytes, lies in memory as `WORDS` int32 numbers, and is read by name.
+A row is sent as packed bytes, stored as `WORDS` int32 numbers, and read by name.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ T = TypeVar("T")
 
 
 def _column(dtype: str, neutral: float, fused: bool = True) -> dict[str, Any]:
-    """Describe a column. `fused`: devices' fused samplers read it; else a row whose value is not
-    neutral is sampled by `nanoactor.models.sampling.sampler`."""
+    """Describe a column. `fused`: devices' fused samplers read it; else a row with a non-neutral
+    value is sampled by `nanoactor.models.sampling.sampler`."""
     return {"dtype": dtype, "neutral": neutral, "fused": fused}
 
 
@@ -27,14 +27,14 @@ class SamplingColumns(Generic[T]):
     temperature: T = dataclasses.field(metadata=_column("float32", 1.0))
     """Temperature; 0 is greedy."""
     top_k: T = dataclasses.field(metadata=_column("int32", 0))
-    """0 is no limit."""
+    """Top-k; 0 means no limit."""
     top_p: T = dataclasses.field(metadata=_column("float32", 1.0))
     min_p: T = dataclasses.field(metadata=_column("float32", 0.0))
     presence_penalty: T = dataclasses.field(metadata=_column("float32", 0.0, fused=False))
     frequency_penalty: T = dataclasses.field(metadata=_column("float32", 0.0, fused=False))
     repetition_penalty: T = dataclasses.field(metadata=_column("float32", 1.0, fused=False))
     seed: T = dataclasses.field(metadata=_column("uint64", 0))
-    """Of arrays and tensors: the low words, then the high words."""
+    """Seed; in arrays and tensors, the low words, then the high words."""
 
 
 _FORMATS = {"float32": "f", "int32": "i", "uint64": "Q"}
@@ -46,27 +46,27 @@ NAMES = tuple(field.name for field in _FIELDS)
 NEUTRAL: dict[str, float] = {field.name: field.metadata["neutral"] for field in _FIELDS}
 """The value of each column that changes nothing."""
 DEFAULTS = {name: neutral for name, neutral in NEUTRAL.items() if name != "seed"}
-"""Those that a model's `generation_config.json` may set, each with its neutral value."""
+"""Columns that a model's `generation_config.json` may set, with their neutral values."""
 NOT_FUSED = tuple(field.name for field in _FIELDS if not field.metadata["fused"])
 
 
 def pack(values: Mapping[str, float]) -> bytes:
-    """A row as bytes; columns that are not given are neutral."""
+    """Return a row as bytes; missing columns are neutral."""
     return _ROW.pack(*(values.get(name, neutral) for name, neutral in NEUTRAL.items()))
 
 
 def rows_of(packed: bytes) -> list[bytes]:
-    """Several rows, packed one after the other."""
+    """Split consecutive packed rows."""
     return [packed[at : at + _ROW.size] for at in range(0, len(packed), _ROW.size)]
 
 
 def unpack(row: bytes) -> SamplingColumns[float]:
-    """The values of a row."""
+    """Return the values of a row."""
     return SamplingColumns(*_ROW.unpack(row))
 
 
 def columns_of(words: T, float32: Any) -> SamplingColumns[T]:
-    """Views of int32 words (WORDS, rows) by column; `float32` is the library's dtype of that
+    """Return views of int32 words (WORDS, rows) by column; `float32` is the library's dtype of that
     name."""
     source: Any = words
     views, at = [], 0

@@ -1,13 +1,13 @@
 """Rules that requests apply to their logits before a token is chosen: allowed ids, banned words,
-biases and penalties, for the rows that ask and for no others.
+biases and penalties, only for the rows that use them.
 
-The order is: allowed ids and bad words (minus infinity for what is ruled out), biases (added),
+The order is: allowed ids and bad words (minus infinity for excluded ids), biases (added),
 repetition penalty (logits above 0 divided by it, others multiplied; arXiv:1909.05858), frequency
 penalty (subtracted for each occurrence in the output), presence penalty (subtracted once).
-`min_tokens` rules ids out behind these, which comes to the same.
+`min_tokens` excludes ids after these, which has the same effect.
 
-Penalties count the ids of a sequence in `TokenIds`; nothing is as wide as the vocabulary but the
-logits themselves.
+Penalties count the ids of a sequence in `TokenIds`; only the logits themselves are as wide as the
+vocabulary.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from nanoactor.models.sampling.rows import LogitRules
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenIds:
-    """The ids of all sequences, where their keys and values lie: so sequences that share a block
-    share these too."""
+    """The ids of all sequences, at the places of their keys and values, so sequences that share a
+    block share these too."""
 
     ids: torch.Tensor
     """int32 (blocks * block_size,)."""
     prompt_lengths: torch.Tensor
-    """int32 (slots,): where each slot's output begins."""
+    """int32 (slots,): start of each slot's output."""
     tables: SlotTables
 
     def write(self, places: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Note a step's tokens, int32, at their places, int64."""
+        """Store a step's tokens, int32, at their places, int64."""
         self.ids.index_copy_(0, places, token_ids)
 
     def at(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The ids, int64 (rows, n), at positions (rows, n) of slots (rows,)."""
+        """Return the ids, int64 (rows, n), at positions (rows, n) of slots (rows,)."""
         size = self.tables.block_size
         blocks = self.tables.blocks[slots[:, None], positions // size].long()
         return self.ids[blocks * size + positions % size].long()
@@ -46,14 +46,14 @@ class TokenIds:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Local:
-    """The part of the vocabulary whose logits a rank has, and one more column for all other ids."""
+    """A rank's part of the vocabulary, and one more column for all other ids."""
 
     start: int
     width: int
 
     def column(self, ids: torch.Tensor) -> torch.Tensor:
         local = ids - self.start
-        # To leave the others out would wait for the device.
+        # Filtering out the others would wait for the device.
         return torch.where((local >= 0) & (local < self.width), local, self.width)
 
 
@@ -66,7 +66,7 @@ def apply_rules(
     start: int = 0,
 ) -> torch.Tensor:
     """Return logits float32 (rows, ids) under their rules. They belong to `slots`, int64 (rows,),
-    which sample as `sampling` says; the first of the ids is `start`."""
+    with the parameters in `sampling`; the first of the ids is `start`."""
     width = logits.shape[-1]
     local = _Local(start, width)
     logits = F.pad(logits.float(), (0, 1))
@@ -124,8 +124,8 @@ def _penalize(
     positions = torch.arange(rules.longest, device=logits.device)[None]
     lengths = tokens.tables.lengths[slots][:, None]
     ids = tokens.at(slots, torch.where(positions < lengths, positions, 0))
-    # What lies past a sequence's end counts as its first token once more: the same id gets the
-    # same value, however often it is written.
+    # Positions past a sequence's end repeat its first token: the same id gets the same value,
+    # however often it is written.
     output = (positions < lengths) & (positions >= tokens.prompt_lengths[slots][:, None])
     counts = _counts(ids, output)
     at = local.column(ids)
@@ -138,7 +138,7 @@ def _penalize(
 
 
 def _counts(ids: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-    """Count how often each of ids (rows, n) is among those of its row that are counted."""
+    """Count how often each of ids (rows, n) occurs among the `counted` ids of its row."""
     ordered = torch.where(counted, ids, torch.iinfo(torch.int64).max).sort(-1).values
     after = torch.searchsorted(ordered, ids, right=True)
     return after - torch.searchsorted(ordered, ids)

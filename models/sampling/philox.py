@@ -17,17 +17,17 @@ Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _multiply(multiplier: int, word: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(high, low) halves of a 32 x 32 bit product.
+    """Return the (high, low) halves of a 32 x 32 bit product.
 
-    The product may overflow int64; two's complement keeps its 64 bits, and the masks take
-    the halves out of them.
+    The product may overflow int64; two's complement keeps its 64 bits, and the masks extract
+    the halves.
     """
     product = word * multiplier
     return (product >> 32) & _MASK, product & _MASK
 
 
 def philox(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
-    """Four random 32-bit words (int64 tensors) for each counter and key, all broadcast."""
+    """Return four random 32-bit words (int64 tensors) for each counter and key, all broadcast."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -39,7 +39,7 @@ def philox(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
 
 
 def _gumbel(words: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise, float32, from 32-bit words: 23 bits, never 0 and never 1."""
+    """Return standard Gumbel noise, float32, from 32-bit words: 23 bits, never 0 and never 1."""
     uniform = ((words >> 9).to(torch.float32) + 0.5) * 2.0**-23
     return -torch.log(-torch.log(uniform))
 
@@ -49,7 +49,7 @@ def _key(seeds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """float32 (rows, vocabulary): the noise of every token id."""
+    """Return the noise of every token id, float32 (rows, vocabulary)."""
     groups = torch.arange((vocabulary + 3) // 4, device=seeds.device)[None]
     position = positions[:, None]
     zero = torch.zeros_like(position)
@@ -61,7 +61,7 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocabulary: int) 
 def gumbel_noise_at(
     seeds: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor
 ) -> torch.Tensor:
-    """float32 (rows, candidates): the same noise, for the token ids (rows, candidates) alone."""
+    """Return the same noise, float32 (rows, candidates), for token ids (rows, candidates)."""
     position = positions[:, None]
     zero = torch.zeros_like(position)
     words = philox((ids >> 2, position & _MASK, position >> 32, zero), _key(seeds))

@@ -10,8 +10,8 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SamplingGroups(Generic[T]):
-    """Rows by the way they sample. Indices are prepared on the host, so that no step waits for the
-    device; all are int64."""
+    """Rows grouped by sampling method. Indices are prepared on the host, so that no step waits for
+    the device; all are int64."""
 
     greedy: T
     """Rows with temperature 0."""
@@ -24,7 +24,7 @@ class SamplingGroups(Generic[T]):
     nucleus: T
     """Rows with top-p or min-p alone."""
     masked_rows: T
-    """With `masked_ids`, logits that must not be chosen (`min_tokens`)."""
+    """Rows of `masked_ids`, the ids that must not be chosen (`min_tokens`)."""
     masked_ids: T
 
 
@@ -47,7 +47,7 @@ class LogitRules(Generic[T]):
     word_rows: T
     """The row of each bad word."""
     words: T
-    """(words, tokens of the longest): its ids, -1 before shorter ones. The last is ruled out where
+    """(words, tokens of the longest): its ids, padded with -1 on the left. The last is excluded if
     the output ends with those before it."""
     longest: int = 0
-    """At least the length of the longest of `penalized`."""
+    """Upper bound of the length of the longest of `penalized`."""

@@ -17,14 +17,14 @@ _MOST_IDS = 0xFFFFFFFF
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """The chosen ids, int64 (rows,), from logits (rows, vocabulary) of any floating type.
+    """Return ids, int64 (rows,), chosen from logits (rows, vocabulary) of any floating type.
 
-    A row whose highest logit is NaN, or infinite, gets `limits.NO_TOKEN`.
+    A row with a NaN or infinite highest logit gets `limits.NO_TOKEN`.
     """
     logits, groups = logits.float(), batch.groups
     if groups.masked_rows.numel():
         logits[groups.masked_rows, groups.masked_ids] = float("-inf")
-    highest, chosen = logits.max(-1)  # NaN comes through, and the first of equals wins
+    highest, chosen = logits.max(-1)  # NaN propagates, and the first of equals wins
     if groups.greedy.numel() == len(logits):
         return where_finite(highest, chosen)
     if groups.plain.numel():
@@ -39,12 +39,12 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
 
 
 def where_finite(highest: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """The chosen ids of rows whose highest logit is finite, `limits.NO_TOKEN` for others."""
+    """Return the chosen ids of rows with a finite highest logit, `limits.NO_TOKEN` for others."""
     return torch.where(highest.isfinite(), chosen, NO_TOKEN)
 
 
 def scores_of(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """Logits below their maximum, by temperature: no temperature is so low that they overflow."""
+    """Return (logits - maximum) / temperature, which no temperature can make overflow."""
     return (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]
 
 
@@ -64,18 +64,18 @@ def _sample_truncated(
 
 
 def sort_keys(scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """int64 numbers whose descending order is that of float32 scores, equal ones by ascending id.
+    """Return int64 keys in the descending order of float32 scores, equal ones by ascending id.
 
-    `topk` alone orders equal scores as it likes, and bfloat16 logits have many. A float's bits,
-    read as a whole number, keep the order of positive floats and reverse that of negative ones.
+    `topk` alone orders equal scores arbitrarily, and bfloat16 logits have many. A float's bits,
+    read as an integer, keep the order of positive floats and reverse that of negative ones.
     """
-    bits = (scores + 0.0).view(torch.int32)  # the sum makes -0.0 equal 0.0
+    bits = (scores + 0.0).view(torch.int32)  # the addition makes -0.0 equal 0.0
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
     return (ordered << 32) | (_MOST_IDS - ids)
 
 
 def from_keys(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(scores, ids) of `sort_keys`."""
+    """Return the (scores, ids) of `sort_keys`."""
     ordered = (keys >> 32).int()
     bits = torch.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered)
     return bits.view(torch.float32), _MOST_IDS - (keys & _MOST_IDS)
@@ -84,7 +84,7 @@ def from_keys(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def choose_truncated(
     scores: torch.Tensor, ids: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor
 ) -> torch.Tensor:
-    """Ids (rows,) from the best scores (rows, candidates), in descending order, and their ids."""
+    """Choose ids (rows,) from the best scores (rows, candidates), descending, and their ids."""
     by = batch.sampling
     keep = truncation(scores, by.top_k[rows], by.top_p[rows], by.min_p[rows])
     noise = gumbel_noise_at(batch.seeds[rows], batch.positions[rows], ids)
@@ -95,13 +95,13 @@ def choose_truncated(
 def truncation(
     scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
-    """Tell which of the scores (rows, candidates), in descending order, stay: bool, same shape."""
+    """Return a mask of the scores (rows, candidates), descending, that stay: bool, same shape."""
     order = torch.arange(scores.shape[-1], device=scores.device)[None]
     limit = torch.where(top_k > 0, top_k, scores.shape[-1])[:, None]
     keep = order < limit
     probabilities = scores.masked_fill(~keep, float("-inf")).softmax(-1)
-    # A token stays while those likelier than it do not yet reach top_p; 1 excludes nothing,
-    # however the sum is rounded.
+    # A token stays if the likelier ones do not yet reach top_p; 1 excludes nothing, however the
+    # sum is rounded.
     before = probabilities.cumsum(-1) - probabilities
     keep &= (before < top_p[:, None]) | (top_p >= 1)[:, None]
     keep &= probabilities >= min_p[:, None] * probabilities[:, :1]

@@ -1,9 +1,9 @@
 """Choosing tokens when each rank has the logits of a part of the vocabulary.
 
 Every rank reduces its part to a few numbers, the ranks exchange these, and each decides from the
-same bits; ties go to the lower id. The tokens are those of `models/sampling/sampler.py`. Where a
+same bits; ties go to the lower id. The tokens are those of `models/sampling/sampler.py`. If a
 device's fused sampler is part of a captured step, ranks gather whole logits for it instead: a few
-hundred kilobytes a row, for one collective that does not know how a row samples.
+hundred kilobytes a row, in one collective that is independent of the sampling parameters.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nanoactor.models.sampling.sampler import choose_truncated, from_keys, sort_
 
 
 def whole_logits(group: Group, logits: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """The logits of the whole vocabulary, (rows, vocabulary), from all ranks' parts (rows, ids)."""
+    """Gather logits of the whole vocabulary, (rows, vocabulary), from all ranks' (rows, ids)."""
     return group.all_gather(logits).permute(1, 0, 2).flatten(1)[:, :vocabulary]
 
 
@@ -27,13 +27,13 @@ class ShardedSampler:
     """Samples for one rank of a group; all ranks call it with the same rows at the same time."""
 
     def __init__(self, group: Group, start: int, vocabulary: int) -> None:
-        """`start` is the first token id of this rank's logits, `vocabulary` the number of all."""
+        """Take the first token id of this rank's logits, and the size of the whole vocabulary."""
         self._group = group
         self._start = start
         self._vocabulary = vocabulary
 
     def __call__(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-        """The chosen ids, int64 (rows,), from this rank's logits (rows, ids); they may be
+        """Return ids, int64 (rows,), chosen from this rank's logits (rows, ids), which may be
         overwritten."""
         logits = self._masked(logits.float(), batch)
         best, chosen = self._best(logits, torch.arange(logits.shape[-1], device=logits.device))
@@ -50,14 +50,14 @@ class ShardedSampler:
         return where_finite(best, chosen)
 
     def _masked(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-        """Minus infinity for padding, and for what `min_tokens` rules out."""
+        """Set padding, and ids excluded by `min_tokens`, to minus infinity."""
         mine = max(0, min(logits.shape[-1], self._vocabulary - self._start))
         logits[:, mine:] = float("-inf")
         masked_rows, masked_ids = batch.groups.masked_rows, batch.groups.masked_ids
         if masked_rows.numel():
             local, width = masked_ids - self._start, logits.shape[-1]
             here = (local >= 0) & (local < width)
-            # Other ranks' ids go to one more column: to leave them out would wait for the device.
+            # Other ranks' ids go to an extra column: filtering them out would wait for the device.
             logits = F.pad(logits, (0, 1))
             logits[masked_rows, torch.where(here, local, width)] = float("-inf")
             logits = logits[:, :width]
@@ -66,9 +66,9 @@ class ShardedSampler:
     def _best(
         self, scores: torch.Tensor, local_ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the highest score of each row over all ranks, the lowest id that has it)."""
+        """Return (the highest score of each row over all ranks, the lowest id that has it)."""
         values, at = scores.max(-1)
-        # One message, one whole number for both; NPUs have no float64.
+        # One message with one integer for both; NPUs have no float64.
         keys = self._group.all_gather(sort_keys(values, local_ids[at] + self._start))
         return from_keys(keys.amax(0))
 
@@ -95,7 +95,7 @@ class ShardedSampler:
         rows: torch.Tensor,
         candidates: int,
     ) -> torch.Tensor:
-        """Every rank's best candidates hold the best of all."""
+        """Choose from all ranks' best candidates, which include the best of all."""
         scores = self._scores(logits, best, batch.sampling.temperature[rows])
         ids = torch.arange(scores.shape[-1], device=scores.device) + self._start
         mine = sort_keys(scores, ids).topk(min(candidates, len(ids))).values

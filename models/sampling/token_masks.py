@@ -1,4 +1,4 @@
-"""Masks of ids that may be chosen, a bit for each, as a grammar gives them."""
+"""Masks of allowed ids, one bit each, as produced by a grammar."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BITS = 32
 class TokenMasks:
     """Applies masks on one device.
 
-    A constant of 32 powers of two takes each word apart: a shift of one tensor by another has a
+    A constant of 32 powers of two extracts each word's bits: a shift of one tensor by another has a
     kernel on fewer devices (Huawei documents none for NPUs before the A2).
     """
 
@@ -19,9 +19,9 @@ class TokenMasks:
         self._bits = torch.tensor([*bits, -1 << (BITS - 1)], dtype=torch.int32, device=device)
 
     def apply(self, logits: torch.Tensor, masks: torch.Tensor, start: int = 0) -> torch.Tensor:
-        """Return logits float32 (rows, ids), minus infinity for what is not allowed.
+        """Return logits float32 (rows, ids), minus infinity for ids that are not allowed.
 
-        `masks` are int32 (rows, words): bit t % 32 of word t // 32 is set where id t may be chosen.
+        `masks` are int32 (rows, words): bit t % 32 of word t // 32 is set if id t may be chosen.
         The first of the logits is that of id `start`.
         """
         first, ids = start // BITS, logits.shape[-1]

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens: the log-softmax of the logits as the model gives them.
+"""Log-probabilities of tokens: the log-softmax of the model's raw logits.
 
 Each rank of a group has the logits of a part of the vocabulary; the ranks exchange a few numbers a
 row, and all end with the same result.
@@ -16,10 +16,10 @@ FIXED_WORDS = 2
 
 
 class TokenScorer:
-    """One rank's; all ranks call it with the same rows at the same time."""
+    """Scores for one rank; all ranks call it with the same rows at the same time."""
 
     def __init__(self, group: Group, start: int, vocabulary: int) -> None:
-        """`start` is the first token id of this rank's logits, `vocabulary` the number of all."""
+        """Take the first token id of this rank's logits, and the size of the whole vocabulary."""
         self._group = group
         self._start = start
         self._vocabulary = vocabulary
@@ -29,7 +29,7 @@ class TokenScorer:
 
         Returns int32 (rows, 2 + 2 * most): the bits of the target's float32 log-probability, its
         rank from 1, the ids of the `most` likeliest, and the bits of their log-probabilities. Of
-        equal logits the lower id comes first; which of them are left out at the end is open.
+        equal logits the lower id comes first; which of them are cut at the end is unspecified.
         """
         logits = logits.float()
         mine = max(0, min(logits.shape[-1], self._vocabulary - self._start))
@@ -42,7 +42,7 @@ class TokenScorer:
         return torch.cat([_words(column) for column in columns], dim=1)
 
     def _log_sum(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logarithm of the sum of all ranks' exponentials, (rows,)."""
+        """Return the logarithm of the sum of all ranks' exponentials, (rows,)."""
         parts = self._group.all_gather(logits.logsumexp(-1))
         return parts.logsumexp(0) if len(parts) > 1 else parts[0]
 
@@ -53,7 +53,7 @@ class TokenScorer:
         return self._group.all_gather(torch.where(here, found, float("-inf"))).amax(0)
 
     def _best(self, logits: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The highest logits, (rows, most), and their ids."""
+        """Return the highest logits, (rows, most), and their ids."""
         values, at = logits.topk(min(most, logits.shape[-1]))
         keys = self._group.all_gather(sort_keys(values, at + self._start))
         # (ranks, rows, candidates) to (rows, candidates of all).

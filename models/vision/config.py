@@ -15,7 +15,7 @@ _KEY = "vision_config"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VisionConfig:
-    """The sizes of Qwen3-VL's tower, and the ids that stand for its output in a prompt."""
+    """The sizes of Qwen3-VL's tower, and its placeholder ids in a prompt."""
 
     depth: int
     hidden_size: int
@@ -25,15 +25,15 @@ class VisionConfig:
     patch_size: int
     """Pixels of a patch's side."""
     temporal_patch_size: int
-    """Frames of a patch; a picture counts as so many equal ones."""
+    """Frames of a patch; a picture is repeated to this many."""
     merge_size: int
     """Patches of the side of a square that becomes one token."""
     out_hidden_size: int
     table_side: int
     """The learned table of positions is square; it is resampled to each picture's grid."""
     deepstack_layers: tuple[int, ...]
-    """After which blocks features leave for the decoder's first layers, a merger for each. Empty
-    for a tower without deepstack, whose configuration has no such key."""
+    """Blocks after which features go to the decoder's first layers, through a merger each. Empty
+    for a tower without deepstack; its configuration lacks the key."""
     rope_theta: float
     image_token_id: int
     video_token_id: int
@@ -42,19 +42,19 @@ class VisionConfig:
 
     @property
     def row_size(self) -> int:
-        """Numbers in a patch: channels x frames x side x side."""
+        """Return the numbers in a patch: channels x frames x side x side."""
         return self.channels * self.temporal_patch_size * self.patch_size**2
 
     @property
     def feature_size(self) -> int:
-        """Numbers of a token: its embedding, then what each deepstack level adds."""
+        """Return the numbers of a token: its embedding, then each deepstack level's features."""
         return self.out_hidden_size * (1 + len(self.deepstack_layers))
 
 
 def parse_vision(raw: Mapping[str, Any], origin: object) -> VisionConfig:
     """Read a tower's configuration from the whole file's JSON; defaults are transformers' own.
 
-    Raises `ModelError` where something is wrong, `UnsupportedModel` for what is not implemented.
+    Raises `ModelError` if something is wrong, `UnsupportedModel` if it is not implemented.
     """
     section = raw.get(_KEY)
     if not isinstance(section, dict):

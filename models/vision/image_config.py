@@ -1,4 +1,4 @@
-"""A checkpoint's rules for pictures: their sizes, and what becomes of a pixel; imports no torch."""
+"""A checkpoint's rules for pictures: sizes and pixel normalization; imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nanoactor.models.fields import at_least_0, flag, number, positive
 from nanoactor.models.vision.config import VisionConfig
 
 MOST_ASPECT = 200
-"""A picture's longer side by its shorter one; as in transformers."""
+"""Maximum ratio of a picture's longer side to its shorter one, as in transformers."""
 _FILE = "preprocessor_config.json"
 _BICUBIC = 3
 _MOST_PIXELS = 1 << 40
@@ -41,7 +41,7 @@ class ImageConfig:
         """Return the height and width to which a picture is resized; each is a multiple of
         `factor`, their ratio about the picture's (`smart_resize` of transformers).
 
-        Raises ValueError where one side is more than `MOST_ASPECT` times the other.
+        Raises ValueError if one side is more than `MOST_ASPECT` times the other.
         """
         long, short = max(height, width), min(height, width)
         if short < 1 or long > MOST_ASPECT * short:
@@ -72,7 +72,7 @@ class ImageConfig:
 def read_image_config(directory: Path, vision: VisionConfig) -> ImageConfig:
     """Read `processor_config.json` or `preprocessor_config.json`, in transformers' order.
 
-    Raises `ModelError` where both are missing or wrong, `UnsupportedModel` for what is not
+    Raises `ModelError` if both are missing or wrong, `UnsupportedModel` if something is not
     implemented.
     """
     for name, key in (("processor_config.json", "image_processor"), (_FILE, None)):
@@ -87,11 +87,11 @@ def read_image_config(directory: Path, vision: VisionConfig) -> ImageConfig:
 def parse_image_config(
     raw: Mapping[str, Any], vision: VisionConfig, origin: object = "image config"
 ) -> ImageConfig:
-    """The same from a dictionary; `origin` names it in errors."""
+    """Return the rules from a dictionary; `origin` names it in errors."""
     size = raw.get("size") or {}
     if not isinstance(size, dict):
         raise ModelError(f"{origin}: size must be an object, got {size!r}")
-    # No defaults: those of transformers' classes are other families'.
+    # No defaults: those of transformers' classes are for other families.
     least = _area(raw.get("min_pixels"), size, "shortest_edge", origin)
     most = _area(raw.get("max_pixels"), size, "longest_edge", origin)
     if least > most:
@@ -119,7 +119,7 @@ def parse_image_config(
 
 
 def _area(older: Any, size: Mapping[str, Any], name: str, origin: object) -> int:
-    """Older files say min_pixels and max_pixels beside `size`; those go first."""
+    """Return an area; the min_pixels and max_pixels of older files take precedence over `size`."""
     value = size.get(name) if older is None else older
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < _MOST_PIXELS:
         raise ModelError(f"{origin}: {name} must be a positive whole number, got {value!r}")

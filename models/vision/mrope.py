@@ -15,23 +15,23 @@ class VisualSpan:
     """The tokens of a picture, or of one temporal patch of a video, row by row in a prompt."""
 
     start: int
-    """The index of the first of them."""
+    """Index of the first token."""
     height: int
     """Height in tokens."""
     width: int
 
     @property
     def stop(self) -> int:
-        """The index behind the last."""
+        """Return the index after the last token."""
         return self.start + self.height * self.width
 
 
 def rope_positions(length: int, spans: Sequence[VisualSpan]) -> tuple[NDArray[np.int32], int]:
-    """Return (positions, int32 (3, length): time, height, width; the delta of what follows).
+    """Return (positions, int32 (3, length): time, height, width; the delta of later tokens).
 
-    Text counts on by one in all three. The tokens of a span stand at one time, at their row and
-    column; text goes on behind the longer side. What follows the prompt at index i has position
-    i + delta in all three. Spans must come in order and not overlap.
+    Text advances by one in all three. The tokens of a span share one time and have their own row
+    and column; text continues after the longer side. A token after the prompt at index i has
+    position i + delta in all three. Spans must come in order and not overlap.
     """
     positions = np.empty((3, length), np.int32)
     index = position = 0

@@ -1,4 +1,4 @@
-"""Pixels to the vision tower's rows, on the device: they travel as bytes, an eighth of the rows."""
+"""Pixels to the vision tower's rows, on the device: as bytes they are an eighth of the size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nanoactor.models.vision.tower import Grid
 
 
 class PatchMaker:
-    """Rescales, normalises and reorders; a look-up gives the bits of transformers everywhere."""
+    """Rescales, normalizes and reorders; a lookup table matches transformers bit for bit."""
 
     def __init__(self, vision: VisionConfig, images: ImageConfig, device: torch.device) -> None:
         self._vision = vision
@@ -20,8 +20,8 @@ class PatchMaker:
         self._first = torch.arange(vision.channels, dtype=torch.int32, device=device) * 256
 
     def __call__(self, pixels: torch.Tensor) -> tuple[torch.Tensor, Grid]:
-        """uint8 (frames, height, width, channels) to float32 (patches, row_size), in the order of
-        the merged squares. A picture is one frame. Where frames do not fill a temporal patch, the
+        """Map uint8 (frames, height, width, channels) to float32 (patches, row_size), in the order
+        of the merged squares. A picture is one frame. If frames do not fill a temporal patch, the
         last one is repeated."""
         config = self._vision
         together, side, m = config.temporal_patch_size, config.patch_size, config.merge_size

@@ -1,7 +1,7 @@
 """The vision tower of Qwen3-VL (arXiv:2511.21631): patches to rows for the decoder.
 
-Patches come in the order of the squares that are merged into one token. A picture attends to all of
-itself, each temporal patch of a video to itself alone.
+Patches are in the order of the squares that are merged into one token. A picture attends to all of
+itself, each temporal patch of a video only to itself.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Grid:
 
 @dataclasses.dataclass(slots=True)
 class TowerState:
-    """Pictures on their way through the tower."""
+    """State of pictures in the tower."""
 
     x: torch.Tensor
     """Hidden states, (patches, hidden)."""
@@ -73,32 +73,32 @@ class VisionTower:
         }
 
     def __call__(self, patches: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
-        """(patches, row_size) of these grids, one after the other, to (tokens, feature_size): the
+        """Map the (patches, row_size) of consecutive grids to (tokens, feature_size): the
         embedding's features, then those of the deepstack levels in the order of their layers."""
         state = self.begin(patches, grids)
         self.run(state, range(len(self._blocks)))
         return self.finish(state)
 
     def begin(self, patches: torch.Tensor, grids: Sequence[Grid]) -> TowerState:
-        """Embed patches; what follows is `run` with all blocks in order, then `finish`."""
+        """Embed patches; next come `run` with all blocks in order, then `finish`."""
         places = torch.cat([self._places(grid) for grid in grids])
         x = self._patch(patches) + self._positions(places, grids).to(patches.dtype)
         segments = [grid.height * grid.width for grid in grids for _ in range(grid.frames)]
         return TowerState(x, self._rotation(places), segments)
 
     def run(self, state: TowerState, blocks: range) -> None:
-        """Take pictures through some blocks."""
+        """Run pictures through some blocks."""
         for index in blocks:
             state.x = self._blocks[index](state.x, state.rotation, state.segments)
             if index in self._levels:
                 state.levels.append(self._levels[index](state.x))
 
     def finish(self, state: TowerState) -> torch.Tensor:
-        """Return the rows, (tokens, feature_size), behind the last block."""
+        """Return the rows, (tokens, feature_size), after the last block."""
         return torch.cat((self._merger(state.x), *state.levels), dim=1)
 
     def _places(self, grid: Grid) -> torch.Tensor:
-        """Row and column of each patch, int64 (patches, 2), in the order of the merged squares."""
+        """Return each patch's row and column, int64 (patches, 2), in the merged squares' order."""
         m, device = self._config.merge_size, self._table.device
         rows = torch.arange(grid.height, device=device).view(-1, 1, m, 1)
         columns = torch.arange(grid.width, device=device).view(1, -1, 1, m)
@@ -107,12 +107,12 @@ class VisionTower:
         return places.repeat(grid.frames, 1)
 
     def _positions(self, places: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
-        """The table, interpolated bilinearly with aligned corners; (patches, hidden)."""
+        """Return the table, bilinearly interpolated with aligned corners; (patches, hidden)."""
         side = self._config.table_side
         counts = [grid.patches for grid in grids]
         taps, weights = [], []
         for axis, sizes in enumerate(([g.height for g in grids], [g.width for g in grids])):
-            # Made on the device: a copy from the host would wait for all steps before.
+            # Made on the device: a copy from the host would wait for all earlier steps.
             spans = [
                 torch.full((count,), max(1, size - 1), device=places.device)
                 for count, size in zip(counts, sizes, strict=True)
@@ -127,7 +127,7 @@ class VisionTower:
         return (F.embedding(index, self._table) * weight[:, :, None]).sum(1)
 
     def _rotation(self, places: torch.Tensor) -> Rotation:
-        """(cos, sin), float32 (patches, head_dim / 2): first by rows, then by columns."""
+        """Return (cos, sin), float32 (patches, head_dim / 2): first by rows, then by columns."""
         config = self._config
         size = config.hidden_size // config.num_heads // 2
         exponents = torch.arange(0, size, 2, dtype=torch.float32, device=places.device) / size
@@ -139,7 +139,7 @@ class VisionTower:
 def _patch_embedding(
     config: VisionConfig, weights: Weights, device: Operators, name: str
 ) -> LinearOperator:
-    """A convolution whose stride is its kernel: one matrix product of whole patches."""
+    """Return a convolution with a stride of its kernel size: one product of whole patches."""
     sides = config.temporal_patch_size, config.patch_size, config.patch_size
     weight = weights.load(f"{name}.weight", config.hidden_size, config.channels, *sides)
     bias = weights.load(f"{name}.bias", config.hidden_size)
@@ -165,7 +165,7 @@ class _LayerNorm:
 
 
 class _Block:
-    """Attention and MLP, each behind a norm and beside the residual stream."""
+    """Attention and MLP, each after a norm and added to the residual stream."""
 
     def __init__(
         self, config: VisionConfig, weights: Weights, device: Operators, prefix: str
@@ -190,7 +190,7 @@ class _Block:
 
 
 class _Merger:
-    """A square of patches to one token of the decoder's size."""
+    """Merges a square of patches into one token of the decoder's size."""
 
     def __init__(
         self,

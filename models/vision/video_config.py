@@ -31,19 +31,19 @@ class VideoConfig:
     """Frames of a temporal patch."""
     max_frames: int
     frame_tokens: int | None = None
-    """Tokens that a frame may have, where the processor bounds each by itself."""
+    """Maximum tokens of a frame, if the processor bounds each separately."""
 
     @property
     def max_rows(self) -> int:
-        """Tokens that a temporal patch has at most."""
+        """Return the maximum number of tokens of a temporal patch."""
         if self.frame_tokens is None:
             return self.max_pixels // self.together // self.factor**2
-        return int(self.max_pixels * 1.05) // self.factor**2  # what `min_pixels` may ask for
+        return int(self.max_pixels * 1.05) // self.factor**2  # `min_pixels` may need this
 
     def fit(self, frames: int, height: int, width: int) -> tuple[int, int]:
         """Return the height and width to which frames are resized (`smart_resize` of transformers'
-        `Qwen3VLVideoProcessor`). Raises ValueError where there are too few or too many, or one side
-        is more than `MOST_ASPECT` times the other."""
+        `Qwen3VLVideoProcessor`). Raises ValueError if there are too few or too many, or one side is
+        more than `MOST_ASPECT` times the other."""
         if not self.together <= frames <= self.max_frames:
             raise ValueError(
                 f"a video has {self.together} to {self.max_frames} frames, this one has {frames}"
@@ -80,9 +80,9 @@ def read_video_config(
     directory: Path, vision: VisionConfig, images: ImageConfig
 ) -> VideoConfig | None:
     """Read `processor_config.json` or `video_preprocessor_config.json`, in transformers' order;
-    None where neither says anything of videos.
+    None if neither covers videos.
 
-    Raises `ModelError` where something is wrong, `UnsupportedModel` for what is not implemented.
+    Raises `ModelError` if something is wrong, `UnsupportedModel` if it is not implemented.
     """
     for name, key in (("processor_config.json", "video_processor"), (_FILE, None)):
         path = directory / name
@@ -99,7 +99,7 @@ def parse_video_config(
     images: ImageConfig,
     origin: object = "video config",
 ) -> VideoConfig:
-    """The same from a dictionary; `origin` names it in errors."""
+    """Return the rules from a dictionary; `origin` names it in errors."""
     areas = parse_image_config(raw, vision, origin)
     if (areas.rescale, areas.mean, areas.std) != (images.rescale, images.mean, images.std):
         raise UnsupportedModel(

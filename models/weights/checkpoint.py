@@ -24,11 +24,11 @@ log = logging.getLogger("nanoactor.weights")
 
 INDEX = "model.safetensors.index.json"
 _FLOATING = ("F64", "F32", "BF16", "F16")
-"""The types of safetensors that hold weights as they are."""
+"""The safetensors types of unpacked weights."""
 _WIDE = {"I32": 4, "I64": 8, "I16": 2, "U16": 2, "U32": 4, "U64": 8}
-"""Bytes of other types that have several."""
+"""Sizes of other multi-byte types."""
 _SPARE = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
-"""Ends of the names of buffers that older checkpoints carry along."""
+"""Name suffixes of buffers in older checkpoints."""
 _MOST_NAMED = 5
 _NAMES = {
     torch.float8_e4m3fn: "F8_E4M3",
@@ -39,14 +39,13 @@ _NAMES = {
     torch.float16: "F16",
     torch.bfloat16: "BF16",
 }
-"""How safetensors calls the types that packed weights and their scales may have."""
+"""Safetensors names of the types that packed weights and their scales may have."""
 
 Rows = Span | Sequence[Span]
 
 
 class Format(Protocol):
-    """Reads packed weights. Made from a `Quantization`, of which it refuses what it does not
-    know."""
+    """Reads packed weights. Made from a `Quantization`; refuses unknown options."""
 
     def has(self, projection: Projection) -> bool:
         """Return True if a projection is quantized; others are read unchanged."""
@@ -58,7 +57,7 @@ class Format(Protocol):
 class Weights:
     """Every tensor of a checkpoint by name, converted and placed as it is taken.
 
-    Use it as a context manager: files stay open and mapped until it ends, and what was taken does
+    Use it as a context manager: files stay open and mapped until it ends, and loaded tensors do
     not refer to them.
     """
 
@@ -71,8 +70,8 @@ class Weights:
         *,
         packed: Format | None = None,
     ) -> None:
-        """`check`: whether to look at every value. `packed` reads what is packed, if anything is.
-        Raises `WeightsError` where files are missing, damaged, or hold the same tensor twice."""
+        """Open the files. `check`: verify every value. `packed` reads packed weights, if any.
+        Raises `WeightsError` if files are missing, damaged, or hold the same tensor twice."""
         self.dtype = dtype
         self.device = device
         self._check = check
@@ -84,7 +83,7 @@ class Weights:
         self._home = self._read_index() if (directory / INDEX).exists() else self._scan()
 
     def __enter__(self) -> Weights:
-        """Nothing to prepare: the files were opened when it was made."""
+        """Return self: the files are already open."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -144,7 +143,7 @@ class Weights:
             self._files[name] = self._open.enter_context(safe_open(path, framework="pt"))
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # a panic of the library's is no `Exception`
+        except BaseException as error:  # a panic in the library is not an `Exception`
             raise WeightsError(f"{path} is damaged or incomplete: {error}") from error
         return self._files[name]
 
@@ -165,14 +164,14 @@ class Weights:
         dtype: torch.dtype | None = None,
         stored: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """One tensor, or a part of it, on the wanted device.
+        """Return one tensor, or a part of it, on the wanted device.
 
-        `shape` is that of the whole; of the file only the part is read: rows of one span or of
-        several, in their order; or of a tensor of any number of dimensions a span of each, None for
-        all. Rows of a single span past the end are zero. It gets the type
-        `dtype`, by default the model's. A packed tensor is `stored` in a type and keeps it.
+        `shape` is that of the whole tensor; only the part is read from the file: rows of one span
+        or several, in order; or, for any number of dimensions, a span of each, None for all. Rows
+        of a single span past the end are zero. The result has type `dtype`, by default the
+        model's. A packed tensor is `stored` in a type and keeps it.
 
-        Raises `WeightsError` where it is missing, of another shape or type, or unreadable.
+        Raises `WeightsError` if it is missing, of another shape or type, or unreadable.
         """
         home = self._home.get(name)
         if home is None:
@@ -205,16 +204,16 @@ class Weights:
         if self._check and tensor.is_floating_point():
             self._check_values(tensor, dtype, f"{path}: {name}")
         moved = tensor.to(self.device, dtype)
-        # A tensor that needs no conversion is still the file, which may change at any time.
+        # A tensor without conversion still maps the file, which may change at any time.
         return moved.clone() if moved.data_ptr() == tensor.data_ptr() else moved
 
     def _check_values(self, tensor: torch.Tensor, dtype: torch.dtype, where: str) -> None:
-        """Raise `WeightsError` for values that are not finite, or are not in the wanted type."""
+        """Raise `WeightsError` for values that are not finite in the file or the wanted type."""
         if not tensor.numel():
             return
-        if tensor.dtype.itemsize == 1:  # of which there is no minimum
+        if tensor.dtype.itemsize == 1:  # minimum is not implemented for these
             tensor = tensor.to(torch.bfloat16)
-        low, high = (float(value) for value in torch.aminmax(tensor))  # NaN comes through
+        low, high = (float(value) for value in torch.aminmax(tensor))  # NaN propagates
         if not math.isfinite(low) or not math.isfinite(high):
             raise WeightsError(
                 f"{where} holds values that are not finite (NaN or infinity): the file is damaged, "
@@ -228,8 +227,8 @@ class Weights:
             )
 
     def warn_of_unused(self, spare: Collection[str] = ()) -> None:
-        """Name the tensors of the checkpoint that nobody has taken: is it another model's? Those in
-        `spare` may be there, or all of a module where it ends with a dot."""
+        """Warn of tensors that were never loaded: the checkpoint may be another model's. Names in
+        `spare` are exempt; one that ends with a dot exempts a whole module."""
         modules = tuple(name for name in spare if name.endswith("."))
         spare = {
             name
@@ -269,7 +268,7 @@ class Weights:
         return tensor
 
     def linear(self, projection: Projection) -> LinearWeights:
-        """Return the weights of a projection, in the format that the checkpoint has them in.
+        """Return the weights of a projection, in the checkpoint's format.
 
         Raises `WeightsError` as `load` does."""
         if self._format is not None and self._format.has(projection):
@@ -297,9 +296,9 @@ class Weights:
         projections: Sequence[Projection],
     ) -> LinearWeights:
         """Return the matrices of projections of one shape as one, (projections, outputs, inputs).
-        Each goes to its place as it is read, so that the whole is never there twice.
+        Each is copied to its place as it is read, so that no second copy of the whole exists.
 
-        Raises `WeightsError` as `load` does, and where they are in several formats."""
+        Raises `WeightsError` as `load` does, and if they are in several formats."""
         whole: LinearWeights | None = None
         for at, projection in enumerate(projections):
             one = self.linear(projection)
@@ -315,8 +314,8 @@ class Weights:
         return whole
 
     def least_bytes(self, spare: Collection[str] = ()) -> int:
-        """Return the bytes that all ranks' weights take at least: tensors in the model's type,
-        packed ones as they are stored. `spare` as for `warn_of_unused`."""
+        """Return the minimum bytes of all ranks' weights: tensors in the model's type, packed ones
+        as stored. `spare` as for `warn_of_unused`."""
         own = torch.empty(0, dtype=self.dtype).element_size()
         total = 0
         for name, home in self._home.items():
@@ -329,7 +328,7 @@ class Weights:
         return total
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor that is there."""
+        """Return the shape of an existing tensor."""
         return tuple(self._files[self._home[name]].get_slice(name).get_shape())
 
 
@@ -338,7 +337,7 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def format_of(quantization: Quantization | None) -> Format | None:
-    """Return the reader of packed weights; None where nothing is packed. Raises `ModelError` for a
+    """Return the reader of packed weights; None if nothing is packed. Raises `ModelError` for a
     configuration that contradicts itself."""
     if quantization is None:
         return None
@@ -348,15 +347,15 @@ def format_of(quantization: Quantization | None) -> Format | None:
 
 
 def _listed(names: set[str]) -> str:
-    """Some of them, in order."""
+    """Return some of the names, in order."""
     listed = ", ".join(sorted(names)[:_MOST_NAMED])
     return listed + ", ..." * (len(names) > _MOST_NAMED)
 
 
 class RandomWeights(Weights):
-    """Weights of the shapes that are asked for, drawn at random on the device.
+    """Weights of the requested shapes, drawn at random on the device.
 
-    For measuring: the time of a step does not depend on what the weights are.
+    For benchmarks: the time of a step does not depend on the values of the weights.
     """
 
     def __init__(
@@ -376,15 +375,15 @@ class RandomWeights(Weights):
         """Do nothing: no file is open."""
 
     def warn_of_unused(self, spare: Collection[str] = ()) -> None:
-        """There is nothing else."""
+        """Do nothing: there are no other tensors."""
 
     def least_bytes(self, spare: Collection[str] = ()) -> int:
-        """Unknown: there are no files."""
+        """Return 0: without files it is unknown."""
         return 0
 
     def __contains__(self, name: str) -> bool:
-        """Whatever the configuration asks for; beside a tied embedding there is no other head, and
-        experts have tensors of their own."""
+        """Return True for all names that the configuration implies: there is no separate head if
+        weights are tied, and experts have separate tensors."""
         return name != "lm_head.weight" and not name.endswith("experts.gate_up_proj")
 
     def load(
@@ -397,7 +396,7 @@ class RandomWeights(Weights):
         dtype: torch.dtype | None = None,
         stored: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """Normal with a deviation of 0.02, as models are initialised; norms are ones."""
+        """Draw normal numbers with a deviation of 0.02, as in initialization; norms are ones."""
         sizes = list(shape)
         if rows is not None:
             sizes[0] = rows.size if isinstance(rows, Span) else sum(span.size for span in rows)

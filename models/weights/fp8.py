@@ -2,7 +2,7 @@
 
 Source: DeepSeek-V3 Technical Report, arXiv:2412.19437, section 3.3.2; the names and the meaning of
 `quantization_config` are those of transformers' `FineGrainedFP8Config`. In published checkpoints a
-block has 128 x 128 numbers, and `weight_scale_inv` is what these are multiplied with.
+block has 128 x 128 numbers, and `weight_scale_inv` is their factor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nanoactor.models.weights.linear import Part, Projection
 
 E4M3 = torch.float8_e4m3fn
 _AT_ONCE = 1024
-"""Outputs that are unpacked together, so that little is there in float32."""
+"""Outputs that are unpacked together, to bound the float32 memory."""
 _KNOWN = {
     "quant_method": ("fp8",),
     "activation_scheme": ("dynamic",),
@@ -28,7 +28,7 @@ _KNOWN = {
     "dequantize": (False,),
     "scale_fmt": ("float",),
 }
-"""The values that are honoured, of keys that may be missing."""
+"""The supported values of optional keys."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Fp8Blocks:
         return dataclasses.replace(self, bias=None)
 
     def room(self, count: int) -> Fp8Blocks:
-        """Return memory for so many matrices."""
+        """Return memory for `count` matrices."""
         weight = self.weight.new_empty(count, *self.weight.shape)
         scales = self.scales.new_empty(count, *self.scales.shape)
         return dataclasses.replace(self, weight=weight, scales=scales, bias=None)
@@ -91,8 +91,8 @@ class Fp8Format:
     """Reads FP8 checkpoints with block scales."""
 
     def __init__(self, quantization: Quantization) -> None:
-        """Raises `UnsupportedModel` for options that are not honoured, `ModelError` for what makes
-        no sense."""
+        """Check the options. Raises `UnsupportedModel` for unsupported ones, `ModelError` for
+        invalid ones."""
         raw = quantization.raw
         for key, value in raw.items():
             if key in ("weight_block_size", "modules_to_not_convert") or value is None:
@@ -137,7 +137,7 @@ class Fp8Format:
         )
 
     def read(self, weights: Weights, projection: Projection) -> Fp8Blocks:
-        """Return this rank's part. Raises `WeightsError` where tensors do not fit."""
+        """Return this rank's part. Raises `WeightsError` if tensors do not fit."""
         inputs, columns = projection.inputs, projection.columns or Span(0, projection.inputs)
         first, last = columns.start // self._columns, -(-columns.stop // self._columns)
         parts, scales, rows, above = [], [], [], 0
@@ -172,7 +172,7 @@ class Fp8Format:
 
 
 def _numbers(part: Part, device: torch.device) -> torch.Tensor:
-    """Return which outputs a part wants, int64."""
+    """Return the indices of a part's wanted outputs, int64."""
     spans = part.rows or (Span(0, part.outputs),)
     return torch.cat([torch.arange(span.start, span.stop, device=device) for span in spans])
 

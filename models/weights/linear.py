@@ -1,4 +1,4 @@
-"""The weights of a projection in whatever format a checkpoint holds them."""
+"""The weights of a projection in the format of the checkpoint."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class Part:
     """Some outputs of one logical matrix of a checkpoint."""
 
     name: str
-    """Without the `.weight` that its tensor's name ends with."""
+    """Name of its tensor without the `.weight` suffix."""
     outputs: int
-    """All that the matrix has."""
+    """Total outputs of the matrix."""
     rows: tuple[Span, ...] | None = None
-    """The outputs that are wanted, in this order; None: all."""
+    """The wanted outputs, in this order; None: all."""
 
     @property
     def size(self) -> int:
-        """The number of outputs that are wanted."""
+        """Return the number of wanted outputs."""
         return self.outputs if self.rows is None else sum(span.size for span in self.rows)
 
 
@@ -37,9 +37,9 @@ class Projection:
 
     parts: tuple[Part, ...]
     inputs: int
-    """All that the matrices have."""
+    """Total inputs of the matrices."""
     columns: Span | None = None
-    """The inputs that are wanted; None: all."""
+    """The wanted inputs; None: all."""
     bias: bool = False
     """True if the checkpoint has biases for all rows of the parts."""
 
@@ -59,7 +59,7 @@ class LinearWeights(Protocol):
         """Return the same matrix alone."""
 
     def room(self, count: int) -> Self:
-        """Return memory for so many matrices of the same shape, without biases."""
+        """Return memory for `count` matrices of the same shape, without biases."""
 
     def put(self, at: int, matrix: Self) -> None:
         """Copy a matrix to its place."""
@@ -67,7 +67,7 @@ class LinearWeights(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Dense:
-    """A matrix in the type that is computed with."""
+    """A matrix in the compute type."""
 
     weight: torch.Tensor
     """Matrix, (outputs, inputs)."""
@@ -82,7 +82,7 @@ class Dense:
         return Dense(self.weight)
 
     def room(self, count: int) -> Dense:
-        """Return memory for so many matrices."""
+        """Return memory for `count` matrices."""
         return Dense(self.weight.new_empty(count, *self.weight.shape))
 
     def put(self, at: int, matrix: Dense) -> None:
@@ -92,7 +92,7 @@ class Dense:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DenseExperts:
-    """The matrices of all experts of a layer, in the type that is computed with."""
+    """The matrices of all experts of a layer, in the compute type."""
 
     gate_up: torch.Tensor
     """(experts, 2 * inner, hidden): gates, then ups."""

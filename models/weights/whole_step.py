@@ -12,7 +12,7 @@ from nanoactor.models.weights.linear import Router
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """A matrix in FP8, of which 8 outputs and 128 inputs have one scale."""
+    """A matrix in FP8; 8 outputs and 128 inputs share one scale."""
 
     weight: torch.Tensor
     """float8_e4m3fn (outputs, inputs), contiguous; experts' (experts, outputs, inputs)."""
@@ -24,7 +24,7 @@ Matrix = torch.Tensor | PackedMatrix
 
 
 def numbers_of(matrix: Matrix) -> torch.Tensor:
-    """Return (outputs, inputs), packed or not; experts' matrices follow each other."""
+    """Return (outputs, inputs), packed or not; experts' matrices are consecutive."""
     return (matrix.weight if isinstance(matrix, PackedMatrix) else matrix).flatten(0, -2)
 
 
@@ -77,7 +77,7 @@ class LayerWeights:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """All tensors that a step reads."""
+    """All tensors read by a step."""
 
     layers: Sequence[LayerWeights]
     embed: torch.Tensor

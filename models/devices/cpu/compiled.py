@@ -1,4 +1,4 @@
-"""The CPU with kernels of our own for what PyTorch does in many small operators."""
+"""The CPU with our own kernels in place of PyTorch's many small operators."""
 
 from __future__ import annotations
 
@@ -59,23 +59,23 @@ _FEW_ROWS = 2
 _FEW_CHOICES = 256
 """Pairs of token and expert up to which our kernel is faster than a product for each expert."""
 _FEW_PACKED_ROWS = 4
-"""Rows up to which packed weights are multiplied as they are read, not unpacked before; of an
-expert, in the mean."""
+"""Rows up to which packed weights are multiplied as they are read instead of being unpacked first;
+for experts, the mean rows per expert."""
 _UNPACKED_OUTPUTS = 512
 _LARGE_BYTES = 2 << 20
-"""Weights that come from memory; on processors with AMX oneDNN's products of them are faster."""
+"""Size from which weights come from memory; with AMX, oneDNN multiplies those faster."""
 _SHARE = 0.1
-"""Of the free memory, for weights that are kept in our layout beside oneDNN's."""
+"""Share of the free memory for weights that are kept in our layout besides oneDNN's."""
 _MANY_THREADS = 4
 _MANY_ELEMENTS = 1 << 18
-"""From so many threads and elements on PyTorch's operators, each of which uses all threads, are
-faster than one pass of one thread."""
+"""Threads and elements from which PyTorch's operators, each of which uses all threads, are faster
+than one pass of one thread."""
 
 
 def _unpacked(
     weights: Fp8Blocks, threads: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Yield a matrix in parts, each with its biases: no more than one is there unpacked."""
+    """Yield a matrix in parts, each with its biases; at most one is unpacked at a time."""
     for at in range(0, len(weights.weight), _UNPACKED_OUTPUTS):
         some = slice(at, at + _UNPACKED_OUTPUTS)
         bias = None if weights.bias is None else weights.bias[some]
@@ -87,8 +87,8 @@ def _has_product(weights: Fp8Blocks) -> bool:
 
 
 class CompiledCPUDevice(CPUDevice):
-    """Kernels compiled by Numba, and oneDNN's products; other types than float32 and bfloat16 are
-    PyTorch's alone."""
+    """Kernels compiled by Numba, and oneDNN's products; types other than float32 and bfloat16 use
+    PyTorch alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,9 +106,9 @@ class CompiledCPUDevice(CPUDevice):
         numba.set_num_threads(self._threads)
 
     def check(self, dtype: torch.dtype, block_size: int, head_dim: int) -> None:
-        """They take everything; it compiles them, too."""
+        """Accept everything, and compile the kernels."""
         self._compile(dtype, STEPS, LOGITS)
-        self._compile(torch.float32, LOGITS)  # masks make them that
+        self._compile(torch.float32, LOGITS)  # masked logits are float32
 
     def _compile(self, dtype: torch.dtype, *purposes: str) -> None:
         compile_kernels(dtype, parallel=self._threads > 1, purposes=purposes)
@@ -136,13 +136,13 @@ class CompiledCPUDevice(CPUDevice):
         locate(tables, slots, positions, slot_mapping)
 
     def sample_rows(self, rows: RowChoice) -> None:
-        """Whatever rows ask for."""
+        """Sample rows with any parameters."""
         sample_rows(rows, self._threads)
 
     # -- operators ------------------------------------------------------------------------
 
     def linear(self, weights: LinearWeights) -> LinearOperator:
-        """In two layouts where memory allows: for a few rows, and for many. FP8 stays packed."""
+        """Use two layouts if memory allows: for a few rows, and for many. FP8 stays packed."""
         if isinstance(weights, Fp8Blocks) and _has_product(weights):
             return self._packed(weights)
         dense = dense_of(weights)
@@ -151,7 +151,7 @@ class CompiledCPUDevice(CPUDevice):
         if slower or not knows(weight) or weight.nbytes > self._spare:
             return many
         self._spare -= weight.nbytes
-        # Ours lies in large pages, so that reading it is not held up by translating addresses.
+        # Ours is in large pages, so that address translation does not slow down reads.
         own = self.zeros(*weight.shape, dtype=weight.dtype).copy_(weight)
 
         def few_or_many(x: torch.Tensor) -> torch.Tensor:
@@ -185,7 +185,7 @@ class CompiledCPUDevice(CPUDevice):
         return few_or_many
 
     def experts(self, weights: ExpertWeights) -> ExpertsOperator:
-        """By our kernel for a few tokens, by PyTorch's products for many. FP8 stays packed."""
+        """Use our kernel for a few tokens, PyTorch's products for many. FP8 stays packed."""
         pair, down = weights.gate_up, weights.down
         if isinstance(pair, Fp8Blocks) and isinstance(down, Fp8Blocks) and _has_product(down):
             return self._packed_experts(pair, down)
@@ -218,7 +218,7 @@ class CompiledCPUDevice(CPUDevice):
         return swiglu(gate_up) if self._takes(gate_up) else super().swiglu(gate_up)
 
     def rotation(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """In float32, as kernels compute."""
+        """Return the tables in float32, as the kernels compute."""
         return cos.float().contiguous(), sin.float().contiguous()
 
     def norm_rotate_store(
@@ -232,19 +232,19 @@ class CompiledCPUDevice(CPUDevice):
     def attention(
         self, queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float
     ) -> torch.Tensor:
-        """A step that only decodes needs no tensor to put parts together."""
+        """Attend; a decode-only step needs no tensor to join prefill and decode results."""
         if batch.plan.decodes is not None and not batch.plan.prefills:
             return self._decode(queries, cache, batch, scale)
         return super().attention(queries, cache, batch, scale)
 
     def _plan_decodes(self, batch: AttentionBatch) -> Any:
-        """The kernel reads the batch itself."""
+        """Return the batch: the kernel reads it itself."""
         return True
 
     def _decode(
         self, queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float
     ) -> torch.Tensor:
-        """Over the blocks where they lie."""
+        """Read the blocks in place."""
         if knows(queries):
             return decode_attention(queries, cache, batch, scale, self._threads)
         plan = dataclasses.replace(batch.plan, decodes=super()._plan_decodes(batch))

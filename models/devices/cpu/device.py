@@ -1,5 +1,5 @@
-"""The CPU: the embedded default and the ground truth, float32 exact. Operators are PyTorch's; with
-Numba, `compiled.py` has faster ones."""
+"""The CPU: the embedded default and the ground truth, float32 exact. Operators are PyTorch's;
+`compiled.py` has faster ones that need Numba."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class CPUDevice(PortableOperators):
         )
 
     def prepare_thread(self, threads: int) -> None:
-        """Limit OpenMP here; each thread that computes has its own setting."""
+        """Limit OpenMP for this thread: the setting is per thread."""
         torch.set_num_threads(threads)
 
     def supports(self, dtype: torch.dtype) -> bool:
-        """float32 always; bfloat16 where the processor multiplies in it."""
+        """Return True for float32, and for bfloat16 if the processor multiplies in it."""
         if dtype == torch.bfloat16:
             return has_instructions("avx512_bf16", "amx_bf16", "bf16")
         return dtype == torch.float32
@@ -73,22 +73,22 @@ class CPUDevice(PortableOperators):
         return torch.empty(shape, dtype=dtype)
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """Fresh pages from the kernel, which are zero and take no memory until they are written.
+        """Map fresh pages, which are zero and take no memory until they are written.
 
-        `torch.zeros` would write them all: seconds, and gigabytes that may never be used.
+        `torch.zeros` would write them all, which takes seconds and may waste gigabytes.
         """
         size = math.prod(shape) * dtype.itemsize
         return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)
 
     def timed_event(self) -> HostEvent:
-        """By the host's clock."""
+        """Create an event of the host's clock."""
         return HostEvent()
 
     def synchronize(self) -> None:
-        """Nothing is ever queued."""
+        """Do nothing: no work is ever queued."""
 
     def linear(self, weights: LinearWeights) -> LinearOperator:
-        """oneDNN's own layout, reordered once instead of in every call."""
+        """Reorder the weight to oneDNN's layout once instead of in every call."""
         dense = dense_of(weights)
         bias = dense.bias
         try:

@@ -65,7 +65,7 @@ _NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "b
 
 
 FP8_CAPABILITY = (8, 9)
-"""From which on there are FP8 tensor cores."""
+"""Lowest compute capability with FP8 tensor cores."""
 PORTABLE_TRAITS = DeviceTraits(
     name="cuda",
     collective_backend="nccl",
@@ -77,7 +77,7 @@ PORTABLE_TRAITS = DeviceTraits(
 
 
 def with_kernels(traits: DeviceTraits) -> DeviceTraits:
-    """Return the traits of a device whose operators are our kernels, and whose steps are graphs."""
+    """Return the traits of a device that uses our kernels and captured steps."""
     return dataclasses.replace(
         traits,
         captures_graphs=True,
@@ -100,16 +100,16 @@ class CudaEvent:
         self.event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
     def milliseconds_until(self, later: CudaEvent) -> float:
-        """To about half a microsecond."""
+        """Return the time to `later`, to about half a microsecond."""
         return float(self.event.elapsed_time(later.event))
 
     def record(self) -> None:
-        """Behind what is queued on the current stream."""
+        """Record the event on the current stream."""
         self.event.record()
 
     def wait(self) -> None:
-        """Spin until it has, without the interpreter's lock: to sleep would cost as long as a small
-        model's step."""
+        """Spin until the device has passed it, without the GIL: a sleep would take as long as a
+        small model's step."""
         self.event.synchronize()
 
 
@@ -136,24 +136,24 @@ class PortableCUDADevice(PortableOperators):
         return torch.cuda.get_device_capability(self.torch_device) >= (8, 0)
 
     def prepare_thread(self, threads: int) -> None:
-        """Choose the GPU for the calling thread; float32 products are exact to its last bits."""
+        """Select the GPU for the calling thread; float32 products keep full precision."""
         torch.cuda.set_device(self.torch_device)
         torch.set_num_threads(threads)
         torch.backends.cuda.matmul.allow_tf32 = False
 
     def supports(self, dtype: torch.dtype) -> bool:
-        """float32 and float16 always, bfloat16 from compute capability 8 on."""
+        """Return True for float32, float16, and bfloat16 from compute capability 8 on."""
         return dtype in _NAMES and (dtype != torch.bfloat16 or self._has_bfloat16())
 
     def memory(self) -> Memory:
-        """The driver's figures, so that other processes on the GPU count; what PyTorch has
-        cached for itself is free."""
+        """Return the driver's figures, which include other processes on the GPU; PyTorch's cached
+        memory counts as free."""
         free, total = torch.cuda.mem_get_info(self.torch_device)
         cached = torch.cuda.memory_reserved(self.torch_device)
         return Memory(total, free + cached - torch.cuda.memory_allocated(self.torch_device))
 
     def reset_peak(self) -> None:
-        """Begin to watch PyTorch's allocator."""
+        """Reset the peak of PyTorch's allocator."""
         torch.cuda.synchronize(self.torch_device)
         self._base = torch.cuda.memory_allocated(self.torch_device)
         torch.cuda.reset_peak_memory_stats(self.torch_device)
@@ -167,12 +167,12 @@ class PortableCUDADevice(PortableOperators):
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """Written at once: it is meant to be used whole."""
+        """Allocate and write zeros at once: all of the memory will be used."""
         return torch.zeros(shape, dtype=dtype, device=self.torch_device)
 
     @contextlib.contextmanager
     def stream(self) -> Iterator[None]:
-        """A stream of its own: the default one would wait for others."""
+        """Use a separate stream: the default one would wait for others."""
         torch.cuda.set_device(self.torch_device)
         if self._stream is None:
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -180,7 +180,7 @@ class PortableCUDADevice(PortableOperators):
             yield
 
     def timed_event(self) -> CudaEvent:
-        """On the current stream."""
+        """Create an event on the current stream."""
         return CudaEvent()
 
     def synchronize(self) -> None:
@@ -196,7 +196,7 @@ class CapturedGraph:
     result: torch.Tensor
 
     def replay(self, lengths: HostSeqLens) -> torch.Tensor:
-        """One launch, whatever is in it; lengths are on the device."""
+        """Replay with one launch; lengths are on the device."""
         self.graph.replay()
         return self.result
 
@@ -225,7 +225,7 @@ class CUDADevice(PortableCUDADevice):
         self._multiplies_fp8 = capability >= FP8_CAPABILITY
 
     def check(self, dtype: torch.dtype, block_size: int, head_dim: int) -> None:
-        """They take everything; some of it slower, which is said once."""
+        """Accept everything; warn once about slower configurations."""
         why = self.prefill_attention.refusal(dtype, block_size, head_dim)
         recent = self.prefill_attention.capability[0] >= HOPPER
         if why is not None and recent and dtype != torch.float32:
@@ -238,9 +238,9 @@ class CUDADevice(PortableCUDADevice):
     def capture(
         self, function: CapturedFunction, lengths: HostSeqLens, in_flight: int
     ) -> CapturedGraph:
-        """One CUDA graph for all steps in flight; all share a memory pool."""
+        """Capture one CUDA graph for all steps in flight; all graphs share a memory pool."""
         graph = torch.cuda.CUDAGraph()
-        # Other threads may go on: NCCL has one that looks at events all the time.
+        # Other threads may continue: one of NCCL's polls events all the time.
         mode = "thread_local"
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode):
             result = function(lengths)
@@ -250,20 +250,20 @@ class CUDADevice(PortableCUDADevice):
     def whole_steps(
         self, config: ModelConfig, weights: ModelWeights, sizes: Sequence[int], block_size: int
     ) -> WholeSteps | None:
-        """One persistent kernel for each number of rows, on Hopper GPUs in bfloat16."""
+        """Load one persistent kernel for each number of rows, on Hopper GPUs in bfloat16."""
         steps = DecodeSteps.load(config, weights, sizes, block_size)
         return steps if steps.steps else None
 
     # -- the batch ------------------------------------------------------------------------
 
     def tokens_per_program(self, heads: int, kv_heads: int) -> int:
-        """As the prefill kernel has it."""
+        """Return the prefill kernel's number."""
         return tokens_per_program(heads, kv_heads)
 
     def scratch(
         self, rows: int, heads: int, kv_heads: int, head_dim: int, vocabulary: int
     ) -> Scratch:
-        """Partial results of attention and sampling."""
+        """Allocate memory for partial results of attention and sampling."""
         where = self.torch_device
         splits = decode_attention.Splits.empty(rows, heads, kv_heads, head_dim, where)
         return Scratch(splits, sampling.Partials.empty(rows, vocabulary, where), kv_heads)
@@ -285,7 +285,7 @@ class CUDADevice(PortableCUDADevice):
         slots_kernels.locate(tables, slots, positions, slot_mapping)
 
     def plan(self, scratch: Scratch, batch: AttentionBatch) -> AttentionBatch:
-        """Contexts in chunks of equal length."""
+        """Split contexts into chunks of equal length."""
         contexts = batch.decode_contexts
         splits = scratch.splits.of(max(1, len(contexts)), scratch.kv_heads)
         if len(contexts):
@@ -293,13 +293,13 @@ class CUDADevice(PortableCUDADevice):
         return dataclasses.replace(batch, plan=splits)
 
     def sample_rows(self, rows: RowChoice) -> None:
-        """Four kernels; only what may be among the best k is sorted, for rows with a top-k."""
+        """Sample in four kernels; with a top-k only candidates for the best k are sorted."""
         if len(rows.slots):
             partials = rows.scratch.partials
             sampling.sample_rows(rows.logits, rows.slots, rows.tables, partials, rows.chosen)
 
     def sample_masked_rows(self, rows: RowChoice, masks: torch.Tensor) -> None:
-        """Two kernels more than `sample_rows`."""
+        """Sample in two more kernels than `sample_rows`."""
         sample_masked_rows(rows, masks)
 
     def publish(self, ids: torch.Tensor, ring: torch.Tensor, count: torch.Tensor) -> None:
@@ -309,15 +309,15 @@ class CUDADevice(PortableCUDADevice):
     # -- operators ------------------------------------------------------------------------
 
     def route(self, x: torch.Tensor, router: Router) -> tuple[torch.Tensor, torch.Tensor]:
-        """Products, and a kernel that chooses."""
+        """Route with products and a kernel that chooses."""
         return route(x, router)
 
     def experts(self, weights: ExpertWeights) -> ExpertsOperator:
-        """Two kernels for a few tokens, four to six for more; the host waits for none."""
+        """Use two kernels for a few tokens, four to six for more; the host waits for none."""
         return TritonExperts(weights, self._multiplies_fp8)
 
     def linear(self, weights: LinearWeights) -> LinearOperator:
-        """FP8 tensor cores where the format and the GPU allow it."""
+        """Use FP8 tensor cores if the format and the GPU allow it."""
         if not isinstance(weights, Fp8Blocks) or not self._multiplies_fp8:
             return super().linear(weights)
         if why := fp8.refusal(weights):
@@ -347,7 +347,7 @@ class CUDADevice(PortableCUDADevice):
     def norm_rotate_store(
         self, qkv: torch.Tensor, how: HeadTransform, cache: KVCache, slots: torch.Tensor
     ) -> torch.Tensor:
-        """One pass; operator by operator where only a part of each head is rotated."""
+        """Use one pass; run operator by operator if only a part of each head is rotated."""
         if 2 * how.rotation[0].shape[-1] != qkv.shape[-1]:
             return super().norm_rotate_store(qkv, how, cache, slots)
         return elementwise.norm_rotate_store(qkv.contiguous(), how, cache, slots)
@@ -355,7 +355,7 @@ class CUDADevice(PortableCUDADevice):
     def attention(
         self, queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float
     ) -> torch.Tensor:
-        """Prefill and decode rows by a kernel each; what lies past a context changes nothing."""
+        """Run one kernel each for prefill and decode rows; data past a context has no effect."""
         output = torch.empty_like(queries)
         first = batch.prefill_tokens
         if first:

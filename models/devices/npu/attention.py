@@ -1,5 +1,5 @@
-"""Fused attention over the paged cache, in two layouts of its queries, as documents disagree on
-which of them a chip takes: packed tokens (TND), or a padded batch (BNSD)."""
+"""Fused attention over the paged cache, in two query layouts, as documents disagree on which one a
+chip supports: packed tokens (TND), or a padded batch (BNSD)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Plan:
     """Cumulative end of each row's tokens; a tensor if contexts are one."""
     prefill_tokens: list[int]
     contexts: list[int] | torch.Tensor
-    """Of each row, its new tokens included; a tensor, int64, in graphs whose operators take one."""
+    """Length of each row, new tokens included; an int64 tensor in graphs with operators for it."""
     there: torch.Tensor | None = None
     """Token at each place of a padded batch of prompts, int64 (rows * longest,)."""
     back: torch.Tensor | None = None
@@ -38,7 +38,7 @@ class Plan:
 
     @property
     def decode_contexts(self) -> list[int] | torch.Tensor:
-        """Of the rows behind the prompts."""
+        """Return the contexts of the rows after the prompts."""
         return self.contexts[len(self.prefill_tokens) :]
 
 
@@ -54,11 +54,11 @@ class Attention(Protocol):
     def __call__(
         self, queries: torch.Tensor, cache: KVCache, plan: Plan, scale: float
     ) -> torch.Tensor:
-        """(tokens, heads, head_dim), contiguous, to the same."""
+        """Map (tokens, heads, head_dim), contiguous, to the same."""
 
 
 def make_attention(layout: str) -> Attention:
-    """By the name that users give."""
+    """Return the layout of this name, from the user's options."""
     layouts: dict[str, type[Packed] | type[Padded]] = {"tnd": Packed, "bnsd": Padded}
     return layouts[layout]()
 
@@ -79,7 +79,7 @@ def _attend(
     heads: int,
     **rest: Any,
 ) -> torch.Tensor:
-    """The one call. Keys and values are seen as (blocks, block_size, kv_heads * head_dim)."""
+    """Call the operator, with keys and values as (blocks, block_size, kv_heads * head_dim)."""
     blocks, size, kv_heads, _ = cache.keys.shape
     operator = torch.ops.npu.npu_fused_infer_attention_score
     if isinstance(contexts, torch.Tensor):
@@ -101,12 +101,12 @@ def _attend(
 
 
 class Packed:
-    """One call for all rows, whatever they are."""
+    """One call for all rows of any kind."""
 
     def plan(
         self, tables: torch.Tensor, lengths: HostSeqLens, rows: torch.Tensor, mask: torch.Tensor
     ) -> Plan:
-        """Nothing but the ends of the rows."""
+        """Plan only the ends of the rows."""
         return _make_plan(tables, lengths, mask)
 
     def __call__(
@@ -135,7 +135,7 @@ class Padded:
     def plan(
         self, tables: torch.Tensor, lengths: HostSeqLens, rows: torch.Tensor, mask: torch.Tensor
     ) -> Plan:
-        """And how prompts are padded."""
+        """Plan the padding of the prompts as well."""
         plan, tokens = _make_plan(tables, lengths, mask), lengths.prefill_tokens
         if len(tokens) < 2:
             return plan

@@ -1,7 +1,7 @@
 """Ascend NPUs: fused operators of torch_npu, attention over paged memory, steps as graphs.
 
-Operators are called by their schemas, `torch.ops.npu`, so that they can be emulated behind them.
-Never run on an NPU: docs/ascend.md says what has been verified, and how far.
+Operators are called by their schemas, `torch.ops.npu`, so that they can be emulated. Never run on
+an NPU: docs/ascend.md lists the extent of verification.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ log = logging.getLogger("nanoactor.models.npu")
 
 _MOST_SEGMENTS = 1024
 _MOST_GROUPS = 1024
-"""Of a grouped product."""
-# For which heads npu_apply_rotary_pos_emb is documented on A2 and A3; npu_rotary_mul takes others.
+"""Maximum groups of a grouped product."""
+# Heads for which npu_apply_rotary_pos_emb is documented on A2 and A3; others use npu_rotary_mul.
 _ROTATED_TOGETHER = (64, 128)
 
 
@@ -69,7 +69,7 @@ class NPUDevice(PortableOperators):
     """One NPU, and the batch kept on it."""
 
     def __init__(self, runtime: AscendRuntime, options: DeviceOptions) -> None:
-        """`runtime` is the machine's half."""
+        """Set up the device; `runtime` is the machine-dependent half."""
         self.runtime = runtime
         self.torch_device = runtime.torch_device
         mode = "npugraph" if options.graph_mode == "auto" else options.graph_mode
@@ -110,7 +110,7 @@ class NPUDevice(PortableOperators):
         return self.runtime.supports(dtype)
 
     def check(self, dtype: torch.dtype, block_size: int, head_dim: int) -> None:
-        """Raises `UnsupportedModel` for what fused attention does not take."""
+        """Raise `UnsupportedModel` if fused attention does not support the model."""
         if not self.supports(dtype):
             types = dtype, self.traits.default_dtype
             given, known = (str(one).removeprefix("torch.") for one in types)
@@ -135,7 +135,7 @@ class NPUDevice(PortableOperators):
         return self.runtime.memory()
 
     def reset_peak(self) -> None:
-        """Begin to watch PyTorch's allocator."""
+        """Reset the peak of PyTorch's allocator."""
         self.runtime.reset_peak()
 
     def peak(self) -> int:
@@ -147,11 +147,11 @@ class NPUDevice(PortableOperators):
         return self.runtime.pinned(*shape, dtype=dtype)
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """Written at once: it is meant to be used whole."""
+        """Allocate and write zeros at once: all of the memory will be used."""
         return torch.zeros(shape, dtype=dtype, device=self.torch_device)
 
     def timed_event(self) -> Any:
-        """On the current stream."""
+        """Create an event on the current stream."""
         return self.runtime.event()
 
     def synchronize(self) -> None:
@@ -159,13 +159,13 @@ class NPUDevice(PortableOperators):
         self.runtime.synchronize()
 
     def stream(self) -> AbstractContextManager[None]:
-        """A stream of its own."""
+        """Use a separate stream."""
         return self.runtime.stream()
 
     # -- graphs ---------------------------------------------------------------------------
 
     def capture(self, function: CapturedFunction, lengths: HostSeqLens, in_flight: int) -> Captured:
-        """Record natively, once for each step in flight; or compile, and run the rest beside it."""
+        """Record natively, once for each step in flight; or compile only the forward pass."""
         if self.graph_mode == "npugraph":
             return NativeCapture(self.runtime, function, lengths, in_flight)
         compiled = CompiledStep(self.graph_mode, self.runtime, self._options, self._directory)
@@ -177,7 +177,7 @@ class NPUDevice(PortableOperators):
         return captured
 
     def run(self, forward: ForwardFunction, inputs: ForwardInputs) -> torch.Tensor:
-        """Operator by operator, or as `capture` has compiled it."""
+        """Run operator by operator, or as compiled by `capture`."""
         run = self._compiled or super().run
         return run(forward, inputs)
 
@@ -194,20 +194,20 @@ class NPUDevice(PortableOperators):
     # -- the batch ------------------------------------------------------------------------
 
     def dummy_blocks(self, rows: int, block_size: int) -> int:
-        """A place for each: the operator that writes the cache wants no slot twice."""
+        """Return a place for each row: the operator that writes the cache takes no slot twice."""
         return -(-rows // block_size)
 
     def advance(
         self, tables: SlotTables, rows: DecodeRows, into: RowBuffers, ids: torch.Tensor
     ) -> None:
-        """The dummy's rows, and those of frozen slots, stand at position 0 of its table, each with
-        a place of its own behind that."""
+        """Advance, and give the rows of the dummy and of frozen slots, all at position 0 of the
+        dummy's table, distinct places after it."""
         placed = self._advance(tables, rows, into, ids)
         apart = torch.arange(len(placed), device=self.torch_device)
         into.slot_mapping.add_(apart.mul_(placed == len(tables.lengths) - 1))
 
     def plan(self, scratch: None, batch: AttentionBatch) -> AttentionBatch:
-        """The block tables of the step's rows, gathered once for all layers."""
+        """Gather the block tables of the step's rows once for all layers."""
         slots = batch.decode_slots
         if batch.prefill_tokens:
             slots = torch.cat((batch.prefill_rows[0], slots))
@@ -216,14 +216,14 @@ class NPUDevice(PortableOperators):
         return dataclasses.replace(batch, plan=plan)
 
     def _causal(self) -> torch.Tensor:
-        """int8, 1 where a query must not look: its compressed form serves every length."""
+        """Return an int8 mask, 1 for hidden positions; its compressed form serves every length."""
         if self._mask is None:
             ones = torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.int8)
             self._mask = ones.triu(1).to(self.torch_device)
         return self._mask
 
     def sample_rows(self, rows: RowChoice) -> None:
-        """The likeliest of all; rows that draw are chosen behind the graph."""
+        """Choose the likeliest of all; rows that draw are sampled after the graph."""
         if len(rows.slots):
             likeliest = rows.logits.argmax(-1).int()
             rows.tables.last_tokens.index_copy_(0, rows.slots.long(), likeliest)
@@ -233,7 +233,7 @@ class NPUDevice(PortableOperators):
     # -- operators ------------------------------------------------------------------------
 
     def linear(self, weights: LinearWeights) -> LinearOperator:
-        """The weight as it is, or in the matrix units' layout."""
+        """Keep the weight as it is, or convert it to the matrix units' layout."""
         dense = dense_of(weights)
         weight, bias = dense.weight, dense.bias
         if self._options.weight_format == "nz" and weight.dtype in (torch.float16, torch.bfloat16):
@@ -241,11 +241,11 @@ class NPUDevice(PortableOperators):
         return lambda x: F.linear(x, weight, bias)
 
     def route(self, x: torch.Tensor, router: Router) -> tuple[torch.Tensor, torch.Tensor]:
-        """One expert after the other: torchair converts no stable sort, and no document says which
-        of equal numbers a top-k takes."""
+        """Choose one expert at a time: torchair converts no stable sort, and the order of equal
+        numbers in a top-k is undocumented."""
         likely = F.linear(x.float(), router.weight).softmax(-1)
         count = likely.shape[-1]
-        # The lowest of equal ones has the highest; NaN equals nothing, and is taken for the last.
+        # The lowest of equal ones gets the highest; NaN equals nothing and counts as the last.
         backwards = torch.arange(count, 0, -1, dtype=torch.float32, device=x.device)
         found, shares = [], []
         for _ in range(router.chosen):
@@ -260,13 +260,13 @@ class NPUDevice(PortableOperators):
         return ids, share.to(x.dtype).float()
 
     def experts(self, weights: ExpertWeights) -> ExpertsOperator:
-        """Tokens sorted by expert, and grouped products whose sizes the device alone knows. Other
-        chips than Atlas A2 and A3 have no operator that sorts."""
+        """Sort tokens by expert and use grouped products, with sizes known to the device alone.
+        Chips other than Atlas A2 and A3 have no operator that sorts."""
         dense = dense_experts_of(weights)
         count = len(dense.down)
         if not self.runtime.is_a2_or_a3 or not 1 < count <= _MOST_GROUPS:
             return self._every_expert(dense)
-        # As x Wᵀ wants them; the operator takes transposed views.
+        # In the layout for x Wᵀ; the operator takes transposed views.
         gate_up, down = dense.gate_up.transpose(1, 2), dense.down.transpose(1, 2)
 
         def operator(x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
@@ -291,7 +291,7 @@ class NPUDevice(PortableOperators):
         return operator
 
     def _every_expert(self, dense: DenseExperts) -> ExpertsOperator:
-        """Every expert for every token, as captured steps read nothing back."""
+        """Run every expert for every token, as captured steps read nothing back."""
         _log_once(
             "every expert is computed for every token, which costs as many times the work as there "
             "are experts for each that is chosen: this chip, or so many experts, have no operator "
@@ -308,7 +308,7 @@ class NPUDevice(PortableOperators):
         return operator
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """npu_rms_norm, which takes one type alone."""
+        """Call npu_rms_norm, which requires a single type."""
         if weight.dtype != x.dtype:
             return super().rms_norm(x, weight, eps)
         normed: torch.Tensor = torch.ops.npu.npu_rms_norm(x.contiguous(), weight, eps)[0]
@@ -317,7 +317,7 @@ class NPUDevice(PortableOperators):
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """npu_add_rms_norm, which takes one type alone."""
+        """Call npu_add_rms_norm, which requires a single type."""
         if weight.dtype != x.dtype:
             return super().add_rms_norm(x, residual, weight, eps)
         normed, _, added = torch.ops.npu.npu_add_rms_norm(
@@ -326,16 +326,16 @@ class NPUDevice(PortableOperators):
         return normed, added
 
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """npu_swiglu: the first half is the gate."""
+        """Call npu_swiglu: the first half is the gate."""
         product: torch.Tensor = torch.ops.npu.npu_swiglu(gate_up.contiguous(), -1)
         return product
 
     def rotation(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(1, tokens, 1, rotated dimensions), once a step."""
+        """Return (1, tokens, 1, rotated dimensions), once a step."""
         return tuple(torch.cat((half, half), -1)[None, :, None] for half in (cos, sin))  # type: ignore[return-value]
 
     def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """npu_rotary_mul, which takes one type alone."""
+        """Call npu_rotary_mul, which requires a single type."""
         return self._rotate(x.to(cos.dtype), *self.rotation(cos, sin)).to(x.dtype)
 
     def _rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -348,8 +348,8 @@ class NPUDevice(PortableOperators):
     def write_kv(
         self, keys: torch.Tensor, values: torch.Tensor, cache: KVCache, slots: torch.Tensor
     ) -> None:
-        """npu_scatter_pa_kv_cache in its plain layout; no slot may come twice."""
-        # Contiguous before, not after: torchair may clear numbers in place, within a view.
+        """Call npu_scatter_pa_kv_cache in its plain layout; slots must be distinct."""
+        # Made contiguous before, not after: torchair may clear numbers in place, within a view.
         keys, values = (torch.nan_to_num(new.contiguous(), 0.0, 0.0, 0.0) for new in (keys, values))
         torch.ops.npu.npu_scatter_pa_kv_cache(
             keys, values, cache.keys, cache.values, slots, cache_mode="Norm"
@@ -366,7 +366,7 @@ class NPUDevice(PortableOperators):
         else:
             q, k = q.contiguous(), k.contiguous()
         if how.rotation[0].shape[-1] == size and size in _ROTATED_TOGETHER:
-            # It may work in place: what went in is not used again.
+            # It may work in place: its inputs are not used again.
             turned = torch.ops.npu.npu_apply_rotary_pos_emb(q[None], k[None], *how.rotation, "BSND")
             q, k = turned[0][0], turned[1][0]
         else:
@@ -377,14 +377,14 @@ class NPUDevice(PortableOperators):
     def attention(
         self, queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float
     ) -> torch.Tensor:
-        """npu_fused_infer_attention_score, in the layout that was chosen."""
+        """Call npu_fused_infer_attention_score in the chosen layout."""
         return self._attention(queries.contiguous(), cache, batch.plan, scale)
 
     def segment_attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Sequence[int]
     ) -> torch.Tensor:
-        """npu_fusion_attention over packed tokens: heads up to 768, of any size; some segments at a
-        time. Other chips than those that document it run PyTorch's operators."""
+        """Call npu_fusion_attention over packed tokens: heads up to 768, of any size; some segments
+        at a time. Chips without documentation for it run PyTorch's operators."""
         if not self.runtime.is_a2_or_a3:
             return super().segment_attention(q, k, v, segments)
         if len(segments) > _MOST_SEGMENTS:
@@ -406,7 +406,7 @@ class NPUDevice(PortableOperators):
         return attended
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-        """By npu_top_k_top_p where the chip has it, else by PyTorch's operators."""
+        """Use npu_top_k_top_p if the chip has it, else PyTorch's operators."""
         if self.runtime.is_a2_or_a3:
             return sampling.sample(logits, batch)
         return super().sample(logits, batch)
@@ -426,13 +426,13 @@ class _Compiled:
     compiled: CompiledStep
 
     def replay(self, lengths: HostSeqLens) -> torch.Tensor:
-        """A few small operators, and the compiled pass."""
+        """Run a few small operators and the compiled pass."""
         return self.device.run_compiled(self.compiled, self.function, lengths)
 
 
 def _grouped(x: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Return x W of groups of rows that follow each other: (rows, inputs) and (groups, inputs,
-    outputs); `counts` int64 (groups,) are their sizes."""
+    """Return x W of consecutive groups of rows: (rows, inputs) and (groups, inputs, outputs);
+    `counts` int64 (groups,) are their sizes."""
     found: list[torch.Tensor] = torch.ops.npu.npu_grouped_matmul(
         [x], [weights], group_list=counts, split_item=3, group_type=0, group_list_type=1
     )

@@ -28,8 +28,8 @@ log = logging.getLogger("nanoactor.models.npu")
 
 
 def graph_cache(given: str | None) -> Path:
-    """Choose where graphs are kept: as given, or in the user's cache. Raises `UnsupportedModel`
-    where that cannot be written."""
+    """Choose the graph directory: as given, or in the user's cache. Raises `UnsupportedModel` if it
+    is not writable."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     path = Path(given).expanduser() if given is not None else Path(home) / "nanoactor" / "graphs"
     try:
@@ -42,10 +42,10 @@ def graph_cache(given: str | None) -> Path:
 
 
 class NativeCapture:
-    """A step recorded as often as steps may be in flight; the recordings take turns.
+    """A step recorded once for each step in flight; the recordings take turns.
 
-    A graph's lengths are parameters that the host writes before a replay. While one replay runs the
-    next is prepared, so it must be another graph's.
+    A graph's lengths are parameters that the host writes before a replay. The next replay is
+    prepared while one runs, so it must use another graph.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class NativeCapture:
         self._current = 0
 
     def replay(self, lengths: HostSeqLens) -> torch.Tensor:
-        """One update of all layers' lengths, and one launch."""
+        """Update all layers' lengths at once, and launch."""
         graph = self._graphs[self._current]
         self._current = (self._current + 1) % len(self._graphs)
         if not graph.done.done():
@@ -104,16 +104,16 @@ class CompiledStep:
 
         config = torchair.CompilerConfig()
         config.mode = self._mode
-        # Keys and values are written in place: as inputs, not as copies of them.
+        # Keys and values are written in place, in the inputs themselves, not in copies.
         config.experimental_config.keep_inference_input_mutations = True
         if self._mode == "reduce-overhead":
             backend = torchair.get_npu_backend(compiler_config=config)
-            # Lengths are whole numbers that change: symbols, else each step would be compiled.
+            # Lengths are integers that change: they are symbols, else each step would be compiled.
             module.compiled = torch.compile(
                 module.decode, backend=backend, dynamic=True, fullgraph=True
             )
             return
-        # Makes torch.ops.air: attention with lengths as tensors.
+        # Registers torch.ops.air: attention with lengths as tensors.
         importlib.import_module("torchair.ops._npu_fused_infer_attention_score")
         directory = self._directory / self._key(module, rows, plan)
         if any(directory.rglob("compiled_module")):
@@ -125,7 +125,7 @@ class CompiledStep:
         )
 
     def _key(self, module: DecodePass, rows: int, plan: Plan) -> str:
-        """Of all that a compiled graph depends on: model, shapes, versions, our own code."""
+        """Return a key of all that a graph depends on: model, shapes, versions, our own code."""
         network = getattr(module.forward_function, "__self__", None)
         cache = module.caches[0].keys
         parts = [
@@ -143,7 +143,7 @@ class CompiledStep:
 
 
 class DecodePass(torch.nn.Module):
-    """A decode step's forward pass with nothing but tensors and lengths as arguments."""
+    """A decode step's forward pass with only tensors and lengths as arguments."""
 
     def __init__(self, forward: ForwardFunction, caches: list[KVCache], plan: Plan) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class DecodePass(torch.nn.Module):
         tables: torch.Tensor,
         contexts: Any,
     ) -> torch.Tensor:
-        """Compute a decode step; compiled. `contexts` is a list of whole numbers, or a tensor."""
+        """Compute a decode step; compiled. `contexts` is a list of integers, or a tensor."""
         ends: list[int] | torch.Tensor = self._ends
         if isinstance(contexts, torch.Tensor):
             ends = torch.arange(1, len(token_ids) + 1, device=contexts.device)
@@ -186,8 +186,8 @@ class DecodePass(torch.nn.Module):
 
 
 def _named(module: DecodePass, rows: int) -> types.FunctionType:
-    """`decode` with a code object of its own: torchair finds what it has compiled by that, and
-    several sizes of one would be taken for recompilations."""
+    """Return `decode` with its own code object: torchair looks up compiled graphs by it, and would
+    treat several sizes of one as recompilations."""
     decode = DecodePass.decode
     name = f"decode_{rows}"
     code = decode.__code__.replace(co_name=name, co_qualname=name)
@@ -196,7 +196,7 @@ def _named(module: DecodePass, rows: int) -> types.FunctionType:
 
 @functools.cache
 def _source_digest() -> str:
-    """Of this package's code: another one may compile to something else."""
+    """Return a digest of this package's code: other code may compile differently."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).resolve().parents[2].rglob("*.py")):
         digest.update(path.read_bytes())

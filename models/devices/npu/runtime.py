@@ -1,6 +1,6 @@
-"""One Ascend NPU by way of torch_npu: memory, queue, events, recorded graphs. No operators.
+"""One Ascend NPU through torch_npu: memory, queue, events, recorded graphs. No operators.
 
-Never run on an NPU: docs/ascend.md says what has been verified, and how far.
+Never run on an NPU: docs/ascend.md lists the extent of verification.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _INSTALL = (
     "in releases that belong together"
 )
 _SOURCE = "source /usr/local/Ascend/ascend-toolkit/set_env.sh"
-# Atlas A2 (910B) and A3 (910_93): what has bfloat16, and the operators that their pages name alone.
+# Atlas A2 (910B) and A3 (910_93): these have bfloat16, and operators documented for them alone.
 _A2_OR_A3 = re.compile(r"Ascend910(B|_93)")
 _HALF = (torch.float16, torch.bfloat16)
 
 
 def load_torch_npu() -> Any:
-    """The module. Raises `UnsupportedModel`, which says what is missing and what to do."""
+    """Import torch_npu. Raises `UnsupportedModel` with the missing part and the remedy."""
     try:
         import torch_npu
     except ModuleNotFoundError as error:
@@ -57,7 +57,7 @@ class NPUEvent:
         self.event = event
 
     def record(self) -> None:
-        """Behind what is queued on the current stream."""
+        """Record the event on the current stream."""
         self.event.record()
 
     def done(self) -> bool:
@@ -65,26 +65,26 @@ class NPUEvent:
         return bool(self.event.query())
 
     def wait(self) -> None:
-        """Block until it has."""
+        """Block until the stream has passed it."""
         self.event.synchronize()
 
     def milliseconds_until(self, later: NPUEvent) -> float:
-        """By the device's clock."""
+        """Return the time to `later` by the device's clock."""
         return float(self.event.elapsed_time(later.event))
 
 
 @dataclasses.dataclass(slots=True)
 class RecordedGraph:
-    """A native graph. Lengths of its attention operators are parameters of the host: they are
-    written into the graph before each replay."""
+    """A native graph. The host writes the lengths of its attention operators into the graph before
+    each replay."""
 
     graph: Any
     result: torch.Tensor
     done: NPUEvent
 
     def replay(self, contexts: Sequence[int]) -> None:
-        """Queue it with these lengths. The caller makes sure that its last replay is through:
-        what runs would see the new ones."""
+        """Queue it with these lengths. The caller ensures that its last replay is finished: a
+        running one would see the new lengths."""
         self.graph.update(cpu_update_input=[{"actual_seq_lengths_kv": list(contexts)}])
         self.graph.replay()
         self.done.record()
@@ -97,12 +97,12 @@ class AscendRuntime:
     block_multiple, largest_block = 128, 512
     """Block sizes that fused attention supports for several positions per row."""
     packed_heads: tuple[int, ...] = (64, 128, 192)
-    """Head sizes that it supports for packed tokens."""
+    """Head sizes that fused attention supports for packed tokens."""
     collective_backend = "hccl"
     default_dtype: torch.dtype
 
     def __init__(self, index: int = 0) -> None:
-        """Raises `UnsupportedModel` where torch_npu, CANN or the NPU is missing."""
+        """Open the NPU. Raises `UnsupportedModel` if torch_npu, CANN or the NPU is missing."""
         self.torch_npu = load_torch_npu()
         self._npu = self.torch_npu.npu
         count = self._npu.device_count()
@@ -121,24 +121,24 @@ class AscendRuntime:
         self._base = 0
 
     def supports(self, dtype: torch.dtype) -> bool:
-        """float16; bfloat16 on A2 and A3. Fused attention takes nothing else."""
+        """Return True for float16, and for bfloat16 on A2 and A3, as fused attention does."""
         return dtype in _HALF and (dtype != torch.bfloat16 or self.is_a2_or_a3)
 
     def prepare_thread(self, threads: int) -> None:
-        """Choose the NPU for the calling thread. Operators come from the compiled library, none is
+        """Select the NPU for the calling thread. Operators come from the compiled library; none is
         compiled for a shape while the engine runs."""
         self._npu.set_device(self.torch_device)
         self._npu.set_compile_mode(jit_compile=False)
         torch.set_num_threads(threads)
 
     def memory(self) -> Memory:
-        """The driver's figures; what PyTorch has cached for itself is free."""
+        """Return the driver's figures; PyTorch's cached memory counts as free."""
         free, total = self._npu.mem_get_info(self.torch_device)
         cached = self._npu.memory_reserved(self.torch_device)
         return Memory(total, free + cached - self._npu.memory_allocated(self.torch_device))
 
     def reset_peak(self) -> None:
-        """Begin to watch PyTorch's allocator."""
+        """Reset the peak of PyTorch's allocator."""
         self._npu.synchronize()
         self._base = self._npu.memory_allocated(self.torch_device)
         self._npu.reset_peak_memory_stats(self.torch_device)
@@ -156,12 +156,12 @@ class AscendRuntime:
         self._npu.synchronize()
 
     def event(self) -> NPUEvent:
-        """On the current stream."""
+        """Create an event on the current stream."""
         return NPUEvent(self._npu.Event(enable_timing=True))
 
     @contextlib.contextmanager
     def stream(self) -> Iterator[None]:
-        """A stream of its own, as the default one cannot be captured."""
+        """Use a separate stream, as the default one cannot be captured."""
         self._npu.set_device(self.torch_device)
         if self._stream is None:
             self._stream = self._npu.Stream()
@@ -177,7 +177,7 @@ class AscendRuntime:
                 graph,
                 pool=self._pool,
                 stream=self._stream,
-                # Each attention operator becomes a group of tasks whose parameters can be changed.
+                # Each attention operator becomes a group of tasks with mutable parameters.
                 auto_dispatch_capture=True,
                 capture_error_mode="thread_local",
             ),
@@ -188,8 +188,8 @@ class AscendRuntime:
 
     @contextlib.contextmanager
     def _left_as_found(self, graph: Any) -> Iterator[None]:
-        """Clean up after a recording: torch_npu may leave its mode on PyTorch's stack, and its
-        stream current: all that comes next would be taken for a part of it."""
+        """Clean up after a recording: torch_npu may leave its mode on PyTorch's stack and its
+        stream current, and later work would become part of the recording."""
         modes, stream = len(_get_current_dispatch_mode_stack()), self._npu.current_stream()
         try:
             yield
@@ -200,13 +200,13 @@ class AscendRuntime:
             raise
 
     def to_fractal(self, weight: torch.Tensor) -> torch.Tensor:
-        """A matrix in the layout that matrix units read (NZ)."""
+        """Return a matrix in the layout that matrix units read (NZ)."""
         self._npu.config.allow_internal_format = True
         fractal: torch.Tensor = torch.ops.npu.npu_format_cast(weight.contiguous(), _FRACTAL_NZ)
         return fractal
 
     def versions(self) -> tuple[str, ...]:
-        """Whatever compiled graphs depend on."""
+        """Return the versions that compiled graphs depend on."""
         cann = str(self._npu.utils.get_cann_version())
         return (torch.__version__, str(self.torch_npu.__version__), cann, self.chip)
 

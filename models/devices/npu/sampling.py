@@ -1,9 +1,9 @@
-"""Sampling with npu_top_k_top_p, for chips that have it: what is cut is the operator's, the noise
-is the engine's own.
+"""Sampling with npu_top_k_top_p, for chips that have it: the operator truncates, the noise is the
+engine's own.
 
 The operator keeps every logit that equals the least of the best k, and among equal ones at the
-edge of top-p the higher ids: where bfloat16 logits are equal there, a token may be chosen that
-`nanoactor.models.sampling.sampler` would have cut. For one device it is the same in every batch.
+edge of top-p the higher ids: if bfloat16 logits are equal there, a token may be chosen that
+`nanoactor.models.sampling.sampler` would have cut. On one device it is the same in every batch.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from nanoactor.models.sampling.sampler import scores_of
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """Ids, int64 (rows,), as `nanoactor.models.sampling.sampler.sample`. Rows with a top-k beyond
-    `limits.CANDIDATES` are left to that: the operator's ends at 1,024."""
+    """Return ids, int64 (rows,), as `nanoactor.models.sampling.sampler.sample`, which handles rows
+    with a top-k beyond `limits.CANDIDATES`: the operator's limit is 1,024."""
     logits, groups = logits.float(), batch.groups
     if not groups.limited.numel() and not groups.nucleus.numel():
         return sample_portably(logits, batch)

@@ -1,4 +1,4 @@
-"""Decode attention over the paged cache, where its blocks lie."""
+"""Decode attention over the paged cache; blocks are read in place."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from nanoactor.models.devices.cpu.kernels.elements import (
 _LINE = 64
 """Bytes of a cache line."""
 _SHORT = 16 << 10
-"""Bytes of a block up to which the processor, by itself, fetches too little of it ahead."""
+"""Bytes of a block up to which the hardware prefetcher fetches too little of it."""
 
 
 @inlined_reordered
 def _fetch(at, row_bytes, block_bytes):
-    """Ask for a position's keys or values, of all heads, of a block that is read next."""
+    """Prefetch a position's keys or values, of all heads, from the block that is read next."""
     if block_bytes <= _SHORT:
         for line in range(0, row_bytes, _LINE):
             prefetch(at + line)
@@ -37,7 +37,7 @@ def _fetch(at, row_bytes, block_bytes):
 
 @inlined_reordered
 def _score(query, scores, block, group, start, count, following, span):
-    """Products of queries (heads, size) with the keys of one block, for a span of KV heads."""
+    """Multiply queries (heads, size) by the keys of one block, for a span of KV heads."""
     row_bytes = block.shape[1] * block.shape[2] * block.itemsize
     for position in range(count):
         _fetch(following + position * row_bytes, row_bytes, row_bytes * block.shape[0])
@@ -51,8 +51,8 @@ def _score(query, scores, block, group, start, count, following, span):
 
 @inlined_reordered
 def _weigh(sums, scores, block, group, start, count, following, span):
-    """Add to sums (heads, size) the values of one block, each by its score; four at a time, so
-    that sums are loaded and stored once for them."""
+    """Add the values of one block, weighted by their scores, to sums (heads, size). Four at a time,
+    so that sums are loaded and stored once for them."""
     row_bytes = block.shape[1] * block.shape[2] * block.itemsize
     for p in range(count):
         _fetch(following + p * row_bytes, row_bytes, row_bytes * block.shape[0])
@@ -80,7 +80,7 @@ def _weigh(sums, scores, block, group, start, count, following, span):
 
 @inlined_reordered
 def _softmax(scores, head, count):
-    """Replace scores by e^(score - highest); returns what their sum is to be divided by."""
+    """Replace scores by e^(score - highest); returns the divisor of their weighted sum."""
     highest = scores[head, 0]
     for i in range(count):
         highest = max(highest, scores[head, i])
@@ -131,11 +131,11 @@ def _decode_attention(
     queries, keys, values, tables, slots, contexts, output, rows, heads, kv_heads, size, width,
     block_size, parts, scale, like
 ):  # fmt: skip
-    """One query for each row (rows, heads, size) attends to the row's context.
+    """Attend with one query for each row (rows, heads, size) to the row's context.
 
     `tables` int32 (slots, width) has the blocks of each slot; keys and values are (blocks,
     block_size, kv_heads, size); slots and contexts int32 (rows,). A thread takes one of `parts` of
-    a row's KV heads at a time, and reads what lies together together.
+    a row's KV heads at a time, so that it reads contiguous memory.
     """
     inputs = view(queries, (rows, heads, size), like)
     outputs = view(output, (rows, heads, size), like)
@@ -152,7 +152,7 @@ def _decode_attention(
 def decode_attention(
     queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float, threads: int
 ) -> torch.Tensor:
-    """Decode rows (rows, heads, head_dim) over their contexts, same shape."""
+    """Return the attention of decode rows (rows, heads, head_dim) over their contexts."""
     queries = queries.contiguous()
     rows, heads, size = queries.shape
     _, block_size, kv_heads, _ = cache.keys.shape

@@ -1,7 +1,7 @@
-"""Elements that kernels read and write, at an address, in float32 or in bfloat16.
+"""Elements that kernels read and write at an address, in float32 or bfloat16.
 
-Kernels take addresses, as a torch tensor gives its own in 0.1 us and Numba has no bfloat16. The
-last argument, `like`, says by its type what lies there: float32, or uint16 for the bits of
+Kernels take addresses: a torch tensor returns its own in 0.1 us, and Numba has no bfloat16. The
+type of the last argument, `like`, is the type of the elements: float32, or uint16 for the bits of
 bfloat16. Arithmetic is in float32.
 """
 
@@ -35,10 +35,10 @@ INT64 = np.int64(0)
 _WORTH = 1 << 18
 """Elements from which a second thread is worth its wake-up."""
 
-# Of Numba's ways to run threads, one ends the process where two threads use it at once.
+# One of Numba's threading layers ends the process if two threads use it at once.
 _one_at_a_time = threading.Lock()
 
-# No flag says that numbers are finite: kernels look for those that are not.
+# No fast-math flag assumes finite numbers: kernels check for others.
 _REORDERED = {"reassoc", "contract", "nsz", "arcp"}
 
 
@@ -48,12 +48,12 @@ def knows(x: torch.Tensor) -> bool:
 
 
 def like_of(x: torch.Tensor) -> np.generic:
-    """The `like` of a tensor's elements."""
+    """Return the `like` of a tensor's elements."""
     return _LIKE[x.dtype]
 
 
 def spread(kernels: tuple[Any, Any], threads: int, elements: int, *arguments: Any) -> None:
-    """Run a kernel that `both` made: over so many threads, if it has as much to do as that."""
+    """Run a kernel made by `both`: on `threads` threads if there are enough elements."""
     if threads == 1 or elements < _WORTH:
         kernels[0](*arguments)
     else:
@@ -82,8 +82,8 @@ _kernels: list[_Kernel] = []
 def compile_kernels(
     dtype: torch.dtype, parallel: bool, purposes: Collection[str] = (STEPS, LOGITS)
 ) -> None:
-    """Compile, or read from disk, what there is for this type: no step is to wait for it. Those
-    that only some models call are compiled where these are loaded."""
+    """Compile, or read from disk, the kernels for this type, so that no step waits for them. Those
+    that only some models call are compiled when such a model is loaded."""
     if dtype not in _LIKE:
         return
     like = numba.typeof(_LIKE[dtype])
@@ -105,7 +105,7 @@ def kernel(
         options = {"nogil": True, "fastmath": _REORDERED, "error_model": "numpy"}
         try:
             made = numba.njit(cache=True, parallel=parallel, **options)(function)
-        except RuntimeError as error:  # neither our folder nor the user's cache can be written to
+        except RuntimeError as error:  # neither our folder nor the user's cache is writable
             _log_once(f"kernels are compiled at each start, which takes some 10 s: {error}")
             made = numba.njit(parallel=parallel, **options)(function)
         arguments = tuple(types.float64 if kind == "f" else types.int64 for kind in scalars)
@@ -149,13 +149,13 @@ def _pointer(typing_context, address, like):
 
 @inlined
 def view(address, shape, like):
-    """The memory at an address as a contiguous array."""
+    """Return the memory at an address as a contiguous array."""
     return numba.carray(_pointer(address, like), shape)
 
 
 @intrinsic
 def bits_of(typing_context, value):
-    """The bits of a float32, as uint32."""
+    """Return the bits of a float32 as uint32."""
 
     def generate(context, builder, signature, arguments):
         return builder.bitcast(arguments[0], ir.IntType(32))
@@ -165,7 +165,7 @@ def bits_of(typing_context, value):
 
 @intrinsic
 def float_of(typing_context, bits):
-    """The float32 of these bits, uint32."""
+    """Return the float32 with these bits, uint32."""
 
     def generate(context, builder, signature, arguments):
         return builder.bitcast(arguments[0], ir.FloatType())
@@ -175,7 +175,7 @@ def float_of(typing_context, bits):
 
 @intrinsic
 def wide(typing_context, value):
-    """An element as float32."""
+    """Return an element as float32."""
 
     def generate(context, builder, signature, arguments):
         if signature.args[0] == types.float32:
@@ -196,7 +196,7 @@ def _is_float(typing_context, like):
 
 @intrinsic
 def _as_element(typing_context, value, bits, like):
-    """One of the two, by the type that is wanted."""
+    """Return one of the two, depending on the wanted type."""
 
     def generate(context, builder, signature, arguments):
         if signature.return_type == types.float32:
@@ -208,7 +208,7 @@ def _as_element(typing_context, value, bits, like):
 
 @intrinsic
 def prefetch(typing_context, address):
-    """Ask for the cache line at an address."""
+    """Prefetch the cache line at an address."""
 
     def generate(context, builder, signature, arguments):
         pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
@@ -223,7 +223,7 @@ def prefetch(typing_context, address):
 
 @inlined
 def narrow(value, like):
-    """A float32 as an element: the nearest, ties to even, NaN stays NaN."""
+    """Round a float32 to an element: nearest, ties to even, NaN stays NaN."""
     bits = bits_of(value)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     if bits & np.uint32(0x7FFFFFFF) > np.uint32(0x7F800000):
@@ -233,7 +233,7 @@ def narrow(value, like):
 
 @inlined
 def finite(value):
-    """The value, or 0 for NaN and infinities."""
+    """Return the value, or 0 for NaN and infinities."""
     exponent = np.uint32(0x7F800000)
     return value if bits_of(value) & exponent != exponent else np.float32(0)
 
@@ -245,7 +245,7 @@ _LN_2_LOW = np.float32(-2.12194440e-4)
 
 @inlined
 def exp(x):
-    """e^x in float32 to 2 ulp, without a call, so that loops over it become vector code.
+    """Return e^x in float32 to 2 ulp, without a call, so that loops over it vectorize.
 
     x = n ln 2 + r; e^r by its Taylor series on |r| <= 0.35, to the 7th power; n goes into the
     exponent's bits (W. J. Cody and W. Waite, "Software manual for the elementary functions", 1980).

@@ -82,7 +82,7 @@ def _normed(vector, weights, eps):
 
 @inlined
 def _rotate(vector, cosines, sines, token):
-    """Turn a head's vector in place: dimension i is paired with i + half."""
+    """Rotate a head's vector in place: dimension i is paired with i + half."""
     half = len(vector) // 2
     for i in range(half):
         first, second = vector[i], vector[i + half]
@@ -95,7 +95,7 @@ def _norm_rotate_store(
     qkv, q_norm, k_norm, cos, sin, slots, queries, keys, values, tokens, heads, kv_heads, size,
     eps, like
 ):  # fmt: skip
-    """Norm and rotate queries and keys (tokens, heads + 2 * kv_heads, size), where the norms'
+    """Rotate queries and keys (tokens, heads + 2 * kv_heads, size), normed first if the norms'
     weights have an address; keys and values go to their slots, int64 (tokens,), of the cache."""
     inputs = view(qkv, (tokens, heads + 2 * kv_heads, size), like)
     cosines = view(cos, (tokens, size // 2), FLOAT)

@@ -63,7 +63,7 @@ def _gather(source, choices, chosen, values):
 
 @inlined
 def _sum(found, weights, token, results, like):
-    """Add a token's products in the order of its choices, whatever others are in the step."""
+    """Add a token's products in the order of its choices, whatever else is in the step."""
     chosen = weights.shape[1]
     for j in range(results.shape[1]):
         total = np.float32(0)
@@ -77,11 +77,11 @@ def _experts(
     x, gate_up, down, order, firsts, shares, products, output, tokens, chosen, experts, hidden,
     inner, parts, like
 ):  # fmt: skip
-    """Rows (tokens * chosen) stand by expert: `order` int32 says which token's choice each is,
-    `firsts` int32 (experts + 1,) where each expert's begin. `products` is float32 (rows, hidden),
-    `output` (tokens, hidden).
+    """Compute rows (tokens * chosen) sorted by expert: `order` int32 has the choice of each row,
+    `firsts` int32 (experts + 1,) the first row of each expert. `products` is float32
+    (rows, hidden), `output` (tokens, hidden).
 
-    Each thread has one of `parts` stretches of the outputs of every matrix.
+    Each thread computes one of `parts` ranges of the outputs of every matrix.
     """
     rows = tokens * chosen
     source, results = view(x, (tokens, hidden), like), view(output, (tokens, hidden), like)
@@ -109,7 +109,7 @@ def _experts(
 
 
 def grouped(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sort choices by expert: (order int32, int32 (experts + 1,) where each expert's begin)."""
+    """Sort choices by expert: (order int32, first row of each expert int32 (experts + 1,))."""
     flat = ids.flatten()
     firsts = torch.zeros(experts + 1, dtype=torch.int32)
     torch.cumsum(flat.bincount(minlength=experts), 0, out=firsts[1:])

@@ -82,8 +82,8 @@ def _experts(
     group, blocks, down_group, down_blocks, offset, parts, like,
 ):  # fmt: skip
     """As `experts._experts` with matrices in e4m3: scales are float32 (experts, groups, blocks), of
-    `group` outputs each. Inputs of `down` begin `offset` within their first block; those of gates
-    and ups begin with one."""
+    `group` outputs each. Inputs of `down` start `offset` into their first block; those of gates and
+    ups start with a block."""
     rows = tokens * chosen
     source, results = view(x, (tokens, hidden), like), view(output, (tokens, hidden), like)
     choices, begins = view(order, (rows,), INT32), view(firsts, (experts + 1,), INT32)

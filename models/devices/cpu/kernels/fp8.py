@@ -24,12 +24,12 @@ from nanoactor.models.weights.fp8 import Fp8Blocks
 
 BYTE = np.uint8(0)
 _BIAS = np.float32(2.0**120)
-"""A number's four bits of exponent, read as float32's last four, are so much too small."""
+"""Factor by which a number is too small when float32's low exponent bits hold its four."""
 
 
 @intrinsic
 def _unpacked(typing_context, byte):
-    """An e4m3 number over `_BIAS`, as float32; denormal numbers are denormal here too."""
+    """Return an e4m3 number divided by `_BIAS`, as float32; denormals stay denormal."""
 
     def generate(context, builder, signature, arguments):
         bits = builder.zext(arguments[0], ir.IntType(32))
@@ -44,8 +44,8 @@ def _unpacked(typing_context, byte):
     return types.float32(byte), generate
 
 
-# Loops count from 0: Numba takes another beginning for one that may be negative, and looks at each
-# index, which keeps numbers from being multiplied several at once.
+# Loops count from 0: Numba assumes that any other start may be negative and checks each index,
+# which prevents vectorization.
 
 
 @inlined_reordered
@@ -58,7 +58,7 @@ def _one(x, weights, row):
 
 @inlined_reordered
 def _four(x, weights, row):
-    """Products of four rows with one stretch of an output's weights, which is read once."""
+    """Multiply four rows by one range of an output's weights, which is read once."""
     a = b = c = d = np.float32(0)
     for i in range(len(weights)):
         weight = _unpacked(weights[i])
@@ -71,7 +71,7 @@ def _four(x, weights, row):
 
 @inlined
 def _add_block(x, weights, totals, scale):
-    """Add what one block of inputs gives to each row's total."""
+    """Add one block of inputs to each row's total."""
     rows = x.shape[0]
     for row in range(0, rows - 3, 4):
         a, b, c, d = _four(x, weights, row)
@@ -85,7 +85,7 @@ def _add_block(x, weights, totals, scale):
 
 @inlined
 def _in_blocks(source, values, offset):
-    """Lay inputs out by block, (blocks, rows, block): numbers of a block follow each other."""
+    """Lay inputs out by block, (blocks, rows, block): numbers of a block are consecutive."""
     blocks, rows, block = values.shape
     for number in range(blocks):
         first = number * block - offset
@@ -112,14 +112,15 @@ def _linear(
     x, weight, scales, bias, output,
     rows, inputs, outputs, group, blocks, block, offset, parts, like,
 ):  # fmt: skip
-    """x Wᵀ + b for (rows, inputs), e4m3 (outputs, inputs) and scales float32 (groups, blocks) of
-    `group` outputs each; a bias at 0 is none. The first block has `block - offset` inputs.
+    """Compute x Wᵀ + b for (rows, inputs), e4m3 (outputs, inputs) and scales float32
+    (groups, blocks) of `group` outputs each; a null bias address means none. The first block has
+    `block - offset` inputs.
 
-    Each thread has one of `parts` stretches of the outputs.
+    Each thread computes one of `parts` ranges of the outputs.
     """
     results, added = view(output, (rows, outputs), like), view(bias, (outputs,), like)
     factors = view(scales, ((outputs + group - 1) // group, blocks), FLOAT)
-    # The first block begins where its inputs do, so that each is read from its beginning.
+    # The first block starts at its first input, so that each is read from its start.
     values = np.empty((blocks, rows, block), np.float32)
     _in_blocks(view(x, (rows, inputs), like), values, offset)
     values[0, :, : block - offset] = values[0, :, offset:].copy()
@@ -136,8 +137,8 @@ def _linear(
 def _unpack(
     weight, scales, output, first, inputs, outputs, group, blocks, block, offset, parts, like
 ):  # fmt: skip
-    """Write the numbers of outputs from `first` on, (outputs, inputs), to `output`; `scales` are
-    those of all, as for `_linear`."""
+    """Write the weights of outputs from `first` on, (outputs, inputs), to `output`; `scales` are
+    those of all outputs, as for `_linear`."""
     results = view(output, (outputs, inputs), like)
     factors = view(scales, ((first + outputs + group - 1) // group, blocks), FLOAT)
     for part in prange(parts):

@@ -1,4 +1,4 @@
-"""Products of a few rows: they read the weights once, in order, as fast as memory gives them."""
+"""Products of a few rows: the weights are read once, in order, at memory bandwidth."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _one(x, weights, row, output):
 
 @inlined_reordered
 def _four(x, weights, row, output):
-    """Products of four rows with one output's weights, which are read once."""
+    """Multiply four rows by one output's weights, which are read once."""
     a = b = c = d = np.float32(0)
     for i in range(x.shape[1]):
         weight = wide(weights[output, i])
@@ -40,9 +40,9 @@ def _four(x, weights, row, output):
 
 @both("aaaannnn")
 def _linear(x, weight, bias, output, rows, inputs, outputs, parts, like):
-    """x Wᵀ + b: (rows, inputs) and (outputs, inputs) to (rows, outputs); a bias at 0 is none.
+    """Compute x Wᵀ + b: (rows, inputs), (outputs, inputs) to (rows, outputs); bias 0 means none.
 
-    Each thread has one of `parts` stretches of the outputs, so that it reads in one stream.
+    Each thread computes one of `parts` ranges of the outputs, so that it reads in one stream.
     """
     source, weights = view(x, (rows, inputs), like), view(weight, (outputs, inputs), like)
     results, added = view(output, (rows, outputs), like), view(bias, (outputs,), like)

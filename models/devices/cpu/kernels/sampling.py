@@ -32,7 +32,7 @@ _MOST_IDS = 0xFFFFFFFF
 
 @inlined
 def _ordered(value):
-    """An int32 whose order is that of floats: maxima of whole numbers become vector code."""
+    """Return an int32 that sorts as the float does: maxima of integers vectorize."""
     bits = np.int32(bits_of(value))
     return bits ^ (np.int32(0x7FFFFFFF) if bits < 0 else np.int32(0))
 
@@ -44,7 +44,7 @@ def _value_of(ordered):
 
 @inlined
 def _best(values):
-    """The first place of the highest; no value is NaN."""
+    """Return the first index of the highest value; no value is NaN."""
     highest = _LOWEST
     for i in range(len(values)):
         highest = max(highest, _ordered(values[i]))
@@ -77,7 +77,7 @@ def _round(c0, c1, c2, c3, k0, k1):
 
 @inlined
 def _philox(counter, position, low, high):
-    """Philox 4x32-10, see `nanoactor.models.sampling.philox`: four words for four token ids."""
+    """Run Philox 4x32-10, see `nanoactor.models.sampling.philox`: a word for each of four ids."""
     c0, c1, c2, c3 = np.uint32(counter), np.uint32(position), np.uint32(0), np.uint32(0)
     k0, k1 = np.uint32(low), np.uint32(high)
     for _ in range(10):
@@ -89,14 +89,14 @@ def _philox(counter, position, low, high):
 
 @inlined
 def _gumbel(word):
-    """Standard Gumbel noise from a 32-bit word: 23 bits, never 0 and never 1."""
+    """Return standard Gumbel noise from a 32-bit word: 23 bits, never 0 and never 1."""
     uniform = (np.float32(word >> np.uint32(9)) + np.float32(0.5)) * np.float32(2.0**-23)
     return -np.float32(math.log(-np.float32(math.log(uniform))))
 
 
 @inlined
 def _gumbel_at(token, position, low, high):
-    """The noise of one token id."""
+    """Return the noise of one token id."""
     words = _philox(token >> 2, position, low, high)
     which = token & 3
     word = words[0]
@@ -128,8 +128,8 @@ def _from_all(scores, position, low, high):
 
 @inlined
 def _candidates(scores, most, mass):
-    """Keys of the likeliest tokens, in descending order: at least `most` of them, or all, or
-    those that have more than `mass`."""
+    """Return keys of the likeliest tokens, in descending order: at least `most` of them, or all, or
+    those that together exceed `mass`."""
     bound = np.float32(-4)
     while True:
         count, found = 0, 0.0
@@ -144,7 +144,7 @@ def _candidates(scores, most, mass):
     count = 0
     for i in range(len(scores)):
         if scores[i] >= bound:
-            # Equal scores by ascending id; the sum makes -0.0 equal 0.0.
+            # Equal scores are sorted by ascending id; the addition makes -0.0 equal 0.0.
             positive = scores[i] if scores[i] != 0 else np.float32(0)
             keys[count] = -((np.int64(_ordered(positive)) << 32) | (_MOST_IDS - i))
             count += 1
@@ -154,13 +154,13 @@ def _candidates(scores, most, mass):
 
 @inlined
 def _from_some(scores, top_k, top_p, min_p, position, low, high):
-    """Draw from what top-k, top-p and min-p leave, in this order."""
+    """Draw from the tokens left by top-k, top-p and min-p, in this order."""
     limit = min(top_k, len(scores)) if top_k > 0 else len(scores)
     total = 0.0
     for i in range(len(scores)):
         total += exp(scores[i])
     mass = math.inf
-    if top_k <= 0:  # what lies behind top-p of all cannot be chosen
+    if top_k <= 0:  # tokens beyond top-p of all cannot be chosen
         mass = total * top_p if top_p < 1 else math.inf
     keys = _candidates(scores, limit, mass)
     limit = min(limit, len(keys))
@@ -184,7 +184,7 @@ def _from_some(scores, top_k, top_p, min_p, position, low, high):
 
 @inlined
 def _choose(given, row, temperature, top_k, top_p, min_p, low, high, position):
-    """The id for one row of logits."""
+    """Return the id for one row of logits."""
     scores = np.empty(given.shape[1], np.float32)
     for i in range(len(scores)):
         scores[i] = wide(given[row, i])
@@ -209,9 +209,8 @@ def _sample_rows(
     """Choose an id for each row of logits (rows, vocabulary), by its slot's parameters.
 
     Parameters are (columns,) by slot, the seeds' low words before their high ones. Ids go to
-    `chosen` int32 (rows,), `NO_TOKEN` where the highest logit is not finite and `FROZEN` where the
-    slot is frozen, and to `last_tokens`; `lengths` are the positions that the sampled tokens will
-    have.
+    `chosen` int32 (rows,), `NO_TOKEN` if the highest logit is not finite and `FROZEN` if the slot
+    is frozen, and to `last_tokens`; `lengths` are the positions that the sampled tokens will have.
     """
     given, slot_of = view(logits, (rows, vocabulary), like), view(slots, (rows,), INT32)
     temperature, top_p = view(temperatures, (columns,), FLOAT), view(top_ps, (columns,), FLOAT)

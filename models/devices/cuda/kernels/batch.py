@@ -91,7 +91,7 @@ def _advance(
 def locate(
     tables: SlotTables, slots: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
-    """The place in the cache, int64 (tokens,), of tokens at positions of slots, int32 (tokens,)."""
+    """Fill in cache places, int64 (tokens,), from slots and positions, int32 (tokens,)."""
     tokens = len(slots)
     if tokens:
         _locate[(triton.cdiv(tokens, 256),)](

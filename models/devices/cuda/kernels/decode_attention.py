@@ -1,8 +1,9 @@
 """Attention of one new token per row over the paged cache, split along the context.
 
 A context is cut into chunks, so that a few long rows occupy the whole chip as many short ones do
-(flash-decoding: Dao et al., 2023). Which program has which chunk is decided on the device, once for
-all layers of a step (`plan_splits`), from the rows' lengths: a captured graph needs no host for it.
+(flash-decoding: Dao et al., 2023). Chunks are assigned to programs on the device, once for all
+layers of a step (`plan_splits`), from the rows' lengths, so a captured graph does not need the
+host.
 The query heads that share a key-value head are the rows of one matrix product, so that keys and
 values are read once.
 """
@@ -20,10 +21,10 @@ from nanoactor.models.batch import KVCache
 _TILE = 64
 """Positions that a program reads at a time; chunks are multiples of it."""
 _WHOLE_BLOCKS, _SMALL_BLOCKS = (4, 3), (2, 5)
-"""(warps, pipeline stages) where a tile lies in one block, and where it is gathered from several:
+"""(warps, pipeline stages) for a tile within one block, and for a tile gathered from several;
 measured on an H200, see bench/kernels.py."""
 _MOST_CHUNKS = 1024
-"""Beyond one chunk for each row: so many keep any chip busy."""
+"""Chunks beyond one for each row; enough to keep any chip busy."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class Splits:
     def empty(
         cls, rows: int, heads: int, kv_heads: int, head_dim: int, device: torch.device
     ) -> Splits:
-        """Room for so many rows."""
+        """Allocate memory for `rows` rows."""
         items = rows + _wanted_chunks(rows, kv_heads, device)
 
         def ints(count: int) -> torch.Tensor:
@@ -63,7 +64,7 @@ class Splits:
         )
 
     def of(self, rows: int, kv_heads: int) -> Splits:
-        """The same memory for fewer rows."""
+        """Return the same memory for fewer rows."""
         items = min(len(self.rows), rows + _wanted_chunks(rows, kv_heads, self.rows.device))
         return Splits(
             self.rows[:items],
@@ -139,7 +140,7 @@ def decode_attention(
     scale: float,
     output: torch.Tensor,
 ) -> None:
-    """Attention of (rows, heads, head_dim) into `output` of the same shape.
+    """Write the attention of (rows, heads, head_dim) to `output` of the same shape.
 
     `tables` are int32 (slots, blocks), `slots` and `contexts` int32 (rows,): the row of the table
     and the length of each sequence, new token included. `plan_splits` must have run for them.

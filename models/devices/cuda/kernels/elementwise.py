@@ -57,7 +57,7 @@ def _rms_norm(
     value = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
     if added:
         value += tl.load(residual + at, mask=there, other=0.0).to(tl.float32)
-        # Rounded before it is normalised, as it will be read again.
+        # Rounded before it is normalized, as it will be read again.
         value = value.to(total.dtype.element_ty)
         tl.store(total + at, value, mask=there)
         value = value.to(tl.float32)
@@ -91,8 +91,8 @@ def _swiglu(gate_up, output, inner, block: tl.constexpr):
 
 
 def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate (tokens, heads, head_dim), of which each token's heads are contiguous, by cosines and
-    sines (tokens, head_dim / 2), contiguous."""
+    """Rotate (tokens, heads, head_dim), with each token's heads contiguous, by cosines and sines
+    (tokens, head_dim / 2), contiguous."""
     tokens, heads, size = x.shape
     output = x.new_empty(tokens, heads, size)
     if output.numel():

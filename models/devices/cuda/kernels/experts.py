@@ -20,10 +20,10 @@ Grouped = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class TritonExperts:
-    """Each token through its experts."""
+    """Runs each token through its experts."""
 
     def __init__(self, weights: ExpertWeights, packs: bool) -> None:
-        """Those in FP8 stay packed if `packs` and where the kernels know their blocks."""
+        """Keep FP8 experts packed if `packs` and the kernels support their blocks."""
         why = _refusal(weights) if packs else None
         packed = self._packed = _packed_of(weights) if packs else None
         self._few: experts_few.Matrices
@@ -40,7 +40,7 @@ class TritonExperts:
         self._most = min(most, len(self._few.down.weight))
 
     def matrices(self) -> tuple[Matrix, Matrix] | None:
-        """Return gates and ups, and what leads back, as a whole step's kernel reads them."""
+        """Return gates and ups, and down projections, as a whole step's kernel reads them."""
         few = self._few
         if self._packed is None:
             return few.gate_up.weight, few.down.weight
@@ -76,7 +76,7 @@ def _refusal(weights: ExpertWeights) -> str | None:
 
 
 def _sum(parts: torch.Tensor) -> torch.Tensor:
-    """(tokens, chosen, hidden) to (tokens, hidden)."""
+    """Sum (tokens, chosen, hidden) to (tokens, hidden)."""
     tokens, chosen, hidden = parts.shape
     y = parts.new_empty(tokens, hidden)
     block = min(1024, triton.next_power_of_2(hidden))
@@ -88,7 +88,7 @@ def _sum(parts: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _add(parts, y, hidden, chosen: tl.constexpr, block: tl.constexpr):
-    """Add what a token's experts have given, in the order of its choices."""
+    """Add the outputs of a token's experts in the order of its choices."""
     token = tl.program_id(0).to(tl.int64)
     j = tl.program_id(1) * block + tl.arange(0, block)
     total = tl.zeros([block], tl.float32)

@@ -1,4 +1,4 @@
-"""Grouped products of experts in the type that is computed with, in Triton."""
+"""Grouped products of experts in the compute type, in Triton."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Tile:
     stages: int
 
 
-# By pairs for each expert, up to the first number: few read bytes, many multiply.
+# By pairs for each expert, up to the first number: few are bandwidth-bound, many compute-bound.
 _TILES = (
     (8, Tile(16, 32, 128, 4, 4)),
     (32, Tile(32, 64, 64, 4, 4)),
@@ -35,7 +35,7 @@ _LARGEST_FLOAT32 = Tile(32, 32, 32, 4, 2)
 
 
 def tile_for(pairs: int, experts: int, dtype: torch.dtype) -> Tile:
-    """Return the tile for so many pairs over so many experts."""
+    """Return the tile for `pairs` pairs over `experts` experts."""
     if dtype == torch.float32:
         return dataclasses.replace(_LARGEST_FLOAT32, rows=16 if pairs <= 8 * experts else 32)
     return next((tile for most, tile in _TILES if pairs <= most * experts), _LARGEST)

@@ -19,12 +19,12 @@ MOST_PAIRS, MOST_PACKED_PAIRS = 64, 16
 """With more, grouped products are faster on an H200."""
 _OUTPUTS, _PACKED_OUTPUTS = 4, 8
 _MOST_INPUTS = 2048
-"""That a program reads at a time."""
+"""Maximum inputs that a program reads at a time."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Matrix:
-    """One for each expert."""
+    """A matrix for each expert."""
 
     weight: torch.Tensor
     """(experts, outputs, padded inputs)."""
@@ -42,14 +42,14 @@ class Matrix:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Matrices:
-    """Of the experts of a layer."""
+    """The matrices of a layer's experts."""
 
     gate_up: Matrix
     down: Matrix
 
 
 def dense_matrices(weights: DenseExperts) -> Matrices:
-    """Take them as they are."""
+    """Return the matrices unchanged."""
     whole = (
         Matrix(one, None, one.shape[-1], 1, one.shape[-1], 0)
         for one in (weights.gate_up, weights.down)
@@ -58,7 +58,7 @@ def dense_matrices(weights: DenseExperts) -> Matrices:
 
 
 def packed_matrices(gate_up: Packed, down: Packed) -> Matrices:
-    """Take those in FP8."""
+    """Return the matrices in FP8."""
     inner, hidden = gate_up.weight.shape[1] // 2, down.weight.shape[1]
     return Matrices(
         *(
@@ -125,7 +125,7 @@ def _inputs_of(
     tile: tl.constexpr,
     packed: tl.constexpr,
 ):
-    """Some of a row's numbers in float32, rounded where matrices are packed."""
+    """Load some of a row's numbers in float32, rounded if matrices are packed."""
     i = k - offset
     values = tl.load(row + i, mask=(i >= 0) & (i < inputs), other=0.0).to(tl.float32)
     if packed:
@@ -147,9 +147,9 @@ def _products(
     block: tl.constexpr,
     outputs: tl.constexpr,
 ):
-    """Products of outputs from `first` on, which are of one group: (outputs, inputs).
+    """Return products of outputs from `first` on, in one group: (outputs, inputs).
 
-    They are added up once, at the end: sums are barriers, over which no load is moved."""
+    They are summed once, at the end: no load is moved across a reduction."""
     j = first + tl.arange(0, outputs)
     there = (j[:, None] < most) & (k[None, :] < padded)
     found = tl.load(weight + j[:, None] * padded + k[None, :], mask=there, other=0.0)
@@ -176,7 +176,7 @@ def _activate(
     tile: tl.constexpr,
     outputs: tl.constexpr,
 ):
-    """silu(gate x) * up x of some outputs of a pair."""
+    """Compute silu(gate x) * up x for some outputs of a pair."""
     pair, first = tl.program_id(0), tl.program_id(1) * outputs
     expert = tl.load(ids + pair).to(tl.int64)
     weight += expert * (2 * inner * padded)
@@ -217,7 +217,7 @@ def _lead_back(
     tile: tl.constexpr,
     outputs: tl.constexpr,
 ):
-    """Some outputs of a token, added in the order of its choices."""
+    """Compute some outputs of a token, summed in the order of its choices."""
     token, first = tl.program_id(0), tl.program_id(1) * outputs
     total = tl.zeros([outputs, tile], tl.float32)
     for n in tl.static_range(chosen):

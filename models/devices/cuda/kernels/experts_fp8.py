@@ -13,7 +13,7 @@ from nanoactor.models.devices.cuda.kernels.experts_dense import Tile
 from nanoactor.models.devices.cuda.kernels.fp8 import Packed, quantize, scales_at
 from nanoactor.models.devices.cuda.kernels.routing import blocks_of
 
-# By pairs for each expert, up to the first number. `inputs` are those of a block of scales.
+# By pairs for each expert, up to the first number. `inputs`: inputs of a block of scales.
 _TILES = (
     (8, Tile(16, 64, 0, 4, 4)),
     (32, Tile(32, 64, 0, 4, 4)),
@@ -22,7 +22,7 @@ _LARGEST = Tile(64, 128, 0, 8, 4)
 
 
 def tile_for(pairs: int, experts: int) -> Tile:
-    """Return the tile for so many pairs over so many experts."""
+    """Return the tile for `pairs` pairs over `experts` experts."""
     return next((tile for most, tile in _TILES if pairs <= most * experts), _LARGEST)
 
 
@@ -119,7 +119,7 @@ def _activate(
         one: tl.constexpr = group % outputs == 0
         gate = tl.zeros([outputs, rows], tl.float32)
         up = tl.zeros([outputs, rows], tl.float32)
-        # Those of the next block come while one is multiplied.
+        # The next block's scales load while this one is multiplied.
         row_scale = tl.load(x_scales + token, mask=there, other=0.0)
         gate_scale = scales_at(factors, j, 0, blocks, known, group, one)
         up_scale = scales_at(factors, inner + j, 0, blocks, known, group, one)

@@ -2,7 +2,7 @@
 that are rounded to e4m3 with a scale for each token and block of inputs.
 
 Source: DeepSeek-V3 Technical Report, arXiv:2412.19437, section 3.3.2: each block of inputs is
-multiplied by itself, and its sums are scaled before they are added in float32.
+multiplied separately, and its sums are scaled before they are added in float32.
 
 Outputs are a tile's rows and tokens its columns: a tensor core takes 64 rows at least, and 8
 columns.
@@ -21,13 +21,13 @@ from nanoactor.models.weights.fp8 import E4M3, Fp8Blocks
 from nanoactor.models.weights.whole_step import PackedMatrix
 
 LARGEST = 448.0
-"""Of e4m3."""
+"""Largest e4m3 number."""
 _LEAST = 1e-12
-"""Of a scale times `LARGEST`: zeros stay zeros."""
+"""Minimum of a scale times `LARGEST`: zeros stay zeros."""
 _BLOCKS = (32, 64, 128)
-"""Inputs of a block that the kernels know."""
+"""Block sizes, in inputs, that the kernels support."""
 _ROWS = 16
-"""Outputs of which each aligned group must have one scale, or a multiple of them."""
+"""Outputs that must share a scale: a scale's group is a multiple of it."""
 _AT_ONCE = 8
 """Blocks that a program quantizes."""
 
@@ -56,7 +56,7 @@ def refusal(weights: Fp8Blocks) -> str | None:
 
 
 def packed_of(weights: Fp8Blocks) -> Packed:
-    """Lay out matrices of which `refusal` says nothing."""
+    """Lay out matrices for which `refusal` returned None."""
     weight, scales = weights.weight, weights.scales
     after = scales.shape[-1] * weights.block - weight.shape[-1] - weights.offset
     if weights.offset or after:
@@ -66,7 +66,7 @@ def packed_of(weights: Fp8Blocks) -> Packed:
 
 
 def matrix_of(packed: Packed, inputs: int) -> PackedMatrix | None:
-    """Return matrices of so many inputs as a whole step's kernel reads them, or None."""
+    """Return matrices of `inputs` inputs as a whole step's kernel reads them, or None."""
     outputs, padded = packed.weight.shape[-2:]
     if packed.block != 128 or packed.offset or padded != inputs:
         return None
@@ -102,7 +102,7 @@ def quantize(x: torch.Tensor, packed: Packed) -> tuple[torch.Tensor, torch.Tenso
 
 @triton.jit
 def rounded_to(values, largest: tl.constexpr = LARGEST, least: tl.constexpr = _LEAST):
-    """(blocks, block) in e4m3, and each block's scale."""
+    """Round (blocks, block) to e4m3; return it with each block's scale."""
     scale = tl.maximum(tl.max(tl.abs(values), 1), least) / largest
     return (values / scale[:, None]).to(tl.float8e4nv), scale
 
@@ -146,7 +146,7 @@ class Tile:
     programs, and their sums are added."""
 
 
-# By tokens, up to the first number: few read bytes, many multiply.
+# By tokens, up to the first number: few are bandwidth-bound, many compute-bound.
 _TILES = (
     (16, Tile(64, 16, 4, 4, 264)),
     (32, Tile(64, 32, 4, 4, 264)),
@@ -156,7 +156,7 @@ _LARGEST = Tile(64, 128, 4, 4, 132)
 
 
 def tile_for(tokens: int) -> Tile:
-    """Return the tile for so many tokens."""
+    """Return the tile for `tokens` tokens."""
     return next((tile for most, tile in _TILES if tokens <= most), _LARGEST)
 
 
@@ -164,7 +164,7 @@ class TritonFp8Linear:
     """x Wᵀ + b as an operator."""
 
     def __init__(self, weights: Fp8Blocks) -> None:
-        """`refusal` must have said nothing of the weights."""
+        """Pack weights for which `refusal` returned None."""
         self._packed = packed_of(weights)
         self._inputs = weights.weight.shape[1]
         self.bias = weights.bias
@@ -174,7 +174,7 @@ class TritonFp8Linear:
         return matrix_of(self._packed, self._inputs)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., inputs) to (..., outputs)."""
+        """Map (..., inputs) to (..., outputs)."""
         flat = x.reshape(-1, x.shape[-1]).contiguous()
         return self._product(flat).view(*x.shape[:-1], -1)
 
@@ -185,7 +185,7 @@ class TritonFp8Linear:
         if not tokens:
             return y
         tile = tile_for(tokens)
-        # Programs of the same outputs follow each other, so that weights are read once.
+        # Programs of the same outputs are consecutive, so that weights are read once.
         grid = triton.cdiv(tokens, tile.tokens), triton.cdiv(outputs, tile.outputs)
         splits = max(1, min(tile.programs // (grid[0] * grid[1]), blocks // 4))
         each = triton.cdiv(blocks, splits)
@@ -219,7 +219,7 @@ class TritonFp8Linear:
 
 @triton.jit
 def scales_at(scales, j, b, blocks, known, group: tl.constexpr, one: tl.constexpr):
-    """The scale of outputs in one block: (outputs, 1), or `one` where all are of one group."""
+    """Return the scale of outputs in one block: (outputs, 1), or `one` if all share a group."""
     if one:
         found = tl.load(scales + tl.min(j, 0) // group * blocks + b)
     else:
@@ -244,7 +244,7 @@ def _multiply(
     tile_outputs: tl.constexpr,
     tile_tokens: tl.constexpr,
 ):
-    """One tile, by some blocks of the inputs."""
+    """Compute one tile from some blocks of the inputs."""
     t = tl.program_id(0) * tile_tokens + tl.arange(0, tile_tokens)
     j = tl.program_id(1) * tile_outputs + tl.arange(0, tile_outputs)
     split = tl.program_id(2)
@@ -259,7 +259,7 @@ def _multiply(
     for b in range(begin, end):
         w = tl.load(rows + b * block, mask=known[:, None], other=0.0)
         values = tl.load(columns + b * block, mask=there[None, :], other=0.0)
-        # Those of the next block come while this one is multiplied.
+        # The next block's numbers load while this one is multiplied.
         after = tl.minimum(b + 1, blocks - 1)
         next_w = scales_at(scales, j, after, blocks, known, group, group % tile_outputs == 0)
         next_x = tl.load(x_scales + after * tokens + t, mask=there, other=0.0)

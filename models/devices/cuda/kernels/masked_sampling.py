@@ -1,5 +1,4 @@
-"""Sampling under masks of ids: logits that were kept are masked in one pass, and sampled as all
-others are."""
+"""Sampling under masks of ids: kept logits are masked in one pass, then sampled as usual."""
 
 from __future__ import annotations
 
@@ -14,15 +13,15 @@ from nanoactor.models.devices.cuda.kernels.sampling import sample_rows
 NO_TOKEN = tl.constexpr(limits.NO_TOKEN)
 NOTHING_ALLOWED = tl.constexpr(limits.NOTHING_ALLOWED)
 _PART = 4096
-"""Token ids that a program looks at."""
+"""Token ids per program."""
 
 
 def sample_masked_rows(choice: RowChoice, masks: torch.Tensor) -> None:
     """Choose a token for each slot from its row of logits (slots, vocabulary) under its mask, int32
-    (rows, words): bit t % 32 of word t // 32 is set where id t may be chosen.
+    (rows, words): bit t % 32 of word t // 32 is set if id t may be chosen.
 
-    Ids go to `chosen` and to the table of last tokens; `limits.NO_TOKEN` where the highest logit is
-    not finite, `limits.NOTHING_ALLOWED` where the highest that is allowed is not.
+    Ids go to `chosen` and to the table of last tokens; `limits.NO_TOKEN` if the highest logit is
+    not finite, `limits.NOTHING_ALLOWED` if the highest allowed one is not.
     """
     logits, slots, chosen = choice.logits, choice.slots, choice.chosen
     rows, vocabulary = len(slots), logits.shape[1]
@@ -69,7 +68,7 @@ def _mask_rows(
 
 @triton.jit
 def _mark_nothing_allowed(highest, chosen, parts, padded: tl.constexpr):
-    """Tell apart rows without a token whose logits are sound: their mask has left nothing."""
+    """Mark rows without a token but with sound logits: their mask allows no id."""
     row = tl.program_id(0)
     column = tl.arange(0, padded)
     maxima = tl.load(highest + row * parts + column, mask=column < parts, other=float("-inf"))

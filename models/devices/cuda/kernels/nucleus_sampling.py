@@ -1,10 +1,10 @@
-"""Sampling from what top-p and min-p leave of the whole vocabulary, without sorting it.
+"""Sampling with top-p and min-p from the whole vocabulary, without sorting it.
 
-What stays is the top of the order of scores: if one token is out, so are all below it. So the
+The tokens that stay are the top of the order of scores: if one is out, so are all below it. So the
 winner of a draw from all tokens is the winner among those that stay, if it is one of them; else it
-and all below it are left out, and the winner of the rest is looked at. With top-p a draw from all
-stays with that probability at least, so that one look is mostly enough. The token is the one that
-the sorted order would give, whatever the number of looks, since each token's noise is its own.
+and all below it are excluded, and the winner of the rest is checked. With top-p, a draw from all
+stays with at least that probability, so one check is usually enough. However many it takes, the
+token is the same as with sorting, since each token has its own noise.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nanoactor.models.devices.cuda.kernels.philox import gumbel_of_part
 from nanoactor.models.devices.cuda.kernels.truncated_sampling import sort_keys
 
 _PART = 4096
-"""Token ids that are looked at together."""
+"""Token ids that are read at once."""
 
 
 def sample_nucleus(
@@ -28,12 +28,12 @@ def sample_nucleus(
     highest: torch.Tensor,
     chosen: torch.Tensor,
 ) -> None:
-    """Choose for rows of logits (rows, vocabulary) whose slot has a temperature, no top-k, and a
-    top-p or a min-p; others are left alone.
+    """Choose for rows of logits (rows, vocabulary) if their slot has a temperature, no top-k, and a
+    top-p or a min-p; others are unchanged.
 
     `highest` float32 (rows, parts) are the maxima of the parts of each row; `chosen` int32 (rows,)
-    has what is drawn from all tokens, and gets the ids unless it is negative, as does the table of
-    last tokens.
+    has the ids drawn from all tokens. Unless that is negative, the id goes to `chosen` and to the
+    table of last tokens.
     """
     rows, vocabulary = logits.shape
     parts = highest.shape[1]
@@ -61,7 +61,7 @@ def sample_nucleus(
 
 @triton.jit
 def _scores(logits, ids, vocabulary, top, temperature):
-    """Scores of some ids: at most 0, minus infinity for what is not there or not a number."""
+    """Return scores of some ids: at most 0, minus infinity for missing ids and NaN."""
     value = tl.load(logits + ids, mask=ids < vocabulary, other=float("-inf")).to(tl.float32)
     score = tl.div_rn(value - top, temperature)
     return tl.where(score == score, score, float("-inf"))
@@ -104,7 +104,7 @@ def _sample_nucleus(
     low = tl.load(seeds + slot).to(tl.uint32, bitcast=True).to(tl.uint64)
     high = tl.load(seeds + seed_stride + slot).to(tl.uint32, bitcast=True).to(tl.uint64)
     position = tl.load(lengths + slot)
-    # 1 excludes nothing, however the sum is rounded.
+    # A top-p of 1 excludes nothing, however the sum is rounded.
     limit = tl.where(top_p < 1.0, top_p, 2.0)
     looking = 1
     while looking > 0:

@@ -22,15 +22,15 @@ from nanoactor.models.devices.cuda.kernels.prefill_attention_tma import (
 
 HOPPER = 9
 _SIZES = (64, 128)
-"""Heads whose sums fit into the registers of `WIDE`, and whose rows a box takes whole."""
+"""Head sizes with sums that fit into the registers of `WIDE`, and with rows that fit a box."""
 
 
 def refusal(
     capability: tuple[int, int], dtype: torch.dtype, block_size: int, head_dim: int
 ) -> str | None:
-    """Return why keys and values cannot come by TMA; None where they can.
+    """Return why TMA cannot load keys and values; None if it can.
 
-    A box has its rows side by side in memory, so it must lie within one block: a block holds a
+    The rows of a box are adjacent in memory, so it must lie within one block: a block holds a
     whole number of tiles.
     """
     if capability[0] != HOPPER:
@@ -45,7 +45,7 @@ def refusal(
 
 
 class PrefillAttention:
-    """Chooses the kernel; a device calls it."""
+    """Chooses the kernel for a device."""
 
     def __init__(
         self,
@@ -53,12 +53,12 @@ class PrefillAttention:
         multiprocessors: int,
         variants: tuple[Variant, Variant] = (WIDE, NARROW),
     ) -> None:
-        """The variants are those for many programs and for few."""
+        """Set up the variants for many programs and for few."""
         self.capability = capability
         self._multiprocessors, self._variants = multiprocessors, variants
         self._ready: set[tuple[object, ...]] = set()
         self._parts: dict[int, Parts] = {}
-        """By size of heads, of the narrow variant; captured steps refer to it."""
+        """The narrow variant's memory by head size; captured steps refer to it."""
         self.refusal = functools.cache(functools.partial(refusal, capability))
 
     def __call__(
@@ -69,7 +69,7 @@ class PrefillAttention:
         scale: float,
         output: torch.Tensor,
     ) -> None:
-        """Attention of (tokens, heads, head_dim) into `output`, for the batch's prompt tokens."""
+        """Write attention of (tokens, heads, head_dim) to `output`, for the prompt tokens."""
         heads, size = queries.shape[1:]
         block_size, kv_heads = cache.keys.shape[1:3]
         if self.refusal(queries.dtype, block_size, size) is not None:
@@ -79,7 +79,7 @@ class PrefillAttention:
         chosen = self.variant(batch.prefill_tokens, heads, kv_heads)
         shape = (queries.dtype, heads, kv_heads, size, block_size)
         if shape not in self._ready:
-            # The first step compiles both: no prompt of another length is to wait for that.
+            # The first step compiles both, so that no prompt of another length waits for that.
             self._ready.add(shape)
             wide, narrow = self._variants
             if size not in self._parts:
@@ -91,10 +91,10 @@ class PrefillAttention:
         prefill_attention_tma(queries, cache, batch, scale, output, chosen, parts)
 
     def variant(self, tokens: int, heads: int, kv_heads: int) -> Variant:
-        """The narrow one where wide programs are no more than multiprocessors.
+        """Return the narrow one if wide programs do not outnumber the multiprocessors.
 
-        So many prompt tokens make that many programs at least; those of captured steps that are
-        there in case of more prompts return at once.
+        `programs` is a lower bound; the spare programs of captured steps, for more prompts, return
+        at once.
         """
         wide, narrow = self._variants
         programs = triton.cdiv(tokens, tokens_per_program(heads, kv_heads)) * kv_heads

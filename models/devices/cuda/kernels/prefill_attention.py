@@ -1,7 +1,7 @@
 """Causal attention of prompt chunks over the paged cache: each sees its prefix and itself.
 
-Flash attention (arXiv:2205.14135): scores live in registers, the sums are rescaled as the maximum
-rises. A program has some tokens of one row with all query heads of one key-value head.
+Flash attention (arXiv:2205.14135): scores stay in registers, and the sums are rescaled as the
+maximum rises. A program has some tokens of one row with all query heads of one key-value head.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def prefill_attention(
     scale: float,
     output: torch.Tensor,
 ) -> None:
-    """Attention of (tokens, heads, head_dim) into `output`, for the tokens that `tiles` name.
+    """Write attention of (tokens, heads, head_dim) to `output`, for the tokens in `tiles`.
 
     `tables` are int32 (slots, blocks). `rows` int32 (4, rows): slot, first token, tokens, context
-    at the end of the chunk. `tiles` int32 (2, programs): the row, or -1 for none, and which of its
-    groups of `tokens_per_program` tokens.
+    at the end of the chunk. `tiles` int32 (2, programs): the row, or -1 for none, and the index of
+    its group of `tokens_per_program` tokens.
     """
     heads, size = queries.shape[1:]
     kv_heads, block_size = cache.keys.shape[2], cache.keys.shape[1]
@@ -69,7 +69,7 @@ def prefill_attention(
     )
 
 
-# These strides differ from step to step: no prompt is to wait for the compiler.
+# These strides differ from step to step, and no prompt should wait for the compiler.
 @triton.jit(do_not_specialize=["rows_stride", "tiles_stride"])
 def _prefill(
     queries,
@@ -125,7 +125,7 @@ def _prefill(
     sums = tl.zeros([tokens * group, padded], tl.float32)
     position = tl.arange(0, tile)
     end = tl.minimum(context, context - count + begin + tokens)
-    # Tiles that all of the program's queries see whole need no mask.
+    # Tiles that are fully visible to all of the program's queries need no mask.
     whole = (context - count + begin + 1) // tile * tile
     for start in range(0, whole, tile):
         if block_size % tile == 0:

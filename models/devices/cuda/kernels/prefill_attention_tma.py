@@ -1,17 +1,16 @@
-"""Attention of prompt chunks on Hopper: keys and values come by TMA, a box within a page at a time.
+"""Attention of prompt chunks on Hopper: TMA loads keys and values, a box within a page at a time.
 
-The arithmetic and the order of programs are those of `prefill_attention`. What differs: a tile is
-one copy that needs no addresses in registers, the scale is folded into the exponent, and registers
-are capped, so that two groups of warps share a multiprocessor.
+The arithmetic and the order of programs are those of `prefill_attention`. The differences: a tile
+is one copy that needs no addresses in registers, the scale is folded into the exponent, and
+registers are capped, so that two groups of warps share a multiprocessor.
 
-Where programs are few, several divide the context of one between them, as those of
-`decode_attention` do. The last of them to be done puts their sums together, so that it takes no
-further launch; contexts that one program reads soon enough are not divided.
+If there are few programs, several share one context, as in `decode_attention`. The last one to
+finish combines their sums, which saves a launch; contexts that one program reads quickly enough are
+not divided.
 
-A descriptor (CUtensorMap) is made on the host at each launch, and is a kernel's argument by value,
-as a pointer is. A captured launch has a copy of it: it holds as long as the cache stays in its
-place, which every captured kernel asks for, and needs neither an allocator nor memory on the
-device.
+A descriptor (CUtensorMap) is made on the host at each launch and passed by value, like a pointer. A
+captured launch has a copy of it, which is valid as long as the cache stays at its address, a
+requirement of every captured kernel; it needs neither an allocator nor memory on the device.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ from nanoactor.models.devices.cuda.kernels.prefill_attention import tokens_per_p
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Variant:
-    """The size of a program, and what it may use."""
+    """The size of a program, and its resources."""
 
     rows: int
-    """Of its matrix product: tokens times the heads that share a key-value head."""
+    """Rows of its matrix product: tokens times the heads that share a key-value head."""
     tile: int
     """Keys at a time: the height of a box."""
     warps: int
     stages: int
     registers: int | None
-    """The most of a thread; None for what the compiler likes."""
+    """Maximum registers of a thread; None: the compiler decides."""
 
 
 WIDE = Variant(rows=128, tile=64, warps=8, stages=2, registers=128)
@@ -46,28 +45,28 @@ WIDE = Variant(rows=128, tile=64, warps=8, stages=2, registers=128)
 NARROW = Variant(rows=64, tile=64, warps=4, stages=3, registers=None)
 """For few programs: twice as many, each with half of the tokens."""
 _LEAST_TILES = 16
-"""Of a context that programs divide, for each of them: 1,024 keys take one some 10 us."""
+"""Minimum tiles of each program that shares a context: 1,024 keys take about 10 us."""
 _AT_ONCE, _WAVES = 2, 5
-"""Programs that share a multiprocessor, and how many of these it has one after the other at most
-where contexts are divided."""
+"""Programs that share a multiprocessor, and its maximum number of consecutive waves of them if
+contexts are divided."""
 _MOST_WAYS, _COST = 16, 0.04
-"""The most parts of a context, and what one more costs, as a share of the undivided time."""
+"""Maximum parts of a context, and the cost of one more as a share of the undivided time."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Parts:
-    """Memory for the sums of programs that divide contexts; steps use it one after the other."""
+    """Memory for the sums of programs that divide contexts; steps use it in turn."""
 
     sums: torch.Tensor
     """Unnormalized outputs, float32 (programs, rows, head_dim)."""
     totals: torch.Tensor
     """Maxima of the scores and sums of exponentials, float32 (programs, 2, rows)."""
     done: torch.Tensor
-    """int32 (programs,): how many of those that divide a context are done; 0 between launches."""
+    """int32 (programs,): number of finished programs of a divided context; 0 between launches."""
 
     @classmethod
     def empty(cls, programs: int, variant: Variant, head_dim: int, device: torch.device) -> Parts:
-        """Room for so many programs."""
+        """Allocate memory for `programs` programs."""
         numbers = torch.float32
         sums = torch.empty(programs, variant.rows, head_dim, dtype=numbers, device=device)
         totals = torch.empty(programs, 2, variant.rows, dtype=numbers, device=device)
@@ -79,10 +78,10 @@ class Parts:
         return _WAVES * _AT_ONCE * multiprocessors
 
     def ways(self, programs: int) -> int:
-        """Return in how many parts to have contexts read, where there are so many programs.
+        """Return the number of parts into which `programs` programs divide contexts.
 
-        All parts take the same time, so what counts is how many follow each other on a
-        multiprocessor: a last wave that is nearly empty takes as long as a full one.
+        All parts take the same time, so only the number of waves on a multiprocessor matters: a
+        nearly empty last wave takes as long as a full one.
         """
         at_once = max(1, len(self.done) // _WAVES)
         most = max(1, min(_MOST_WAYS, len(self.done) // programs))
@@ -98,9 +97,9 @@ def prefill_attention_tma(
     variant: Variant,
     parts: Parts | None = None,
 ) -> None:
-    """As `prefill_attention`; `scale` is positive, head_dim a power of two from 16 on, and a
-    block holds a whole number of the variant's tiles. With `parts` programs divide contexts, as
-    far as there is memory."""
+    """Compute `prefill_attention`; `scale` is positive, head_dim a power of two from 16 on, and a
+    block holds a whole number of the variant's tiles. With `parts`, programs divide contexts as
+    far as memory allows."""
     heads, size = queries.shape[1:]
     blocks, block_size, kv_heads = cache.keys.shape[:3]
     width = kv_heads * size
@@ -110,7 +109,7 @@ def prefill_attention_tma(
     tokens = min(planned, max(1, variant.rows // group))
     tables, rows, tiles = batch.tables, batch.prefill_rows, batch.prefill_tiles
     programs = tiles.shape[1] * (planned // tokens)
-    # Tiles are planned longest first, and as many as this are not there in case of more rows.
+    # Tiles are planned longest first; at least this many are not spares for more rows.
     divided = min(programs, triton.cdiv(batch.prefill_tokens, tokens))
     fits = parts is not None and tokens * group <= parts.sums.shape[1]
     ways = parts.ways(divided * kv_heads) if parts is not None and fits else 1
@@ -149,7 +148,7 @@ def prefill_attention_tma(
     )
 
 
-# These differ from step to step: no prompt is to wait for the compiler.
+# These differ from step to step, and no prompt should wait for the compiler.
 @triton.jit(do_not_specialize=["rows_stride", "tiles_stride", "divided"])
 def _prefill_tma(  # noqa: C901 - a kernel is one function
     queries,
@@ -228,7 +227,7 @@ def _prefill_tma(  # noqa: C901 - a kernel is one function
     column = kv_head * size
     # The last position that a query sees: its own; none past the end, for those that pad.
     own = tl.minimum(context - count + token, end - 1)
-    # Tiles that all of the program's queries see whole need no mask.
+    # Tiles that are fully visible to all of the program's queries need no mask.
     whole = (context - count + begin + 1) // tile * tile
     for start in tl.range(low, tl.minimum(whole, high), tile):
         place = tl.load(table + start // block_size) * block_size + start % block_size
@@ -255,7 +254,7 @@ def _prefill_tma(  # noqa: C901 - a kernel is one function
         fade = tl.exp2(best - higher)
         total = total * fade + tl.sum(share, 1)
         sums = sums * fade[:, None]
-        # A box is whole: behind a context's end it may hold anything, and NaN times 0 is NaN.
+        # A box is whole: past a context's end it may hold anything, and NaN times 0 is NaN.
         value = tl.where((start + position < end)[:, None], value, 0.0)
         sums = tl.dot(share.to(value.dtype), value, sums)
         best = higher
@@ -272,7 +271,7 @@ def _prefill_tma(  # noqa: C901 - a kernel is one function
             tl.store(rows_at + 2 * way * tokens * group, best)
             tl.store(rows_at + (2 * way + 1) * tokens * group, total)
             tl.store(sums_at + way * tokens * group * size, sums)
-            # All threads' stores come before one of them says so, to whoever is the last.
+            # All threads' stores must precede the signal to the last program.
             tl.debug_barrier()
             if tl.atomic_add(parts_done + place, 1, sem="acq_rel") == used - 1:
                 _store_together(to, rows_at, sums_at, used, wanted, tokens * group, size)
@@ -289,7 +288,7 @@ def _store(to, sums, total, wanted):
 
 @triton.jit
 def _store_together(to, rows_at, sums_at, used, wanted, rows: tl.constexpr, size: tl.constexpr):
-    """Put the parts of a context together, which other programs have just written."""
+    """Combine the parts of a context, which other programs have just written."""
     best = tl.full([rows], -1e30, tl.float32)
     total = tl.zeros([rows], tl.float32)
     sums = tl.zeros([rows, size], tl.float32)

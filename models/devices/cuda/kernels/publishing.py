@@ -1,4 +1,4 @@
-"""Ids on their way to the host, written there by a step itself."""
+"""Publication of ids to host memory by the step itself."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import triton.language as tl
 
 def publish(ids: torch.Tensor, ring: torch.Tensor, count: torch.Tensor) -> None:
     """Write ids, int32 (rows,), to the next place of `ring`, int32 (places, 1 + most rows) in
-    page-locked memory, behind the number of steps so far, which `count`, int32 (1,), counts.
+    page-locked memory, after the number of steps so far, which `count`, int32 (1,), holds.
 
-    Places are a power of two, so that a count that overflows goes on in the right one.
+    The number of places is a power of two, so that an overflowing count stays in sequence.
     """
     rows, places = len(ids), len(ring)
     assert places & (places - 1) == 0

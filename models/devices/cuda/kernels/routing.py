@@ -1,7 +1,7 @@
 """A router's choice of experts in Triton, and pairs of token and expert in blocks of one expert.
 
-The host reads nothing back, so steps of any size are captured. A grid over blocks covers as many as
-there may be; those that are not filled end at once.
+The host reads nothing back, so steps of any size can be captured. A grid over blocks covers the
+maximum number; empty ones return at once.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import triton.language as tl
 from nanoactor.models.weights.linear import Router
 
 _FEW_TOKENS = 16
-"""Up to so many, the router's weights are read from L2 for each."""
+"""Tokens up to which each reads the router's weights from L2."""
 _CHUNK = 256
-"""Pairs that are looked at together."""
+"""Pairs that are read at once."""
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -67,7 +67,7 @@ def _weigh(
     outputs: tl.constexpr,
     inputs: tl.constexpr,
 ):
-    """A token's products with some experts' weights, float32."""
+    """Compute a token's products with some experts' weights, float32."""
     token = tl.program_id(0).to(tl.int64)
     j = tl.program_id(1) * outputs + tl.arange(0, outputs)
     total = tl.zeros([outputs], tl.float32)
@@ -92,7 +92,7 @@ def _route(
     slots: tl.constexpr,
     rounded: tl.constexpr,
 ):
-    """The likeliest experts of a token, ties to the lower one, and their shares of the softmax."""
+    """Choose a token's likeliest experts, ties to the lower one, and their softmax shares."""
     token = tl.program_id(0)
     expert = tl.arange(0, padded)
     there = expert < experts
@@ -104,7 +104,7 @@ def _route(
     values = tl.zeros([slots], tl.float32)
     for n in tl.static_range(chosen):
         highest = tl.max(likely, 0)
-        # NaN is chosen by nothing: such a token's result is NaN by its own values.
+        # NaN is never chosen: such a token's result is NaN because of its own values.
         first = tl.min(tl.where(likely == highest, expert, padded - 1), 0)
         best = tl.where(slot == n, first, best)
         values = tl.where(slot == n, highest, values)
@@ -121,9 +121,9 @@ class Blocks:
     """Pairs of token and expert, token by token, in blocks of one expert each."""
 
     rows: torch.Tensor
-    """int32 (blocks * size): each row's pair; the number of pairs where there is none."""
+    """int32 (blocks * size): each row's pair; the number of pairs if there is none."""
     owners: torch.Tensor
-    """int32 (blocks,): each block's expert; -1 where there is none."""
+    """int32 (blocks,): each block's expert; -1 if there is none."""
 
 
 def blocks_of(ids: torch.Tensor, experts: int, size: int) -> Blocks:
@@ -158,8 +158,8 @@ def _align(
     size: tl.constexpr,
     chunk: tl.constexpr,
 ):
-    """Put the pairs of one expert into blocks of their own, in order; what is left of the last
-    block is `pairs`. Blocks of no expert belong to -1."""
+    """Put the pairs of one expert into separate blocks, in order; the rest of the last block is
+    filled with `pairs`. Blocks of no expert belong to -1."""
     mine = tl.program_id(0)
     expert = tl.arange(0, padded)
     counts = tl.zeros([padded], tl.int32)

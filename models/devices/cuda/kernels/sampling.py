@@ -22,7 +22,7 @@ from nanoactor.models.devices.cuda.kernels.truncated_sampling import GROUP, room
 NO_TOKEN = tl.constexpr(limits.NO_TOKEN)
 FROZEN = tl.constexpr(limits.FROZEN)
 _PART = 4096
-"""Token ids that a program looks at."""
+"""Token ids per program."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Partials:
 
     @classmethod
     def empty(cls, rows: int, vocabulary: int, device: torch.device) -> Partials:
-        """Room for so many rows."""
+        """Allocate memory for `rows` rows."""
         shape = (rows, triton.cdiv(vocabulary, _PART))
 
         def make(dtype: torch.dtype) -> torch.Tensor:
@@ -68,10 +68,10 @@ def sample_rows(
     partials: Partials,
     chosen: torch.Tensor,
 ) -> None:
-    """Choose a token for each row of logits (rows, vocabulary), whose slot is in `slots` int32.
+    """Choose a token for each row of logits (rows, vocabulary), with its slot in `slots` int32.
 
-    Ids go to `chosen` int32 (rows,), `limits.NO_TOKEN` where the highest logit is not finite and
-    `limits.FROZEN` where the slot is frozen, and to the table of last tokens; lengths are the
+    Ids go to `chosen` int32 (rows,), `limits.NO_TOKEN` if the highest logit is not finite and
+    `limits.FROZEN` if the slot is frozen, and to the table of last tokens; lengths are the
     positions that the sampled tokens will have.
     """
     rows, vocabulary = logits.shape
@@ -126,7 +126,7 @@ def sample_rows(
 
 @triton.jit
 def _finite_or_low(at, there):
-    """Logits in float32; nobody chooses what is NaN."""
+    """Load logits in float32; NaN is never chosen."""
     value = tl.load(at, mask=there, other=float("-inf")).to(tl.float32)
     return tl.where(value == value, value, float("-inf"))
 
@@ -228,7 +228,7 @@ def _winners(
         ids = tl.load(score_ids + at, mask=there, other=0)
     winner = tl.argmax(score, 0)
     token = tl.sum(tl.where(column == winner, ids, 0), 0)
-    token = tl.minimum(tl.maximum(token, 0), vocabulary - 1)  # whatever the logits are
+    token = tl.minimum(tl.maximum(token, 0), vocabulary - 1)  # for any logits
     told = tl.where(finite, token, NO_TOKEN)
     tl.store(chosen + row, tl.where(tl.load(frozen + slot) > 0, FROZEN, told))
     tl.store(last_tokens + slot, token)

@@ -1,9 +1,9 @@
-"""Sampling from the best k tokens (with top-p and min-p) without a look at most of the others.
+"""Sampling from the best k tokens (with top-p and min-p) without reading most of the others again.
 
-A vocabulary is seen as groups of 256 ids, whose maxima `sampling.py` leaves behind. The k-th
+The vocabulary is divided into groups of 256 ids, and `sampling.py` stores their maxima. The k-th
 highest of these maxima is a bound: at least k logits reach it, and none below it is among the best
-k. So only groups that reach it are read again, about k of several hundred, and what reaches it in
-them is sorted: little more than k numbers.
+k. So only groups that reach it are read again, about k of several hundred, and only their logits
+that reach it are sorted: little more than k numbers.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ GROUP = 256
 _AT_ONCE = 16
 """Groups that are read at once."""
 _ROOM = 2 * CANDIDATES
-"""Numbers that are sorted; where more reach the bound (ties), a higher bound is searched."""
+"""Numbers that are sorted; if more reach the bound (ties), a higher bound is searched for."""
 
 
 def room(groups: int) -> int:
-    """int64 words of scratch memory for a row: the groups that reach the bound, their best."""
+    """Return a row's scratch memory in int64 words: the groups that reach the bound, their best."""
     return triton.cdiv(groups, _AT_ONCE) * _AT_ONCE + _ROOM
 
 
@@ -37,11 +37,11 @@ def sample_truncated(
     scratch: torch.Tensor,
     chosen: torch.Tensor,
 ) -> None:
-    """Choose for rows of logits (rows, vocabulary) whose slot has a temperature and a top-k of at
-    most `limits.CANDIDATES`; others are left alone.
+    """Choose for rows of logits (rows, vocabulary) if their slot has a temperature and a top-k of
+    at most `limits.CANDIDATES`; others are unchanged.
 
     `maxima` float32 (rows, groups) are those of each group of 256 ids, `scratch` int64
-    (rows, `room`). Ids go to `chosen` int32 (rows,), but where it is negative, and to the table of
+    (rows, `room`). Ids go to `chosen` int32 (rows,), unless it is negative, and to the table of
     last tokens.
     """
     rows, vocabulary = logits.shape
@@ -75,7 +75,7 @@ def sample_truncated(
 
 @triton.jit
 def sort_keys(scores, ids):
-    """Numbers whose order is that of the scores, equal ones by descending id."""
+    """Return numbers that sort as the scores do, equal ones by descending id."""
     bits = (scores + 0.0).to(tl.int32, bitcast=True)
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
     return (ordered << 32) | (0x7FFFFFFF - ids).to(tl.int64)
@@ -86,7 +86,7 @@ def _keys_of(
     logits, listed, first, count, top, temperature, bound, vocabulary, group: tl.constexpr,
     at_once: tl.constexpr,
 ):  # fmt: skip
-    """Keys of some of the listed groups, flat, and which of them reach the bound."""
+    """Return flat keys of some listed groups, and a mask of those that reach the bound."""
     index = first + tl.arange(0, at_once)
     number = tl.load(listed + index, mask=index < count, other=0)
     ids = number[:, None] * group + tl.arange(0, group)[None, :]
@@ -191,7 +191,7 @@ def _sample_truncated(
     share = share / tl.sum(share, 0)
     before = tl.cumsum(share, 0) - share
     top_p = tl.load(top_ps + slot)
-    # 1 excludes nothing, however the sum is rounded.
+    # A top-p of 1 excludes nothing, however the sum is rounded.
     stay = stay & (before < tl.where(top_p < 1.0, top_p, 2.0))
     stay = stay & (share >= tl.load(min_ps + slot) * tl.max(share, 0))
     stay = stay | (order == 0)
@@ -201,6 +201,6 @@ def _sample_truncated(
     winner = tl.argmax(tl.where(stay, score + noise, float("-inf")), 0)
     token = tl.sum(tl.where(order == winner, ids, 0), 0)
     token = tl.minimum(tl.maximum(token, 0), vocabulary - 1)  # whatever the logits are
-    # A row whose logits are not finite has none.
+    # A row with non-finite logits keeps its negative id.
     tl.store(chosen + row, tl.where(tl.load(chosen + row) < 0, tl.load(chosen + row), token))
     tl.store(last_tokens + slot, token)

@@ -1,4 +1,4 @@
-"""The kernel's parameters, as `arguments.cuh` has them."""
+"""The kernel's parameters, as declared in `arguments.cuh`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nanoactor.models.devices.cuda.kernels.decode_step.table import (
 from nanoactor.models.weights.whole_step import LayerWeights, ModelWeights, PackedMatrix
 
 MATRICES = tuple(phase.matrix for phase in PHASES if phase.matrix is not None)
-"""Of a layer, in the order of its maps."""
+"""A layer's matrices, in the order of its maps."""
 MAP_BYTES = 128
 _ALIGNMENT = 64
 _CONTROL_WORDS = 128
@@ -27,7 +27,7 @@ _CONTROL_WORDS = 128
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepInputs:
-    """The inputs of a step's rows; the tensors stay where they are from step to step."""
+    """The inputs of a step's rows; tensors keep their addresses from step to step."""
 
     token_ids: torch.Tensor
     """Token ids, int32 (rows,)."""
@@ -38,7 +38,7 @@ class StepInputs:
     slots: torch.Tensor
     """Rows of `tables`, int32 (rows,)."""
     slot_mapping: torch.Tensor
-    """int64 (rows,): where the new token's key and value go."""
+    """int64 (rows,): cache position of the new token's key and value."""
     tables: torch.Tensor
     """Block tables, int32 (slots, blocks)."""
 
@@ -47,7 +47,7 @@ class Scratch:
     """The memory by which a kernel's blocks hand over to each other, and its results."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
-        """Zero: no flag of any step."""
+        """Allocate zeros, so that no flag of any step is set."""
         rows, flagged = shape.rows, 2 if shape.has_flags else 1
         group = shape.heads // shape.kv_heads
         words = {
@@ -107,7 +107,7 @@ def _struct(shape: Shape) -> type[ctypes.Structure]:
         ("scale", ctypes.c_float),
     ]
     size = ctypes.sizeof(type("Unpadded", (ctypes.Structure,), {"_fields_": fields}))
-    # The kernel's struct is aligned, so that as many bytes are read.
+    # The kernel reads a padded struct, so the size is rounded up.
     fields.append(("padding", ctypes.c_ubyte * (-size % _ALIGNMENT or _ALIGNMENT)))
     return type("Args", (ctypes.Structure,), {"_fields_": fields})
 

@@ -34,7 +34,7 @@ class Compiled:
 
     cubin: bytes
     report: str
-    """The assembler's words on registers and spills; empty where it came from the disk."""
+    """The assembler's report on registers and spills; empty if read from disk."""
 
     def bytes_of(self, what: str) -> int:
         """Return bytes of `stack frame`, `spill stores` or `spill loads`."""
@@ -42,7 +42,7 @@ class Compiled:
 
     @property
     def registers(self) -> int:
-        """Of a thread, when the kernel begins."""
+        """Return the registers of a thread when the kernel starts."""
         return int(re.findall(r"Used (\d+) registers", self.report)[-1])
 
 
@@ -52,7 +52,7 @@ def _nvrtc() -> Any:
         from cuda.bindings import nvrtc
 
         version = nvrtc.nvrtcVersion()
-    except Exception as error:  # the library beside the bindings may be missing
+    except Exception as error:  # the bindings may be there without the library
         raise CompileError(f"NVRTC cannot be loaded: {error}") from error
     _check(nvrtc, version)
     return nvrtc
@@ -71,7 +71,7 @@ def _text(nvrtc: Any, program: Any) -> str:
 
 
 def compile_source(source: str) -> Compiled:
-    """Compile; takes one to three seconds. Raises `CompileError`."""
+    """Compile in one to three seconds. Raises `CompileError`."""
     nvrtc = _nvrtc()
     name = f"{KERNEL}.cu".encode()
     program = _check(nvrtc, nvrtc.nvrtcCreateProgram(source.encode(), name, 0, [], []))
@@ -87,7 +87,7 @@ def compile_source(source: str) -> Compiled:
 
 
 def cache_folder() -> Path:
-    """Return the folder in which machine code is kept."""
+    """Return the folder of the machine code cache."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "nanoactor" / "kernels"
 
@@ -98,7 +98,7 @@ def _version() -> str:
 
 
 def compiled(shape: Shape) -> Compiled:
-    """Take the kernel from the disk, or compile it and keep it there. Raises `CompileError`."""
+    """Read the kernel from disk, or compile and store it. Raises `CompileError`."""
     source = source_of(shape)
     key = hashlib.sha256("\0".join((source, _version(), *OPTIONS)).encode()).hexdigest()
     path = cache_folder() / f"{key}.cubin"
@@ -115,7 +115,7 @@ def compiled(shape: Shape) -> Compiled:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write at once: another engine may read meanwhile."""
+    """Write atomically: another engine may read at the same time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         file.write(content)

@@ -1,4 +1,4 @@
-"""Kernels and tensor maps by the driver's API, which torch's own context serves."""
+"""Kernels and tensor maps through the driver API, in torch's own context."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nanoactor.models.devices.cuda.kernels.decode_step.table import (
 )
 
 _ALIGNING = 1024
-"""Bytes that align shared memory."""
+"""Bytes reserved to align shared memory."""
 
 
 class DriverError(RuntimeError):
@@ -40,8 +40,8 @@ def map_of(matrix: torch.Tensor, box: int) -> bytes:
     """Describe a row-major matrix of bfloat16 or e4m3 to the copy engine, to be read in boxes of 8
     rows and `box` units of 128 bytes.
 
-    A map of three dimensions (columns of a unit, rows, units) brings one box of up to 16 KB by
-    one instruction, with its 16-byte chunks exchanged so that no two threads meet a bank.
+    A map of three dimensions (columns of a unit, rows, units) loads one box of up to 16 KB with
+    one instruction, with its 16-byte chunks swizzled to avoid bank conflicts.
     """
     driver = _driver()
     rows, columns = matrix.shape
@@ -86,7 +86,7 @@ class Kernel:
         _check(driver.cuFuncSetAttribute(self._function, limit, self._shared))
 
     def launch(self, args: ctypes.Structure) -> None:
-        """Queue on the current stream, all blocks at once or not at all; may be captured."""
+        """Queue on the current stream, all blocks at once or none (cooperative); capturable."""
         driver = _driver()
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = self._blocks, 1, 1

@@ -1,4 +1,4 @@
-"""Decode steps by one kernel, as an executor calls them."""
+"""Decode steps as a single kernel, for executors."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ _WAITS = {
 }
 _STOPPED = 0x80000000
 _WIDE, _FASTER_UP_TO = 4096, 8
-"""Measured on an H200 with contexts of 1,024: 16 rows of 8B take 5.51 ms by the kernel and 5.43 by
-operators, 8 rows 4.63 and 5.32; 16 rows of 0.6B 1.32 and 1.72 (docs/gpu.md)."""
+"""Measured on an H200 with contexts of 1,024: 16 rows of 8B take 5.51 ms with the kernel and 5.43
+with operators, 8 rows 4.63 and 5.32; 16 rows of 0.6B 1.32 and 1.72 (docs/gpu.md)."""
 _RUNS_EXPERTS = False
-"""Until `bench/decode_step.py --model 30b-a3b` has run on a GPU: with experts the kernel has been
-run by the tests' emulation alone."""
+"""Until `bench/decode_step.py --model 30b-a3b` has run on a GPU: with experts the kernel has only
+run in the tests' emulation."""
 _SLOWER = "decode steps of few rows run operator by operator, which takes up to twice as long"
 
 
 class StepStopped(RuntimeError):
-    """A decode step has waited too long: names the phase. The device must be opened anew."""
+    """A decode step has waited too long; names the phase. The device must be reopened."""
 
 
 _HONOURED = frozenset(
@@ -78,12 +78,12 @@ _HONOURED = frozenset(
         "window",
     ]
 )
-"""Fields of a model's configuration that the kernel computes with, or that are not its affair:
-pictures have become rows before, rotations are read from tables, and no sequence is longer than a
-window, and packed weights are unpacked or not given at all."""
+"""Fields of a model's configuration that the kernel computes with or does not need: pictures are
+already rows, rotations are read from tables, no sequence is longer than a window, and packed
+weights are unpacked or not passed at all."""
 _NEUTRAL = {"output_bias": False, "mlp_bias": False}
-"""Other fields, and the value with which they change nothing. What stands in neither must have its
-default, so that a family with a new option does not run without it."""
+"""Other fields, and the value that has no effect. Fields in neither must have their default, so
+that a family's new option is never ignored silently."""
 
 
 def supports(
@@ -97,8 +97,8 @@ def supports(
     packed: bool = False,
     mixture: Mixture | None = None,
 ) -> str | None:
-    """Return why steps of so many rows are not run by one kernel, or None. `mixture`: the experts
-    of each layer."""
+    """Return why steps of `rows` rows cannot run as one kernel, or None. `mixture`: the experts of
+    each layer."""
     if capability != (9, 0):
         return f"compute capability {capability[0]}.{capability[1]} is not 9.0"
     if dtype != torch.bfloat16:
@@ -109,7 +109,7 @@ def supports(
         return f"operators are as fast with more than {_FASTER_UP_TO} rows of such a width"
     if mixture is not None and not _RUNS_EXPERTS:
         return "with experts the kernel has run in emulation only"
-    # What families read beside is about experts, where layers have some.
+    # If layers have experts, the family's own options are about those.
     honoured = _HONOURED if mixture is None else _HONOURED | {"family_options"}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -129,7 +129,7 @@ class DecodeStep:
         patience: float = PATIENCE,
         like: DecodeStep | None = None,
     ) -> None:
-        """Compile or load; `like` is one of the same weights, with other rows.
+        """Compile or load; `like` is a step with the same weights and other rows.
 
         Raises `CompileError`, `DriverError`."""
         self.shape = shape
@@ -149,10 +149,10 @@ class DecodeStep:
         caches: Sequence[KVCache],
         logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Queue a step on the current stream: hidden states bfloat16 (rows, hidden) behind the
-        final norm, rewritten by the next. Writes the new tokens' keys and values, and `logits`
-        (rows, vocabulary) or those of its own. Tensors must stay where they are for as long as a
-        graph that has captured this."""
+        """Queue a step on the current stream: hidden states bfloat16 (rows, hidden) after the
+        final norm, overwritten by the next step. Writes the new tokens' keys and values, and
+        `logits` (rows, vocabulary) or its own buffer. Tensors must keep their addresses for as long
+        as a graph that has captured this."""
         if logits is not None:
             self.scratch.logits = logits
         args = arguments_of(
@@ -164,18 +164,18 @@ class DecodeStep:
 
     @property
     def logits(self) -> torch.Tensor:
-        """(rows, vocabulary) of the step queued last, where the shape has a head."""
+        """Return (rows, vocabulary) of the step queued last, if the shape has a head."""
         return self.scratch.logits
 
     def check(self) -> None:
-        """Raise `StepStopped` if the kernel has stopped itself; call it where the device fails."""
+        """Raise `StepStopped` if the kernel has stopped itself; call it when the device fails."""
         first, block = (int(word) & 0xFFFFFFFF for word in self.status)
         if first:
             raise StepStopped(describe(first, block, self.shape))
 
 
 def describe(word: int, block: int, shape: Shape) -> str:
-    """Say where a step has stopped, from the words that the kernel left."""
+    """Describe where a step has stopped, from the kernel's status words."""
     assert word & _STOPPED
     wait, place = word >> 24 & 0x7F, word & 0xFFFFFF
     layer, phase = divmod(place, 16)
@@ -188,7 +188,7 @@ def describe(word: int, block: int, shape: Shape) -> str:
 
 
 def maps_of(shape: Shape, weights: ModelWeights) -> list[bytes]:
-    """Encode the maps of each layer's matrices, then the head's; rows make no difference."""
+    """Encode the maps of each layer's matrices, then the head's; the same for any rows."""
     phases = [phase for phase in shape.phases if phase.matrix is not None]
     boxes = [product_of(shape, phase).box for phase in phases]
     found = [
@@ -201,7 +201,7 @@ def maps_of(shape: Shape, weights: ModelWeights) -> list[bytes]:
 
 @dataclasses.dataclass(slots=True)
 class DecodeSteps:
-    """The kernels of an engine by rows; what has none runs operator by operator."""
+    """The kernels of an engine by rows; other steps run operator by operator."""
 
     steps: dict[int, DecodeStep]
 
@@ -248,10 +248,10 @@ class DecodeSteps:
         caches: Sequence[KVCache],
         into: torch.Tensor | None,
     ) -> WholeStep | None:
-        """A decode step, its logits in `into` bfloat16 (rows, vocabulary), where there is one; None
-        where the operators must run.
+        """Queue a decode step, with logits in `into` bfloat16 (rows, vocabulary) if given. Return
+        None if the operators must run.
 
-        `rows` as `BatchOperators.advance` has filled them in, `slots` int32 (rows,), `tables` int32
+        `rows` as filled in by `BatchOperators.advance`, `slots` int32 (rows,), `tables` int32
         (slots, blocks)."""
         step = self.steps.get(len(slots))
         if step is None:

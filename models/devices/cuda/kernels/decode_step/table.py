@@ -1,7 +1,7 @@
 """The phases of a decode step and how one model's matrices are cut for them.
 
-`PHASES` is the one list from which the kernel's producer, its consumers and the tests' simulator
-take their order: `constants` writes it into the CUDA source.
+`PHASES` alone defines the order for the kernel's producer, its consumers and the tests' simulator:
+`constants` writes it into the CUDA source.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ MOST_ROWS = 16
 WARPS = 8
 """Consumer warps of a block."""
 SLOT_BYTES = 16384
-"""Of the ring: 8 rows of 1,024 columns."""
+"""Bytes of a slot of the ring: 8 rows of 1,024 columns."""
 SHARED_LIMIT = 232_448 - 1024
-"""Bytes that a block of compute capability 9.0 may have, less what aligns them."""
+"""Shared memory of a block at compute capability 9.0 in bytes, less the alignment."""
 PARAMETER_LIMIT = 32_764
 UNIT_BYTES = 128
-"""Of a row: what the copy engine exchanges chunks in, and of FP8 the inputs that share a scale."""
+"""Bytes of a row in which the copy engine swizzles chunks; in FP8, inputs that share a scale."""
 UNITS = SLOT_BYTES // (8 * UNIT_BYTES)
-"""Of a box at most."""
+"""Maximum units of a box."""
 HEAD_TILES = 4
-"""Of a chunk of the head."""
+"""Tiles of a chunk of the head."""
 _LEAST_SLOTS, _MOST_SLOTS = 4, 12
 _WHOLE_ROWS, _PIECE_ROWS = 100 << 10, 64 << 10
 """Bytes: sources that fit into the first are not cut; pieces take up to the second."""
@@ -34,11 +34,11 @@ _WHOLE_ROWS, _PIECE_ROWS = 100 << 10, 64 << 10
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Phase:
-    """A phase of a layer: who reads what, multiplies it by what, and hands it to whom."""
+    """A phase of a layer: its input, its matrix, and the recipients of its output."""
 
     name: str
     matrix: str | None
-    """The weight, whose rows are outputs and whose columns are inputs; None: attention's."""
+    """The weight, with outputs as rows and inputs as columns; None: attention."""
     rows: str | None
     """Name of the dimension that counts outputs."""
     columns: str | None
@@ -46,7 +46,7 @@ class Phase:
     source: str
     sink: str
     stacked: int = 1
-    """Matrices on top of each other, of which outputs are combined: gate and up."""
+    """Number of stacked matrices with combined outputs: gate and up."""
     to_all: bool = False
     """True if all blocks read the sink."""
     experts: Literal["outputs", "inputs"] | None = None
@@ -67,7 +67,7 @@ PHASES = (
     Phase("GATE_UP", "gate_up", "inter", "hidden", "X2", "ACTIVATED", stacked=2, to_all=True),
     Phase("DOWN", "down", "hidden", "inter", "ACTIVATED", "X1", to_all=True),
 )
-"""Of a layer. The first source is the last sink: of the layer before, or the embedding."""
+"""Phases of a layer. The first source is the previous layer's last sink, or the embedding."""
 ROUTE = Phase("ROUTE", None, None, None, "X2", "SCORES")
 """Each block multiplies the rows by the router's weights of its experts."""
 _GATE_UP, _DOWN = PHASES[-2:]
@@ -77,12 +77,12 @@ EXPERT_PHASES = (
     dataclasses.replace(_GATE_UP, source="SCORES", experts="outputs"),
     dataclasses.replace(_DOWN, experts="inputs"),
 )
-"""Of a layer with a mixture of experts. All blocks receive the rows for `ROUTE`, and keep them;
-then each finds out from the scores which experts the rows have chosen."""
+"""Phases of a layer with a mixture of experts. All blocks receive the rows for `ROUTE` and keep
+them; then each derives the rows' chosen experts from the scores."""
 MOST_EXPERT_ROWS = 8
 _MOST_EXPERTS, _MOST_CHOSEN = 256, 32
 LOGITS = Phase("LOGITS", "head", "vocab", "hidden", "X1", "LOGITS")
-"""Behind the last layer; its tiles are dealt out as blocks come to them."""
+"""After the last layer; blocks take its tiles dynamically."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class Product:
     """A phase's matrix, cut into tiles of 8 outputs and boxes of columns."""
 
     tiles: int
-    """Of 8 rows; where two matrices are stacked, of each."""
+    """Tiles of 8 rows; for stacked matrices, the tiles of each."""
     stacked: int
     columns: int
     unit: int
@@ -98,10 +98,10 @@ class Product:
     box: int
     """Units of a box."""
     boxes: int
-    """Of a tile; the last may stand out of the matrix."""
+    """Boxes of a tile; the last may extend past the matrix."""
     piece_boxes: int
     pieces: int
-    """The inputs are read in so many pieces, each of so many boxes."""
+    """Number of pieces in which the inputs are read, of `piece_boxes` boxes each."""
     packed: bool = False
     """True if it is in FP8."""
     matrices: int = 1
@@ -111,7 +111,7 @@ class Product:
 
     @property
     def scales(self) -> int:
-        """The scales of all matrices: for each tile and box as many as a box may have units."""
+        """Return the number of scales of all matrices: `UNITS` for each tile and box."""
         return self.matrices * self.stacked * self.tiles * self.boxes * UNITS * self.packed
 
     def tiles_of(self, block: int, blocks: int, chosen: int = 1) -> int:
@@ -164,7 +164,7 @@ class Shape:
     flagged: bool | None = None
     """True if words that all blocks read carry flags; None: with one row."""
     in_flight: int | None = None
-    """Boxes on their way at most; None: 2 for narrow models, 3 for others."""
+    """Maximum boxes in flight; None: 2 for narrow models, 3 for others."""
     delays: bool = False
     """True if blocks are delayed at random, for tests."""
     trace: bool = False
@@ -211,17 +211,17 @@ class Shape:
 
     @property
     def pairs(self) -> int:
-        """Of a row and an expert that it has chosen."""
+        """Return the number of pairs of a row and an expert that it has chosen."""
         return 0 if self.mixture is None else self.rows * self.mixture.chosen
 
     @property
     def width(self) -> int:
-        """Of all query heads."""
+        """Return the width of all query heads."""
         return self.heads * self.head_dim
 
     @property
     def qkv(self) -> int:
-        """Outputs of the first phase."""
+        """Return the outputs of the first phase."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
     @property
@@ -232,7 +232,7 @@ class Shape:
 
     @property
     def hidden_tiles(self) -> int:
-        """Tiles of the residual that a block has at most."""
+        """Return the maximum number of a block's tiles of the residual."""
         return -(-self.hidden // 8 // self.blocks)
 
 
@@ -273,7 +273,7 @@ class Layout:
 
     group: int
     input_columns: int
-    """Of a row of inputs."""
+    """Columns of a row of inputs."""
     inputs: int
     work: int
     rest: int
@@ -281,12 +281,12 @@ class Layout:
 
     @property
     def total(self) -> int:
-        """Without what aligns it."""
+        """Return the total without alignment."""
         return self.slots * SLOT_BYTES + self.inputs + self.work + self.rest
 
 
 def layout_of(shape: Shape) -> Layout:
-    """Lay out shared memory; what the rest leaves is the ring's."""
+    """Lay out shared memory; the ring gets the remainder."""
     products = [product_of(shape, phase) for phase in (*shape.phases, LOGITS)]
     group = 8 if shape.rows == 1 else 4 if shape.rows <= 8 else 2
     if any(product.pieces > 1 for product in products):
@@ -302,7 +302,7 @@ def layout_of(shape: Shape) -> Layout:
     rest = 20 * _MOST_SLOTS + shape.rows * (WARPS * 4 + shape.hidden_tiles * 32 + 16) + attention
     if shape.packed:  # scales of the ring's boxes, and of the inputs
         rest += 4 * UNITS * _MOST_SLOTS + 4 * input_scales(shape, columns)
-    if shape.mixture is not None:  # scores of the rows, and what they have chosen
+    if shape.mixture is not None:  # scores of the rows, and their chosen experts
         rest += 4 * shape.rows * WARPS * scored_experts(shape) + 24 * shape.pairs + 64
     rest = (rest + 448) // 16 * 16
     slots = min(_MOST_SLOTS, (SHARED_LIMIT - inputs - work - rest) // SLOT_BYTES)
@@ -310,7 +310,7 @@ def layout_of(shape: Shape) -> Layout:
 
 
 def scored_experts(shape: Shape) -> int:
-    """Return the experts whose scores a block computes."""
+    """Return the number of experts that a block scores."""
     return 0 if shape.mixture is None else -(-shape.mixture.experts // shape.blocks)
 
 
@@ -369,7 +369,7 @@ def parameter_bytes(shape: Shape) -> int:
 
 
 def _enumerators(shape: Shape) -> Iterator[str]:
-    """Write the phases' numbers, and those of hand-overs: of flags, and of arrivals."""
+    """Yield the numbers of the phases and of hand-overs, by flags and by arrivals."""
     for number, phase in enumerate((*shape.phases, LOGITS)):
         yield f"constexpr int {phase.name} = {number};"
     if ROUTE not in shape.phases:
