@@ -375,6 +375,8 @@ def error(got, wanted):
         later([33, 33, 33], {"blocks": 12, "vocab": 1003, "head": 0}),
         ([37], {"small": EXPERTS, "poison": True, "delays": True}),
         ([5, 90, 12], {"small": EXPERTS, "blocks": 7, "mixture": Mixture(40, 5, 256, False)}),
+        # Several warps of a row add up its scores.
+        ([20, 31], {"small": EXPERTS, "hidden": 1024, "mixture": Mixture(8, 2, 256, True)}),
         # As many experts as there are blocks, and more lanes than experts.
         later([60], {"small": EXPERTS, "blocks": 32, "mixture": Mixture(32, 8, 256, True)}),
         # Tiles of several boxes; experts that several rows share; several words of experts.
@@ -534,6 +536,17 @@ def test_of_equal_scores_the_lower_experts_are_chosen():
     step = Emulated(shape, weights, caches, inputs)
     assert step()
     assert torch.isfinite(step.scratch.hidden.float()).all()
+
+
+@needs_compiler
+def test_scores_that_are_no_numbers_choose_experts_that_exist():
+    """Of all bits, this NaN comes last in the order of scores."""
+    shape, weights, inputs, caches = case([40, 7], small=EXPERTS)
+    for layer in weights.layers:
+        layer.router.weight.view(torch.int32).fill_(-1)
+    step = Emulated(shape, weights, caches, inputs)
+    assert step()
+    assert step.scratch.hidden.isnan().all()
 
 
 @needs_compiler

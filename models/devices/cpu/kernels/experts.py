@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import torch
 from numba import prange
@@ -108,12 +111,36 @@ def _experts(
             _sum(found, weights, token, results, like)
 
 
-def grouped(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _grouped(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Sort choices by expert: (order int32, first row of each expert int32 (experts + 1,))."""
     flat = ids.flatten()
     firsts = torch.zeros(experts + 1, dtype=torch.int32)
     torch.cumsum(flat.bincount(minlength=experts), 0, out=firsts[1:])
     return flat.argsort(stable=True).int(), firsts
+
+
+def run_experts(
+    kernel: Any,
+    x: torch.Tensor,
+    matrices: Sequence[torch.Tensor],
+    shape: torch.Size,
+    ids: torch.Tensor,
+    shares: torch.Tensor,
+    threads: int,
+    *more: int,
+) -> torch.Tensor:
+    """Call a kernel on contiguous `matrices`, with `more` after the sizes; `shape` is (experts,
+    hidden, inner). Returns (tokens, hidden)."""
+    x, shares, (tokens, chosen) = x.contiguous(), shares.contiguous(), ids.shape
+    experts, hidden, inner = shape
+    order, firsts = _grouped(ids, experts)
+    y = torch.empty_like(x)
+    products = torch.empty(tokens * chosen, hidden)
+    tensors = (x, *matrices, order, firsts, shares, products, y)
+    sizes = (tokens, chosen, experts, hidden, inner, *more, threads)
+    work = tokens * chosen * 3 * inner * hidden
+    spread(kernel, threads, work, *(one.data_ptr() for one in tensors), *sizes, like_of(x))
+    return y
 
 
 def experts_of_few(
@@ -124,29 +151,5 @@ def experts_of_few(
     threads: int,
 ) -> torch.Tensor:
     """See `Operators.experts`; matrices are contiguous."""
-    x, shares, (tokens, chosen) = x.contiguous(), shares.contiguous(), ids.shape
-    experts, hidden, inner = weights.down.shape
-    order, firsts = grouped(ids, experts)
-    y = torch.empty_like(x)
-    products = torch.empty(tokens * chosen, hidden)
-    spread(
-        _experts,
-        threads,
-        tokens * chosen * 3 * inner * hidden,
-        x.data_ptr(),
-        weights.gate_up.data_ptr(),
-        weights.down.data_ptr(),
-        order.data_ptr(),
-        firsts.data_ptr(),
-        shares.data_ptr(),
-        products.data_ptr(),
-        y.data_ptr(),
-        tokens,
-        chosen,
-        experts,
-        hidden,
-        inner,
-        threads,
-        like_of(x),
-    )
-    return y
+    matrices = weights.gate_up, weights.down
+    return run_experts(_experts, x, matrices, weights.down.shape, ids, shares, threads)

@@ -12,13 +12,11 @@ from nanoactor.models.devices.cpu.kernels.elements import (
     INT32,
     both,
     inlined,
-    like_of,
     narrow,
-    spread,
     view,
     wide,
 )
-from nanoactor.models.devices.cpu.kernels.experts import _gather, _sum, _swish, grouped
+from nanoactor.models.devices.cpu.kernels.experts import _gather, _sum, _swish, run_experts
 from nanoactor.models.devices.cpu.kernels.fp8 import _in_blocks, _totals
 from nanoactor.models.weights.fp8 import Fp8Blocks
 
@@ -133,37 +131,18 @@ def packed_experts_of_few(
     threads: int,
 ) -> torch.Tensor:
     """See `Operators.experts`; matrices are contiguous, their blocks of one size."""
-    x, shares, (tokens, chosen) = x.contiguous(), shares.contiguous(), ids.shape
-    experts, hidden, inner = down.weight.shape
-    order, firsts = grouped(ids, experts)
-    y = torch.empty_like(x)
-    products = torch.empty(tokens * chosen, hidden)
-    spread(
+    return run_experts(
         _experts,
+        x,
+        (gate_up.weight, gate_up.scales, down.weight, down.scales),
+        down.weight.shape,
+        ids,
+        shares,
         threads,
-        tokens * chosen * 3 * inner * hidden,
-        x.data_ptr(),
-        gate_up.weight.data_ptr(),
-        gate_up.scales.data_ptr(),
-        down.weight.data_ptr(),
-        down.scales.data_ptr(),
-        order.data_ptr(),
-        firsts.data_ptr(),
-        shares.data_ptr(),
-        products.data_ptr(),
-        y.data_ptr(),
-        tokens,
-        chosen,
-        experts,
-        hidden,
-        inner,
         down.block,
         gate_up.group,
         gate_up.scales.shape[2],
         down.group,
         down.scales.shape[2],
         down.offset,
-        threads,
-        like_of(x),
     )
-    return y

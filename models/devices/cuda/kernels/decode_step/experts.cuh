@@ -154,17 +154,7 @@ DEVICE void take_experts(Consumer& k, float* sums) {
   for (int n = 0; n < count; ++n) {
     const Where from = line_of<P>(k, k.choice->pairs[n * 8 + g]);
 #pragma unroll 1
-    for (int box = 0; box < p.boxes; ++box) {
-      k.ring.wait_full(k.a, k.ring.at, k.where(P));
-      const int slots[1] = {k.ring.at.slot};
-      const int units = p.columns / p.unit - box * p.box;
-#pragma unroll
-      for (int i = 0; i < (p.box + WARPS - 1) / WARPS; ++i) {
-        const int unit = k.warp + i * WARPS;
-        if (unit < p.box && unit < units) multiply_tiles<P>(k, c, slots, unit, box * p.box + unit, from);
-      }
-      free_slot(k);
-    }
+    for (int box = 0; box < p.boxes; ++box) take_box<P>(k, c, box, box * p.box, from);
   }
   keep_sums(k, c[0], sums, false);
 }

@@ -433,6 +433,22 @@ DEVICE void take_tiles(Consumer& k, float* sums) {
   for (int j = 0; j < N; ++j) keep_sums(k, c[j], sums + j * TILE_FLOATS, false);
 }
 
+// One box of a tile, by inputs from unit `input` on.
+template <int P>
+DEVICE void take_box(Consumer& k, Sums (&c)[1], int box, int input, const Where& from) {
+  constexpr Product p = PRODUCTS[P];
+  k.ring.wait_full(k.a, k.ring.at, k.where(P));
+  const int slots[1] = {k.ring.at.slot};
+  // The last box may extend past the matrix: its units there are zero and have no inputs.
+  const int units = p.columns / p.unit - box * p.box;
+#pragma unroll
+  for (int i = 0; i < (p.box + WARPS - 1) / WARPS; ++i) {
+    const int unit = k.warp + i * WARPS;
+    if (unit < p.box && unit < units) multiply_tiles<P>(k, c, slots, unit, input + unit, from);
+  }
+  free_slot(k);
+}
+
 // The boxes of a piece of one tile.
 template <int P>
 DEVICE void take_boxes(Consumer& k, int piece, float* sums) {
@@ -442,18 +458,7 @@ DEVICE void take_boxes(Consumer& k, int piece, float* sums) {
   const int first = piece * p.piece_boxes;
   const int end = p.pieces == 1 || first + p.piece_boxes > p.boxes ? p.boxes : first + p.piece_boxes;
 #pragma unroll 1
-  for (int box = first; box < end; ++box) {
-    k.ring.wait_full(k.a, k.ring.at, k.where(P));
-    const int slots[1] = {k.ring.at.slot};
-    // The last box may stand out of the matrix: those units are zero, and nobody has inputs for them.
-    const int units = p.columns / p.unit - box * p.box;
-#pragma unroll
-    for (int i = 0; i < (p.box + WARPS - 1) / WARPS; ++i) {
-      const int unit = k.warp + i * WARPS;
-      if (unit < p.box && unit < units) multiply_tiles<P>(k, c, slots, unit, (box - first) * p.box + unit, from);
-    }
-    free_slot(k);
-  }
+  for (int box = first; box < end; ++box) take_box<P>(k, c, box, (box - first) * p.box, from);
   keep_sums(k, c[0], sums, piece > 0);
 }
 
