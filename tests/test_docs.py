@@ -75,3 +75,14 @@ def test_both_pages_on_ascend_have_the_same_figures():
 
     assert figures("ascend.md") == figures("ascend.zh.md")
     assert len(figures("ascend.md")[0]) >= 4
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_rows_of_a_table_have_the_same_cells(page):
+    """A row that is broken over two lines ends its table."""
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL)
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        rows = table.splitlines()
+        cells = {len(re.findall(r"(?<!\\)\|", row)) for row in rows if row.rstrip().endswith("|")}
+        assert len(cells) == 1, rows[0]
+        assert all(row.rstrip().endswith("|") for row in rows), rows
