@@ -2,9 +2,7 @@
 the CPU against float64, and NVRTC compiles it for every size."""
 
 import dataclasses
-import importlib.metadata
 import itertools
-import os
 import shutil
 
 import pytest
@@ -20,9 +18,10 @@ from bench.decode_step_reference import (
 )
 from nanoactor.models.decoder import Decoder
 from nanoactor.models.devices.cpu.device import CPUDevice
-from nanoactor.models.devices.cuda.kernels.decode_step import compile as compiling
+from nanoactor.models.devices.cuda.kernels import nvrtc
 from nanoactor.models.devices.cuda.kernels.decode_step import steps
-from nanoactor.models.devices.cuda.kernels.decode_step.sources import source_of
+from nanoactor.models.devices.cuda.kernels.decode_step.compile import compiled
+from nanoactor.models.devices.cuda.kernels.decode_step.sources import KERNEL, source_of
 from nanoactor.models.devices.cuda.kernels.decode_step.steps import describe, supports
 from nanoactor.models.devices.cuda.kernels.decode_step.table import (
     EXPERT_PHASES,
@@ -36,7 +35,7 @@ from nanoactor.models.devices.cuda.kernels.decode_step.table import (
 )
 from nanoactor.models.weights.whole_step import Mixture, PackedMatrix
 from tests.models.decode_step.emulated import Emulated
-from tests.models.decode_step.hazards import disassembler, early_reads, early_reads_of
+from tests.models.decode_step.hazards import early_reads_in, early_reads_of
 from tests.models.decode_step.simulator import (
     Broken,
     Protocol,
@@ -583,16 +582,6 @@ def test_a_hang_ends_and_says_where(old, new, phase):
 # -- machine code ---------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def nvrtc():
-    try:
-        return compiling._nvrtc()
-    except compiling.CompileError as error:
-        if os.environ.get("CI"):  # which installs it
-            raise
-        pytest.skip(f"{error}; pip install .[kernels]")
-
-
 ROWS = (1, 2, 8, 16)
 USUAL = [("0.6b", 1), ("8b", 1), ("8b", 16), ("qwen2.5-7b", 16), ("8b-fp8", 1), ("8b-fp8", 8)]
 USUAL += [("30b-a3b", 1), ("30b-a3b-fp8", 8)]
@@ -606,9 +595,9 @@ USUAL += [("30b-a3b", 1), ("30b-a3b-fp8", 8)]
         if refusal(real(*one)) is None
     ],
 )
-def test_most_sizes_compile_without_spills(nvrtc, tmp_path, model, rows):
+def test_most_sizes_compile_without_spills(compiler, tmp_path, model, rows):
     shape = real(model, rows)
-    made = compiling.compile_source(source_of(shape))
+    made = nvrtc.compile_source(source_of(shape), KERNEL)
     assert made.cubin[:4] == b"\x7fELF"
     # What a thread begins with; consumers take more, which no `trap` must undo.
     assert made.registers == 168
@@ -619,26 +608,14 @@ def test_most_sizes_compile_without_spills(nvrtc, tmp_path, model, rows):
     assert not early_reads_in(made, tmp_path)
 
 
-def early_reads_in(made, folder):
-    """None where there is no disassembler."""
-    try:
-        disassembler()
-    except importlib.metadata.PackageNotFoundError:
-        if os.environ.get("CI"):  # which installs it
-            raise
-        return None
-    (folder / "kernel.cubin").write_bytes(made.cubin)
-    return early_reads(folder / "kernel.cubin")
-
-
 SPILLING = itertools.product(REAL, (3, 4))
 
 
 @pytest.mark.parametrize(
     ("model", "rows"), [one if one == ("8b", 4) else later(*one) for one in SPILLING]
 )
-def test_few_bytes_are_spilt_with_three_or_four_rows(nvrtc, tmp_path, model, rows):
-    made = compiling.compile_source(source_of(real(model, rows)))
+def test_few_bytes_are_spilt_with_three_or_four_rows(compiler, tmp_path, model, rows):
+    made = nvrtc.compile_source(source_of(real(model, rows)), KERNEL)
     assert made.registers == 168
     more = 60 if model.endswith("fp8") or "a3b" in model else 0
     assert made.bytes_of("spill stores") <= 104 + more
@@ -661,16 +638,16 @@ def test_a_register_that_is_read_too_early_is_found():
     assert not early_reads_of(text.replace("0x004fc600", "0x004fcc00"))
 
 
-def test_machine_code_is_kept(nvrtc, tmp_path, monkeypatch):
+def test_machine_code_is_kept(compiler, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     shape = dataclasses.replace(SMALL, blocks=132)
-    made = compiling.compiled(shape)
+    made = compiled(shape)
     (kept,) = (tmp_path / "nanoactor" / "kernels").iterdir()
     assert kept.read_bytes() == made.cubin
-    monkeypatch.setattr(compiling, "compile_source", None)
-    assert compiling.compiled(shape).cubin == made.cubin
+    monkeypatch.setattr(nvrtc, "compile_source", None)
+    assert compiled(shape).cubin == made.cubin
 
 
-def test_a_wrong_source_says_what_is_wrong(nvrtc):
-    with pytest.raises(compiling.CompileError, match="nonsense"):
-        compiling.compile_source("nonsense")
+def test_a_wrong_source_says_what_is_wrong(compiler):
+    with pytest.raises(nvrtc.CompileError, match="nonsense"):
+        nvrtc.compile_source("nonsense", "kernel")

@@ -19,7 +19,7 @@ from nanoactor.models.devices.cuda.kernels.decode_step.arguments import (
     arguments_of,
     scales_of,
 )
-from nanoactor.models.devices.cuda.kernels.decode_step.sources import source_of
+from nanoactor.models.devices.cuda.kernels.decode_step.sources import KERNEL, source_of
 from nanoactor.models.devices.cuda.kernels.decode_step.table import (
     LOGITS,
     UNIT_BYTES,
@@ -40,7 +40,13 @@ def build(shape: Shape, edits: tuple[tuple[str, str], ...] = ()) -> ctypes.CDLL:
         source = source.replace(old, new)
     # A round of all fibers is a poll: be less patient.
     source = source.replace("(++polls & 0xffff)", "(++polls & 0xfff)")
-    source += (FOLDER / "run.h").read_text()
+    source += f"#define KERNEL {KERNEL}\n#define ALL_THREADS (THREADS + 128)\n"
+    source += "#define MOST_ROUNDS ~0ull\n"  # a step notices by itself that it hangs
+    return library_of(source + (FOLDER / "run.h").read_text())
+
+
+def library_of(source: str) -> ctypes.CDLL:
+    """Compile an emulated kernel."""
     # What lies askew is told on standard error; a GPU would stop.
     flags = "-std=c++17 -O1 -w -Wno-psabi -shared -fPIC -fsanitize=alignment -static-libubsan"
     with tempfile.TemporaryDirectory() as name:

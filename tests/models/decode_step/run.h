@@ -1,4 +1,5 @@
-// Runs the step's threads in turn. Blocks rest at random, so that they are out of step.
+// Runs the threads of KERNEL in turn: BLOCKS blocks of ALL_THREADS. Blocks rest at random, so that they are
+// out of step. After MOST_ROUNDS turns of all threads they hang.
 
 #include <csetjmp>
 
@@ -7,7 +8,7 @@ static std::jmp_buf outside;
 static void give_up(u32, u32) { std::longjmp(outside, 1); }
 
 static void begin_fiber() {
-  decode_step(*arguments);
+  KERNEL(*arguments);
   now->done = true;
   while (true) yield();
 }
@@ -40,7 +41,8 @@ extern "C" int run_step(const Args* args, u32 seed) {
   dice.seed(seed);
   rounds = 0;
   copies.clear();
-  const int threads = THREADS + 128;
+  const int threads = ALL_THREADS;
+  blocks_in_all = BLOCKS;
   std::vector<Block> blocks(BLOCKS);
   std::vector<Fiber> fibers(BLOCKS * threads);
   for (int b = 0; b < BLOCKS; ++b) {
@@ -59,7 +61,7 @@ extern "C" int run_step(const Args* args, u32 seed) {
   const int failed = setjmp(outside);
   std::vector<int> rest(BLOCKS, 0), left(BLOCKS, threads);
   int running = failed ? 0 : BLOCKS;
-  while (running) {
+  while (running && rounds < MOST_ROUNDS) {
     ++rounds;
     run_copies();
     for (int i = 0, b = dice() % BLOCKS; i < BLOCKS; ++i, b = (b + 1) % BLOCKS) {
@@ -77,5 +79,5 @@ extern "C" int run_step(const Args* args, u32 seed) {
   }
   for (auto& f : fibers) free(f.memory);
   for (auto& b : blocks) free(b.shared);
-  return failed;
+  return failed || running;
 }

@@ -16,11 +16,11 @@ from nanoactor.models.devices.cuda.kernels.decode_step.table import (
     Shape,
     product_of,
 )
+from nanoactor.models.devices.cuda.kernels.driver import MAP_BYTES
 from nanoactor.models.weights.whole_step import LayerWeights, ModelWeights, PackedMatrix
 
 MATRICES = tuple(phase.matrix for phase in PHASES if phase.matrix is not None)
 """A layer's matrices, in the order of its maps."""
-MAP_BYTES = 128
 _ALIGNMENT = 64
 _CONTROL_WORDS = 128
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from nanoactor.models.devices.cuda.kernels.decode_step.table import Shape, constants
+from nanoactor.models.devices.cuda.kernels.nvrtc import MACHINE
 
-MACHINE = "machine.cuh"
 PARTS = (
     "arguments.cuh", "handover.cuh", "choice.cuh", "ring.cuh", "product.cuh", "attention.cuh",
     "experts.cuh", "step.cu",
@@ -17,7 +17,7 @@ KERNEL = "decode_step"
 def source_of(shape: Shape, machine: Path | None = None) -> str:
     """Return the whole source; errors name the part's own lines. `machine`: other instructions."""
     folder = Path(__file__).parent
-    parts = [machine or folder / MACHINE, *(folder / part for part in PARTS)]
+    parts = [machine or MACHINE, *(folder / part for part in PARTS)]
     texts = [f'#line 1 "constants"\n{constants(shape)}']
     texts += [f'#line 1 "{part.name}"\n{part.read_text()}' for part in parts]
     return "\n".join([texts[1], texts[0], *texts[2:]])

@@ -16,14 +16,16 @@ from nanoactor.models.devices.cuda.kernels.decode_step.arguments import (
     arguments_of,
     scales_of,
 )
-from nanoactor.models.devices.cuda.kernels.decode_step.compile import CompileError, compiled
-from nanoactor.models.devices.cuda.kernels.decode_step.launch import DriverError, Kernel, map_of
+from nanoactor.models.devices.cuda.kernels.decode_step.compile import compiled
+from nanoactor.models.devices.cuda.kernels.decode_step.launch import kernel_of, map_of
 from nanoactor.models.devices.cuda.kernels.decode_step.table import (
     LOGITS,
     Shape,
     product_of,
     refusal,
 )
+from nanoactor.models.devices.cuda.kernels.driver import DriverError
+from nanoactor.models.devices.cuda.kernels.nvrtc import CompileError
 from nanoactor.models.devices.protocols import WholeStep
 from nanoactor.models.model_config import ModelConfig
 from nanoactor.models.weights.whole_step import Mixture, ModelWeights, numbers_of
@@ -134,7 +136,7 @@ class DecodeStep:
         Raises `CompileError`, `DriverError`."""
         self.shape = shape
         self._weights, self._eps, self._patience = weights, eps, patience
-        self._kernel = Kernel(compiled(shape).cubin, shape)
+        self._kernel = kernel_of(compiled(shape).cubin, shape)
         self.scratch = Scratch(shape, weights.embed.device)
         self.status = torch.zeros(2, dtype=torch.int32, pin_memory=True)
         self.maps: Sequence[bytes] = like.maps if like else maps_of(shape, weights)
@@ -159,7 +161,7 @@ class DecodeStep:
             self.shape, self._weights, caches, inputs, self.scratch, self.maps, self.scales,
             self.status, self._eps, self._patience,
         )  # fmt: skip
-        self._kernel.launch(args)
+        self._kernel.launch_at_once(args)
         return self.scratch.hidden
 
     @property

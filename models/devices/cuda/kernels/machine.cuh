@@ -1,5 +1,5 @@
-// The instructions of sm_90a that the step is made of; nothing else in this folder has assembly.
-// Tests have a second version of this file, in plain C++, to run the step on a CPU.
+// The instructions of sm_90a that our kernels in CUDA C++ consist of; no other source has assembly.
+// Tests have a second version of this file, in plain C++, to run those kernels on a CPU.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -14,6 +14,7 @@ struct alignas(64) TensorMap { u64 opaque[16]; };
 
 DEVICE int thread_index() { return threadIdx.x; }
 DEVICE int block_index() { return blockIdx.x; }
+DEVICE int block_count() { return gridDim.x; }
 DEVICE void sync_block() { __syncthreads(); }
 DEVICE void sync_warp() { __syncwarp(); }
 // Named barrier 1: the consumer warps alone.
@@ -32,6 +33,11 @@ DEVICE u32 greatest_of_lanes(u32 value) { return __reduce_max_sync(~0u, value); 
 DEVICE u32 least_of_lanes(u32 value) { return __reduce_min_sync(~0u, value); }
 DEVICE u32 bits_of_lanes(u32 value) { return __reduce_or_sync(~0u, value); }
 DEVICE int count_bits(u32 bits) { return __popc(bits); }
+
+// Of kernels that are launched before the kernel ahead of them has ended: the first lets the next kernel
+// start, the second waits until the kernel ahead has ended and its results can be read.
+DEVICE void start_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+DEVICE void await_ahead() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // -- global memory shared by blocks -----------------------------------------------------------
 // .relaxed.gpu: one access, answered by L2; `volatile` would go to the system's scope.
@@ -102,6 +108,11 @@ DEVICE uint4 get_shared16(u32 at) {
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
   return v;
 }
+DEVICE float2 get_shared8(u32 at) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(at));
+  return v;
+}
 DEVICE void put_shared16(u32 at, uint4 v) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
@@ -132,6 +143,12 @@ DEVICE void copy_box(u32 to, const TensorMap* map, int row, int column, u32 bar)
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
       " [%0], [%1, {%2, %3, %4}], [%5], %6;"
       ::"r"(to), "l"(map), "r"(0), "r"(row), "r"(column), "r"(bar), "l"(0x12F0000000000000ull) : "memory");
+}
+// Rows from `row` of one unit of 128 bytes, as many as the map's box has.
+DEVICE void copy_rows(u32 to, const TensorMap* map, int row, int column, u32 bar) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+      ::"r"(to), "l"(map), "r"(column * 128), "r"(row), "r"(bar) : "memory");
 }
 // Plain bytes; both addresses and the count are multiples of 16.
 DEVICE void copy_line(u32 to, const void* from, u32 bytes, u32 bar) {
@@ -200,6 +217,60 @@ DEVICE void mma_halves_upper(float& c0, float& c1, u32 a0, u32 a2, u32 b0, u32 b
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%5}, {%7,%8}, {%0,%1,%9,%9};"
       : "+f"(c0), "+f"(c1), "=f"(c2), "=f"(c3) : "r"(a0), "r"(0), "r"(a2), "r"(b0), "r"(b1), "f"(0.f));
 }
+
+// Bytes of e4m3, rounded from floats: `low` in the low byte.
+DEVICE u32 round_to_bytes(float low, float high) {
+  u16 r;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));
+  return r;
+}
+// Lane (g, t) = (lane / 4, lane % 4) gives elements (g, 2t) and (g, 2t + 1) of an 8 x 8 matrix of 16-bit
+// numbers, and receives (2t, g) and (2t + 1, g).
+DEVICE u32 transpose(u32 two) {
+  u32 r;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(two));
+  return r;
+}
+DEVICE void max_shared(u32 at, u32 value) {
+  asm volatile("red.shared.max.u32 [%0], %1;" ::"r"(at), "r"(value) : "memory");
+}
+
+// -- products of 128 threads ------------------------------------------------------------------
+// Operands lie in shared memory as copy_rows leaves them: rows of 128 bytes, chunks exchanged.
+
+DEVICE u64 operand_at(u32 at) {
+  return (u64)((at & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;  // 1,024 bytes between groups of 8 rows
+}
+template <int COUNT> DEVICE void pin(float (&values)[COUNT]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(values[i])::"memory");
+}
+DEVICE void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void await_products() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+}
+// c (64 x N) = or += a (64 x 32) b (N x 32)ᵀ in e4m3, N = 2 COUNT. Thread (w, g, t) = (warp, lane / 4, lane % 4)
+// has rows 16w + g (c[4i], c[4i + 1]) and 16w + g + 8 (c[4i + 2], c[4i + 3]), columns 8i + 2t and 8i + 2t + 1.
+#define C4(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
+#define C16(i) C4(i), C4(i + 4), C4(i + 8), C4(i + 12)
+#define MULTIPLY(N, COUNT, NAMES, A, B, ADDS, ...)                                                              \
+  DEVICE void multiply(float (&c)[COUNT], u64 a, u64 b, int adds) {                                             \
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, " ADDS ", 0; wgmma.mma_async.sync.aligned.m64n" N              \
+                 "k32.f32.e4m3.e4m3 {" NAMES "}, " A ", " B ", p, 1, 1; }"                                      \
+                 : __VA_ARGS__ : "l"(a), "l"(b), "r"(adds));                                                    \
+  }
+#define FROM_0 "%0,%1,%2,%3,%4,%5,%6,%7"
+#define FROM_8 "%8,%9,%10,%11,%12,%13,%14,%15"
+#define FROM_16 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define FROM_32                                                                                                  \
+  "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58," \
+  "%59,%60,%61,%62,%63"
+MULTIPLY("64", 32, FROM_0 "," FROM_8 "," FROM_16, "%32", "%33", "%34", C16(0), C16(16))
+MULTIPLY("128", 64, FROM_0 "," FROM_8 "," FROM_16 "," FROM_32, "%64", "%65", "%66", C16(0), C16(16), C16(32), C16(48))
+#undef MULTIPLY
+#undef C16
+#undef C4
 
 // -- time and failure -------------------------------------------------------------------------
 

@@ -1,0 +1,118 @@
+"""Kernels and tensor maps through the driver API, in torch's own context."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+MAP_BYTES = 128
+"""Size of a tensor map."""
+
+
+class DriverError(RuntimeError):
+    """A call of the driver failed."""
+
+
+def _driver() -> Any:
+    from cuda.bindings import driver
+
+    return driver
+
+
+def _check(result: tuple[Any, ...]) -> Any:
+    if int(result[0]):
+        raise DriverError(str(result[0]))
+    return result[1] if len(result) == 2 else result[1:]
+
+
+def tensor_map(
+    kind: str, address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]
+) -> bytes:
+    """Describe an array to the copy engine, which exchanges 16-byte chunks (chunk ^ row) within 128
+    bytes. `sizes` and `box` count elements of type `kind`, innermost first; `strides` count bytes,
+    of all dimensions but the first. Raises `DriverError`."""
+    driver = _driver()
+    wide, small = driver.cuuint64_t, driver.cuuint32_t
+    made = _check(
+        driver.cuTensorMapEncodeTiled(
+            getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{kind}"),
+            len(sizes),
+            address,
+            [wide(size) for size in sizes],
+            [wide(stride) for stride in strides],
+            [small(size) for size in box],
+            [small(1) for _ in sizes],
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )
+    return ctypes.string_at(made.getPtr(), MAP_BYTES)
+
+
+class Module:
+    """Machine code that is loaded on the device."""
+
+    def __init__(self, cubin: bytes) -> None:
+        """Load it. Raises `DriverError`."""
+        self._module = _check(_driver().cuModuleLoadData(cubin))
+
+    def kernel(self, name: str, blocks: int, threads: int, shared: int) -> Kernel:
+        """Return a kernel that runs with `blocks` blocks, if not said otherwise, and with `shared`
+        bytes of shared memory. Raises `DriverError`."""
+        driver = _driver()
+        function = _check(driver.cuModuleGetFunction(self._module, name.encode()))
+        limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _check(driver.cuFuncSetAttribute(function, limit, shared))
+        return Kernel(self, function, blocks, threads, shared)
+
+
+class Kernel:
+    """A kernel of a loaded module, with its launch configuration."""
+
+    def __init__(
+        self, module: Module, function: Any, blocks: int, threads: int, shared: int
+    ) -> None:
+        self._keep = module
+        self._function = function
+        driver = _driver()
+        cooperative, early = driver.CUlaunchAttribute(), driver.CUlaunchAttribute()
+        ids = driver.CUlaunchAttributeID
+        cooperative.id = ids.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+        cooperative.value.cooperative = 1
+        early.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        early.value.programmaticStreamSerializationAllowed = 1
+        self._config = _configuration(blocks, threads, shared, [])
+        self._early = _configuration(blocks, threads, shared, [early])
+        self._cooperative = _configuration(blocks, threads, shared, [cooperative])
+
+    def launch(self, args: ctypes.Structure, blocks: int, early: bool = False) -> None:
+        """Queue `blocks` blocks on the current stream; capturable. `early`: they may start before
+        the previous kernel has ended, and wait for it by themselves. Raises `DriverError`."""
+        config = self._early if early else self._config
+        config.gridDimX = blocks
+        self._queue(config, args)
+
+    def launch_at_once(self, args: ctypes.Structure) -> None:
+        """Queue on the current stream, all blocks at once or none (cooperative); capturable. Raises
+        `DriverError`."""
+        self._queue(self._cooperative, args)
+
+    def _queue(self, config: Any, args: ctypes.Structure) -> None:
+        driver = _driver()
+        config.hStream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))
+        _check(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0))
+
+
+def _configuration(blocks: int, threads: int, shared: int, attributes: list[Any]) -> Any:
+    config = _driver().CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes = shared
+    config.attrs, config.numAttrs = attributes, len(attributes)
+    return config

@@ -1,0 +1,120 @@
+"""CUDA C++ to machine code by NVRTC, kept on disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger("nanoactor.models.nvrtc")
+
+OPTIONS = (
+    "--gpu-architecture=sm_90a",
+    "--std=c++17",
+    "-default-device",
+    "--ptxas-options=-v",
+)
+MACHINE = Path(__file__).parent / "machine.cuh"
+"""The instructions that kernels in CUDA C++ consist of."""
+
+
+class CompileError(Exception):
+    """NVRTC is missing, or refuses the source."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Compiled:
+    """Machine code of one source."""
+
+    cubin: bytes
+    report: str
+    """The assembler's report on registers and spills; empty if read from disk."""
+
+    def bytes_of(self, what: str) -> int:
+        """Return the most bytes of `stack frame`, `spill stores` or `spill loads` of any kernel."""
+        return max(map(int, re.findall(rf"(\d+) bytes {what}", self.report)))
+
+    @property
+    def registers(self) -> int:
+        """Return the most registers that a thread of any kernel starts with."""
+        return max(map(int, re.findall(r"Used (\d+) registers", self.report)))
+
+
+def _nvrtc() -> Any:
+    """Import the bindings; they come with CUDA builds of PyTorch."""
+    try:
+        from cuda.bindings import nvrtc
+
+        version = nvrtc.nvrtcVersion()
+    except Exception as error:  # the bindings may be there without the library
+        raise CompileError(f"NVRTC cannot be loaded: {error}") from error
+    _check(nvrtc, version)
+    return nvrtc
+
+
+def _check(nvrtc: Any, result: tuple[Any, ...]) -> Any:
+    if int(result[0]):
+        raise CompileError(nvrtc.nvrtcGetErrorString(result[0])[1].decode())
+    return result[1] if len(result) == 2 else result[1:]
+
+
+def _text(nvrtc: Any, program: Any) -> str:
+    room = b" " * _check(nvrtc, nvrtc.nvrtcGetProgramLogSize(program))
+    _check(nvrtc, nvrtc.nvrtcGetProgramLog(program, room))
+    return room.decode(errors="replace").strip("\0\n ")
+
+
+def compile_source(source: str, name: str) -> Compiled:
+    """Compile. Raises `CompileError`."""
+    nvrtc = _nvrtc()
+    file = f"{name}.cu".encode()
+    program = _check(nvrtc, nvrtc.nvrtcCreateProgram(source.encode(), file, 0, [], []))
+    options = [option.encode() for option in OPTIONS]
+    status = nvrtc.nvrtcCompileProgram(program, len(options), options)[0]
+    report = _text(nvrtc, program)
+    if int(status):
+        raise CompileError(report)
+    cubin = b" " * _check(nvrtc, nvrtc.nvrtcGetCUBINSize(program))
+    _check(nvrtc, nvrtc.nvrtcGetCUBIN(program, cubin))
+    nvrtc.nvrtcDestroyProgram(program)
+    return Compiled(cubin, report)
+
+
+def cache_folder() -> Path:
+    """Return the folder of the machine code cache."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "nanoactor" / "kernels"
+
+
+def _version() -> str:
+    nvrtc = _nvrtc()
+    return str(_check(nvrtc, nvrtc.nvrtcVersion()))
+
+
+def compiled(source: str, name: str) -> Compiled:
+    """Read machine code from disk, or compile and store it. Raises `CompileError`."""
+    key = hashlib.sha256("\0".join((source, _version(), *OPTIONS)).encode()).hexdigest()
+    path = cache_folder() / f"{key}.cubin"
+    try:
+        return Compiled(path.read_bytes(), "")
+    except OSError:
+        pass
+    made = compile_source(source, name)
+    try:
+        _write(path, made.cubin)
+    except OSError as error:
+        log.warning("machine code cannot be kept, so each start compiles it: %s", error)
+    return made
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write atomically: another engine may read at the same time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(content)
+    Path(file.name).replace(path)
