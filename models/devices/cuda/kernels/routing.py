@@ -16,8 +16,8 @@ from nanoactor.models.weights.linear import Router
 
 _FEW_TOKENS = 16
 """Tokens up to which each reads the router's weights from L2."""
-_CHUNK = 256
-"""Pairs that are read at once."""
+_CHUNKS = (256, 1024, 4096)
+"""Pairs that are read at once: the first size that has room for all, or the last."""
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -123,7 +123,9 @@ class Blocks:
     rows: torch.Tensor
     """int32 (blocks * size): each row's pair; the number of pairs if there is none."""
     owners: torch.Tensor
-    """int32 (blocks,): each block's expert; -1 if there is none."""
+    """int32 (blocks,): each block's expert; -1 if there is none, as in the last blocks."""
+    used: torch.Tensor
+    """int32 (1,): the number of blocks that have an expert."""
 
 
 def blocks_of(ids: torch.Tensor, experts: int, size: int) -> Blocks:
@@ -131,7 +133,7 @@ def blocks_of(ids: torch.Tensor, experts: int, size: int) -> Blocks:
     pairs = ids.numel()
     blocks = min(pairs, experts + pairs // size)
     rows = torch.empty(blocks * size, dtype=torch.int32, device=ids.device)
-    owners = torch.empty(blocks, dtype=torch.int32, device=ids.device)
+    owners = torch.empty(blocks + 1, dtype=torch.int32, device=ids.device)
     _align[(experts,)](
         ids,
         rows,
@@ -139,11 +141,12 @@ def blocks_of(ids: torch.Tensor, experts: int, size: int) -> Blocks:
         pairs,
         blocks,
         experts=experts,
-        padded=triton.next_power_of_2(experts),
+        padded=triton.next_power_of_2(experts + 1),
         size=size,
-        chunk=_CHUNK,
+        chunk=next((chunk for chunk in _CHUNKS if pairs <= chunk), _CHUNKS[-1]),
+        num_warps=8,
     )
-    return Blocks(rows, owners)
+    return Blocks(rows, owners[:-1], owners[-1:])
 
 
 @triton.jit(do_not_specialize=["pairs", "blocks"])
@@ -159,14 +162,15 @@ def _align(
     chunk: tl.constexpr,
 ):
     """Put the pairs of one expert into separate blocks, in order; the rest of the last block is
-    filled with `pairs`. Blocks of no expert belong to -1."""
+    filled with `pairs`. Blocks of no expert belong to -1. Behind the owners is the number of blocks
+    that have one."""
     mine = tl.program_id(0)
     expert = tl.arange(0, padded)
     counts = tl.zeros([padded], tl.int32)
     for begin in range(0, pairs, chunk):
         at = begin + tl.arange(0, chunk)
-        id_ = tl.load(ids + at, mask=at < pairs, other=-1)
-        counts += tl.sum((id_[:, None] == expert[None, :]).to(tl.int32), 0)
+        counts += tl.histogram(tl.load(ids + at, mask=at < pairs, other=experts), padded)
+    counts = tl.where(expert < experts, counts, 0)
     filled = (counts + size - 1) // size
     first = tl.sum(tl.where(expert < mine, filled, 0), 0)
     own = tl.sum(tl.where(expert == mine, filled, 0), 0)
@@ -185,6 +189,7 @@ def _align(
         number = begin + tl.arange(0, size)
         tl.store(owners + first + number, tl.zeros([size], tl.int32) + mine, mask=number < own)
     if mine == experts - 1:
+        tl.store(owners + blocks, first + own)
         for begin in range(first + own, blocks, size):
             number = begin + tl.arange(0, size)
             tl.store(owners + number, tl.zeros([size], tl.int32) - 1, mask=number < blocks)
