@@ -12,6 +12,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from nanoactor.models.devices.cuda.device import PORTABLE_TRAITS, CUDADevice, with_kernels
+from nanoactor.models.devices.cuda.kernels.fp8_products.launch import ProductKernels
 from nanoactor.models.devices.cuda.kernels.prefill import PrefillAttention
 from nanoactor.models.devices.portable import HostEvent
 from nanoactor.models.seq_lens import NO_SEQ_LENS
@@ -90,6 +91,7 @@ class InterpretedDevice(HostMachine, CUDADevice):
         )
         self.prefill_attention = PrefillAttention((8, 0), 0)
         self._multiplies_fp8 = True
+        self._fp8_products = ProductKernels((8, 9))
 
     def supports(self, dtype):
         return dtype == torch.float32

@@ -49,6 +49,8 @@ try:
         sampling,
     )
     from nanoactor.models.devices.cuda.kernels.experts import TritonExperts
+    from nanoactor.models.devices.cuda.kernels.fp8_products.launch import ProductKernels
+    from nanoactor.models.devices.cuda.kernels.fp8_products.linear import linear_of
     from nanoactor.models.devices.cuda.kernels.masked_sampling import sample_masked_rows
     from nanoactor.models.devices.cuda.kernels.prefill import HOPPER, PrefillAttention
     from nanoactor.models.devices.cuda.kernels.prefill_attention import tokens_per_program
@@ -223,6 +225,7 @@ class CUDADevice(PortableCUDADevice):
         capability = found.major, found.minor
         self.prefill_attention = PrefillAttention(capability, found.multi_processor_count)
         self._multiplies_fp8 = capability >= FP8_CAPABILITY
+        self._fp8_products = ProductKernels(capability)
 
     def check(self, dtype: torch.dtype, block_size: int, head_dim: int) -> None:
         """Accept everything; warn once about slower configurations."""
@@ -314,7 +317,7 @@ class CUDADevice(PortableCUDADevice):
 
     def experts(self, weights: ExpertWeights) -> ExpertsOperator:
         """Use two kernels for a few tokens, four to six for more; the host waits for none."""
-        return TritonExperts(weights, self._multiplies_fp8)
+        return TritonExperts(weights, self._multiplies_fp8, self._fp8_products.get())
 
     def linear(self, weights: LinearWeights) -> LinearOperator:
         """Use FP8 tensor cores if the format and the GPU allow it."""
@@ -322,7 +325,7 @@ class CUDADevice(PortableCUDADevice):
             return super().linear(weights)
         if why := fp8.refusal(weights):
             return super().linear(dense_of(weights, why))
-        return fp8.TritonFp8Linear(weights)
+        return linear_of(weights, self._fp8_products.get())
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """In float32, rounded once."""

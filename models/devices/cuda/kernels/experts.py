@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 
 from nanoactor.models.devices.cuda.kernels import experts_dense, experts_few, experts_fp8, fp8
+from nanoactor.models.devices.cuda.kernels.fp8_products.experts import HopperExperts, supports
+from nanoactor.models.devices.cuda.kernels.fp8_products.launch import Kernels
 from nanoactor.models.weights.fp8 import Fp8Blocks
 from nanoactor.models.weights.linear import ExpertWeights, dense_experts_of
 from nanoactor.models.weights.whole_step import Matrix
@@ -22,8 +24,9 @@ Grouped = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 class TritonExperts:
     """Runs each token through its experts."""
 
-    def __init__(self, weights: ExpertWeights, packs: bool) -> None:
-        """Keep FP8 experts packed if `packs` and the kernels support their blocks."""
+    def __init__(self, weights: ExpertWeights, packs: bool, kernels: Kernels | None = None) -> None:
+        """Keep FP8 experts packed if `packs` and the kernels support their blocks. `kernels`: those
+        in CUDA C++. Raises `DriverError`."""
         why = _refusal(weights) if packs else None
         packed = self._packed = _packed_of(weights) if packs else None
         self._few: experts_few.Matrices
@@ -35,7 +38,7 @@ class TritonExperts:
             )
         else:
             self._few = experts_few.packed_matrices(*packed)
-            self._grouped = lambda x, ids, shares: experts_fp8.grouped(x, *packed, ids, shares)
+            self._grouped = _grouped_of(packed, kernels)
         most = experts_few.MOST_PAIRS if packed is None else experts_few.MOST_PACKED_PAIRS
         self._most = min(most, len(self._few.down.weight))
 
@@ -56,6 +59,12 @@ class TritonExperts:
         if ids.numel() <= self._most:
             return experts_few.through(x, self._few, ids, shares)
         return _sum(self._grouped(x, ids, shares))
+
+
+def _grouped_of(packed: tuple[fp8.Packed, fp8.Packed], kernels: Kernels | None) -> Grouped:
+    if kernels is not None and supports(*packed):
+        return HopperExperts(*packed, kernels)
+    return lambda x, ids, shares: experts_fp8.grouped(x, *packed, ids, shares)
 
 
 def _packed_of(weights: ExpertWeights) -> tuple[fp8.Packed, fp8.Packed] | None:

@@ -1,0 +1,196 @@
+"""The kernels of FP8 products on a device, and the rows that they multiply."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import logging
+
+import torch
+
+from nanoactor.models.devices.cuda.kernels import nvrtc
+from nanoactor.models.devices.cuda.kernels.driver import (
+    MAP_BYTES,
+    DriverError,
+    Module,
+    tensor_map,
+)
+from nanoactor.models.devices.cuda.kernels.fp8 import Packed
+from nanoactor.models.devices.cuda.kernels.fp8_products.variants import (
+    AT_ONCE,
+    BLOCK,
+    ROUNDING,
+    ROUNDING_THREADS,
+    THREADS,
+    VARIANTS,
+    Variant,
+    source,
+)
+from nanoactor.models.devices.cuda.kernels.routing import Blocks
+from nanoactor.models.weights.fp8 import E4M3
+
+log = logging.getLogger("nanoactor.models.fp8_products")
+
+CAPABILITY = (9, 0)
+"""The only compute capability that these kernels are compiled for."""
+_NAME = "fp8_products"
+
+
+class Args(ctypes.Structure):
+    """`Args` of `product.cu`."""
+
+    _fields_ = (
+        ("weight", ctypes.c_ubyte * MAP_BYTES),
+        *((name, ctypes.c_void_p) for name in (
+            "scales", "rows", "row_scales", "bias", "y", "y_scales", "owners", "used", "pairs",
+            "shares", "parts", "arrivals",
+        )),
+        *((name, ctypes.c_int) for name in (
+            "slots", "count", "outputs", "group", "blocks", "row_tiles", "output_tiles", "units",
+        )),
+    )  # fmt: skip
+
+
+class RoundArgs(ctypes.Structure):
+    """`RoundArgs` of `product.cu`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "rows", "scales", "pairs", "used")),
+        *((name, ctypes.c_int) for name in (
+            "inputs", "offset", "count", "slots", "chosen", "tokens", "blocks",
+        )),
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of e4m3 in the order in which tiles read them."""
+
+    values: torch.Tensor
+    """e4m3 (blocks, slots, 128), with 16-byte chunks exchanged (chunk ^ slot % 8)."""
+    scales: torch.Tensor
+    """float32 (blocks, slots)."""
+
+    @staticmethod
+    def empty(blocks: int, slots: int, device: torch.device) -> Rows:
+        """Make room for rows."""
+        return Rows(
+            torch.empty(blocks, slots, BLOCK, dtype=E4M3, device=device),
+            torch.empty(blocks, slots, dtype=torch.float32, device=device),
+        )
+
+
+class Kernels:
+    """All kernels, loaded on the current device."""
+
+    def __init__(self) -> None:
+        """Compile, or read from disk, and load. Raises `CompileError`, `DriverError`."""
+        device = torch.cuda.current_device()
+        self.processors = torch.cuda.get_device_properties(device).multi_processor_count
+        module = Module(nvrtc.compiled(source(), _NAME).cubin)
+        self._variants = {
+            variant: module.kernel(variant.name, self.processors, THREADS, variant.shared)
+            for variant in VARIANTS
+        }
+        self._rounding = module.kernel(ROUNDING, self.processors, ROUNDING_THREADS, 0)
+
+    def multiply(self, variant: Variant, args: Args, blocks: int) -> None:
+        """Queue a product behind the kernel that rounds its rows. Raises `DriverError`."""
+        self._variants[variant].launch(args, blocks, early=True)
+
+    def round(self, args: RoundArgs) -> None:
+        """Queue the rounding of activations. Raises `DriverError`."""
+        warps = args.slots * -(-args.blocks // AT_ONCE)
+        blocks = min(-(-warps // (ROUNDING_THREADS // 32)), 8 * self.processors)
+        self._rounding.launch(args, blocks)
+
+
+class ProductKernels:
+    """The kernels of a device, loaded when they are first needed."""
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        self._wanted = capability == CAPABILITY
+        self._found: Kernels | None = None
+
+    def get(self) -> Kernels | None:
+        """Return the kernels, or None if the device has none; warns once if they cannot be
+        loaded."""
+        if self._wanted and self._found is None:
+            try:
+                self._found = Kernels()
+            except (nvrtc.CompileError, DriverError) as error:
+                self._wanted = False
+                log.warning(
+                    "products of FP8 matrices use the kernels in Triton, which take up to three "
+                    "times as long: %s",
+                    error,
+                )
+        return self._found
+
+
+class Matrix:
+    """A packed matrix, or one for each expert, with its tensor map."""
+
+    def __init__(self, packed: Packed) -> None:
+        """Describe the matrix to the copy engine. Raises `DriverError`."""
+        self.packed = packed
+        self.outputs, width = packed.weight.shape[-2:]
+        self.blocks = packed.scales.shape[-1]
+        rows = packed.weight.numel() // width
+        box = (BLOCK, BLOCK)
+        address = packed.weight.data_ptr()
+        self.map = tensor_map("UINT8", address, (width, rows), (width,), box)
+
+
+def arguments_of(matrix: Matrix, variant: Variant, rows: Rows, y: torch.Tensor, count: int) -> Args:
+    """Describe a product of whole tiles; `count` rows are stored."""
+    slots = rows.scales.shape[1]
+    found = Args(
+        scales=matrix.packed.scales.data_ptr(),
+        rows=rows.values.data_ptr(),
+        row_scales=rows.scales.data_ptr(),
+        y=y.data_ptr(),
+        slots=slots,
+        count=count,
+        outputs=matrix.outputs,
+        group=matrix.packed.group,
+        blocks=matrix.blocks,
+        row_tiles=slots // variant.tokens,
+        output_tiles=-(-matrix.outputs // (variant.outputs * (1 + (variant.ending == "GATED")))),
+    )
+    ctypes.memmove(found.weight, matrix.map, MAP_BYTES)
+    return found
+
+
+# -- rows -----------------------------------------------------------------------------------------
+
+
+def quantize(kernels: Kernels, x: torch.Tensor, packed: Packed, slots: int) -> Rows:
+    """Round bfloat16 (rows, inputs) to e4m3, a row in each of `slots` slots, as `packed` is
+    padded. Raises `DriverError`."""
+    return _round(kernels, x, packed, slots, RoundArgs(count=len(x), chosen=1, tokens=1))
+
+
+def gather(
+    kernels: Kernels, x: torch.Tensor, packed: Packed, blocks: Blocks, chosen: int, tokens: int
+) -> Rows:
+    """Round the tokens of pairs in blocks of `tokens` each; other slots stay as they are. Raises
+    `DriverError`."""
+    args = RoundArgs(
+        pairs=blocks.rows.data_ptr(),
+        used=blocks.used.data_ptr(),
+        count=len(x) * chosen,
+        chosen=chosen,
+        tokens=tokens,
+    )
+    return _round(kernels, x, packed, len(blocks.rows), args)
+
+
+def _round(kernels: Kernels, x: torch.Tensor, packed: Packed, slots: int, args: RoundArgs) -> Rows:
+    assert x.is_contiguous()
+    rows = Rows.empty(packed.scales.shape[-1], slots, x.device)
+    args.x, args.inputs, args.offset = x.data_ptr(), x.shape[1], packed.offset
+    args.rows, args.scales = rows.values.data_ptr(), rows.scales.data_ptr()
+    args.slots, args.blocks = slots, packed.scales.shape[-1]
+    kernels.round(args)
+    return rows

@@ -1,0 +1,59 @@
+"""x Wᵀ + b with a matrix in FP8, by the kernels in CUDA C++."""
+
+from __future__ import annotations
+
+import torch
+
+from nanoactor.models.devices.cuda.kernels.fp8 import TritonFp8Linear
+from nanoactor.models.devices.cuda.kernels.fp8_products.launch import (
+    Kernels,
+    Matrix,
+    arguments_of,
+    quantize,
+)
+from nanoactor.models.devices.cuda.kernels.fp8_products.variants import (
+    BLOCK,
+    MOST_OF_TRITON,
+    division_of,
+)
+from nanoactor.models.weights.fp8 import Fp8Blocks
+
+
+def linear_of(weights: Fp8Blocks, kernels: Kernels | None) -> TritonFp8Linear:
+    """Return the operator of weights for which `refusal` returned None. Raises `DriverError`."""
+    if kernels is None or weights.block != BLOCK:
+        return TritonFp8Linear(weights)
+    return HopperFp8Linear(weights, kernels)
+
+
+class HopperFp8Linear(TritonFp8Linear):
+    """x Wᵀ + b as an operator. Few rows, and types other than bfloat16, use the kernels in
+    Triton."""
+
+    def __init__(self, weights: Fp8Blocks, kernels: Kernels) -> None:
+        """Pack weights in blocks of `BLOCK` for which `refusal` returned None. Raises
+        `DriverError`."""
+        super().__init__(weights)
+        self._kernels = kernels
+        self._matrix = Matrix(self._packed)
+        device = self._packed.weight.device
+        # Zero between products, which follow each other on one stream.
+        self._arrivals = torch.zeros(kernels.processors, dtype=torch.int32, device=device)
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        matrix, kernels = self._matrix, self._kernels
+        if x.dtype != torch.bfloat16 or len(x) <= MOST_OF_TRITON:
+            return super()._product(x)
+        division = division_of(len(x), matrix.outputs, matrix.blocks, kernels.processors)
+        variant = division.variant
+        y = x.new_empty(len(x), matrix.outputs)
+        rows = quantize(kernels, x, self._packed, division.row_tiles * variant.tokens)
+        args = arguments_of(matrix, variant, rows, y, len(x))
+        args.bias = None if self.bias is None else self.bias.data_ptr()
+        args.units = division.units
+        if division.units:
+            size = 2, 128 * variant.halves, variant.tokens
+            parts = torch.empty(division.blocks, *size, dtype=torch.float32, device=x.device)
+            args.parts, args.arrivals = parts.data_ptr(), self._arrivals.data_ptr()
+        kernels.multiply(variant, args, division.blocks)
+        return y

@@ -1,0 +1,146 @@
+"""The kernels of FP8 products, their shared memory, and the kernel and division of each product."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Literal
+
+from nanoactor.models.devices.cuda.kernels.nvrtc import MACHINE
+
+BLOCK = 128
+"""Inputs that share a scale: the only size that these kernels support."""
+THREADS = 384
+"""Threads of a block: one group of 128 copies, two multiply."""
+ROUNDING, ROUNDING_THREADS = "round_rows", 256
+"""The kernel that rounds activations."""
+AT_ONCE = 8
+"""Blocks of inputs that a warp rounds."""
+MOST_OF_TRITON = 64
+"""Rows up to which the kernels in Triton are faster (docs/gpu.md)."""
+_LEAST_PAIRS, _MANY_PAIRS = 32, 128
+"""Mean number of pairs per expert from which these kernels are faster than those in Triton, and
+from which tiles of 128 rows are faster than tiles of 64, on an H200."""
+SHARED_LIMIT = 228_352
+"""Bytes of shared memory of a block: 4 KB less than it may have, which leaves room for blocks of
+the previous kernel."""
+_ALIGNING = 1024
+_MOST_STAGES = 12
+_LEAST_UNITS = 4
+"""Stages that a block has at least."""
+
+Ending = Literal["PLAIN", "GATED", "SHARED"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Variant:
+    """One kernel."""
+
+    ending: Ending
+    tokens: int
+    """Rows of a tile."""
+    halves: int
+    """A tile has 128 outputs, or twice 128; with "GATED" 128 gates and their ups."""
+
+    @property
+    def name(self) -> str:
+        """Return the kernel's name."""
+        return f"{self.ending.lower()}_{self.tokens}_{self.halves}"
+
+    @property
+    def outputs(self) -> int:
+        """Return the number of outputs of a tile."""
+        return 128 if self.ending == "GATED" else 128 * self.halves
+
+    @property
+    def _stage(self) -> int:
+        """Return bytes of a stage: of the matrix, of rows, of their scales; and two barriers."""
+        return (128 * self.halves + self.tokens) * BLOCK + 4 * self.tokens + 16
+
+    @property
+    def stages(self) -> int:
+        """Return how many stages fit into shared memory."""
+        room = SHARED_LIMIT - _ALIGNING - 4 * self.tokens - 16
+        return min(_MOST_STAGES, room // self._stage)
+
+    @property
+    def shared(self) -> int:
+        """Return the bytes of shared memory."""
+        return _ALIGNING + 4 * self.tokens + 16 + self.stages * self._stage
+
+    @property
+    def bounds(self) -> int:
+        """Return the number of threads that registers are divided among: more than a block has, so
+        that it fits beside blocks of the previous kernel. Tiles of 128 rows need all registers."""
+        return THREADS if self.tokens == 128 else 512
+
+
+_COSTS = {
+    Variant("PLAIN", 64, 1): (0.48, 6.0),
+    Variant("PLAIN", 128, 1): (0.72, 12.0),
+    Variant("PLAIN", 128, 2): (1.19, 20.0),
+}
+"""Microseconds of a stage, and of adding the parts of a tile that several blocks compute, on
+an H200."""
+VARIANTS = (
+    *_COSTS,
+    *(Variant(ending, tokens, 2) for ending in ("GATED", "SHARED") for tokens in (64, 128)),
+)
+
+
+def source(machine: str | None = None) -> str:
+    """Return the source of all kernels. `machine`: other instructions."""
+    entries = [
+        f'extern "C" __global__ void __launch_bounds__({v.bounds}, 1) '
+        f"{v.name}(const __grid_constant__ Args a) "
+        f"{{ run<{v.tokens}, {v.halves}, {v.stages}, {v.ending}>(a); }}"
+        for v in VARIANTS
+    ]
+    entries.append(
+        f'extern "C" __global__ void __launch_bounds__({ROUNDING_THREADS}) '
+        f"{ROUNDING}(const __grid_constant__ RoundArgs a) {{ round_all(a); }}"
+    )
+    product = MACHINE.parent / "fp8_products" / "product.cu"
+    parts = [machine or MACHINE.read_text(), f'#line 1 "{product.name}"', product.read_text()]
+    return "\n".join([*parts, *entries, ""])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Division:
+    """How a dense product is divided."""
+
+    variant: Variant
+    row_tiles: int
+    output_tiles: int
+    units: int
+    """Stages of a block, which may begin or end inside a tile; 0 for whole tiles."""
+    blocks: int
+    """Blocks of the grid."""
+
+
+@functools.lru_cache(4096)
+def division_of(rows: int, outputs: int, inputs: int, processors: int) -> Division:
+    """Choose the division with the lowest estimated time for `rows` rows and a matrix of `outputs`
+    outputs and `inputs` blocks of inputs, on `processors` multiprocessors."""
+    found = []
+    for variant, (cost, join) in _COSTS.items():
+        row_tiles = -(-rows // variant.tokens)
+        output_tiles = -(-outputs // variant.outputs)
+        tiles = row_tiles * output_tiles
+        whole = -(-tiles // processors) * inputs * cost
+        found.append((whole, Division(variant, row_tiles, output_tiles, 0, min(processors, tiles))))
+        if tiles < processors:
+            units = max(-(-tiles * inputs // processors), min(_LEAST_UNITS, inputs))
+            blocks = -(-tiles * inputs // units)
+            divided = Division(variant, row_tiles, output_tiles, units, blocks)
+            found.append((units * cost + join, divided))
+    return min(found, key=lambda one: one[0])[1]
+
+
+def variants_for(pairs: int, experts: int) -> tuple[Variant, Variant] | None:
+    """Choose both kernels for `pairs` pairs of token and expert, over `experts` experts. Return
+    None if the kernels in Triton are faster."""
+    if pairs < _LEAST_PAIRS * experts:
+        return None
+    tokens = 64 if pairs < _MANY_PAIRS * experts else 128
+    return Variant("GATED", tokens, 2), Variant("SHARED", tokens, 2)

@@ -1,0 +1,318 @@
+"""The kernels of FP8 products in CUDA C++: their own source on the CPU, against float64; which one
+a product takes; their machine code."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from nanoactor.models.devices import open_device
+from nanoactor.models.devices.cuda.kernels import nvrtc
+from nanoactor.models.devices.cuda.kernels.experts import TritonExperts
+from nanoactor.models.devices.cuda.kernels.fp8 import TritonFp8Linear, packed_of
+from nanoactor.models.devices.cuda.kernels.fp8_products import experts as grouped_experts
+from nanoactor.models.devices.cuda.kernels.fp8_products import launch, linear
+from nanoactor.models.devices.cuda.kernels.fp8_products.linear import HopperFp8Linear
+from nanoactor.models.devices.cuda.kernels.fp8_products.variants import (
+    MOST_OF_TRITON,
+    SHARED_LIMIT,
+    VARIANTS,
+    Division,
+    Variant,
+    division_of,
+    source,
+    variants_for,
+)
+from nanoactor.models.weights.linear import ExpertWeights
+from tests.models.decode_step.hazards import early_reads_in
+from tests.models.fp8_products_emulated import EmulatedKernels, Hang, map_of
+from tests.models.test_fp8 import assert_near, moved, packed_matrix, rounded
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    def mapped(kind, address, sizes, strides, box):
+        assert (kind, sizes[0], box) == ("UINT8", strides[0], (128, 128))
+        return map_of(address, sizes[1], sizes[0] // 128)
+
+    monkeypatch.setattr(launch, "tensor_map", mapped)
+    return EmulatedKernels
+
+
+def multiplied(kernels, tokens, outputs, inputs, offset, group, bias=True):
+    """What the operator and float64 make of random numbers."""
+    weights = packed_matrix(
+        7, outputs, inputs, block=128, offset=offset, group=group, dtype=torch.bfloat16
+    )
+    generator = torch.Generator().manual_seed(1)
+    if bias:
+        added = torch.randn(outputs, generator=generator).bfloat16()
+        weights = dataclasses.replace(weights, bias=added)
+    x = torch.randn(tokens, inputs, generator=generator).bfloat16()
+    x[0, : inputs // 2] = 0
+    x[-1] *= 1000
+    found = HopperFp8Linear(weights, kernels)(x)
+    plain = dataclasses.replace(weights, dtype=torch.float32, bias=None).dequantize().double()
+    expected = rounded(x, 128, offset) @ plain.T
+    if bias:
+        expected += weights.bias.double()
+    return found, expected, weights, x
+
+
+def divided(variant, tokens, outputs, blocks_of_inputs, units, processors):
+    row_tiles = -(-tokens // variant.tokens)
+    output_tiles = -(-outputs // variant.outputs)
+    tiles = row_tiles * output_tiles
+    blocks = -(-tiles * blocks_of_inputs // units) if units else min(processors, tiles)
+    return Division(variant, row_tiles, output_tiles, units, blocks)
+
+
+@pytest.mark.parametrize(
+    ("variant", "tokens", "outputs", "inputs", "offset", "group", "units", "processors"),
+    [
+        (Variant("PLAIN", 64, 1), 30, 48, 200, 0, 16, 0, 2),
+        (Variant("PLAIN", 64, 1), 70, 144, 384, 64, 128, 2, 9),
+        (Variant("PLAIN", 64, 1), 67, 128, 4608, 0, 128, 15, 5),  # more than 32 blocks of inputs
+        (
+            Variant("PLAIN", 64, 1),
+            9,
+            300 - 12,
+            640,
+            0,
+            16,
+            2,
+            9,
+        ),  # parts that neither begin nor end
+        (Variant("PLAIN", 128, 1), 130, 128, 256, 0, 128, 0, 1),
+        (Variant("PLAIN", 128, 1), 20, 144, 384, 0, 16, 1, 6),
+        (Variant("PLAIN", 128, 2), 140, 272, 256, 0, 16, 3, 4),
+    ],
+)
+def test_products(
+    emulated, monkeypatch, variant, tokens, outputs, inputs, offset, group, units, processors
+):
+    division = divided(variant, tokens, outputs, -(-(inputs + offset) // 128), units, processors)
+    monkeypatch.setattr(linear, "division_of", lambda *_: division)
+    monkeypatch.setattr(linear, "MOST_OF_TRITON", 0)
+    kernels = emulated(processors)
+    found, expected, weights, x = multiplied(kernels, tokens, outputs, inputs, offset, group)
+    assert kernels.ran == [variant]
+    assert_near(found, expected, weights, x)
+
+
+def ran_experts(kernels, tokens, experts, chosen, hidden, inner, where="cpu"):
+    """What the operator, float64 with rounded activations, and float64 make of random numbers. One
+    expert has no tokens."""
+    dtype = torch.bfloat16
+    pair = packed_matrix(1, experts, 2 * inner, hidden, block=128, dtype=dtype)
+    down = packed_matrix(2, experts, hidden, inner, block=128, dtype=dtype)
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(tokens, hidden, generator=generator).to(dtype)
+    likely = torch.rand(tokens, experts, generator=generator)
+    likely[:, 1] = 0
+    ids = likely.argsort(-1, descending=True)[:, :chosen].int()
+    shares = likely.softmax(-1)[:, :chosen].contiguous()
+    operator = TritonExperts(ExpertWeights(moved(pair, where), moved(down, where)), True, kernels)
+    operator._most = 0
+    found = operator(x.to(where), ids.to(where), shares.to(where)).cpu()
+    both, back = (
+        dataclasses.replace(one, dtype=torch.float32).dequantize().double() for one in (pair, down)
+    )
+    sums, plain = torch.zeros(2, tokens, hidden, dtype=torch.float64)
+    for token, (of, by) in enumerate(zip(ids.tolist(), shares.double(), strict=True)):
+        for expert, share in zip(of, by, strict=True):
+            for total, how in ((sums, rounded), (plain, lambda numbers, *_: numbers.double())):
+                gate, up = (both[expert] @ how(x[token], 128, 0)).chunk(2)
+                middle = (torch.nn.functional.silu(gate) * up).to(dtype)
+                total[token] += share * (back[expert] @ how(middle, 128, 0))
+    return found, sums, plain
+
+
+def are_near(found, sums, plain):
+    apart = (found - sums).norm()
+    return bool(apart < 0.02 * sums.norm() and apart < 0.6 * (found - plain).norm())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "chosen", "hidden", "inner", "rows"),
+    [(60, 4, 2, 144, 256, 64), (150, 4, 3, 256, 128, 128)],
+)
+def test_experts(emulated, monkeypatch, tokens, experts, chosen, hidden, inner, rows):
+    wanted = Variant("GATED", rows, 2), Variant("SHARED", rows, 2)
+    monkeypatch.setattr(grouped_experts, "variants_for", lambda *_: wanted)
+    kernels = emulated(2)
+    assert are_near(*ran_experts(kernels, tokens, experts, chosen, hidden, inner))
+    assert tuple(kernels.ran) == wanted
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("ring.wait_empty();", ""),
+        ("barrier_passed(full + 8 * at, parity)", "true"),
+        ("shuffle(held[m], turn)", "shuffle(held[m], 0)"),
+        ("block * a.units <= begin", "true"),
+        ("put_shared4(word, before == last - first)", "put_shared4(word, before == 0)"),
+        ("a.arrivals[tile.number] = 0;", ";"),
+        ("(lane / 2 ^ slot % 8)", "(lane / 2)"),
+        ("output + 1 < outputs && ((long)y & 3) == 0", "true"),
+    ],
+)
+def test_planted_bugs_of_products_are_found(emulated, monkeypatch, old, new):
+    """Two divided products of a matrix that ends inside a tile."""
+    variant = Variant("PLAIN", 64, 1)
+    division = divided(variant, 70, 144, 40, 36, 5)
+    monkeypatch.setattr(linear, "division_of", lambda *_: division)
+    kernels = emulated(5, ((old, new),))
+    weights = packed_matrix(7, 144, 5120, block=128, group=16, dtype=torch.bfloat16)
+    x = torch.randn(70, 5120, generator=torch.Generator().manual_seed(1)).bfloat16()
+    whole = dataclasses.replace(weights, dtype=torch.float32).dequantize().double()
+    operator = HopperFp8Linear(weights, kernels)
+    with pytest.raises((Hang, AssertionError)):
+        for values in (x.flip(0), x):
+            guarded = torch.full((72, 144), 7.0, dtype=torch.bfloat16)
+            monkeypatch.setattr(torch.Tensor, "new_empty", lambda *_, y=guarded: y[:70])
+            assert_near(operator(values), rounded(values, 128, 0) @ whole.T, weights, values)
+            assert bool((guarded[70:] == 7).all())
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("(warp ^ g)", "warp"),
+        ("bytes_of<0x3120>(four, 0)", "four"),
+        ("shuffle(places.shares[i], 8 * t + 4)", "shuffle(places.shares[i], 8 * t)"),
+        ("m * (a.outputs / 2) + tile.outputs", "m * 128 + tile.outputs"),
+        ("block = tile.outputs / BLOCK", "block = 0"),
+        ("tile.expert * a.outputs + half_of", "half_of"),
+        ("((long)tile.expert * groups + output / a.group)", "(output / a.group)"),
+        ("max_shared(sizes", "if (warp == 0) max_shared(sizes"),
+    ],
+)
+def test_planted_bugs_of_experts_are_found(emulated, monkeypatch, old, new):
+    wanted = Variant("GATED", 64, 2), Variant("SHARED", 64, 2)
+    monkeypatch.setattr(grouped_experts, "variants_for", lambda *_: wanted)
+    try:
+        good = are_near(*ran_experts(emulated(2, ((old, new),)), 60, 4, 2, 144, 256))
+    except Hang:
+        good = False
+    assert not good
+
+
+# -- choices --------------------------------------------------------------------------------------
+
+
+def test_kernels_fit_into_a_multiprocessor():
+    assert len({variant.name for variant in VARIANTS}) == len(VARIANTS)
+    for variant in VARIANTS:
+        assert variant.stages >= 4
+        assert variant.shared <= SHARED_LIMIT
+
+
+@pytest.mark.parametrize("processors", [1, 114, 132])
+def test_every_division_covers_its_product(processors):
+    for rows, outputs, inputs in itertools.product(
+        (1, 64, 65, 128, 129, 256, 700, 4096), (16, 128, 144, 4096, 24576), (1, 3, 16, 96)
+    ):
+        division = division_of(rows, outputs, inputs, processors)
+        variant, tiles = division.variant, division.row_tiles * division.output_tiles
+        assert variant in VARIANTS
+        assert (
+            (division.row_tiles - 1) * variant.tokens < rows <= division.row_tiles * variant.tokens
+        )
+        assert division.output_tiles == -(-outputs // variant.outputs)
+        assert 1 <= division.blocks <= processors
+        if division.units:
+            # Counters are as many as multiprocessors, and no block is without work.
+            assert tiles < processors
+            assert (division.blocks - 1) * division.units < tiles * inputs
+            assert tiles * inputs <= division.blocks * division.units
+
+
+def test_few_pairs_are_left_to_triton():
+    assert variants_for(31 * 128, 128) is None
+    assert variants_for(32 * 128, 128) == (Variant("GATED", 64, 2), Variant("SHARED", 64, 2))
+    assert variants_for(128 * 128, 128) == (Variant("GATED", 128, 2), Variant("SHARED", 128, 2))
+
+
+def test_few_rows_and_other_types_are_left_to_triton(emulated):
+    kernels = emulated(2)
+    weights = packed_matrix(7, 32, 128, block=128, dtype=torch.float32)
+    operator = linear.linear_of(weights, kernels)
+    assert isinstance(operator, HopperFp8Linear)
+    operator(torch.randn(MOST_OF_TRITON + 1, 128))
+    operator(torch.randn(2, 128))
+    assert not kernels.ran
+    small = packed_matrix(7, 32, 128, block=32, dtype=torch.bfloat16)
+    assert type(linear.linear_of(small, kernels)) is TritonFp8Linear
+    assert type(linear.linear_of(weights, None)) is TritonFp8Linear
+
+
+def test_experts_whose_middle_is_no_whole_block_are_left_to_triton(emulated):
+    def supported(inner, offset=0):
+        pair = packed_matrix(1, 2, 2 * inner, 128, block=128, dtype=torch.bfloat16)
+        down = packed_matrix(2, 2, 128, inner, block=128, offset=offset, dtype=torch.bfloat16)
+        return grouped_experts.supports(packed_of(pair), packed_of(down))
+
+    assert supported(256)
+    assert not supported(192)
+    assert not supported(128, offset=64)
+
+
+def test_other_gpus_have_none_of_these_kernels(monkeypatch, caplog):
+    def refuse():
+        raise nvrtc.CompileError("no NVRTC")
+
+    monkeypatch.setattr(launch, "Kernels", refuse)
+    assert launch.ProductKernels((8, 9)).get() is None
+    assert not caplog.records
+    found = launch.ProductKernels((9, 0))
+    assert found.get() is None
+    assert found.get() is None
+    (record,) = caplog.records
+    assert "use the kernels in Triton" in record.getMessage()
+    assert "no NVRTC" in record.getMessage()
+
+
+# -- machine code ---------------------------------------------------------------------------------
+
+
+def test_kernels_compile_almost_without_spills(compiler, tmp_path):
+    made = nvrtc.compile_source(source(), "fp8_products")
+    assert made.registers == 168
+    assert made.bytes_of("spill stores") <= 16
+    assert "serialized" not in made.report, "products wait for each other"
+    assert not early_reads_in(made, tmp_path)
+
+
+# -- on a GPU -------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [65, 128, 200, 1000])
+@pytest.mark.parametrize(("outputs", "inputs"), [(4096, 4096), (5120, 2048), (272, 640)])
+def test_products_on_a_gpu(rows, outputs, inputs):
+    """Twice the same bits, near float64."""
+    device = open_device("cuda")
+    device.prepare_thread(1)
+    if device._fp8_products.get() is None:
+        pytest.skip("not for this GPU")
+    weights = packed_matrix(7, outputs, inputs, block=128, group=16, dtype=torch.bfloat16)
+    x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(1)).bfloat16()
+    operator = device.linear(moved(weights, device.torch_device))
+    first, second = (operator(x.to(device.torch_device)).cpu() for _ in range(2))
+    assert torch.equal(first, second)
+    whole = dataclasses.replace(weights, dtype=torch.float32).dequantize().double()
+    assert_near(first, rounded(x, 128, 0) @ whole.T, weights, x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [300, 1100])
+def test_experts_on_a_gpu(tokens):
+    device = open_device("cuda")
+    device.prepare_thread(1)
+    kernels = device._fp8_products.get()
+    if kernels is None:
+        pytest.skip("not for this GPU")
+    assert are_near(*ran_experts(kernels, tokens, 16, 4, 512, 384, device.torch_device))
