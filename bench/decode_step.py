@@ -181,7 +181,7 @@ class Worker:
         found, _, _ = self.compare(case, shape, model, g)
         ours, theirs = found["kernel"], found.get("operators")
         found["good"] = found["touched"] == 0 and all(
-            ours[name] <= (margin(shape) * theirs[name] if theirs else 1e-2)
+            ours[name] <= (margin(shape, ours["rows"]) * theirs[name] if theirs else 1e-2)
             for name in ("hidden", "logits", "written")
         )
         return found
@@ -195,7 +195,7 @@ class Worker:
         found["ms"] = clocked(graph, 100)
         again = step.scratch.hidden, step.logits
         found["same"] = all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-        factor = margin(shape)
+        factor = margin(shape, found["kernel"]["rows"])
         allowed = found["operators"]["hidden"] * (factor if factor > 1.05 else 1)
         found["good"] = found["same"] and found["kernel"]["hidden"] <= allowed
         if not case.get("options"):
@@ -280,17 +280,21 @@ class Worker:
             if exact is not None:
                 ours += difference(got, exact[0])
                 theirs += difference(other, exact[1])
+        near = worst < (0.3 if shape.packed else 0.1)
         return {
-            "good": worst < (0.3 if shape.packed else 0.1) and 0 < ours < margin(shape) * theirs,
+            "good": near and 0 < ours < margin(shape, 16) * theirs,
             "count": count, "worst": worst, "unlike": 0, "error": ours / theirs,
             "joined": walk.joined, "left": walk.left, "page ends": walk.page_ends,
             "longest": walk.longest,
         }  # fmt: skip
 
 
-def margin(shape: Shape) -> float:
+def margin(shape: Shape, rows: int) -> float:
     """Return how much larger our errors may be than the operators'. Both round activations to e4m3
-    where matrices are packed, not all of them alike; and what experts give by other steps."""
+    where matrices are packed, not all of them alike; and what experts give by other steps. In few
+    rows such errors differ by chance."""
+    if shape.packed and shape.mixture is not None and rows < 4:
+        return 1.5
     return 1.25 if shape.packed or shape.mixture is not None else 1.05
 
 

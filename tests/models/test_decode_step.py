@@ -19,7 +19,6 @@ from bench.decode_step_reference import (
 from nanoactor.models.decoder import Decoder
 from nanoactor.models.devices.cpu.device import CPUDevice
 from nanoactor.models.devices.cuda.kernels import nvrtc
-from nanoactor.models.devices.cuda.kernels.decode_step import steps
 from nanoactor.models.devices.cuda.kernels.decode_step.compile import compiled
 from nanoactor.models.devices.cuda.kernels.decode_step.sources import KERNEL, source_of
 from nanoactor.models.devices.cuda.kernels.decode_step.steps import describe, supports
@@ -195,7 +194,7 @@ def test_an_option_that_the_kernel_has_never_heard_of_refuses_it():
     assert "residual_scale 0.22" in supports(scaled, 1, 16, torch.bfloat16, (9, 0))
 
 
-def test_options_of_a_family_are_known_with_experts_alone(monkeypatch):
+def test_options_of_a_family_are_known_with_experts_alone():
     config = config_of(dataclasses.replace(SMALL, rows=1, hidden=2048, layers=2))
     options = dataclasses.replace(config, family_options=("experts",))
     mixture = Mixture(128, 8, 768, True)
@@ -204,9 +203,16 @@ def test_options_of_a_family_are_known_with_experts_alone(monkeypatch):
         return supports(options, 1, 16, torch.bfloat16, (9, 0), mixture=mixture)
 
     assert "does not know family_options" in why(None)
-    assert "run in emulation only" in why(mixture)
-    monkeypatch.setattr(steps, "_RUNS_EXPERTS", True)
     assert why(mixture) is None
+
+
+def test_packed_experts_of_more_rows_are_left_to_operators():
+    config = config_of(dataclasses.replace(SMALL, rows=1, hidden=2048, layers=2))
+    mixture = Mixture(128, 8, 768, True)
+    for rows, packed in ((4, True), (8, False)):
+        assert supports(config, rows, 16, torch.bfloat16, (9, 0), 1, 132, packed, mixture) is None
+    why = supports(config, 8, 16, torch.bfloat16, (9, 0), 1, 132, True, mixture)
+    assert "more than 4 rows of packed experts" in why
 
 
 def test_a_stopped_step_names_its_phase():
