@@ -12,7 +12,7 @@ import asyncio
 from typing import Any
 
 from nanoactor import AsyncLLM, BeamSearchParams, EngineConfig, SamplingParams
-from nanoactor.beam_search import BeamSearch, candidates_per_beam
+from nanoactor.beams.search import BeamSearch, candidates_per_beam
 
 MODEL, TOKENS, WIDTHS, BLOCK_SIZES = "models/demo", 64, (2, 4, 8), (16, 128)
 PROMPTS = ["ROMEO:\nBut soft, what light", "To be, or not", "KING RICHARD III:\nNow is the winter"]

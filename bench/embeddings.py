@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import nanoactor
 from bench.gpu import MODELS
 from nanoactor import AsyncLLM
-from nanoactor.model_files import DEMO, resolve_model
+from nanoactor.model_files.files import DEMO, resolve_model
 from nanoactor.runtime.concurrency import run_all
 
 MOST_TEXTS, AT_ONCE = 4096, 4096

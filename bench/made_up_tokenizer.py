@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from nanoactor.model_files import DEMO, resolve_model
+from nanoactor.model_files.files import DEMO, resolve_model
 
 SPECIAL = 290
 """Ids of the model behind the tokenizer's last, as in Qwen3."""

@@ -31,8 +31,8 @@ import uvloop
 
 import nanoactor
 from nanoactor import AsyncLLM, RequestOutputKind, SamplingParams
-from nanoactor.config import EngineConfig
-from nanoactor.model_files import DEMO, resolve_model
+from nanoactor.model_files.files import DEMO, resolve_model
+from nanoactor.options.config import EngineConfig
 from nanoactor.runtime.tracing import nanoseconds_per_span
 
 PROMPT = 32
@@ -169,13 +169,13 @@ class InProcessLoop:
     """Schedule, run, postprocess, in turn; the engine's own logic without its actors."""
 
     def __init__(self, directory: Path, sequences: int, milliseconds: float) -> None:
-        from nanoactor.actors.config import ActorConfig
         from nanoactor.kv.manager import BlockManager
-        from nanoactor.model_files import read_model_files
+        from nanoactor.model_files.files import read_model_files
         from nanoactor.runner.config import RankConfig
         from nanoactor.runner.simulated import SimulatedExecutor
         from nanoactor.scheduling.config import SchedulerConfig
         from nanoactor.scheduling.scheduler import Scheduler
+        from nanoactor.setup.actors import ActorConfig
         from nanoactor.text.decoding import DecoderFactory
         from nanoactor.text.detokenizer import Detokenizer
         from nanoactor.text.tokenizer import load_tokenizer
@@ -197,7 +197,7 @@ class InProcessLoop:
 
     def admit(self, number: int) -> None:
         from nanoactor.kv.hashing import block_hashes
-        from nanoactor.messages import Admit, RequestSpec, Stopping, TextOptions
+        from nanoactor.messages.engine import Admit, RequestSpec, Stopping, TextOptions
         from nanoactor.models.sampling.columns import pack
 
         ids = np.array(prompt_of(number), np.int32)
@@ -207,9 +207,9 @@ class InProcessLoop:
 
     def handle(self, event) -> None:
         """One event of the scheduler and all that follows from it at once, but for the device."""
-        from nanoactor.messages import Open, Turn
-        from nanoactor.runner.batch import NO_MASKS
-        from nanoactor.runner.pixels import NO_PIXELS
+        from nanoactor.messages.engine import Open, Turn
+        from nanoactor.runner.batch.batch import NO_MASKS
+        from nanoactor.runner.batch.pixels import NO_PIXELS
 
         events = [event]
         while events:
@@ -235,7 +235,7 @@ class InProcessLoop:
                 self.delivered[uid] = text
 
     def step(self) -> None:
-        from nanoactor.messages import StepDone
+        from nanoactor.messages.engine import StepDone
 
         number, pending = self.pending
         computed = pending.wait()

@@ -39,8 +39,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import nanoactor
 from bench.gpu import MODELS, arguments
 from nanoactor import AsyncLLM, SamplingParams
+from nanoactor.placement.topology import LIGHT
 from nanoactor.runtime.topology import ActorSpec
-from nanoactor.topology import LIGHT
 
 _FIRST = 8
 """Tokens that every stream has when somebody dies."""

@@ -47,7 +47,7 @@ from typing import Any
 import aiohttp
 
 import nanoactor
-from nanoactor.model_files import DEMO, resolve_model
+from nanoactor.model_files.files import DEMO, resolve_model
 
 ENGINES, INGRESS = "ray::ServeReplica:nanoactor:engines", "ray::ServeReplica:nanoactor:ingress"
 

@@ -39,7 +39,7 @@ import uvloop
 
 import nanoactor
 from nanoactor import AsyncLLM, RequestOutputKind, SamplingParams
-from nanoactor.model_files import DEMO, resolve_model
+from nanoactor.model_files.files import DEMO, resolve_model
 
 LAG = "nanoactor_event_loop_lag_seconds"
 

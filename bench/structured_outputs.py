@@ -46,7 +46,7 @@ from made_up_tokenizer import SPECIAL, write_tokenizer
 
 import nanoactor
 from nanoactor import AsyncLLM, RequestOutputKind, SamplingParams
-from nanoactor.model_files import DEMO, resolve_model
+from nanoactor.model_files.files import DEMO, resolve_model
 
 FREE, OTHERS = 64, 16
 PROMPT, MAX_TOKENS = 64, 200

@@ -44,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import nanoactor
 from nanoactor import AsyncLLM, SamplingParams
-from nanoactor.model_files import resolve_model
+from nanoactor.model_files.files import resolve_model
 
 WIDTH, HEIGHT, TEXT = 1024, 768, 32
 IDS = {

@@ -9,8 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nanoactor.config import EngineConfig
-    from nanoactor.engine import AsyncLLM
+    from nanoactor.api.engine import AsyncLLM
+    from nanoactor.api.llm import LLM
     from nanoactor.errors import (
         ComputationFailed,
         EngineClosed,
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
         UnsupportedPlatform,
         WeightsError,
     )
-    from nanoactor.llm import LLM
-    from nanoactor.outputs import (
+    from nanoactor.options.config import EngineConfig
+    from nanoactor.requests.outputs import (
         BeamSearchOutput,
         BeamSearchSequence,
         CompletionOutput,
@@ -43,10 +43,10 @@ if TYPE_CHECKING:
         RequestOutput,
         RequestOutputKind,
     )
-    from nanoactor.params import BeamSearchParams, SamplingParams
-    from nanoactor.pooling.outputs import EmbeddingRequestOutput, ScoringRequestOutput
-    from nanoactor.pooling.params import PoolingParams
-    from nanoactor.structured_outputs import StructuredOutputsParams
+    from nanoactor.requests.params import BeamSearchParams, SamplingParams
+    from nanoactor.requests.pooling_outputs import EmbeddingRequestOutput, ScoringRequestOutput
+    from nanoactor.requests.pooling_params import PoolingParams
+    from nanoactor.requests.structured_outputs import StructuredOutputsParams
     from nanoactor.vision.video import Video
 
 __version__ = "0.1.0"
@@ -112,21 +112,21 @@ _HOMES = {
     "EngineDead": "nanoactor.errors",
     "EngineClosed": "nanoactor.errors",
     "ComputationFailed": "nanoactor.errors",
-    "AsyncLLM": "nanoactor.engine",
-    "BeamSearchOutput": "nanoactor.outputs",
-    "BeamSearchParams": "nanoactor.params",
-    "BeamSearchSequence": "nanoactor.outputs",
-    "CompletionOutput": "nanoactor.outputs",
-    "EmbeddingRequestOutput": "nanoactor.pooling.outputs",
-    "EngineConfig": "nanoactor.config",
-    "LLM": "nanoactor.llm",
-    "OutputSoFar": "nanoactor.outputs",
-    "PoolingParams": "nanoactor.pooling.params",
-    "RequestOutput": "nanoactor.outputs",
-    "RequestOutputKind": "nanoactor.outputs",
-    "SamplingParams": "nanoactor.params",
-    "ScoringRequestOutput": "nanoactor.pooling.outputs",
-    "StructuredOutputsParams": "nanoactor.structured_outputs",
+    "AsyncLLM": "nanoactor.api.engine",
+    "BeamSearchOutput": "nanoactor.requests.outputs",
+    "BeamSearchParams": "nanoactor.requests.params",
+    "BeamSearchSequence": "nanoactor.requests.outputs",
+    "CompletionOutput": "nanoactor.requests.outputs",
+    "EmbeddingRequestOutput": "nanoactor.requests.pooling_outputs",
+    "EngineConfig": "nanoactor.options.config",
+    "LLM": "nanoactor.api.llm",
+    "OutputSoFar": "nanoactor.requests.outputs",
+    "PoolingParams": "nanoactor.requests.pooling_params",
+    "RequestOutput": "nanoactor.requests.outputs",
+    "RequestOutputKind": "nanoactor.requests.outputs",
+    "SamplingParams": "nanoactor.requests.params",
+    "ScoringRequestOutput": "nanoactor.requests.pooling_outputs",
+    "StructuredOutputsParams": "nanoactor.requests.structured_outputs",
     "Video": "nanoactor.vision.video",
 }
 

@@ -22,9 +22,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from nanoactor.config import EngineConfig
-from nanoactor.engine import AsyncLLM
-from nanoactor.engine_options import engine_config
+from nanoactor.api.engine import AsyncLLM
 from nanoactor.errors import (
     ComputationFailed,
     EngineClosed,
@@ -36,8 +34,10 @@ from nanoactor.errors import (
     OutOfResources,
     PoisonRequest,
 )
-from nanoactor.outputs import RequestOutput, RequestOutputKind
-from nanoactor.params import SamplingParams, derived_seed
+from nanoactor.options.config import EngineConfig
+from nanoactor.options.engine_options import engine_config
+from nanoactor.requests.outputs import RequestOutput, RequestOutputKind
+from nanoactor.requests.params import SamplingParams, derived_seed
 from nanoactor.runtime.concurrency import run_all
 
 log = logging.getLogger("nanoactor.ray")

@@ -17,9 +17,9 @@ import pytest
 from nanoactor import cli
 from nanoactor.cli import stream
 from nanoactor.cli.options import add_options, descriptions, values
-from nanoactor.config import EngineConfig
-from nanoactor.outputs import RequestOutputKind
-from nanoactor.params import SamplingParams
+from nanoactor.options.config import EngineConfig
+from nanoactor.requests.outputs import RequestOutputKind
+from nanoactor.requests.params import SamplingParams
 from nanoactor.server.config import ServerConfig
 from tests.product_files import matching
 
@@ -174,7 +174,7 @@ def test_every_option_of_serve_is_explained():
         for field in dataclasses.fields(config):
             assert said[field.name].strip(), field.name
     assert "Seconds that running requests get to finish after SIGTERM" in " ".join(text.split())
-    assert "nanoactor/config.py" not in text
+    assert "nanoactor/options/config.py" not in text
 
 
 WORDS = {int: ("3", 3), float: ("0.5", 0.5), str: ("x", "x")}

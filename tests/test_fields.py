@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import pytest
 
-from nanoactor.scheduling.sequence import Sequence
+from nanoactor.scheduling.sequences.sequence import Sequence
 from tests.product_files import ROOMS, matching
 
 MOST = 25
@@ -37,7 +37,7 @@ def test_a_sequence_has_at_most_twenty_fields_beside_its_specification():
 
 def test_what_a_class_lets_others_assign_is_assigned_in_one_module():
     places = defaultdict(set)
-    for path in matching("nanoactor/scheduling/*.py"):
+    for path in matching("nanoactor/scheduling/**/*.py"):
         for node in stores(ast.parse(path.read_text())):
             if not is_own(node):
                 places[node.attr].add(path.name)

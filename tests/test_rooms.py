@@ -1,4 +1,4 @@
-"""Three rooms, one direction: who may import what."""
+"""Imports: three rooms and one direction, and the same among the folders of the engine."""
 
 import ast
 import graphlib
@@ -56,7 +56,7 @@ HOT = [
     *matching("models/layers/*.py"),
     *(
         path
-        for name in ("executor", "batch", "staging", "graphs")
+        for name in ("executor", "batch/batch", "batch/staging", "steps/graphs")
         for path in matching(f"nanoactor/runner/{name}.py")
     ),
 ]
@@ -102,6 +102,27 @@ def test_no_call_passes_more_than_six_positional_arguments(path):
         if isinstance(call, ast.Call) and len(call.args) > 6:
             name = ast.unparse(call.func).rpartition(".")[2]
             assert name in VARIADIC, f"line {call.lineno}: {ast.unparse(call.func)}"
+
+
+# Modules that belong to no room: the public face, the entry point, errors.
+LOOSE = {"__init__", "__main__", "errors", "ray_data"}
+
+
+def test_rooms_of_the_engine_import_each_other_one_way():
+    """Below the public face, the folders of `nanoactor/` are floors of one house."""
+    graph, loose = {}, set()
+    for path in matching("nanoactor/**/*.py"):
+        parts = path.relative_to(ROOT / "nanoactor").with_suffix("").parts
+        if len(parts) == 1:
+            loose.add(parts[0])
+            continue
+        named = {name.split(".")[1] for name in imports(path) if name.startswith("nanoactor.")}
+        graph.setdefault(parts[0], set()).update(named - {parts[0]})
+    assert loose == LOOSE
+    # `from nanoactor import X` is the public face, which names all rooms.
+    rooms = {room: named & graph.keys() for room, named in graph.items()}
+    assert rooms["api"] > {"admission", "placement"}
+    graphlib.TopologicalSorter(rooms).prepare()
 
 
 def test_no_files_import_each_other_in_a_circle():

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from nanoactor.native import NativePanic
-from nanoactor.worker_thread import WorkerThread
+from nanoactor.runtime.native import NativePanic
+from nanoactor.runtime.worker_thread import WorkerThread
 
 
 class Panic(BaseException):

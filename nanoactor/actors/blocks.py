@@ -6,10 +6,10 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from nanoactor.actors.config import ActorConfig, RunnerReady, encoder_limits
 from nanoactor.kv.manager import BlockManager
-from nanoactor.messages import Turn
+from nanoactor.messages.engine import Turn
 from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
+from nanoactor.setup.actors import ActorConfig, RunnerReady, encoder_limits
 
 _HASHES_AT_ONCE = 4096
 """Maximum number of index changes in one message."""

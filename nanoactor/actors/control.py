@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nanoactor.orders import ForgetIndex, Pause
+from nanoactor.messages.orders import ForgetIndex, Pause
 
 
 class EngineControl:

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from nanoactor.actors.config import DELTA_BYTES, ActorConfig
-from nanoactor.messages import Open, Stop, Tokens
-from nanoactor.rehearsal import text_messages
+from nanoactor.messages.engine import Open, Stop, Tokens
 from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
 from nanoactor.runtime.codec import encode
+from nanoactor.scheduling.rehearsal import text_messages
+from nanoactor.setup.actors import DELTA_BYTES, ActorConfig
 from nanoactor.text.detokenizer import Detokenizer
 
 _made_up = functools.cache(text_messages)

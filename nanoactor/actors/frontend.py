@@ -11,15 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from nanoactor.actors.config import ActorConfig, RunnerReady
 from nanoactor.actors.control import EngineControl
 from nanoactor.actors.index_feed import IndexFeed
-from nanoactor.actors.journal import Entry
 from nanoactor.actors.media_sending import MediaSender
-from nanoactor.actors.readmission import Readmission
-from nanoactor.actors.resuming import CHANGED, LOST, POISON, own_terminal, resumed
-from nanoactor.admission import Admission
-from nanoactor.continuing import Resume
+from nanoactor.admission.admission import Admission
 from nanoactor.errors import (
     ComputationFailed,
     EngineOverloaded,
@@ -28,12 +23,17 @@ from nanoactor.errors import (
     PoisonRequest,
 )
 from nanoactor.kv.index_events import IndexEvents
-from nanoactor.messages import Abort, Continue, OutputDelta, Submit, Terminal
+from nanoactor.messages.engine import Abort, Continue, OutputDelta, Submit, Terminal
+from nanoactor.messages.resuming import Resume
+from nanoactor.messages.vision import ResendMedia
+from nanoactor.recovery.journal import Entry
+from nanoactor.recovery.readmission import Readmission
+from nanoactor.recovery.resuming import CHANGED, LOST, POISON, own_terminal, resumed
+from nanoactor.recovery.suspects import TRIAL_SECONDS
 from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
 from nanoactor.runtime.recovery import Death
-from nanoactor.suspects import TRIAL_SECONDS
+from nanoactor.setup.actors import ActorConfig, RunnerReady
 from nanoactor.text.scores import ToldRun, told_runs
-from nanoactor.vision.messages import ResendMedia
 
 log = logging.getLogger("nanoactor.engine")
 

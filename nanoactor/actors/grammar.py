@@ -11,14 +11,14 @@ from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from nanoactor.actors.config import MASKS_AT_ONCE, ActorConfig
 from nanoactor.errors import InvalidRequest, OutOfResources, out_of_resources
 from nanoactor.grammar.book import AnswerMatcher, Fill, GrammarBook, Refusal
-from nanoactor.grammar.messages import BeginGrammar, CloseGrammars, GrammarTokens, OpenGrammar
-from nanoactor.native import native_calls
+from nanoactor.messages.grammar import BeginGrammar, CloseGrammars, GrammarTokens, OpenGrammar
 from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
 from nanoactor.runtime.errors import machine_refuses
-from nanoactor.worker_thread import WorkerThread
+from nanoactor.runtime.native import native_calls
+from nanoactor.runtime.worker_thread import WorkerThread
+from nanoactor.setup.actors import MASKS_AT_ONCE, ActorConfig
 
 if TYPE_CHECKING:
     from nanoactor.grammar.compiling import GrammarCompiler

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from nanoactor.actors.journal import Entry
+from nanoactor.messages.vision import MediaPiece
+from nanoactor.recovery.journal import Entry
 from nanoactor.runtime.outbox import Outbox
 from nanoactor.vision.media import PIECE_BYTES
-from nanoactor.vision.messages import MediaPiece
 
 
 class MediaSender:

@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoactor.actors.config import RunnerReady
-from nanoactor.grammar.messages import DropMasks, Masks, MasksReady
-from nanoactor.messages import Step, StepDone, StepWanted
-from nanoactor.rows import DECODE, SAMPLE
+from nanoactor.media.units import EncodeUnits
+from nanoactor.messages.engine import Step, StepDone, StepWanted
+from nanoactor.messages.grammar import DropMasks, Masks, MasksReady
+from nanoactor.messages.rows import DECODE, SAMPLE
+from nanoactor.messages.vision import DropPixels, ItemsReady, NoPixels, Pixels
+from nanoactor.runner.batch.masks import MaskStore
+from nanoactor.runner.batch.pixels import PixelStore
 from nanoactor.runner.config import RankConfig
-from nanoactor.runner.deadline import StepDeadline
-from nanoactor.runner.masks import MaskStore
-from nanoactor.runner.pace import DeviceTime, StepRequests
-from nanoactor.runner.pixels import PixelStore
+from nanoactor.runner.timing.deadline import StepDeadline
+from nanoactor.runner.timing.pace import DeviceTime, StepRequests
 from nanoactor.runtime.actor import Actor, Context, Handler, Progress, ReadyInfo
-from nanoactor.vision.messages import DropPixels, ItemsReady, NoPixels, Pixels
-from nanoactor.vision.units import EncodeUnits
+from nanoactor.setup.actors import RunnerReady
 
 if TYPE_CHECKING:
     from nanoactor.runner.protocol import Computed, Executor, Launched

@@ -7,14 +7,14 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from nanoactor import messages as m
-from nanoactor.actors.config import ActorConfig, RunnerReady, encoder_limits
-from nanoactor.grammar.messages import MaskClock
-from nanoactor.orders import Pause
-from nanoactor.rehearsal import Rehearsal
+from nanoactor.messages import engine as m
+from nanoactor.messages.grammar import MaskClock
+from nanoactor.messages.orders import Pause
 from nanoactor.runtime.actor import Actor, Context, Handler, Progress, ReadyInfo
 from nanoactor.scheduling.config import SchedulerConfig
+from nanoactor.scheduling.rehearsal import Rehearsal
 from nanoactor.scheduling.scheduler import Scheduler
+from nanoactor.setup.actors import ActorConfig, RunnerReady, encoder_limits
 
 # Turns of the loop in which a plan becomes a step on its way.
 _HOPS = 4

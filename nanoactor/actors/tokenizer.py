@@ -11,25 +11,25 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nanoactor.actors.config import ActorConfig, RunnerReady, encoder_limits, render_options
-from nanoactor.admission import Admission
+from nanoactor.admission.admission import Admission
 from nanoactor.errors import InvalidRequest, OutOfResources, out_of_resources
 from nanoactor.grammar.freeing import freed
 from nanoactor.kv.hashing import block_hashes
-from nanoactor.messages import Abort, Admit, FreeText, Int32, Reject, Submit, TokenRules
+from nanoactor.media.prompt import VisualItem, expand_prompt, items_message
+from nanoactor.messages.engine import Abort, Admit, FreeText, Int32, Reject, Submit, TokenRules
+from nanoactor.messages.vision import Items, ItemsRead
 from nanoactor.models.sampling.columns import rows_of
-from nanoactor.native import native_calls
 from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
 from nanoactor.runtime.errors import machine_refuses
+from nanoactor.runtime.native import native_calls
+from nanoactor.runtime.worker_thread import WorkerThread
+from nanoactor.setup.actors import ActorConfig, RunnerReady, encoder_limits, render_options
 from nanoactor.text.bad_words import check_choice, spellings, with_words
 from nanoactor.text.patterns import LONG_BYTES
 from nanoactor.text.renderer import Cancelled, RenderQueue
 from nanoactor.text.template import TemplateFacts
 from nanoactor.vision.gather import ItemGathering
 from nanoactor.vision.media import ReadItem, Unusable
-from nanoactor.vision.messages import Items, ItemsRead
-from nanoactor.vision.prompt import VisualItem, expand_prompt, items_message
-from nanoactor.worker_thread import WorkerThread
 
 if TYPE_CHECKING:
     from nanoactor.text.tokenizer import Piece

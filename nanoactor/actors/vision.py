@@ -14,12 +14,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoactor.actors.config import ActorConfig
 from nanoactor.errors import InvalidRequest
-from nanoactor.native import native_calls
-from nanoactor.runtime.actor import Actor, Context, Handler, Progress, ReadyInfo
-from nanoactor.vision.media import PIECE_BYTES, Media, MediaReader, ReadItem, Unusable
-from nanoactor.vision.messages import (
+from nanoactor.messages.vision import (
     CancelPixels,
     ItemsFailed,
     ItemsRead,
@@ -29,6 +25,10 @@ from nanoactor.vision.messages import (
     ResendMedia,
     WantPixels,
 )
+from nanoactor.runtime.actor import Actor, Context, Handler, Progress, ReadyInfo
+from nanoactor.runtime.native import native_calls
+from nanoactor.setup.actors import ActorConfig
+from nanoactor.vision.media import PIECE_BYTES, Media, MediaReader, ReadItem, Unusable
 from nanoactor.vision.store import MediaStore
 
 T = TypeVar("T")

@@ -18,14 +18,14 @@ from nanoactor.cli.options import add_options
 from nanoactor.cli.serve import KEY_VARIABLE, VLLM_KEY_VARIABLE, run_on_uvloop, run_server
 from nanoactor.cli.stream import chat, generate
 from nanoactor.compat.flags import NOTES, Line, add_flags, canonical
-from nanoactor.config import EngineConfig
 from nanoactor.doctor import Machine, examine
 from nanoactor.doctor.finding import as_json, as_text
 from nanoactor.errors import NanoactorError
 from nanoactor.models.errors import ModelError
-from nanoactor.named_parameters import meant
-from nanoactor.params import SamplingParams
+from nanoactor.options.config import EngineConfig
 from nanoactor.ray_serve.options import FleetConfig
+from nanoactor.requests.named_parameters import meant
+from nanoactor.requests.params import SamplingParams
 from nanoactor.runtime.errors import RuntimeFault
 from nanoactor.server.config import ServerConfig
 

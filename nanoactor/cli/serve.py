@@ -7,10 +7,10 @@ import os
 from collections.abc import Coroutine
 from typing import Any
 
+from nanoactor.api.engine import AsyncLLM
 from nanoactor.cli.options import values
 from nanoactor.compat.flags import NOTES
-from nanoactor.config import EngineConfig
-from nanoactor.engine import AsyncLLM
+from nanoactor.options.config import EngineConfig
 from nanoactor.ray_serve.options import FleetConfig
 from nanoactor.server.config import ServerConfig
 

@@ -8,14 +8,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+from nanoactor.api.engine import AsyncLLM, Prompt
 from nanoactor.cli.options import values
 from nanoactor.cli.stdin import LineReader
-from nanoactor.config import EngineConfig
-from nanoactor.engine import AsyncLLM, Prompt
 from nanoactor.errors import InvalidRequest
-from nanoactor.outputs import CompletionOutput, Logprobs, RequestOutput, RequestOutputKind
-from nanoactor.params import SamplingParams
-from nanoactor.vision.prompt import IMAGE_PLACEHOLDER, VISION_END, VISION_START
+from nanoactor.media.prompt import IMAGE_PLACEHOLDER, VISION_END, VISION_START
+from nanoactor.options.config import EngineConfig
+from nanoactor.requests.outputs import CompletionOutput, Logprobs, RequestOutput, RequestOutputKind
+from nanoactor.requests.params import SamplingParams
 
 _MEASURABLE = 1e-3
 """Minimum seconds between first and last token for which a rate is reported."""

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nanoactor.compat.names import ENGINE, SERVER, Name
 from nanoactor.errors import InvalidConfig
+from nanoactor.requests.known_names import ENGINE, SERVER, Name
 
 NOTES = "notes"
 """The attribute of parsed arguments that has a line for each flag that changes nothing."""

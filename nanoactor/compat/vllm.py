@@ -25,11 +25,11 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn, TypedDict, cast
 
 import nanoactor
-from nanoactor import llm as ours
+from nanoactor.api import llm as ours
 from nanoactor.errors import InvalidRequest, NanoactorError
-from nanoactor.outputs import CompletionOutput, RequestOutput, RequestOutputKind
-from nanoactor.params import BeamSearchParams, DefaultTokens, SamplingParams, TokenCap
-from nanoactor.structured_outputs import StructuredOutputsParams
+from nanoactor.requests.outputs import CompletionOutput, RequestOutput, RequestOutputKind
+from nanoactor.requests.params import BeamSearchParams, DefaultTokens, SamplingParams, TokenCap
+from nanoactor.requests.structured_outputs import StructuredOutputsParams
 
 VERSION = "0.31.0"
 """The vLLM version whose behavior is here; the newest that TRL 1.16 takes without a warning."""
@@ -142,7 +142,7 @@ def get_tokenizer(
 ) -> Any:
     """Return a model's tokenizer as transformers loads it (`vllm.tokenizers`); no code of it is
     run, whatever `trust_remote_code` says."""
-    from nanoactor.model_files import resolve_model
+    from nanoactor.model_files.files import resolve_model
     from nanoactor.text.huggingface import load_pretrained
 
     if tokenizer_mode not in ("auto", "hf"):

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from nanoactor.actors.config import render_options
-from nanoactor.actors.journal import Entry
-from nanoactor.config import EngineConfig
-from nanoactor.engine import Prompt
+from nanoactor.admission.request import Request
+from nanoactor.admission.request_builder import RequestBuilder
+from nanoactor.api.engine import Prompt
+from nanoactor.api.pooling_calls import Pooled
 from nanoactor.errors import (
     ComputationFailed,
     EngineClosed,
@@ -34,16 +34,16 @@ from nanoactor.fleet.link_end import Connector
 from nanoactor.fleet.pages import Page
 from nanoactor.fleet.prefix_map import keys_of
 from nanoactor.fleet.prompts import PromptHasher
-from nanoactor.messages import Submit
-from nanoactor.model_files import max_prompt_bytes, read_model_files
-from nanoactor.outputs import RequestOutput, RequestOutputKind
-from nanoactor.params import SamplingParams
-from nanoactor.pooling.calls import Pooled
-from nanoactor.pooling.params import PoolingParams
-from nanoactor.request import Request
-from nanoactor.request_builder import RequestBuilder
+from nanoactor.messages.engine import Submit
+from nanoactor.model_files.files import max_prompt_bytes, read_model_files
+from nanoactor.options.config import EngineConfig
+from nanoactor.recovery.journal import Entry
+from nanoactor.requests.outputs import RequestOutput, RequestOutputKind
+from nanoactor.requests.params import SamplingParams
+from nanoactor.requests.pooling_params import PoolingParams
 from nanoactor.server.context import CURRENT_ID
 from nanoactor.server.text_service import TextService
+from nanoactor.setup.actors import render_options
 from nanoactor.vision.media import Media
 
 log = logging.getLogger("nanoactor.fleet")

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nanoactor
-from nanoactor.config import EngineConfig
 from nanoactor.fleet.wire import VERSION
-from nanoactor.model_files import ModelFiles
+from nanoactor.model_files.files import ModelFiles
+from nanoactor.options.config import EngineConfig
 
 log = logging.getLogger("nanoactor.fleet")
 

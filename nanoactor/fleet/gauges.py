@@ -8,7 +8,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from nanoactor.engine import AsyncLLM
+from nanoactor.api.engine import AsyncLLM
 from nanoactor.errors import NanoactorError
 
 log = logging.getLogger("nanoactor.fleet")

@@ -10,7 +10,8 @@ import socket
 import time
 from collections.abc import AsyncGenerator
 
-from nanoactor.engine import AsyncLLM, Prompt
+from nanoactor.admission.request import Request
+from nanoactor.api.engine import AsyncLLM, Prompt
 from nanoactor.errors import (
     ComputationFailed,
     EngineClosed,
@@ -22,9 +23,8 @@ from nanoactor.fleet import wire
 from nanoactor.fleet.gauges import Gauges
 from nanoactor.fleet.pacing import INTERVAL, Pace
 from nanoactor.kv.index_events import IndexEvents
-from nanoactor.outputs import CompletionOutput, RequestOutput
-from nanoactor.pooling.params import PoolingParams
-from nanoactor.request import Request
+from nanoactor.requests.outputs import CompletionOutput, RequestOutput
+from nanoactor.requests.pooling_params import PoolingParams
 
 log = logging.getLogger("nanoactor.fleet")
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from nanoactor.actors.journal import Answer, Entry
-from nanoactor.actors.resuming import own_terminal
 from nanoactor.fleet import wire
-from nanoactor.params import SamplingParams, derived_seed
+from nanoactor.recovery.journal import Answer, Entry
+from nanoactor.recovery.resuming import own_terminal
+from nanoactor.requests.params import SamplingParams, derived_seed
 
 
 class Page:

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from nanoactor.config import EngineConfig
 from nanoactor.errors import NanoactorError
 from nanoactor.kv.hashing import block_hashes
-from nanoactor.messages import Int32
-from nanoactor.model_files import ModelFiles
+from nanoactor.media.prompt import VisualItem, block_extras, expand_prompt, items_message
+from nanoactor.messages.engine import Int32
+from nanoactor.model_files.files import ModelFiles
+from nanoactor.options.config import EngineConfig
 from nanoactor.vision.media import Media, MediaReader
-from nanoactor.vision.prompt import VisualItem, block_extras, expand_prompt, items_message
 
 log = logging.getLogger("nanoactor.fleet")
 

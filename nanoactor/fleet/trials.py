@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from nanoactor.suspects import NEXT_TO_NOTHING, TRIAL_SECONDS, WELL_PAST
+from nanoactor.recovery.suspects import NEXT_TO_NOTHING, TRIAL_SECONDS, WELL_PAST
 
 _SOON = 2.0
 """Seconds within which computed tokens reach the reader, even slow tokens."""

@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from nanoactor.grammar.spec import ToolGrammar
-from nanoactor.outputs import Logprob, Logprobs, OutputSoFar, RequestOutputKind
-from nanoactor.params import DefaultTokens, SamplingParams, TokenCap
-from nanoactor.structured_outputs import StructuredOutputsParams
+from nanoactor.requests.grammar_spec import ToolGrammar
+from nanoactor.requests.outputs import Logprob, Logprobs, OutputSoFar, RequestOutputKind
+from nanoactor.requests.params import DefaultTokens, SamplingParams, TokenCap
+from nanoactor.requests.structured_outputs import StructuredOutputsParams
 from nanoactor.vision.media import Media
 
 VERSION = 2

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from nanoactor.errors import InvalidRequest, NanoactorError, OutOfResources, ProtocolBug
-from nanoactor.grammar.messages import (
+from nanoactor.messages.grammar import (
     MAX_REASON,
     MAX_RUN,
     BeginGrammar,

@@ -8,8 +8,8 @@ from typing import Any
 from nanoactor.grammar.check import parse_parameters
 from nanoactor.grammar.jsonschema import moved_schema, parse_schema
 from nanoactor.grammar.lark_parts import json_rule, quoted, tag_rule, text_without, until
-from nanoactor.grammar.spec import CALL_TAGS, ToolFunction, ToolGrammar
 from nanoactor.grammar.vocabulary import Vocabulary
+from nanoactor.requests.grammar_spec import CALL_TAGS, ToolFunction, ToolGrammar
 
 _END_OF_PARAMETER = "</parameter>"
 _IN_JSON = ("integer", "number", "boolean", "object", "array", "null")

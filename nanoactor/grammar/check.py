@@ -8,7 +8,12 @@ import msgspec
 
 from nanoactor.errors import InvalidRequest
 from nanoactor.grammar.jsonschema import check_literal, parse_json, parse_schema, shorten
-from nanoactor.grammar.spec import MAX_GRAMMAR_BYTES, GrammarSpec, ToolFunction, ToolGrammar
+from nanoactor.requests.grammar_spec import (
+    MAX_GRAMMAR_BYTES,
+    GrammarSpec,
+    ToolFunction,
+    ToolGrammar,
+)
 
 MAX_CHOICES = 10_000
 """Most texts to choose from."""

@@ -15,8 +15,8 @@ from nanoactor.grammar.classes import with_plain_classes
 from nanoactor.grammar.jsonschema import parse_schema, shorten
 from nanoactor.grammar.lark_parts import json_rule, quoted, tag_rule, until
 from nanoactor.grammar.lark_text import check_lark
-from nanoactor.grammar.spec import CLOSE_TAG, OPEN_TAG, GrammarSpec
 from nanoactor.grammar.vocabulary import Vocabulary
+from nanoactor.requests.grammar_spec import CLOSE_TAG, OPEN_TAG, GrammarSpec
 
 MAX_GBNF_RULES = 300
 MAX_GBNF_CHARACTERS = 32 * 1024

@@ -12,9 +12,9 @@ from nanoactor.errors import InvalidRequest, UnsupportedModel
 from nanoactor.grammar.book import Fill
 from nanoactor.grammar.cache import GrammarCache
 from nanoactor.grammar.matcher import Compiled, Matcher, ParallelFill
-from nanoactor.grammar.spec import GrammarSpec
 from nanoactor.grammar.vocabulary import Vocabulary
-from nanoactor.model_files import ModelFiles
+from nanoactor.model_files.files import ModelFiles
+from nanoactor.requests.grammar_spec import GrammarSpec
 
 # Threads that wake up where others compute cost more than they gain.
 _CORES_TO_SPARE, _MOST_THREADS = 4, 8

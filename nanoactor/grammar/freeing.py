@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable
 
 from nanoactor.grammar.check import parse_tools
-from nanoactor.grammar.spec import CALL_TAGS, CLOSE_TAG, OPEN_TAG, GrammarSpec
-from nanoactor.messages import FreeText
+from nanoactor.messages.engine import FreeText
+from nanoactor.requests.grammar_spec import CALL_TAGS, CLOSE_TAG, OPEN_TAG, GrammarSpec
 
 _NONE = -1
 

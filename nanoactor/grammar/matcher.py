@@ -15,9 +15,9 @@ from nanoactor.errors import InvalidRequest, ProtocolBug, out_of_resources
 from nanoactor.grammar.book import Refusal, fill_singly
 from nanoactor.grammar.compiler import compile_grammar
 from nanoactor.grammar.jsonschema import check_literal, shorten
-from nanoactor.grammar.spec import GrammarSpec, Kind
 from nanoactor.grammar.vocabulary import Vocabulary
-from nanoactor.native import NativePanic, native_calls
+from nanoactor.requests.grammar_spec import GrammarSpec, Kind
+from nanoactor.runtime.native import NativePanic, native_calls
 
 _STACK_BYTES = 512 * 2**20  # of addresses; memory is taken as it is used
 _STACK_SIZE = threading.Lock()

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from nanoactor.messages import Copies
+from nanoactor.messages.engine import Copies
 
 
 class PendingCopies:

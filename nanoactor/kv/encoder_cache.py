@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoactor.errors import ProtocolBug
-from nanoactor.vision.units import EncodeUnits
+from nanoactor.media.units import EncodeUnits
 
 
 @dataclasses.dataclass(eq=False, slots=True)

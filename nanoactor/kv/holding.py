@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from nanoactor.kv.items import HeldItems
-from nanoactor.messages import Answer
-from nanoactor.vision.messages import EncoderCredits
+from nanoactor.messages.engine import Answer
+from nanoactor.messages.vision import EncoderCredits
 
 
 @dataclasses.dataclass(slots=True)

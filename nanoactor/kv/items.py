@@ -9,11 +9,11 @@ import numpy as np
 
 from nanoactor.errors import ProtocolBug
 from nanoactor.kv.encoder_cache import EncodedItem, EncoderCache
-from nanoactor.messages import Int32
+from nanoactor.media.prompt import block_extras, visual_spans
+from nanoactor.media.units import EncoderLimits, EncodeUnits
+from nanoactor.messages.engine import Int32
+from nanoactor.messages.vision import DropPixels, EncoderCredits, EncodeSlices, Items, VisionStep
 from nanoactor.models.vision.mrope import rope_positions
-from nanoactor.vision.messages import DropPixels, EncoderCredits, EncodeSlices, Items, VisionStep
-from nanoactor.vision.prompt import block_extras, visual_spans
-from nanoactor.vision.units import EncoderLimits, EncodeUnits
 
 _NO_SLICES = EncodeSlices(
     np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.int32)

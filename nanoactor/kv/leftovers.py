@@ -9,7 +9,7 @@ import numpy as np
 
 from nanoactor.kv.holding import Holding
 from nanoactor.kv.pool import BlockPool
-from nanoactor.messages import Int32
+from nanoactor.messages.engine import Int32
 
 _BEGUN = b"begun"
 """Prefix of the index's names of blocks that are not full."""

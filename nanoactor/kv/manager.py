@@ -19,7 +19,8 @@ from nanoactor.kv.holding import Answers, Holding, Sharing, spread_doubt
 from nanoactor.kv.items import HeldItems, ItemKeeper
 from nanoactor.kv.leftovers import Leftovers
 from nanoactor.kv.pool import BlockPool
-from nanoactor.messages import (
+from nanoactor.media.units import NO_ENCODER, EncoderLimits
+from nanoactor.messages.engine import (
     Admission,
     Answer,
     Failures,
@@ -30,9 +31,8 @@ from nanoactor.messages import (
     Step,
     Turn,
 )
-from nanoactor.rows import NO_ROWS, Long, RowExpander, Rows, StepRows, counted_up
-from nanoactor.vision.messages import VisionStep
-from nanoactor.vision.units import NO_ENCODER, EncoderLimits
+from nanoactor.messages.rows import NO_ROWS, Long, RowExpander, Rows, StepRows, counted_up
+from nanoactor.messages.vision import VisionStep
 
 _NOTHING_HELD = -1
 _NO_EXTRAS: Mapping[int, bytes] = {}

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nanoactor.errors import InvalidRequest
-from nanoactor.pooling.config import PoolingConfig
-from nanoactor.pooling.params import PoolingParams
+from nanoactor.options.pooling import PoolingConfig
+from nanoactor.requests.pooling_params import PoolingParams
 
 
 def check_pooling(params: Any, pooling: PoolingConfig | None, hidden_size: int) -> PoolingConfig:

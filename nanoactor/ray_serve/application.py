@@ -12,9 +12,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from nanoactor.config import EngineConfig
-from nanoactor.engine_options import engine_config
 from nanoactor.errors import InvalidConfig
+from nanoactor.options.config import EngineConfig
+from nanoactor.options.engine_options import engine_config
 from nanoactor.ray_serve.api import (
     AutoscalingConfig,
     AutoscalingPolicy,

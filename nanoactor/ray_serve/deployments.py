@@ -14,12 +14,12 @@ from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from nanoactor.config import EngineConfig
-from nanoactor.engine import AsyncLLM
+from nanoactor.api.engine import AsyncLLM
 from nanoactor.fleet.client import FleetLLM
 from nanoactor.fleet.fingerprint import fingerprint
 from nanoactor.fleet.hub import Hub
 from nanoactor.fleet.monitor import FleetMonitor
+from nanoactor.options.config import EngineConfig
 from nanoactor.ray_serve.api import serve
 from nanoactor.ray_serve.connector import RayConnector
 from nanoactor.ray_serve.loopback import bind_to_loopback

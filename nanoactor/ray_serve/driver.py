@@ -11,8 +11,8 @@ import signal
 import sys
 import threading
 
-from nanoactor.config import EngineConfig
 from nanoactor.errors import NanoactorError
+from nanoactor.options.config import EngineConfig
 from nanoactor.ray_serve.deployments import LOG_VARIABLE
 from nanoactor.ray_serve.loopback import VARIABLE
 from nanoactor.ray_serve.options import FleetConfig

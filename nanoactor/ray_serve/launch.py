@@ -21,9 +21,9 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
-from nanoactor.config import EngineConfig
 from nanoactor.errors import InvalidConfig, StartupFailed, only_ours
-from nanoactor.model_files import read_model_files
+from nanoactor.model_files.files import read_model_files
+from nanoactor.options.config import EngineConfig
 from nanoactor.ray_serve.options import FleetConfig
 from nanoactor.server.config import ServerConfig
 from nanoactor.server.run import SIGNALS, Asked

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from nanoactor.runner.threads import CORES_VARIABLE
+from nanoactor.runner.timing.threads import CORES_VARIABLE
 
 
 @contextlib.contextmanager

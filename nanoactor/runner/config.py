@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from nanoactor.actors.config import ActorConfig
-from nanoactor.config import EngineConfig
-from nanoactor.model_files import ModelFiles
+from nanoactor.model_files.files import ModelFiles
 from nanoactor.models.errors import NotEnoughMemory
+from nanoactor.options.config import EngineConfig
+from nanoactor.setup.actors import ActorConfig
 
 SIMULATED = "simulated:"
 """Prefix of simulated devices; the milliseconds of a step follow."""

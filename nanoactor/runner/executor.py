@@ -14,29 +14,29 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from nanoactor.actors.config import has_grammars
-from nanoactor.messages import Int32, Step
+from nanoactor.messages.engine import Int32, Step
 from nanoactor.models.devices.protocols import Device, TimedEvent
-from nanoactor.runner.batch import NO_MASKS, HostBatch
-from nanoactor.runner.choosing import TokenChooser
-from nanoactor.runner.clock import DeviceClock
+from nanoactor.runner.batch.batch import NO_MASKS, HostBatch
+from nanoactor.runner.batch.double import BatchDouble
+from nanoactor.runner.batch.inputs import Array, Inputs, Update
+from nanoactor.runner.batch.pixels import NO_PIXELS, PixelsOf, with_vision
+from nanoactor.runner.batch.staging import Staging
 from nanoactor.runner.config import RankConfig
-from nanoactor.runner.double import BatchDouble
-from nanoactor.runner.forward import StepForward
-from nanoactor.runner.graph_runner import GraphRunner
-from nanoactor.runner.graphs import MixedSizes
-from nanoactor.runner.in_flight import InFlight
-from nanoactor.runner.inputs import Array, Inputs, Update
-from nanoactor.runner.model import LoadedModel
-from nanoactor.runner.pixels import NO_PIXELS, PixelsOf, with_vision
+from nanoactor.runner.model.model import LoadedModel
+from nanoactor.runner.model.resident import ResidentBatch
 from nanoactor.runner.protocol import Computed
-from nanoactor.runner.published import PublishedIds
-from nanoactor.runner.resident import ResidentBatch
-from nanoactor.runner.scoring import AT_ONCE
-from nanoactor.runner.staging import Staging
-from nanoactor.runner.step_choices import StepChoices
-from nanoactor.runner.threads import ThreadChoice
-from nanoactor.runner.warmup import decode_update, longest_lengths, prefill_step
+from nanoactor.runner.steps.choosing import TokenChooser
+from nanoactor.runner.steps.forward import StepForward
+from nanoactor.runner.steps.graph_runner import GraphRunner
+from nanoactor.runner.steps.graphs import MixedSizes
+from nanoactor.runner.steps.in_flight import InFlight
+from nanoactor.runner.steps.published import PublishedIds
+from nanoactor.runner.steps.scoring import AT_ONCE
+from nanoactor.runner.steps.step_choices import StepChoices
+from nanoactor.runner.steps.warmup import decode_update, longest_lengths, prefill_step
+from nanoactor.runner.timing.clock import DeviceClock
+from nanoactor.runner.timing.threads import ThreadChoice
+from nanoactor.setup.actors import has_grammars
 
 log = logging.getLogger("nanoactor.runner")
 

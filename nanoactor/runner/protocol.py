@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from nanoactor.messages import Int32, Step
-from nanoactor.pooling.messages import StepVectors
-from nanoactor.runner.pixels import PixelsOf
-from nanoactor.scores import StepScores
+from nanoactor.messages.engine import Int32, Step
+from nanoactor.messages.pooling import StepVectors
+from nanoactor.messages.scores import StepScores
+from nanoactor.runner.batch.pixels import PixelsOf
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -15,18 +15,18 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from nanoactor.actors.config import encoder_pages
-from nanoactor.config import simulated_times
-from nanoactor.messages import Int32, Step
+from nanoactor.messages.engine import Int32, Step
+from nanoactor.messages.pooling import StepVectors
+from nanoactor.messages.scores import StepScores
 from nanoactor.models.limits import NOTHING_ALLOWED
-from nanoactor.pooling.messages import StepVectors
-from nanoactor.runner.batch import BatchTraits, HostBatch
+from nanoactor.options.config import simulated_times
+from nanoactor.runner.batch.batch import BatchTraits, HostBatch
+from nanoactor.runner.batch.double import BatchDouble
+from nanoactor.runner.batch.inputs import Long, PooledRows, Update
+from nanoactor.runner.batch.pixels import PixelsOf
 from nanoactor.runner.config import RankConfig, check_cache
-from nanoactor.runner.double import BatchDouble
-from nanoactor.runner.inputs import Long, PooledRows, Update
-from nanoactor.runner.pixels import PixelsOf
 from nanoactor.runner.protocol import Computed
-from nanoactor.scores import StepScores
+from nanoactor.setup.actors import encoder_pages
 
 _BLOCK_SIZE = 16
 # Knuth's multiplicative hash: random-looking tokens, so that there is text to decode.

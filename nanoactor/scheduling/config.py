@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from nanoactor.vision.units import NO_ENCODER, EncoderLimits
+from nanoactor.media.units import NO_ENCODER, EncoderLimits
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -21,8 +21,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from nanoactor.continuing import Resume
-from nanoactor.messages import (
+from nanoactor.messages.engine import (
     Abort,
     Admit,
     Answer,
@@ -32,30 +31,31 @@ from nanoactor.messages import (
     StepWanted,
     Stop,
 )
-from nanoactor.orders import ForgetIndex, Pause
-from nanoactor.scheduling import ends
-from nanoactor.scheduling.arrivals import Arrivals
-from nanoactor.scheduling.budget import BlockBudget
+from nanoactor.messages.orders import ForgetIndex, Pause
+from nanoactor.messages.resuming import Resume
 from nanoactor.scheduling.config import SchedulerConfig
-from nanoactor.scheduling.constraints import Constraints
-from nanoactor.scheduling.depth import PipelineDepth
 from nanoactor.scheduling.edges import BLOCKS, TEXT, Send
-from nanoactor.scheduling.ends import End
-from nanoactor.scheduling.features import Features
-from nanoactor.scheduling.forking import Forking
-from nanoactor.scheduling.holding import HeldAnswers
-from nanoactor.scheduling.items import Pictures
-from nanoactor.scheduling.output import OutputBuffer
-from nanoactor.scheduling.planned import PlannedRow, PlannedStep
-from nanoactor.scheduling.pooling import Pooling
-from nanoactor.scheduling.queues import RunningBatch, WaitingLine
-from nanoactor.scheduling.results import Results, check_due, split_rows
-from nanoactor.scheduling.room import Room
-from nanoactor.scheduling.sequence import Phase, Sequence
+from nanoactor.scheduling.features.constraints import Constraints
+from nanoactor.scheduling.features.feature import Features
+from nanoactor.scheduling.features.forking import Forking
+from nanoactor.scheduling.features.holding import HeldAnswers
+from nanoactor.scheduling.features.items import Pictures
+from nanoactor.scheduling.features.pooling import Pooling
+from nanoactor.scheduling.resources.budget import BlockBudget
+from nanoactor.scheduling.resources.room import Room
+from nanoactor.scheduling.sequences import ends
+from nanoactor.scheduling.sequences.ends import End
+from nanoactor.scheduling.sequences.sequence import Phase, Sequence
+from nanoactor.scheduling.sequences.table import DecodeBatch
 from nanoactor.scheduling.statistics import SchedulerStatistics
-from nanoactor.scheduling.table import DecodeBatch
-from nanoactor.scheduling.turns import TurnBuilder
-from nanoactor.scheduling.unanswered import Unanswered
+from nanoactor.scheduling.steps.arrivals import Arrivals
+from nanoactor.scheduling.steps.depth import PipelineDepth
+from nanoactor.scheduling.steps.output import OutputBuffer
+from nanoactor.scheduling.steps.planned import PlannedRow, PlannedStep
+from nanoactor.scheduling.steps.queues import RunningBatch, WaitingLine
+from nanoactor.scheduling.steps.results import Results, check_due, split_rows
+from nanoactor.scheduling.steps.turns import TurnBuilder
+from nanoactor.scheduling.steps.unanswered import Unanswered
 
 _NO_SLOTS = np.empty(0, np.int64)
 

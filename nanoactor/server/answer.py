@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from nanoactor.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from nanoactor.request import Request
+from nanoactor.admission.request import Request
+from nanoactor.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanoactor.server.choices import Choice, Delta, TextChoice
 from nanoactor.server.errors import APIError, unavailable
 from nanoactor.server.logprobs import of_prompt

@@ -10,11 +10,10 @@ from typing import Any
 
 from aiohttp import web
 
-from nanoactor.actors.config import render_options
-from nanoactor.config import EngineConfig
-from nanoactor.engine import AsyncLLM
+from nanoactor.api.engine import AsyncLLM
 from nanoactor.errors import InvalidConfig, InvalidRequest
-from nanoactor.model_files import max_prompt_bytes
+from nanoactor.model_files.files import max_prompt_bytes
+from nanoactor.options.config import EngineConfig
 from nanoactor.server.anthropic.routes import MessagesRoutes
 from nanoactor.server.compat_routes import CompatRoutes
 from nanoactor.server.completions import Completions
@@ -35,6 +34,7 @@ from nanoactor.server.serving import Engine, Watch
 from nanoactor.server.text_routes import TextRoutes
 from nanoactor.server.text_service import TextService
 from nanoactor.server.translating import Options
+from nanoactor.setup.actors import render_options
 
 log = logging.getLogger("nanoactor.server")
 

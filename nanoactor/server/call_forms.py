@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nanoactor.grammar.spec import CallForm
+from nanoactor.requests.grammar_spec import CallForm
 from nanoactor.server.json_calls import LlamaCalls, MistralCalls
 from nanoactor.server.tool_calls import CallFinder, ToolCallParser
 from nanoactor.server.tool_choice import Tool

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from nanoactor.outputs import RequestOutput
+from nanoactor.requests.outputs import RequestOutput
 from nanoactor.server.logprobs import ChatLogprobs, TextLogprobs
 from nanoactor.server.reasoning import ReasoningParser
 from nanoactor.server.tool_calls import Arguments, Call, CallFinder, Piece, new_id

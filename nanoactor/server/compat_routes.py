@@ -10,7 +10,7 @@ import msgspec
 from aiohttp import web
 
 import nanoactor
-from nanoactor.engine import AsyncLLM
+from nanoactor.api.engine import AsyncLLM
 from nanoactor.models.config import read_json
 from nanoactor.server.completions import Completions
 from nanoactor.server.context import json_response

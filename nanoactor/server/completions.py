@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from nanoactor.engine import Prompt
+from nanoactor.admission.request import Request
+from nanoactor.api.engine import Prompt
 from nanoactor.errors import InvalidRequest
-from nanoactor.grammar.spec import CallForm, Thoughts
-from nanoactor.params import SamplingParams
-from nanoactor.request import Request
+from nanoactor.requests.grammar_spec import CallForm, Thoughts
+from nanoactor.requests.params import SamplingParams
 from nanoactor.runtime.concurrency import run_all
 from nanoactor.server.answer import Answer, AnswerWriter, CompletionWriter, Echoed
 from nanoactor.server.call_forms import WITH_SPECIAL_TOKENS, call_finder, call_form

@@ -12,7 +12,7 @@ import logging
 import re
 from typing import Any, Literal
 
-from nanoactor.params import REFUSED, SamplingParams
+from nanoactor.requests.params import REFUSED, SamplingParams
 
 log = logging.getLogger("nanoactor.server")
 

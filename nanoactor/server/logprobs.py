@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from nanoactor.outputs import CompletionOutput, Logprob, Logprobs
+from nanoactor.requests.outputs import CompletionOutput, Logprob, Logprobs
 from nanoactor.text.spans import Spans
 
 Shape = dict[str, Any]

@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 import nanoactor
-from nanoactor.outputs import RequestMetrics
+from nanoactor.requests.outputs import RequestMetrics
 from nanoactor.server.vllm_metrics import under_vllms_names
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # counter creation times are not used

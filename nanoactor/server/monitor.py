@@ -16,7 +16,7 @@ from prometheus_client.metrics_core import Metric
 
 from nanoactor.actors.runner import DEVICE
 from nanoactor.actors.scheduler import LOAD
-from nanoactor.engine import AsyncLLM
+from nanoactor.api.engine import AsyncLLM
 from nanoactor.errors import EngineClosed, EngineDead
 from nanoactor.server.errors import death_for_clients
 from nanoactor.server.health import Health, assess, dead, recovering

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_args, g
 import msgspec
 from msgspec import Meta, Struct
 
-from nanoactor.engine import Prompt
-from nanoactor.outputs import RequestOutputKind
-from nanoactor.params import SamplingParams, TokenCap
+from nanoactor.api.engine import Prompt
+from nanoactor.requests.outputs import RequestOutputKind
+from nanoactor.requests.params import SamplingParams, TokenCap
 from nanoactor.server.chat_messages import Message, check_conversation, unread_members
 from nanoactor.server.errors import context_length_exceeded, from_decoding, invalid
 from nanoactor.server.fields import (

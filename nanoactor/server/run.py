@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import Callable
 
-from nanoactor.engine import AsyncLLM
+from nanoactor.api.engine import AsyncLLM
 from nanoactor.errors import InvalidConfig
 from nanoactor.server.app import Server
 from nanoactor.server.config import ServerConfig

@@ -7,13 +7,13 @@ from typing import Any, Protocol
 
 from prometheus_client.metrics_core import Metric
 
-from nanoactor.config import EngineConfig
-from nanoactor.engine import Prompt
-from nanoactor.model_files import ModelFiles
-from nanoactor.params import SamplingParams
-from nanoactor.pooling.outputs import EmbeddingRequestOutput, ScoringRequestOutput
-from nanoactor.pooling.params import PoolingParams
-from nanoactor.request import Request
+from nanoactor.admission.request import Request
+from nanoactor.api.engine import Prompt
+from nanoactor.model_files.files import ModelFiles
+from nanoactor.options.config import EngineConfig
+from nanoactor.requests.params import SamplingParams
+from nanoactor.requests.pooling_outputs import EmbeddingRequestOutput, ScoringRequestOutput
+from nanoactor.requests.pooling_params import PoolingParams
 from nanoactor.server.health import Health
 from nanoactor.tracing import Trace
 

@@ -12,9 +12,9 @@ from msgspec import Meta, Struct
 
 from nanoactor.errors import InvalidRequest
 from nanoactor.grammar.check import check_spec
-from nanoactor.grammar.spec import CallForm, Thoughts, ToolGrammar
+from nanoactor.requests.grammar_spec import CallForm, Thoughts, ToolGrammar
+from nanoactor.requests.structured_outputs import StructuredOutputsParams
 from nanoactor.server.errors import invalid
-from nanoactor.structured_outputs import StructuredOutputsParams
 
 
 class JsonSchema(Struct, forbid_unknown_fields=True):

@@ -28,21 +28,21 @@ from nanoactor.errors import (
     OutOfResources,
     out_of_resources,
 )
-from nanoactor.grammar.spec import Thoughts
-from nanoactor.native import native_calls
+from nanoactor.placement.topology import LIGHT
+from nanoactor.requests.grammar_spec import Thoughts
 from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
 from nanoactor.runtime.codec import message
 from nanoactor.runtime.errors import PeerBroken, RecordTooLarge, machine_refuses
+from nanoactor.runtime.native import native_calls
 from nanoactor.runtime.ring import ring_capacity
 from nanoactor.runtime.system import System
 from nanoactor.runtime.topology import ActorSpec, EdgeSpec, NodeSpec, Topology
 from nanoactor.runtime.wiring import Options
+from nanoactor.runtime.worker_thread import WorkerThread
 from nanoactor.text.patterns import LONG_BYTES
 from nanoactor.text.renderer import RenderOptions, RenderQueue
 from nanoactor.text.spans import SpanFinder, Spans
 from nanoactor.text.template import TemplateFacts, thoughts_after
-from nanoactor.topology import LIGHT
-from nanoactor.worker_thread import WorkerThread
 
 if TYPE_CHECKING:
     from nanoactor.text.tokenizer import Piece

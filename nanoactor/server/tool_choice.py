@@ -10,7 +10,7 @@ from msgspec import Meta, Struct
 
 from nanoactor.grammar.check import MAX_FUNCTIONS
 from nanoactor.grammar.formats import drop_unenforced, unenforced_formats
-from nanoactor.grammar.spec import MAX_GRAMMAR_BYTES, ToolFunction, ToolGrammar
+from nanoactor.requests.grammar_spec import MAX_GRAMMAR_BYTES, ToolFunction, ToolGrammar
 from nanoactor.server.errors import invalid
 
 

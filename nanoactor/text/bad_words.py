@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from nanoactor.errors import InvalidRequest
-from nanoactor.messages import Stopping, TokenRules
-from nanoactor.params import MAX_BAD_WORD_TOKENS
+from nanoactor.messages.engine import Stopping, TokenRules
+from nanoactor.requests.params import MAX_BAD_WORD_TOKENS
 
 
 def spellings(words: Sequence[str]) -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from nanoactor.errors import ProtocolBug
-from nanoactor.messages import (
+from nanoactor.messages.engine import (
     FAILURES,
     Finish,
     Int32,
@@ -21,8 +21,8 @@ from nanoactor.messages import (
     TextOptions,
     Tokens,
 )
-from nanoactor.pooling.messages import Float32, RequestVectors
-from nanoactor.scores import RequestScores
+from nanoactor.messages.pooling import Float32, RequestVectors
+from nanoactor.messages.scores import RequestScores
 from nanoactor.text.decoding import DecoderFactory, IncrementalDecoder
 from nanoactor.text.scores import Score, ScoreRun, runs_of, take_first, told
 from nanoactor.text.stops import StopMatcher

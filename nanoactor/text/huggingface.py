@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoactor.models.errors import ModelError
-from nanoactor.native import native_calls
+from nanoactor.runtime.native import native_calls
 from nanoactor.runtime.process import die_with_parent, interpreter, working_directory
 
 if TYPE_CHECKING:

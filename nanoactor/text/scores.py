@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nanoactor.outputs import Logprob
-from nanoactor.scores import RequestScores, TokenScores, ToldScores
+from nanoactor.messages.scores import RequestScores, TokenScores, ToldScores
+from nanoactor.requests.outputs import Logprob
 
 MAX_PIECE = 1024
 """Most bytes of a token that are reported; longer ones exist in no vocabulary that we know."""

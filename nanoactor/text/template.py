@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # the user's process imports this module, and has no use for 
     from jinja2.ext import Extension
     from jinja2.parser import Parser
 
-    from nanoactor.grammar.spec import CallForm, Thoughts
+    from nanoactor.requests.grammar_spec import CallForm, Thoughts
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

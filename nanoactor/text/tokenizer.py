@@ -16,10 +16,10 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from nanoactor.errors import InvalidRequest, OutOfResources
-from nanoactor.messages import Int32
+from nanoactor.messages.engine import Int32
 from nanoactor.models.config import check_file
 from nanoactor.models.errors import ModelError
-from nanoactor.native import native_calls
+from nanoactor.runtime.native import native_calls
 from nanoactor.text.added_tokens import add_tokens
 from nanoactor.text.patterns import is_bounded
 

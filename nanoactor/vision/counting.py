@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from nanoactor.actors.config import encoder_pages
-from nanoactor.config import EngineConfig
-from nanoactor.model_files import ModelFiles
+from nanoactor.media.prompt import VisualItem, expand_prompt
+from nanoactor.model_files.files import ModelFiles
+from nanoactor.options.config import EngineConfig
+from nanoactor.setup.actors import encoder_pages
 from nanoactor.vision.media import Media, MediaReader
 from nanoactor.vision.parts import MediaTaker
-from nanoactor.vision.prompt import VisualItem, expand_prompt
 
 
 class PictureExpander:

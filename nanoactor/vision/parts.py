@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from nanoactor.config import EngineConfig
 from nanoactor.errors import InvalidRequest
-from nanoactor.model_files import ModelFiles
+from nanoactor.model_files.files import ModelFiles
+from nanoactor.options.config import EngineConfig
 from nanoactor.vision.media import Media
 from nanoactor.vision.rules import MediaRules
 from nanoactor.vision.video import Video, split_videos

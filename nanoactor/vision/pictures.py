@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from nanoactor.errors import InvalidRequest
-from nanoactor.native import native_calls
+from nanoactor.runtime.native import native_calls
 from nanoactor.vision.structure import check_metadata, check_structure
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")

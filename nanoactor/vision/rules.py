@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoactor.errors import InvalidRequest
+from nanoactor.media.prompt import patch_times
 from nanoactor.models.vision.image_config import ImageConfig
 from nanoactor.models.vision.video_config import VideoConfig
 from nanoactor.vision.media import Media
-from nanoactor.vision.prompt import patch_times
 from nanoactor.vision.video import Video, frame_times
 
 MAX_BYTES = 64 << 20

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from nanoactor.errors import InvalidRequest
-from nanoactor.params import plain_number
+from nanoactor.requests.params import plain_number
 
 DEFAULT_FPS = 24.0
 """Frames per second if nothing is known; as in transformers."""

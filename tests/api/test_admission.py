@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from nanoactor import EngineConfig
-from nanoactor.admission import DIRECT_TOKENS, Admission
+from nanoactor.admission.admission import DIRECT_TOKENS, Admission
 from nanoactor.kv.hashing import block_hashes
-from nanoactor.messages import RequestSpec, Stopping, Submit, TextOptions, TokenRules
-from nanoactor.model_files import read_model_files
+from nanoactor.messages.engine import RequestSpec, Stopping, Submit, TextOptions, TokenRules
+from nanoactor.model_files.files import read_model_files
 
 SALT = bytes(range(16))
 EMPTY = np.empty(0, np.int32)

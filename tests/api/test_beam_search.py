@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoactor import BeamSearchParams
-from nanoactor.beam_search import BeamSearch, beam_score, candidates_per_beam
+from nanoactor.beams.search import BeamSearch, beam_score, candidates_per_beam
 from nanoactor.errors import InvalidRequest
-from nanoactor.outputs import Logprob
+from nanoactor.requests.outputs import Logprob
 
 
 class Model:

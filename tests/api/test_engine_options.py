@@ -3,12 +3,12 @@
 import pytest
 
 from nanoactor import AsyncLLM, SamplingParams
-from nanoactor.compat.names import ANY, ENGINE
-from nanoactor.config import EngineConfig
-from nanoactor.engine_options import engine_config
 from nanoactor.errors import InvalidConfig, InvalidRequest
-from nanoactor.named_parameters import meant
-from nanoactor.params import NEUTRAL as NEUTRAL_PARAMETERS
+from nanoactor.options.config import EngineConfig
+from nanoactor.options.engine_options import engine_config
+from nanoactor.requests.known_names import ANY, ENGINE
+from nanoactor.requests.named_parameters import meant
+from nanoactor.requests.params import NEUTRAL as NEUTRAL_PARAMETERS
 
 
 def test_names_that_mean_the_same():

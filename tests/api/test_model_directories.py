@@ -5,10 +5,10 @@ import shutil
 
 import pytest
 
-from nanoactor.config import EngineConfig
-from nanoactor.generation_config import parse_generation_config
-from nanoactor.model_files import read_model_files, resolve_model
+from nanoactor.model_files.files import read_model_files, resolve_model
+from nanoactor.model_files.generation_config import parse_generation_config
 from nanoactor.models.errors import ModelError
+from nanoactor.options.config import EngineConfig
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from nanoactor import (
     StructuredOutputsParams,
 )
 from nanoactor.errors import InvalidConfig, InvalidRequest
-from nanoactor.model_files import read_model_files, resolve_model
+from nanoactor.model_files.files import read_model_files, resolve_model
 from nanoactor.models.errors import ModelError, UnsupportedModel
 from tests.conftest import children, descriptors
 from tests.text.tokenizers_for_tests import DEMO

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from nanoactor import EngineConfig, SamplingParams
+from nanoactor.admission.request_builder import RequestBuilder
 from nanoactor.errors import InvalidRequest
-from nanoactor.generation_config import GenerationConfig
-from nanoactor.model_files import ModelFiles, max_prompt_bytes, read_model_files
+from nanoactor.model_files.files import ModelFiles, max_prompt_bytes, read_model_files
+from nanoactor.model_files.generation_config import GenerationConfig
 from nanoactor.models.sampling import columns
 from nanoactor.models.sampling.columns import pack, unpack
-from nanoactor.request_builder import RequestBuilder
 
 DEFAULTS = {"temperature": 0.5, "top_k": 7, "top_p": 0.25, "min_p": 0.125}
 CHAT = [{"role": "user", "content": "和"}]

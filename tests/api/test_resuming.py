@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from nanoactor.actors.journal import Entry
-from nanoactor.actors.resuming import resumed
-from nanoactor.admission import Admission
-from nanoactor.messages import Terminal
+from nanoactor.admission.admission import Admission
+from nanoactor.messages.engine import Terminal
 from nanoactor.models.sampling.columns import WORDS
-from nanoactor.outputs import RequestOutputKind
+from nanoactor.recovery.journal import Entry
+from nanoactor.recovery.resuming import resumed
+from nanoactor.requests.outputs import RequestOutputKind
 from tests.api.test_admission import SALT, files, submit  # noqa: F401 - a fixture
 
 

@@ -11,10 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoactor import EngineConfig, SamplingParams, StructuredOutputsParams
+from nanoactor.admission.request_builder import RequestBuilder
 from nanoactor.errors import InvalidRequest
-from nanoactor.grammar.spec import MAX_GRAMMAR_BYTES, GrammarSpec, ToolFunction, ToolGrammar
-from nanoactor.model_files import read_model_files
-from nanoactor.request_builder import RequestBuilder
+from nanoactor.model_files.files import read_model_files
+from nanoactor.requests.grammar_spec import (
+    MAX_GRAMMAR_BYTES,
+    GrammarSpec,
+    ToolFunction,
+    ToolGrammar,
+)
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}
 TOOLS = ToolGrammar(functions=(ToolFunction(name="f"),), required=True)

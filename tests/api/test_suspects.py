@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoactor.suspects import NEXT_TO_NOTHING, WELL_PAST, Suspects
+from nanoactor.recovery.suspects import NEXT_TO_NOTHING, WELL_PAST, Suspects
 
 
 class World:

@@ -8,8 +8,8 @@ import re
 import sys
 from pathlib import Path
 
-from nanoactor.compat.names import ENGINE, SAMPLING, SERVER, Name
-from nanoactor.params import SamplingParams
+from nanoactor.requests.known_names import ENGINE, SAMPLING, SERVER, Name
+from nanoactor.requests.params import SamplingParams
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "migrating_from_vllm.md"
 _LISTED = {name.theirs for name in SAMPLING}

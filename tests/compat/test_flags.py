@@ -8,10 +8,10 @@ import pytest
 from nanoactor import cli
 from nanoactor.cli.options import values
 from nanoactor.compat.flags import NOTES
-from nanoactor.compat.names import ENGINE, SERVER
-from nanoactor.config import EngineConfig
 from nanoactor.errors import InvalidConfig
-from nanoactor.params import SamplingParams
+from nanoactor.options.config import EngineConfig
+from nanoactor.requests.known_names import ENGINE, SERVER
+from nanoactor.requests.params import SamplingParams
 from nanoactor.server.config import ServerConfig
 
 # Flags that people paste, by what becomes of them.

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from nanoactor.compat.names import ENGINE, NAMES, SAMPLING, SERVER
-from nanoactor.config import EngineConfig
-from nanoactor.params import SamplingParams
+from nanoactor.options.config import EngineConfig
+from nanoactor.requests.known_names import ENGINE, NAMES, SAMPLING, SERVER
+from nanoactor.requests.params import SamplingParams
 from nanoactor.server.config import ServerConfig
 from tests.compat.names_table import DOCUMENT, TABLES, table, written
 

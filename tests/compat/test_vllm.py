@@ -11,7 +11,7 @@ import pytest
 
 from nanoactor.compat import vllm as shim
 from nanoactor.errors import InvalidConfig, InvalidRequest, NanoactorError
-from nanoactor.model_files import resolve_model
+from nanoactor.model_files.files import resolve_model
 
 FAST = dict(model="demo", device="simulated:0.5", placement="single", max_model_len=64)
 

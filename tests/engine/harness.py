@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from nanoactor import AsyncLLM, EngineConfig, SamplingParams
-from nanoactor.actors.config import ActorConfig
-from nanoactor.model_files import read_model_files
+from nanoactor.model_files.files import read_model_files
 from nanoactor.runner.config import RankConfig
+from nanoactor.setup.actors import ActorConfig
 
 TIE = 1e-4
 

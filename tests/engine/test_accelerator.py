@@ -24,12 +24,12 @@ from nanoactor.models.devices.cuda.kernels import batch as slots_kernels
 from nanoactor.models.errors import NotEnoughMemory
 from nanoactor.models.sampling.columns import pack
 from nanoactor.models.seq_lens import NO_SEQ_LENS
-from nanoactor.runner import graphs
 from nanoactor.runner.executor import DeviceExecutor
-from nanoactor.runner.graphs import CapturedSteps
-from nanoactor.runner.model import LoadedModel
+from nanoactor.runner.model.model import LoadedModel
 from nanoactor.runner.open import open_executor
-from nanoactor.runner.warmup import admissions, prefill_step
+from nanoactor.runner.steps import graphs
+from nanoactor.runner.steps.graphs import CapturedSteps
+from nanoactor.runner.steps.warmup import admissions, prefill_step
 from tests.engine.harness import (
     Reference,
     collect,

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from nanoactor.actors.config import ActorConfig
-from nanoactor.config import EngineConfig
-from nanoactor.model_files import read_model_files
-from nanoactor.topology import engine_topology
+from nanoactor.model_files.files import read_model_files
+from nanoactor.options.config import EngineConfig
+from nanoactor.placement.topology import engine_topology
+from nanoactor.setup.actors import ActorConfig
 from tests.engine.conftest import DEMO
 
 READ = """

@@ -6,7 +6,7 @@ import pytest
 
 from nanoactor import RequestOutputKind, SamplingParams
 from nanoactor.errors import InvalidRequest
-from nanoactor.params import derived_seed
+from nanoactor.requests.params import derived_seed
 from tests.engine.conftest import DEMO
 from tests.engine.harness import collect, engine, ids, ragged_prompts
 from tests.engine.schedules import schedules

@@ -18,7 +18,7 @@ from nanoactor.models.errors import (
     WeightsError,
 )
 from nanoactor.models.weights.checkpoint import Weights
-from nanoactor.params import TokenCap
+from nanoactor.requests.params import TokenCap
 from nanoactor.runner.config import check_weights
 from tests.conftest import children
 from tests.engine.conftest import DEMO

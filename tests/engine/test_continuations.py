@@ -10,8 +10,8 @@ import pytest
 
 from nanoactor import AsyncLLM, InvalidRequest, OutputSoFar, RequestOutputKind, SamplingParams
 from nanoactor.errors import EngineOverloaded
-from nanoactor.params import derived_seed
-from nanoactor.structured_outputs import StructuredOutputsParams
+from nanoactor.requests.params import derived_seed
+from nanoactor.requests.structured_outputs import StructuredOutputsParams
 from tests.engine.conftest import DEMO
 from tests.engine.harness import on_a_loop, options, settled, short
 from tests.engine.test_recovery import CHAT, TEXT, Told, asks, compare_logprobs, constrained

@@ -12,9 +12,9 @@ import torch
 from nanoactor import SamplingParams
 from nanoactor.grammar.freeing import freed
 from nanoactor.grammar.matcher import Compiled
-from nanoactor.grammar.spec import GrammarSpec, ToolFunction, ToolGrammar
 from nanoactor.grammar.vocabulary import Vocabulary
-from nanoactor.structured_outputs import StructuredOutputsParams
+from nanoactor.requests.grammar_spec import GrammarSpec, ToolFunction, ToolGrammar
+from nanoactor.requests.structured_outputs import StructuredOutputsParams
 from tests.engine.conftest import DEMO
 from tests.engine.harness import TIE, collect, engine
 from tests.engine.schedules import schedules

@@ -6,13 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from nanoactor.actors.config import ActorConfig, RunnerReady
 from nanoactor.actors.frontend import FrontendActor
-from nanoactor.actors.journal import Entry
-from nanoactor.config import EngineConfig
 from nanoactor.errors import InvalidRequest
-from nanoactor.generation_config import GenerationConfig
-from nanoactor.messages import (
+from nanoactor.messages.engine import (
     Abort,
     Admit,
     Opened,
@@ -23,9 +19,13 @@ from nanoactor.messages import (
     Terminal,
     TextOptions,
 )
-from nanoactor.model_files import ModelFiles
-from nanoactor.outputs import RequestOutputKind
-from nanoactor.scores import TokenScores, ToldScores
+from nanoactor.messages.scores import TokenScores, ToldScores
+from nanoactor.model_files.files import ModelFiles
+from nanoactor.model_files.generation_config import GenerationConfig
+from nanoactor.options.config import EngineConfig
+from nanoactor.recovery.journal import Entry
+from nanoactor.requests.outputs import RequestOutputKind
+from nanoactor.setup.actors import ActorConfig, RunnerReady
 
 
 def frontend_of(tokenizers):

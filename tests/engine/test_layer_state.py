@@ -17,10 +17,10 @@ import nanoactor.models.devices as devices
 from nanoactor import BeamSearchParams, SamplingParams
 from nanoactor.actors.tokenizer import TokenizerActor
 from nanoactor.errors import NotEnoughMemory
-from nanoactor.grammar.spec import GrammarSpec
 from nanoactor.models.config import read_config
 from nanoactor.models.families.registry import FAMILIES
-from nanoactor.structured_outputs import StructuredOutputsParams
+from nanoactor.requests.grammar_spec import GrammarSpec
+from nanoactor.requests.structured_outputs import StructuredOutputsParams
 from tests.engine import test_matrix
 from tests.engine.beam_reference import search
 from tests.engine.conftest import DEMO

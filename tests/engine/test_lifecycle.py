@@ -13,11 +13,11 @@ import time
 import pytest
 
 from nanoactor import LLM, AsyncLLM, SamplingParams
-from nanoactor.config import EngineConfig
 from nanoactor.errors import EngineClosed, EngineDead
+from nanoactor.options.config import EngineConfig
+from nanoactor.placement.system_options import system_options
+from nanoactor.requests.structured_outputs import StructuredOutputsParams
 from nanoactor.runtime.errors import NotUsableHere
-from nanoactor.structured_outputs import StructuredOutputsParams
-from nanoactor.system_options import system_options
 from tests.conftest import children, descriptors, survivors
 from tests.engine.conftest import DEMO
 from tests.engine.harness import collect, engine, greedy, settled
@@ -416,7 +416,7 @@ def test_no_process_survives_its_user(way, tmp_path):
 def test_loops_stay_awake_where_there_are_two_cores_for_each_process(monkeypatch, cores, awake):
     """Five processes and the user's own; None: as many as this machine has, and told not to."""
     if cores:
-        monkeypatch.setattr("nanoactor.system_options.usable_cores", lambda: cores)
+        monkeypatch.setattr("nanoactor.placement.system_options.usable_cores", lambda: cores)
     config = EngineConfig("demo", **({} if cores else {"awake_ms": 0}))
     assert system_options(config, 6).awake_seconds == awake * 1e-3
 

@@ -7,9 +7,9 @@ import math
 import pytest
 
 from nanoactor import AsyncLLM, SamplingParams
-from nanoactor import engine as engine_module
+from nanoactor.api import engine as engine_module
 from nanoactor.errors import ComputationFailed, PoisonRequest
-from nanoactor.topology import engine_topology
+from nanoactor.placement.topology import engine_topology
 from tests.conftest import children
 from tests.engine.harness import settled
 from tests.engine.poisonous import FATAL, WORD

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-import nanoactor.runner.model as runner_model
+import nanoactor.runner.model.model as runner_model
 from nanoactor.actors.runner import RunnerActor
 from nanoactor.models.devices import open_device
-from nanoactor.runner.model import LoadedModel
+from nanoactor.runner.model.model import LoadedModel
 from tests.engine.harness import rank_config
 from tests.models.checkpoints import make_checkpoint
 

@@ -14,7 +14,7 @@ import torch
 
 from nanoactor import AsyncLLM, BeamSearchParams, RequestOutputKind, SamplingParams
 from nanoactor.errors import ComputationFailed, EngineDead, EngineOverloaded
-from nanoactor.structured_outputs import StructuredOutputsParams
+from nanoactor.requests.structured_outputs import StructuredOutputsParams
 from tests.conftest import children, descriptors
 from tests.engine.conftest import DEMO
 from tests.engine.harness import settled

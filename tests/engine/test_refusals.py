@@ -16,7 +16,7 @@ import pytest
 from nanoactor import AsyncLLM, OutOfResources, PoisonRequest, SamplingParams
 from nanoactor.actors import tokenizer
 from nanoactor.grammar import compiling, matcher
-from nanoactor.structured_outputs import StructuredOutputsParams
+from nanoactor.requests.structured_outputs import StructuredOutputsParams
 from nanoactor.text import renderer
 from nanoactor.text.tokenizer import TextEncoder
 from tests.conftest import children

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 import nanoactor.models.devices as devices
-from nanoactor.rows import RowExpander, Want
-from nanoactor.runner import row_layout
-from nanoactor.runner.batch import NO_MASKS
+from nanoactor.messages.rows import RowExpander, Want
+from nanoactor.runner.batch import row_layout
+from nanoactor.runner.batch.batch import NO_MASKS
+from nanoactor.runner.batch.pixels import NO_PIXELS
 from nanoactor.runner.open import open_executor
-from nanoactor.runner.pixels import NO_PIXELS
 from tests.engine.harness import rank_config
 from tests.models.checkpoints import CONFIGURATIONS, make_checkpoint
 from tests.models.interpreted import InterpretedDevice

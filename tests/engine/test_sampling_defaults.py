@@ -10,7 +10,7 @@ import httpx2 as httpx
 import pytest
 
 from nanoactor import LLM, AsyncLLM, SamplingParams
-from nanoactor import request as request_module
+from nanoactor.admission import request as request_module
 from tests.server.harness import here, url
 
 PROMPT = "ROMEO:"

@@ -9,8 +9,8 @@ import pytest
 from nanoactor import EngineConfig, SamplingParams
 from nanoactor.grammar.matcher import Compiled
 from nanoactor.grammar.vocabulary import Vocabulary
-from nanoactor.model_files import read_model_files
-from nanoactor.structured_outputs import StructuredOutputsParams
+from nanoactor.model_files.files import read_model_files
+from nanoactor.requests.structured_outputs import StructuredOutputsParams
 from tests.engine.conftest import DEMO
 from tests.engine.harness import collect, engine
 from tests.grammar.schemas import schemas

@@ -7,24 +7,8 @@ import numpy as np
 import pytest
 
 from nanoactor import SamplingParams
-from nanoactor.actors.config import DELTA_BYTES, MASKS_AT_ONCE, ActorConfig
-from nanoactor.config import EngineConfig
-from nanoactor.grammar.messages import (
-    MAX_REASON,
-    MAX_RUN,
-    BeginGrammar,
-    CloseGrammars,
-    DropMasks,
-    ForcedTokens,
-    GrammarsFailed,
-    GrammarTokens,
-    Masks,
-    MasksReady,
-    OpenGrammar,
-)
-from nanoactor.grammar.spec import MAX_GRAMMAR_BYTES
 from nanoactor.kv.hashing import HASH_BYTES
-from nanoactor.messages import (
+from nanoactor.messages.engine import (
     Admission,
     Admissions,
     Admit,
@@ -49,10 +33,28 @@ from nanoactor.messages import (
     Tokens,
     Turn,
 )
-from nanoactor.model_files import max_prompt_bytes, read_model_files
+from nanoactor.messages.grammar import (
+    MAX_REASON,
+    MAX_RUN,
+    BeginGrammar,
+    CloseGrammars,
+    DropMasks,
+    ForcedTokens,
+    GrammarsFailed,
+    GrammarTokens,
+    Masks,
+    MasksReady,
+    OpenGrammar,
+)
+from nanoactor.messages.rows import Rows
+from nanoactor.messages.scores import RequestScores, ScoreRequests, StepScores, TokenScores
+from nanoactor.model_files.files import max_prompt_bytes, read_model_files
 from nanoactor.models.limits import FREEZE_IDS
 from nanoactor.models.sampling import columns
-from nanoactor.params import (
+from nanoactor.options.config import EngineConfig
+from nanoactor.placement.topology import engine_topology
+from nanoactor.requests.grammar_spec import MAX_GRAMMAR_BYTES
+from nanoactor.requests.params import (
     MAX_ANSWERS,
     MAX_BAD_WORD_LENGTH,
     MAX_BAD_WORD_TOKENS,
@@ -62,11 +64,9 @@ from nanoactor.params import (
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
 )
-from nanoactor.rows import Rows
 from nanoactor.runtime.codec import encode
-from nanoactor.scores import RequestScores, ScoreRequests, StepScores, TokenScores
+from nanoactor.setup.actors import DELTA_BYTES, MASKS_AT_ONCE, ActorConfig
 from nanoactor.text.detokenizer import Detokenizer
-from nanoactor.topology import engine_topology
 from tests.engine.conftest import DEMO
 from tests.engine.harness import collect, engine, greedy, ids
 from tests.simulation.reference import LetterDecoders

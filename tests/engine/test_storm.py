@@ -12,8 +12,8 @@ import pytest
 
 from nanoactor import SamplingParams
 from nanoactor.errors import EngineOverloaded
-from nanoactor.messages import Submit
-from nanoactor.scheduling.sequence import Phase
+from nanoactor.messages.engine import Submit
+from nanoactor.scheduling.sequences.sequence import Phase
 from tests.engine.harness import Reference, collect, engine, greedy, ids, ragged_prompts, settled
 from tests.models.checkpoints import make_checkpoint
 

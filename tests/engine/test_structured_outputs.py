@@ -15,8 +15,8 @@ from nanoactor import EngineConfig, SamplingParams
 from nanoactor.errors import ComputationFailed, InvalidRequest
 from nanoactor.grammar.matcher import Compiled
 from nanoactor.grammar.vocabulary import Vocabulary
-from nanoactor.model_files import read_model_files
-from nanoactor.structured_outputs import StructuredOutputsParams
+from nanoactor.model_files.files import read_model_files
+from nanoactor.requests.structured_outputs import StructuredOutputsParams
 from tests.engine.conftest import DEMO
 from tests.engine.harness import TIE, collect, engine, greedy
 from tests.engine.schedules import schedules

@@ -14,7 +14,7 @@ from nanoactor.errors import EngineDead, InvalidConfig
 from nanoactor.models.config import read_config
 from nanoactor.models.errors import RanksDisagree, UnsupportedModel
 from nanoactor.models.parallel import shard_of
-from nanoactor.runner.model import LoadedModel
+from nanoactor.runner.model.model import LoadedModel
 from tests.conftest import children
 from tests.engine.harness import collect, greedy, ids
 from tests.engine.test_matrix import loads, run, schedules

@@ -12,7 +12,7 @@ from PIL import Image
 
 from nanoactor import LLM, SamplingParams, Video
 from nanoactor.errors import InvalidRequest
-from nanoactor.model_files import resolve_model
+from nanoactor.model_files.files import resolve_model
 from nanoactor.models.demo_vl import layout
 from tests.engine.harness import Reference, collect, engine, greedy
 from tests.models.checkpoints import make_checkpoint

@@ -13,10 +13,10 @@ import torch
 from PIL import Image
 
 from nanoactor import LLM, SamplingParams
+from nanoactor.admission.request_builder import RequestBuilder
 from nanoactor.errors import EngineOverloaded, InvalidRequest
-from nanoactor.model_files import resolve_model
-from nanoactor.params import derived_seed
-from nanoactor.request_builder import RequestBuilder
+from nanoactor.model_files.files import resolve_model
+from nanoactor.requests.params import derived_seed
 from tests.engine.harness import Reference, collect, engine, greedy, ids
 from tests.models.checkpoints import TOWERS, VISION_IDS, make_checkpoint
 

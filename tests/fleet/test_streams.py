@@ -19,7 +19,7 @@ from nanoactor.errors import (
 )
 from nanoactor.fleet.client import FleetLLM
 from nanoactor.fleet.wire import Reserve
-from nanoactor.structured_outputs import StructuredOutputsParams
+from nanoactor.requests.structured_outputs import StructuredOutputsParams
 from tests.engine.harness import on_a_loop
 from tests.engine.test_continuations import DEMO_VL, kinds
 from tests.engine.test_recovery import CHAT, TEXT, compare, read

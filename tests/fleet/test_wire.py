@@ -9,11 +9,11 @@ import pytest
 from nanoactor import RequestOutputKind, SamplingParams
 from nanoactor.fleet import wire
 from nanoactor.fleet.fingerprint import fingerprint
-from nanoactor.grammar.spec import ToolFunction, ToolGrammar
-from nanoactor.model_files import read_model_files
-from nanoactor.outputs import Logprob
-from nanoactor.params import TokenCap
-from nanoactor.structured_outputs import StructuredOutputsParams
+from nanoactor.model_files.files import read_model_files
+from nanoactor.requests.grammar_spec import ToolFunction, ToolGrammar
+from nanoactor.requests.outputs import Logprob
+from nanoactor.requests.params import TokenCap
+from nanoactor.requests.structured_outputs import StructuredOutputsParams
 from nanoactor.vision.media import Media
 from tests.engine.harness import on_a_loop
 from tests.engine.test_continuations import kinds

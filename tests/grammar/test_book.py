@@ -5,7 +5,7 @@ import pytest
 
 from nanoactor.errors import InvalidRequest, OutOfResources, ProtocolBug
 from nanoactor.grammar.book import TURN_MASKS, TURN_SECONDS, GrammarBook, fill_singly, only_bit
-from nanoactor.grammar.messages import (
+from nanoactor.messages.grammar import (
     MAX_REASON,
     MAX_RUN,
     BeginGrammar,

@@ -8,7 +8,7 @@ import pytest
 from nanoactor.errors import InvalidRequest
 from nanoactor.grammar.check import MAX_CHOICES, MAX_FUNCTIONS, check_spec
 from nanoactor.grammar.jsonschema import MAX_DEPTH, MAX_PROPERTIES
-from nanoactor.grammar.spec import MAX_GRAMMAR_BYTES, ToolFunction, ToolGrammar
+from nanoactor.requests.grammar_spec import MAX_GRAMMAR_BYTES, ToolFunction, ToolGrammar
 from tests.grammar.schemas import schemas
 from tests.grammar.vocabularies import spec
 

@@ -15,7 +15,7 @@ from nanoactor.grammar.compiler import (
     compile_grammar,
 )
 from nanoactor.grammar.lark_parts import text_without
-from nanoactor.grammar.spec import ToolFunction, ToolGrammar
+from nanoactor.requests.grammar_spec import ToolFunction, ToolGrammar
 from tests.grammar.vocabularies import accepts, byte_level, compiled, demo, spec
 
 CITY = {

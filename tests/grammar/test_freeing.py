@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from nanoactor.grammar.freeing import freed
-from nanoactor.grammar.spec import GrammarSpec, ToolFunction, ToolGrammar
-from nanoactor.messages import FreeText
+from nanoactor.messages.engine import FreeText
+from nanoactor.requests.grammar_spec import GrammarSpec, ToolFunction, ToolGrammar
 
 IDS = {"<think>": 7, "</think>": 8, "<tool_call>": 9}
 

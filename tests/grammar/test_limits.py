@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from nanoactor.errors import InvalidRequest
-from nanoactor.grammar.spec import ToolFunction, ToolGrammar
+from nanoactor.requests.grammar_spec import ToolFunction, ToolGrammar
 from tests.grammar.vocabularies import allowed, byte_level, compiled, demo
 
 

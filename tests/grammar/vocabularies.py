@@ -11,8 +11,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 import nanoactor
 from nanoactor.grammar.matcher import Compiled, Matcher
-from nanoactor.grammar.spec import GrammarSpec
 from nanoactor.grammar.vocabulary import Vocabulary
+from nanoactor.requests.grammar_spec import GrammarSpec
 
 DEMO = Path(nanoactor.__file__).parent / "models" / "demo" / "tokenizer.json"
 QWEN_ADDED = ("<tool_call>", "</tool_call>", "<think>", "</think>")

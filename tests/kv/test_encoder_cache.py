@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from nanoactor.errors import ProtocolBug
 from nanoactor.kv.encoder_cache import EncoderCache
-from nanoactor.vision.units import EncodeUnits
+from nanoactor.media.units import EncodeUnits
 
 PAGES, PAGE_ROWS = 12, 4
 KEYS = [bytes([n]) * 16 for n in range(8)]

@@ -5,8 +5,8 @@ import pytest
 
 from nanoactor.errors import ProtocolBug
 from nanoactor.kv.items import HeldItems, ItemKeeper
-from nanoactor.vision.messages import DropPixels, EncodeSlices, Items
-from nanoactor.vision.units import EncoderLimits
+from nanoactor.media.units import EncoderLimits
+from nanoactor.messages.vision import DropPixels, EncodeSlices, Items
 
 LIMITS = EncoderLimits(pages=4, page_rows=4, budget=6, depth=3)
 

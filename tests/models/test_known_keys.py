@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 from transformers.models.qwen3_vl import Qwen3VLConfig
 
-from nanoactor.model_files import resolve_model
+from nanoactor.model_files.files import resolve_model
 from nanoactor.models.config import parse_config
 from nanoactor.models.devices.protocols import Linear
 from nanoactor.models.errors import ModelError, UnsupportedModel

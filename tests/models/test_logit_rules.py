@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
-from nanoactor.messages import TokenRules
+from nanoactor.messages.engine import TokenRules
 from nanoactor.models.batch import SlotTables
 from nanoactor.models.sampling.columns import WORDS, columns_of, pack
 from nanoactor.models.sampling.logit_rules import TokenIds, apply_rules
 from nanoactor.models.sampling.rows import LogitRules
-from nanoactor.runner.sampling_table import SamplingTable
-from nanoactor.runner.warmup import admissions
+from nanoactor.runner.batch.sampling_table import SamplingTable
+from nanoactor.runner.steps.warmup import admissions
 from tests.models.rules_reference import ruled
 
 VOCABULARY, BLOCK, SLOTS = 23, 4, 6

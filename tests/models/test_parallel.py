@@ -17,7 +17,7 @@ from nanoactor.models.parallel import Span, shard_of
 from nanoactor.models.sampling.sampler import sample
 from nanoactor.models.sampling.sharded import ShardedSampler, whole_logits
 from nanoactor.models.weights.checkpoint import Weights
-from nanoactor.rendezvous import Rendezvous
+from nanoactor.placement.rendezvous import Rendezvous
 from tests.models.batches import sampling_batch
 from tests.models.checkpoints import make_checkpoint
 

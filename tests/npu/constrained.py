@@ -8,7 +8,7 @@ import numpy as np
 
 from nanoactor.models.sampling.columns import WORDS, pack
 from nanoactor.runner.open import open_executor
-from nanoactor.runner.warmup import prefill_step
+from nanoactor.runner.steps.warmup import prefill_step
 from tests.engine.harness import rank_config
 from tests.runner.steps import DECODE, KEEP, SAMPLE, step_of
 

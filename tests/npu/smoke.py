@@ -122,7 +122,7 @@ def environment(emulated: bool) -> dict[str, str]:
     wanted = dict(os.environ)
     # Else `import torch` itself fails where torch_npu is installed and CANN is not sourced.
     wanted["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-    # As nanoactor.topology sets them for an engine's processes.
+    # As nanoactor.placement.topology sets them for an engine's processes.
     wanted.setdefault("TASK_QUEUE_ENABLE", "1")
     if not emulated:
         wanted.pop(RUNTIME, None)

@@ -22,7 +22,7 @@ from nanoactor.models.errors import UnsupportedModel
 from nanoactor.models.options import DeviceOptions
 from nanoactor.models.seq_lens import NO_SEQ_LENS, HostSeqLens
 from nanoactor.models.weights.linear import Dense, ExpertWeights, Router
-from nanoactor.runner.warmup import longest_lengths
+from nanoactor.runner.steps.warmup import longest_lengths
 from tests.npu.emulation import HostRuntime
 
 LENGTHS = HostSeqLens([], [], [7, 1])

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from nanoactor.runner.graph_runner import GraphRunner
+from nanoactor.runner.steps.graph_runner import GraphRunner
 from tests.engine.test_structured_outputs import answers
 from tests.npu.emulation import emulate, relaxed
 

@@ -13,7 +13,7 @@ from nanoactor import (
     SamplingParams,
 )
 from nanoactor.models.errors import UnsupportedModel
-from nanoactor.pooling.config import read_pooling
+from nanoactor.options.pooling import read_pooling
 from tests.engine.harness import engine, ids, on_a_loop
 from tests.models.checkpoints import make_checkpoint
 from tests.pooling.checkpoints import describe_pooling, make_embedder

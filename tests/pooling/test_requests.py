@@ -21,11 +21,11 @@ from nanoactor import (
     PoolingParams,
     RequestAborted,
 )
-from nanoactor.model_files import resolve_model
-from nanoactor.pooling.config import PoolingConfig
-from nanoactor.pooling.outputs import cosine, finished_vector, match_probability
+from nanoactor.model_files.files import resolve_model
+from nanoactor.options.pooling import PoolingConfig
 from nanoactor.pooling.requests import with_prompt
 from nanoactor.pooling.rerank import INSTRUCTION, judgement_prompt
+from nanoactor.requests.pooling_outputs import cosine, finished_vector, match_probability
 from tests.engine.harness import engine, ids, on_a_loop, ragged_prompts, settled, short
 from tests.models.checkpoints import make_checkpoint
 from tests.pooling.checkpoints import describe_pooling, make_embedder

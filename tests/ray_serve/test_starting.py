@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from nanoactor.ray_serve.starting import half_of_the_cores
-from nanoactor.runner.threads import usable_cores
+from nanoactor.runner.timing.threads import usable_cores
 
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core")
 ASKS = "import sys; sys.stdin.read()"

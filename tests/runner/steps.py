@@ -4,9 +4,9 @@ import dataclasses
 
 import numpy as np
 
-from nanoactor.messages import Step
-from nanoactor.rows import Rows, Want
-from nanoactor.runner.warmup import admissions
+from nanoactor.messages.engine import Step
+from nanoactor.messages.rows import Rows, Want
+from nanoactor.runner.steps.warmup import admissions
 
 SAMPLE, KEEP, SCORE, DECODE = Want.SAMPLE, Want.KEEP, Want.SCORE, Want.DECODE
 NONE = np.empty(0, np.int32)

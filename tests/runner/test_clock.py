@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from nanoactor.runner.clock import DeviceClock
+from nanoactor.runner.timing.clock import DeviceClock
 
 
 class At:

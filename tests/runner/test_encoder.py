@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nanoactor.runner.inputs import EncodeTask
+from nanoactor.runner.batch.inputs import EncodeTask
 from nanoactor.runner.open import open_executor
 from tests.engine.harness import rank_config
 from tests.models.checkpoints import make_checkpoint

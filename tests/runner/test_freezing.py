@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import nanoactor.models.devices as devices
+from nanoactor.messages.rows import RowExpander
 from nanoactor.models.families.registry import FAMILIES
 from nanoactor.models.limits import FREEZE_IDS, FROZEN
-from nanoactor.rows import RowExpander
 from nanoactor.runner.open import open_executor
-from nanoactor.runner.warmup import admissions
+from nanoactor.runner.steps.warmup import admissions
 from tests.engine.harness import rank_config
 from tests.models.interpreted import InterpretedDevice
 from tests.models.summing import make_summing_checkpoint

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanoactor.runner.graphs import (
+from nanoactor.runner.steps.graphs import (
     MOST_PROMPTS,
     MixedSize,
     MixedSizes,

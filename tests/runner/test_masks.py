@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from nanoactor.errors import ProtocolBug
-from nanoactor.grammar.messages import DropMasks, Masks
-from nanoactor.runner.masks import MaskStore
-from nanoactor.runner.warmup import admissions
+from nanoactor.messages.grammar import DropMasks, Masks
+from nanoactor.runner.batch.masks import MaskStore
+from nanoactor.runner.steps.warmup import admissions
 from tests.runner.steps import SAMPLE, step_of
 
 

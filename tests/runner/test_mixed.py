@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoactor.models.devices import open_device
-from nanoactor.runner.inputs import SeenPictures
-from nanoactor.runner.mixed import FixedInputs
+from nanoactor.runner.batch.inputs import SeenPictures
+from nanoactor.runner.steps.mixed import FixedInputs
 
 TOKENS = 8
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nanoactor.runner.pace import DeviceTime, StepRequests
+from nanoactor.runner.timing.pace import DeviceTime, StepRequests
 
 
 def test_a_step_is_asked_for_once_and_not_when_it_is_here():

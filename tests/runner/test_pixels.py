@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanoactor.runner.pixels import PixelStore
-from nanoactor.vision.messages import EncodeSlices, Pixels
+from nanoactor.messages.vision import EncodeSlices, Pixels
+from nanoactor.runner.batch.pixels import PixelStore
 
 SHAPE = (1, 2, 2, 3)
 ARRAY = np.arange(12, dtype=np.uint8).reshape(SHAPE)

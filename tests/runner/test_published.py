@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanoactor.models.devices.cpu.device import CPUDevice
-from nanoactor.runner.published import PublishedIds, WrongStep
+from nanoactor.runner.steps.published import PublishedIds, WrongStep
 
 ROWS = 5
 

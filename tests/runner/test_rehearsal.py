@@ -1,10 +1,10 @@
 """Doubles play requests from begin to end, again and again, and touch nothing of the engine's."""
 
 from nanoactor.actors.detokenizer import DetokenizerActor
-from nanoactor.messages import Open, Step, Tokens
-from nanoactor.rehearsal import Rehearsal, first_step, text_messages
-from nanoactor.runner.batch import BatchTraits
-from nanoactor.runner.double import BatchDouble
+from nanoactor.messages.engine import Open, Step, Tokens
+from nanoactor.runner.batch.batch import BatchTraits
+from nanoactor.runner.batch.double import BatchDouble
+from nanoactor.scheduling.rehearsal import Rehearsal, first_step, text_messages
 from nanoactor.text.detokenizer import Detokenizer
 
 

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nanoactor.messages.rows import NO_ROWS, RowExpander, Want, compressed
 from nanoactor.models.devices.cuda.device import PORTABLE_TRAITS, with_kernels
 from nanoactor.models.devices.cuda.kernels.decode_step.table import MOST_ROWS
-from nanoactor.rows import NO_ROWS, RowExpander, Want, compressed
-from nanoactor.runner.batch import BatchTraits, HostBatch
+from nanoactor.runner.batch.batch import BatchTraits, HostBatch
 from tests.runner.steps import DECODE, KEEP, SAMPLE, SCORE, introduced, rows_of, step_of
 
 SLOTS = 8

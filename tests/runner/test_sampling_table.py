@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from nanoactor.models.sampling.columns import WORDS, pack
-from nanoactor.runner.sampling_table import SamplingTable
-from nanoactor.runner.warmup import admissions
+from nanoactor.runner.batch.sampling_table import SamplingTable
+from nanoactor.runner.steps.warmup import admissions
 
 ROWS = [
     {"temperature": 0.0, "top_p": 0.5},

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from nanoactor.messages.scores import ScoreRequests
 from nanoactor.models.collective import SingleRank
-from nanoactor.runner.batch import BatchTraits, HostBatch
-from nanoactor.runner.inputs import ScoredResults, ScoredRows
-from nanoactor.runner.score_table import ScoreTable
-from nanoactor.runner.scoring import AT_ONCE, StepScorer
-from nanoactor.scores import ScoreRequests
+from nanoactor.runner.batch.batch import BatchTraits, HostBatch
+from nanoactor.runner.batch.inputs import ScoredResults, ScoredRows
+from nanoactor.runner.batch.score_table import ScoreTable
+from nanoactor.runner.steps.scoring import AT_ONCE, StepScorer
 from tests.runner.steps import DECODE, SAMPLE, SCORE, int32, introduced, step_of
 
 WIDTH, VOCABULARY = 8, 31

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanoactor.runner.threads import ThreadChoice, usable_cores
+from nanoactor.runner.timing.threads import ThreadChoice, usable_cores
 
 
 @dataclasses.dataclass(frozen=True)

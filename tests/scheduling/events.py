@@ -3,7 +3,7 @@
 import numpy as np
 
 from nanoactor.kv.hashing import block_hashes
-from nanoactor.messages import (
+from nanoactor.messages.engine import (
     Admit,
     Answer,
     RequestSpec,
@@ -13,8 +13,8 @@ from nanoactor.messages import (
     Tokens,
     Turn,
 )
+from nanoactor.messages.rows import Want
 from nanoactor.models.sampling.columns import pack
-from nanoactor.rows import Want
 from nanoactor.scheduling.config import SchedulerConfig
 from nanoactor.scheduling.scheduler import Scheduler
 

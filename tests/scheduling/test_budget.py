@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from nanoactor.errors import ProtocolBug
-from nanoactor.scheduling.budget import BlockBudget
+from nanoactor.scheduling.resources.budget import BlockBudget
 
 
 class BudgetMachine(RuleBasedStateMachine):

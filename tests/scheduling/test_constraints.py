@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from nanoactor.grammar.messages import (
+from nanoactor.messages.engine import FreeText, RequestSpec, Stopping, TextOptions
+from nanoactor.messages.grammar import (
     BeginGrammar,
     CloseGrammars,
     ForcedTokens,
@@ -13,10 +14,9 @@ from nanoactor.grammar.messages import (
     MasksReady,
     OpenGrammar,
 )
-from nanoactor.messages import FreeText, RequestSpec, Stopping, TextOptions
-from nanoactor.scheduling.constraints import Constraints
-from nanoactor.scheduling.grammar_state import GrammarState
-from nanoactor.scheduling.sequence import Phase
+from nanoactor.scheduling.features.constraints import Constraints
+from nanoactor.scheduling.sequences.grammar_state import GrammarState
+from nanoactor.scheduling.sequences.sequence import Phase
 
 OPTIONS = Stopping(9, 0, (), ()), TextOptions((), False, True, 0)
 SPEC = RequestSpec(0, b"", *OPTIONS, grammar="{}")

@@ -3,8 +3,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from nanoactor.messages import Turn
-from nanoactor.scheduling.depth import PipelineDepth
+from nanoactor.messages.engine import Turn
+from nanoactor.scheduling.steps.depth import PipelineDepth
 from tests.scheduling.events import admit, answered, done, of_kind, scheduler
 
 

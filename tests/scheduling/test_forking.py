@@ -8,9 +8,9 @@ import pytest
 from nanoactor.kv.hashing import block_hashes
 from nanoactor.kv.holding import Sharing
 from nanoactor.kv.manager import BlockManager
-from nanoactor.messages import Abort, Admission, Failures, Forks, KnownTokens, Plan, Turn
-from nanoactor.rows import Rows, Want
-from nanoactor.scheduling.turns import _NO_ADMISSIONS
+from nanoactor.messages.engine import Abort, Admission, Failures, Forks, KnownTokens, Plan, Turn
+from nanoactor.messages.rows import Rows, Want
+from nanoactor.scheduling.steps.turns import _NO_ADMISSIONS
 from tests.scheduling.events import (
     NONE,
     SALT,

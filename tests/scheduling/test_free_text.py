@@ -5,10 +5,10 @@ import itertools
 
 import pytest
 
-from nanoactor.grammar.messages import BeginGrammar
-from nanoactor.messages import Finish, FreeText, Tokens, Turn
+from nanoactor.messages.engine import Finish, FreeText, Tokens, Turn
+from nanoactor.messages.grammar import BeginGrammar
 from nanoactor.models.limits import NOTHING_ALLOWED
-from nanoactor.scheduling.free_text import (
+from nanoactor.scheduling.sequences.free_text import (
     NO_GATE,
     first_gate,
     must_go_on,

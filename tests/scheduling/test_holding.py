@@ -3,8 +3,8 @@
 import pytest
 
 from nanoactor.errors import ProtocolBug
-from nanoactor.messages import Abort, Continue, HoldClock, Tokens, Turn
-from nanoactor.scheduling.sequence import Phase
+from nanoactor.messages.engine import Abort, Continue, HoldClock, Tokens, Turn
+from nanoactor.scheduling.sequences.sequence import Phase
 from tests.scheduling.events import (
     admit,
     answered,

@@ -4,10 +4,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from nanoactor.scheduling.item_state import SequenceItems
-from nanoactor.scheduling.items import Pictures
-from nanoactor.scheduling.sequence import Phase
-from nanoactor.vision.messages import (
+from nanoactor.media.units import EncoderLimits
+from nanoactor.messages.vision import (
     CancelPixels,
     EncoderCredits,
     Items,
@@ -15,7 +13,9 @@ from nanoactor.vision.messages import (
     ItemsReady,
     WantPixels,
 )
-from nanoactor.vision.units import EncoderLimits
+from nanoactor.scheduling.features.items import Pictures
+from nanoactor.scheduling.sequences.item_state import SequenceItems
+from nanoactor.scheduling.sequences.sequence import Phase
 
 LIMITS = EncoderLimits(pages=20, page_rows=4, budget=8, depth=3, ranks=2)
 

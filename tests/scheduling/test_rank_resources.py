@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from nanoactor.errors import ProtocolBug
-from nanoactor.scheduling.rank_resources import RankResources
+from nanoactor.scheduling.resources.rank_resources import RankResources
 
 RANKS, PERIODS, OWNERS = 2, 3, (7, 8)
 owners = st.sampled_from(OWNERS)

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nanoactor.actors.readmission import Readmission
+from nanoactor.recovery.readmission import Readmission
 from tests.kv import test_copies
 from tests.runner import test_renewal
 from tests.scheduling import test_constraints, test_forking, test_schedules, test_table

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from nanoactor.rows import Want
+from nanoactor.messages.rows import Want
 from tests.scheduling.events import admit, answered, done, int32, rows_of, scheduler, turn_of
 
 

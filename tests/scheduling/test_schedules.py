@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from nanoactor.errors import ProtocolBug
 from nanoactor.kv.manager import BlockManager
-from nanoactor.messages import Abort, StepWanted, Stopping, Tokens, Turn
+from nanoactor.messages.engine import Abort, StepWanted, Stopping, Tokens, Turn
 from nanoactor.runtime.codec import encode
 from nanoactor.scheduling.edges import TEXT
-from nanoactor.scheduling.ids import SeenNumbers
-from nanoactor.scheduling.sequence import Phase
+from nanoactor.scheduling.sequences.ids import SeenNumbers
+from nanoactor.scheduling.sequences.sequence import Phase
 from tests.scheduling.events import (
     SALT,
     admit,

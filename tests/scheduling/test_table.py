@@ -8,7 +8,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from nanoactor.scheduling.table import RunningTable
+from nanoactor.scheduling.sequences.table import RunningTable
 
 SLOTS, LENGTH, BLOCK = 5, 40, 4
 

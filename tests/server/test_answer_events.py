@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanoactor.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from nanoactor.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanoactor.server.answer import Answer, Echoed
 from nanoactor.server.anthropic.events import MessagesWriter
 from nanoactor.server.choices import ChatChoice

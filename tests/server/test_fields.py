@@ -15,7 +15,7 @@ import openai.types.embedding_create_params as embedding_create_params
 import openai.types.responses.response_create_params as response_params
 import pytest
 
-from nanoactor.params import REFUSED
+from nanoactor.requests.params import REFUSED
 from nanoactor.server.anthropic.request import CountTokensRequest, MessagesRequest
 from nanoactor.server.chat_messages import conversation
 from nanoactor.server.errors import APIError

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoactor.model_files import resolve_model
+from nanoactor.model_files.files import resolve_model
 from tests.server.harness import CPU, served
 
 # `make test-long` installs what this needs; without that it fails.

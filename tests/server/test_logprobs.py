@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from nanoactor import LLM, SamplingParams
-from nanoactor.params import derived_seed
+from nanoactor.requests.params import derived_seed
 
 ROMEO = "ROMEO:\nBut soft, what light"
 # Characters of two, three and four bytes, which the demo's tokenizer takes apart.

@@ -13,7 +13,7 @@ import httpx2 as httpx
 import pytest
 import trustme
 
-from nanoactor.engine import AsyncLLM
+from nanoactor.api.engine import AsyncLLM
 from nanoactor.errors import InvalidConfig
 from nanoactor.server.app import Server
 from nanoactor.server.config import ServerConfig

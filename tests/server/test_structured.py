@@ -12,7 +12,7 @@ import pytest
 
 from nanoactor.errors import InvalidRequest
 from nanoactor.grammar.check import check_spec
-from nanoactor.grammar.spec import GrammarSpec, ToolFunction, ToolGrammar
+from nanoactor.requests.grammar_spec import GrammarSpec, ToolFunction, ToolGrammar
 from nanoactor.server.choices import ChatChoice
 from nanoactor.server.errors import APIError
 from nanoactor.server.requests import (

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from nanoactor.grammar.spec import MAX_GRAMMAR_BYTES
+from nanoactor.requests.grammar_spec import MAX_GRAMMAR_BYTES
 from nanoactor.server.errors import APIError
 from nanoactor.server.requests import ChatRequest, Decoder
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from nanoactor.actors.journal import Entry
 from nanoactor.errors import HoldExpired, InvalidRequest
+from nanoactor.recovery.journal import Entry
 from tests.simulation.scenario import Caller
 
 if TYPE_CHECKING:

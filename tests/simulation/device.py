@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nanoactor.actors.config import ENCODER_PAGE_ROWS, RunnerReady
 from nanoactor.actors.runner import RunnerActor
+from nanoactor.messages.pooling import StepVectors
+from nanoactor.messages.scores import StepScores
 from nanoactor.models.limits import FROZEN, NO_TOKEN, NOTHING_ALLOWED
-from nanoactor.pooling.messages import StepVectors
 from nanoactor.runner.config import RankConfig
 from nanoactor.runner.protocol import Computed
 from nanoactor.runtime.actor import Actor, Context
-from nanoactor.scores import StepScores
+from nanoactor.setup.actors import ENCODER_PAGE_ROWS, RunnerReady
 from tests.simulation.grammar import mask_of
 from tests.simulation.reference import row_of, sample, score, vector_of
 from tests.simulation.resident import ResidentState, Row, StepInputs

@@ -12,13 +12,13 @@ from nanoactor.actors.grammar import GrammarActor
 from nanoactor.actors.tokenizer import TokenizerActor
 from nanoactor.errors import InvalidRequest, OutOfResources
 from nanoactor.grammar.book import GrammarBook
-from nanoactor.grammar.messages import Int32, OpenGrammar
-from nanoactor.messages import FreeText
+from nanoactor.messages.engine import FreeText
+from nanoactor.messages.grammar import Int32, OpenGrammar
 from tests.simulation.reference import ToyState
 from tests.simulation.scenario import Toy
 
 if TYPE_CHECKING:
-    from nanoactor.actors.config import ActorConfig
+    from nanoactor.setup.actors import ActorConfig
     from tests.simulation.world import World
 
 TOO_HARD = "the toy grammar is too hard"

@@ -21,9 +21,9 @@ import numpy as np
 from nanoactor.actors.blocks import BlockManagerActor
 from nanoactor.actors.scheduler import SchedulerActor
 from nanoactor.kv.manager import BlockManager
-from nanoactor.messages import Answer, Plan, Turn
-from nanoactor.rows import Want
-from nanoactor.scheduling.turns import TurnBuilder
+from nanoactor.messages.engine import Answer, Plan, Turn
+from nanoactor.messages.rows import Want
+from nanoactor.scheduling.steps.turns import TurnBuilder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,27 +49,27 @@ class Seam:
 Planted = Mutation | Seam
 
 SCHEDULER = "nanoactor.scheduling.scheduler"
-ADMISSION = "nanoactor.admission"
+ADMISSION = "nanoactor.admission.admission"
 BOOK = "nanoactor.grammar.book"
-READMISSION = "nanoactor.actors.readmission"
-RESUMING = "nanoactor.actors.resuming"
-JOURNAL = "nanoactor.actors.journal"
+READMISSION = "nanoactor.recovery.readmission"
+RESUMING = "nanoactor.recovery.resuming"
+JOURNAL = "nanoactor.recovery.journal"
 DETOKENIZING = "nanoactor.actors.detokenizer"
 TOKENIZING = "nanoactor.actors.tokenizer"
 RUNNING = "nanoactor.actors.runner"
-FREE_TEXT = "nanoactor.scheduling.free_text"
-POOLING = "nanoactor.scheduling.pooling"
-IDS = "nanoactor.scheduling.ids"
+FREE_TEXT = "nanoactor.scheduling.sequences.free_text"
+POOLING = "nanoactor.scheduling.features.pooling"
+IDS = "nanoactor.scheduling.sequences.ids"
 CONTEXT = "nanoactor.runtime.actor"
-DEPTH = "nanoactor.scheduling.depth"
-ARRIVALS = "nanoactor.scheduling.arrivals"
-HOLDING = "nanoactor.scheduling.holding"
-BUDGET = "nanoactor.scheduling.budget"
-QUEUES = "nanoactor.scheduling.queues"
-TABLE = "nanoactor.scheduling.table"
-TURNS = "nanoactor.scheduling.turns"
-PLANNED = "nanoactor.scheduling.planned"
-OUTPUT = "nanoactor.scheduling.output"
+DEPTH = "nanoactor.scheduling.steps.depth"
+ARRIVALS = "nanoactor.scheduling.steps.arrivals"
+HOLDING = "nanoactor.scheduling.features.holding"
+BUDGET = "nanoactor.scheduling.resources.budget"
+QUEUES = "nanoactor.scheduling.steps.queues"
+TABLE = "nanoactor.scheduling.sequences.table"
+TURNS = "nanoactor.scheduling.steps.turns"
+PLANNED = "nanoactor.scheduling.steps.planned"
+OUTPUT = "nanoactor.scheduling.steps.output"
 MANAGER = "nanoactor.kv.manager"
 POOL = "nanoactor.kv.pool"
 CHANGES = "nanoactor.kv.index_changes"
@@ -78,22 +78,22 @@ LEFTOVERS = "nanoactor.kv.leftovers"
 DETOKENIZER = "nanoactor.text.detokenizer"
 FRONTEND = "nanoactor.actors.frontend"
 BLOCKS = "nanoactor.actors.blocks"
-BATCH = "nanoactor.runner.batch"
-TABLE_OF_RULES = "nanoactor.runner.sampling_table"
-ITEMS = "nanoactor.scheduling.items"
+BATCH = "nanoactor.runner.batch.batch"
+TABLE_OF_RULES = "nanoactor.runner.batch.sampling_table"
+ITEMS = "nanoactor.scheduling.features.items"
 KEPT = "nanoactor.kv.items"
 ENCODER = "nanoactor.kv.encoder_cache"
-PROMPT = "nanoactor.vision.prompt"
+PROMPT = "nanoactor.media.prompt"
 GATHER = "nanoactor.vision.gather"
 WORKER = "nanoactor.actors.vision"
-PIXELS = "nanoactor.runner.pixels"
-RESULTS = "nanoactor.scheduling.results"
-FORKING = "nanoactor.scheduling.forking"
-SEQUENCE = "nanoactor.scheduling.sequence"
-CONSTRAINTS = "nanoactor.scheduling.constraints"
-MASKS = "nanoactor.runner.masks"
-LAYOUT = "nanoactor.runner.row_layout"
-SCORING = "nanoactor.runner.score_table"
+PIXELS = "nanoactor.runner.batch.pixels"
+RESULTS = "nanoactor.scheduling.steps.results"
+FORKING = "nanoactor.scheduling.features.forking"
+SEQUENCE = "nanoactor.scheduling.sequences.sequence"
+CONSTRAINTS = "nanoactor.scheduling.features.constraints"
+MASKS = "nanoactor.runner.batch.masks"
+LAYOUT = "nanoactor.runner.batch.row_layout"
+SCORING = "nanoactor.runner.batch.score_table"
 
 CONTROL = "nanoactor.actors.control"
 
@@ -572,7 +572,7 @@ _PATCHES = [
     ),
     Mutation(
         "results are told before it is known whom a failure concerns",
-        "nanoactor.scheduling.unanswered",
+        "nanoactor.scheduling.steps.unanswered",
         "        if self._doubted > self._answered:\n            return True\n",
         "",
     ),
@@ -602,7 +602,7 @@ _PATCHES = [
     ),
     Mutation(
         "a chunk reads a picture before it is encoded",
-        "nanoactor.scheduling.item_state",
+        "nanoactor.scheduling.sequences.item_state",
         "return min(at, target) if at - start > self.short else start",
         "return target",
     ),
@@ -876,7 +876,7 @@ _PATCHES = [
     ),
     Mutation(
         "text before a call may not end an answer",
-        "nanoactor.scheduling.free_text",
+        "nanoactor.scheduling.sequences.free_text",
         "gate != NO_GATE and free.call_id == NO_GATE",
         "gate != NO_GATE",
     ),
@@ -1078,7 +1078,7 @@ _PATCHES = [
     ),
     Mutation(
         "a caller is heard before all answers have told",
-        "nanoactor.actors.journal",
+        "nanoactor.recovery.journal",
         "        due = all(len(answer.token_ids) > self.continued for answer in living)\n",
         "        due = any(len(answer.token_ids) > self.continued for answer in living)\n",
     ),
@@ -1310,7 +1310,7 @@ _PATCHES = [
     ),
     Mutation(
         "the places of pictures are kept where their message is",
-        "nanoactor.scheduling.item_state",
+        "nanoactor.scheduling.sequences.item_state",
         "        message = copied(message)\n",
         "",
     ),
@@ -1376,7 +1376,7 @@ _PATCHES = [
     ),
     Mutation(
         "states that are pooled may be found in the prefix cache",
-        "nanoactor.scheduling.sequence",
+        "nanoactor.scheduling.sequences.sequence",
         "return _ALL if self.is_read or self.reading is None else self.reading.read",
         "return _ALL",
     ),
@@ -1400,7 +1400,7 @@ _PATCHES = [
     ),
     Mutation(
         "of a row that only pools nothing is wanted",
-        "nanoactor.scheduling.sequence",
+        "nanoactor.scheduling.sequences.sequence",
         "return POOL if self.reading is None else 0",
         "return 0",
     ),
@@ -1573,7 +1573,7 @@ _PATCHES += [
     ),
     Mutation(
         "the end of free text does not freeze a slot",
-        "nanoactor.scheduling.grammar_state",
+        "nanoactor.scheduling.sequences.grammar_state",
         "        return last_gate(self.free)\n",
         "        return -1\n",
     ),
@@ -1591,7 +1591,7 @@ _PATCHES += [
     ),
     Mutation(
         "the rows of frozen slots are taken for tokens",
-        "nanoactor.scheduling.results",
+        "nanoactor.scheduling.steps.results",
         "    kept = tokens >= 0\n",
         "    kept = tokens != NO_TOKEN\n",
     ),
@@ -1599,7 +1599,7 @@ _PATCHES += [
 _PATCHES.append(
     Mutation(
         "results of a prompt that rides do not wait for what was found of it",
-        "nanoactor.scheduling.unanswered",
+        "nanoactor.scheduling.steps.unanswered",
         "        return bool(riding) and any(0 < entry.step <= event.step for entry in riding)\n",
         "        return False\n",
     )
@@ -1619,7 +1619,7 @@ _PATCHES += [
     ),
     Mutation(
         "a new sequence goes on with the state of the slot's last one",
-        "nanoactor.runner.batch",
+        "nanoactor.runner.batch.batch",
         "return slots.astype(np.int64) if self._traits.slot_state and len(slots) else None",
         "return None",
     ),

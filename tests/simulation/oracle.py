@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from nanoactor.actors.config import ENCODER_PAGE_ROWS
-from nanoactor.grammar.messages import ForcedTokens
 from nanoactor.kv.hashing import HASH_BYTES
 from nanoactor.kv.index_changes import IndexCopy
 from nanoactor.kv.index_events import IndexEvents
-from nanoactor.messages import (
+from nanoactor.messages.engine import (
     Abort,
     Admission,
     Admit,
@@ -31,15 +29,17 @@ from nanoactor.messages import (
     Tokens,
     Turn,
 )
-from nanoactor.messages import (
+from nanoactor.messages.engine import (
     Answer as Answered,
 )
-from nanoactor.orders import Pause
-from nanoactor.rows import RowExpander, Rows, Want
-from nanoactor.scheduling.depth import AHEAD_SECONDS, STEPWISE_SECONDS
-from nanoactor.scheduling.planned import PlannedRow, PlannedStep
-from nanoactor.scheduling.sequence import Phase, Sequence
-from nanoactor.vision.messages import VisionStep
+from nanoactor.messages.grammar import ForcedTokens
+from nanoactor.messages.orders import Pause
+from nanoactor.messages.rows import RowExpander, Rows, Want
+from nanoactor.messages.vision import VisionStep
+from nanoactor.scheduling.sequences.sequence import Phase, Sequence
+from nanoactor.scheduling.steps.depth import AHEAD_SECONDS, STEPWISE_SECONDS
+from nanoactor.scheduling.steps.planned import PlannedRow, PlannedStep
+from nanoactor.setup.actors import ENCODER_PAGE_ROWS
 from tests.simulation.device import SPOILT
 from tests.simulation.grammar import TOO_HARD, is_refused
 from tests.simulation.reference import (

@@ -8,8 +8,8 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from nanoactor.actors.config import ENCODER_PAGE_ROWS
 from nanoactor.kv.hashing import block_hashes
+from nanoactor.setup.actors import ENCODER_PAGE_ROWS
 from tests.simulation.scenario import (
     END,
     IMAGE,

@@ -9,10 +9,10 @@ import numpy as np
 
 from nanoactor.models.limits import CANDIDATES
 from nanoactor.models.sampling.columns import columns_of
-from nanoactor.runner.batch import BatchTraits, HostBatch
-from nanoactor.runner.inputs import Prefill, Update
-from nanoactor.runner.pixels import with_vision
-from nanoactor.runner.staging import words_of
+from nanoactor.runner.batch.batch import BatchTraits, HostBatch
+from nanoactor.runner.batch.inputs import Prefill, Update
+from nanoactor.runner.batch.pixels import with_vision
+from nanoactor.runner.batch.staging import words_of
 from tests.simulation.scenario import rules_of
 
 _TOKENS_PER_PROGRAM = 3

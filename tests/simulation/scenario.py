@@ -7,7 +7,7 @@ import random
 
 import numpy as np
 
-from nanoactor.messages import TokenRules
+from nanoactor.messages.engine import TokenRules
 from nanoactor.models.sampling.columns import pack
 
 VOCABULARY = 50

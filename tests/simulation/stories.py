@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from nanoactor.messages import (
+from nanoactor.messages.engine import (
     Abort,
     Admit,
     Answer,

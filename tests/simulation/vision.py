@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nanoactor.actors.config import ActorConfig
 from nanoactor.actors.vision import VisionActor
 from nanoactor.errors import InvalidRequest
 from nanoactor.models.vision.config import VisionConfig, parse_vision
 from nanoactor.models.vision.image_config import ImageConfig
+from nanoactor.setup.actors import ActorConfig
 from nanoactor.vision.media import Media, ReadItem, Unusable
 from nanoactor.vision.store import MediaStore
 from tests.simulation.reference import key_of

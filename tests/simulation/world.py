@@ -17,26 +17,26 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from nanoactor.actors.blocks import BlockManagerActor
-from nanoactor.actors.config import ActorConfig
 from nanoactor.actors.detokenizer import DetokenizerActor
 from nanoactor.actors.frontend import FrontendActor
-from nanoactor.actors.journal import Entry
 from nanoactor.actors.scheduler import SchedulerActor
-from nanoactor.config import EngineConfig
 from nanoactor.errors import EngineOverloaded
-from nanoactor.generation_config import GenerationConfig
-from nanoactor.messages import RequestSpec, Stopping, Submit, TextOptions, Tokens
-from nanoactor.model_files import ModelFiles
+from nanoactor.messages.engine import RequestSpec, Stopping, Submit, TextOptions, Tokens
+from nanoactor.model_files.files import ModelFiles
+from nanoactor.model_files.generation_config import GenerationConfig
 from nanoactor.models.sampling.columns import DEFAULTS
-from nanoactor.outputs import RequestOutputKind
-from nanoactor.pooling.config import PoolingConfig
+from nanoactor.options.config import EngineConfig
+from nanoactor.options.pooling import PoolingConfig
+from nanoactor.placement.topology import engine_topology
+from nanoactor.recovery.journal import Entry
+from nanoactor.requests.outputs import RequestOutputKind
 from nanoactor.runtime.actor import FRESH, Actor, Context
 from nanoactor.runtime.codec import copied, decode, encode
 from nanoactor.runtime.errors import OutboxOverflow, PeerBroken
 from nanoactor.runtime.recovery import Death as NodeDeath
 from nanoactor.runtime.topology import EdgeSpec
-from nanoactor.scheduling.planned import as_int32
-from nanoactor.topology import engine_topology
+from nanoactor.scheduling.steps.planned import as_int32
+from nanoactor.setup.actors import ActorConfig
 from tests.simulation.callers import Callers
 from tests.simulation.device import SimulatedRunner
 from tests.simulation.grammar import SimulatedGrammar, SimulatedTokenizer, text_of

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from nanoactor.errors import InvalidRequest
-from nanoactor.messages import RequestSpec, Stopping, Submit, TextOptions
+from nanoactor.messages.engine import RequestSpec, Stopping, Submit, TextOptions
 from nanoactor.models.errors import ModelError
 from nanoactor.models.sampling.columns import pack
 from nanoactor.runtime import codec

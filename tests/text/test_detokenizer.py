@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from nanoactor.errors import ProtocolBug
-from nanoactor.messages import Finish, Open, OutputDelta, TextOptions, Tokens
+from nanoactor.messages.engine import Finish, Open, OutputDelta, TextOptions, Tokens
 from nanoactor.text.decoding import DecoderFactory, byte_alphabet
 from nanoactor.text.detokenizer import Detokenizer
 from tests.text.tokenizers_for_tests import EVERY, SPECIALS, TEXTS, byte_level, single_bytes

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from nanoactor.messages import Open, TextOptions, Tokens
-from nanoactor.scores import RequestScores, TokenScores
+from nanoactor.messages.engine import Open, TextOptions, Tokens
+from nanoactor.messages.scores import RequestScores, TokenScores
 from nanoactor.text.decoding import DecoderFactory
 from nanoactor.text.detokenizer import Detokenizer
 from nanoactor.text.scores import told_runs

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from nanoactor.errors import InvalidRequest
 from nanoactor.kv.hashing import block_hash
-from nanoactor.models.vision.config import parse_vision
-from nanoactor.vision.prompt import (
+from nanoactor.media.prompt import (
     VisualItem,
     block_extras,
     expand_prompt,
     items_message,
     patch_times,
 )
+from nanoactor.models.vision.config import parse_vision
 
 SPECIAL = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
 IMAGE, VIDEO, START, END = 1000, 1001, 1002, 1003

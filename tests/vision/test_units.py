@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanoactor.vision.units import EncodeUnits
+from nanoactor.media.units import EncodeUnits
 
 SMALL = st.integers(1, 12)
 

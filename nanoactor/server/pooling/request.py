@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
-from nanoactor.engine import Prompt
-from nanoactor.pooling.params import PoolingParams
+from nanoactor.api.engine import Prompt
+from nanoactor.requests.pooling_params import PoolingParams
 from nanoactor.server.errors import invalid
 
 MAX_INPUTS = 2048

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
-from nanoactor.engine import Prompt
-from nanoactor.pooling.outputs import EmbeddingRequestOutput, ScoringRequestOutput, cosine
-from nanoactor.pooling.params import PoolingParams
+from nanoactor.api.engine import Prompt
+from nanoactor.requests.pooling_outputs import EmbeddingRequestOutput, ScoringRequestOutput, cosine
+from nanoactor.requests.pooling_params import PoolingParams
 from nanoactor.runtime.concurrency import run_all
 from nanoactor.server.context import context_of, json_response
 from nanoactor.server.errors import invalid

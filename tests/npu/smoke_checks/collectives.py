@@ -17,7 +17,7 @@ from nanoactor.models.collective import RankGroup
 from nanoactor.models.devices import open_device
 from nanoactor.models.devices.npu.device import NPUDevice
 from nanoactor.models.options import DeviceOptions
-from nanoactor.rendezvous import Rendezvous
+from nanoactor.placement.rendezvous import Rendezvous
 from tests.npu.smoke_checks import engines
 from tests.npu.smoke_checks.frame import Check, Failed, Rig
 

@@ -19,7 +19,7 @@ from torchair._ge_concrete_graph.ge_ir_pb2 import ModelDef
 from nanoactor.models.devices.npu import graphs
 from nanoactor.models.sampling.columns import pack
 from nanoactor.runner.open import open_executor
-from nanoactor.runner.warmup import prefill_step
+from nanoactor.runner.steps.warmup import prefill_step
 from tests.engine.harness import collect, engine, greedy, ids, ragged_prompts, rank_config
 from tests.engine.test_accelerator import decode_step, submit
 from tests.engine.test_vision import Eyes, check_all, jobs_of, run_all

@@ -13,7 +13,7 @@ from nanoactor.models.devices.npu.runtime import AscendRuntime
 from nanoactor.models.devices.protocols import Memory
 from nanoactor.models.options import DeviceOptions
 from nanoactor.runner.open import open_executor
-from nanoactor.runner.warmup import prefill_step
+from nanoactor.runner.steps.warmup import prefill_step
 from tests.engine.harness import Reference, collect, engine, ids, ragged_prompts, rank_config
 from tests.engine.test_accelerator import decode_step, submit
 from tests.engine.test_vision import Eyes, check_all, jobs_of, run_all

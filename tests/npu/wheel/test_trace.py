@@ -31,9 +31,9 @@ from nanoactor.models.seq_lens import HostSeqLens
 from nanoactor.models.vision.config import parse_vision
 from nanoactor.models.vision.tower import Grid, VisionTower
 from nanoactor.models.weights.checkpoint import RandomWeights
-from nanoactor.runner.choosing import TokenChooser
-from nanoactor.runner.inputs import KeptRows, SampledRows
-from nanoactor.runner.step_choices import StepChoices
+from nanoactor.runner.batch.inputs import KeptRows, SampledRows
+from nanoactor.runner.steps.choosing import TokenChooser
+from nanoactor.runner.steps.step_choices import StepChoices
 from tests.npu.wheel.contract import RULES, ContractBroken, ContractChecker, check
 from tests.npu.wheel.soft_device import AscendRuntime
 

@@ -1,0 +1,115 @@
+"""Admission of tokenized requests: checks, and the message that admits them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from nanoactor.errors import InvalidRequest
+from nanoactor.kv.hashing import block_hashes
+from nanoactor.media.prompt import block_extras
+from nanoactor.messages.engine import Admit, FreeText, Int32, RequestSpec, Submit
+from nanoactor.messages.vision import Items
+from nanoactor.model_files.files import ModelFiles
+
+DIRECT_TOKENS = 4096
+"""The longest prompt that the frontend admits itself: hashing more would block the user's loop for
+too long."""
+_NO_TOKENS = np.empty(0, np.int32)
+
+
+class Admission:
+    """Turns a `Submit` into an `Admit`, for one engine."""
+
+    def __init__(self, files: ModelFiles, salt: bytes, block_size: int) -> None:
+        self._limit, self._vocabulary = files.max_model_len, files.config.vocab_size
+        vision = files.config.vision
+        self._placeholders = (vision.image_token_id, vision.video_token_id) if vision else ()
+        self._salt, self.block_size = salt, block_size
+
+    def direct(self, submit: Submit) -> Admit | None:
+        """Return the admission of a request that needs no tokenizer, or None if it needs one, even
+        if only to report an error."""
+        tokens, spec = submit.token_ids, submit.spec
+        if submit.text is not None or submit.chat is not None or spec.grammar:
+            return None
+        if spec.rules or submit.bad_words or submit.item_times:
+            return None
+        if len(tokens) + len(_told(submit)) > DIRECT_TOKENS:
+            return None
+        if self._placeholders and np.isin(tokens, self._placeholders).any():
+            return None
+        try:
+            spec = self.check(tokens, submit)
+        except InvalidRequest:
+            return None
+        return self.admit(submit, spec, tokens)
+
+    def admit(
+        self,
+        submit: Submit,
+        spec: RequestSpec,
+        tokens: Int32,
+        items: Items | None = None,
+        free: FreeText | None = None,
+    ) -> Admit:
+        """Return the admission of a request with these tokens, already checked."""
+        extras = block_extras(items, self.block_size) if items else {}
+        return Admit(
+            uid=submit.uid,
+            spec=spec,
+            token_ids=np.concatenate((tokens, _told(submit))),
+            prompt_length=len(tokens),
+            hashes=block_hashes(tokens, self.block_size, self._salt, extras=extras),
+            items=items,
+            free=free,
+        )
+
+    def check(self, tokens: Int32, submit: Submit) -> RequestSpec:
+        """Return the options of a request with this prompt, with max_tokens filled in; raise
+        `InvalidRequest` if the prompt, or the output emitted so far, violates a limit."""
+        limit, stopping = self._limit, submit.spec.stopping
+        if not len(tokens):
+            raise InvalidRequest("the prompt is empty: it must have at least one token")
+        check_length(len(tokens), limit, pools=submit.spec.pools)
+        if tokens.min() < 0 or tokens.max() >= self._vocabulary:
+            wrong = int(tokens[(tokens < 0) | (tokens >= self._vocabulary)][0])
+            raise InvalidRequest(
+                f"token id {wrong} is outside the vocabulary of {self._vocabulary} ids (0 to "
+                f"{self._vocabulary - 1})"
+            )
+        if submit.spec.pools:
+            return submit.spec
+        room = limit - len(tokens)
+        if stopping.fewer_will_do:
+            stopping = dataclasses.replace(stopping, max_tokens=min(stopping.max_tokens, room))
+        for name in ("max_tokens", "min_tokens"):
+            if (wanted := getattr(stopping, name)) > room:
+                raise InvalidRequest(
+                    f"{name} is {wanted}, but after a prompt of {len(tokens)} tokens "
+                    f"max_model_len ({limit}) leaves {room}"
+                )
+        most = stopping.max_tokens or room
+        if (told := len(_told(submit))) > most:
+            raise InvalidRequest(
+                f"so_far has {told} tokens, but the output may have {most} (max_tokens, or what "
+                "max_model_len leaves)"
+            )
+        stopping = dataclasses.replace(stopping, max_tokens=most)
+        return dataclasses.replace(submit.spec, stopping=stopping)
+
+
+def check_length(tokens: int, limit: int, *, pools: bool) -> None:
+    """Raise `InvalidRequest` if a prompt is too long. A request that `pools` has no output."""
+    if tokens + (not pools) <= limit:
+        return
+    most = f"{limit} fit" if pools else f"{limit - 1} leave room for one token of output"
+    raise InvalidRequest(
+        f"the prompt has {tokens} tokens, but max_model_len is {limit}: at most {most}"
+    )
+
+
+def _told(submit: Submit) -> Int32:
+    """Return the tokens of a resumed sequence that its reader has already received."""
+    return _NO_TOKENS if submit.output is None else submit.output.token_ids

@@ -1,0 +1,135 @@
+"""A running request, with more details than its output iterator gives."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+from nanoactor.errors import RequestAborted
+from nanoactor.messages.pooling import Float32
+from nanoactor.recovery.journal import Entry
+from nanoactor.requests.outputs import Logprobs, RequestMetrics, RequestOutput
+from nanoactor.requests.params import DefaultTokens
+
+log = logging.getLogger("nanoactor.engine")
+
+_WARNED: list[str] = []
+"""Id of the request that was warned about; at most one."""
+
+
+class Journal(Protocol):
+    """The keeper of a request's entry: an engine's frontend, or the ingress of several engines."""
+
+    def abort(self, entry: Entry) -> None:
+        """Abort a request that is no longer read."""
+
+    def go_on(self, entry: Entry, parents: Sequence[int], tokens: Sequence[int]) -> None:
+        """Resume its paused sequences with these parents and tokens."""
+
+
+class Request:
+    """A request from `AsyncLLM.submit`: an async iterator of outputs. Close it if it is not read to
+    its end."""
+
+    def __init__(self, frontend: Journal, entry: Entry, engine: object) -> None:
+        """Keep `engine` alive as long as the request."""
+        self._engine = engine
+        self._frontend = frontend
+        self._entry = entry
+        self._read = False
+
+    @property
+    def request_id(self) -> str:
+        """Return its id, as given by the caller or the engine."""
+        return self._entry.request_id
+
+    @property
+    def cached_tokens(self) -> int:
+        """Return the number of prompt tokens found in the prefix cache; known at the end."""
+        terminal = self._entry.answers[0].terminal
+        return terminal.cached_tokens if terminal else 0
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        """Return the times of the request's events."""
+        return self._entry.metrics
+
+    def metrics_of(self, index: int) -> RequestMetrics:
+        """Return the times of one of its sequences."""
+        return self._entry.answers[index].metrics
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """Return the prompt's token ids; those of a text are known once it is accepted."""
+        return self._entry.prompt_token_ids
+
+    async def accepted(self) -> None:
+        """Wait until the request is tokenized and queued; raises the error that rejects it."""
+        await self._entry.accepted.wait()
+        self._entry.raise_error()
+
+    async def begun(self) -> None:
+        """Wait until there is an output to read; raises the error that prevents one, such as a
+        grammar that cannot be compiled."""
+        await self._entry.news()
+        self._entry.raise_error()
+
+    def __aiter__(self) -> Request:
+        """Return the request, which is its own iterator."""
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        """Return the next output; raises what `AsyncLLM.generate` does."""
+        if self._read:
+            raise StopAsyncIteration
+        output = await self._entry.next()
+        self._read = output.finished
+        if output.finished:
+            self._warn_of_default(output)
+        return output
+
+    def _warn_of_default(self, output: RequestOutput) -> None:
+        """Warn once that an output was ended by a `max_tokens` that its user did not set."""
+        most = self._entry.submit.spec.stopping.max_tokens
+        cut = any(answer.finish_reason == "length" for answer in output.outputs)
+        if cut and isinstance(most, DefaultTokens) and not _WARNED:
+            _WARNED.append(self._entry.request_id)
+            log.warning(
+                "request %s has ended after %d tokens: that is max_tokens where "
+                "SamplingParams(...) does not give it, as in vLLM; None is as many as fit (said "
+                "once)",
+                self._entry.request_id,
+                most,
+            )
+
+    async def held(self) -> list[Logprobs]:
+        """Wait until all sequences are paused; return the likely next tokens of each. Raises the
+        error that ended the request."""
+        await self._entry.held()
+        return [answer.logprobs[-1] for answer in self._entry.answers if answer.logprobs]
+
+    async def vector(self) -> Float32:
+        """Wait for the result of a pooling request, as the device returns it. Raises the error
+        that ended the request instead, `RequestAborted` after an abort."""
+        await self._entry.ended.wait()
+        self._entry.raise_error()
+        if (vector := self._entry.answers[0].vector) is None:
+            raise RequestAborted(f"request {self.request_id} was aborted")
+        return vector
+
+    @property
+    def vector_so_far(self) -> Float32 | None:
+        """Return the same without waiting; None if it is not there."""
+        return self._entry.answers[0].vector
+
+    def go_on(self, parents: Sequence[int], tokens: Sequence[int]) -> None:
+        """Resume the paused sequences: each becomes a copy of its parent, or stays itself, and
+        continues with its token; those with parent -1 end. Raises the errors of `held`, and
+        `InvalidRequest`."""
+        self._frontend.go_on(self._entry, parents, tokens)
+
+    def close(self) -> None:
+        """Abort the request unless it is finished."""
+        if not self._entry.over:
+            self._frontend.abort(self._entry)

@@ -1,0 +1,434 @@
+"""User requests, checked and translated into the message that submits them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import logging
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from nanoactor.admission.admission import check_length
+from nanoactor.errors import InvalidRequest
+from nanoactor.grammar.check import check_spec
+from nanoactor.messages.engine import Int32, RequestSpec, Stopping, Submit, TextOptions, TokenRules
+from nanoactor.messages.resuming import ToldTokens
+from nanoactor.model_files.files import ModelFiles, max_prompt_bytes
+from nanoactor.models.sampling import columns
+from nanoactor.options.config import EngineConfig
+from nanoactor.pooling.requests import check_pooling, kept_tokens, with_prompt
+from nanoactor.requests.grammar_spec import MAX_GRAMMAR_BYTES
+from nanoactor.requests.outputs import OutputSoFar
+from nanoactor.requests.params import (
+    DefaultTokens,
+    SamplingParams,
+    TokenCap,
+    derived_seed,
+    plain_number,
+)
+from nanoactor.requests.structured_outputs import StructuredOutputsParams
+from nanoactor.setup.actors import encoder_pages
+from nanoactor.text.conversation import check_messages
+from nanoactor.vision.media import Media
+from nanoactor.vision.parts import MediaTaker
+
+log = logging.getLogger("nanoactor")
+
+_NO_TOKENS = np.empty(0, np.int32)
+_MOVED_FIRST = 2**32
+"""Exceeds all priorities: requests resumed from another engine run before all others."""
+
+
+def check_name(request_id: object) -> None:
+    """Raise `InvalidRequest` for an invalid request id."""
+    if not isinstance(request_id, str):
+        raise InvalidRequest(f"request_id must be a text, got {request_id!r:.100}")
+
+
+def check_numbers(**values: object) -> None:
+    """Raise `InvalidRequest` for values that are no integers from 0 to 2^63 - 1, as they are sent
+    to other processes."""
+    for name, value in values.items():
+        if not isinstance(value, int) or not 0 <= value < 2**63:
+            raise InvalidRequest(f"{name} must be a whole number from 0 on, got {value!r:.100}")
+
+
+def held(params: SamplingParams, submit: Submit, media: Sequence[Media]) -> Submit:
+    """Return the same request with sequences that pause after each token; raise `InvalidRequest`
+    for incompatible parameters."""
+    if params.logprobs is None or params.max_tokens is None:
+        raise InvalidRequest("held answers need logprobs and max_tokens")
+    spec = submit.spec
+    if media or spec.grammar or spec.prompt_logprobs >= 0 or spec.text_options.stop:
+        raise InvalidRequest(
+            "held answers do not go with pictures and videos, structured_outputs, "
+            "prompt_logprobs and stop strings"
+        )
+    return dataclasses.replace(submit, spec=dataclasses.replace(spec, held=True))
+
+
+class RequestBuilder:
+    """Makes requests for one engine; every method raises `InvalidRequest`, naming what is wrong.
+
+    Checks that need the tokenizer (the number of tokens in a text, say) are made there.
+    """
+
+    def __init__(self, config: EngineConfig, files: ModelFiles, seeds: random.Random) -> None:
+        """Draw seeds for requests without one from `seeds`."""
+        self._max_logprobs = config.max_logprobs
+        self._skips_tokenizer = config.skip_tokenizer_init
+        self._files = files
+        self._seeds = seeds
+        self._media = MediaTaker(config, files, encoder_pages(config, files))
+
+    def fit(self, tokens: int) -> ModelFiles:
+        """Lower `max_model_len`, if it is "auto", to `tokens`, the capacity of the KV cache;
+        return the files with it."""
+        fitted = self._files.fitted(tokens)
+        if fitted is not self._files:
+            log.warning(
+                "max_model_len is %d, as the KV cache holds no more; the model allows %d",
+                fitted.max_model_len,
+                self._files.max_model_len,
+            )
+        self._files = fitted
+        return fitted
+
+    def build(
+        self,
+        prompt: Any,
+        params: Any,
+        priority: Any = 0,
+        chat_template_kwargs: Any = None,
+        media: tuple[Media, ...] | None = None,
+        so_far: Any = None,
+    ) -> tuple[Submit, tuple[Media, ...]]:
+        """Return the request and its media; its uid is 0 until the frontend numbers it. `media`
+        are those that `take_media` has returned with the prompt; `so_far` is the output emitted so
+        far."""
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequest(f"sampling_params must be SamplingParams, got {params!r}")
+        if not self._files.generates:
+            raise InvalidRequest(
+                "this model makes vectors or scores, and generates no text: load a model for text "
+                "generation"
+            )
+        priority = _check_priority(priority)
+        if media is None:
+            prompt, media = self.take_media(prompt)
+        keep_last = self._keep_last(params, media)
+        text, chat, token_ids = self._read_prompt(prompt, keep_last)
+        options = self._check_options(chat_template_kwargs)
+        if chat_template_kwargs and chat is None:
+            raise InvalidRequest("chat_template_kwargs go with a list of messages")
+        self._check_params(params)
+        spec = RequestSpec(
+            priority=priority,
+            sampling=self._sampling(params),
+            stopping=self._stopping(params),
+            text_options=_text_options(params),
+            rules=_rules(params),
+            logprobs=_count(params.logprobs),
+            prompt_logprobs=_count(params.prompt_logprobs),
+            grammar=self._grammar(params),
+        )
+        submit = Submit(
+            uid=0,
+            spec=spec,
+            text=text,
+            chat=chat,
+            chat_options=options,
+            token_ids=token_ids,
+            item_times=tuple(one.times for one in media),
+            bad_words=tuple(params.bad_words or ()),
+            keep_last=keep_last,
+        )
+        if so_far is not None:
+            submit = self._moved(submit, params, so_far)
+        return submit, media
+
+    def build_pooled(
+        self, prompt: Any, params: Any, priority: Any = 0, *, scores: bool = False
+    ) -> Submit:
+        """Return a request for a vector, or for a score if it `scores`; its uid is 0."""
+        files = self._files
+        pooling = check_pooling(params, files.pooling, files.config.hidden_size)
+        if pooling.scores is not scores:
+            makes = "scores of pairs, and no vectors" if pooling.scores else "vectors"
+            raise InvalidRequest(f"this model makes {makes}")
+        keep_last = kept_tokens(params, files.max_model_len)
+        behind = with_prompt(prompt, params, pooling)
+        text, _, token_ids = self._read_prompt(behind, keep_last, pools=True)
+        spec = RequestSpec(
+            priority=_check_priority(priority),
+            sampling=columns.pack({}),
+            stopping=Stopping(max_tokens=0, min_tokens=0, eos_ids=(), stop_ids=()),
+            text_options=_NO_TEXT,
+            pools=True,
+        )
+        return Submit(0, spec, text, None, "{}", token_ids, keep_last=keep_last)
+
+    def _moved(self, submit: Submit, params: SamplingParams, so_far: Any) -> Submit:
+        """Return the request that resumes after `so_far`, ahead of new requests."""
+        if not isinstance(so_far, OutputSoFar):
+            raise InvalidRequest(f"so_far must be OutputSoFar or None, got {so_far!r:.100}")
+        if params.n != 1:
+            raise InvalidRequest(f"so_far is of one answer, but n is {params.n}: continue each")
+        ids = _flat_ids("so_far.token_ids", so_far.token_ids)
+        if len(ids) and ids.max() >= (vocabulary := self._files.config.vocab_size):
+            raise InvalidRequest(
+                f"so_far.token_ids: {ids.max()} is outside the vocabulary of {vocabulary} ids"
+            )
+        characters = plain_number(so_far.characters)
+        if type(characters) is not int or not 0 <= characters < 2**31:
+            raise InvalidRequest(
+                f"so_far.characters must be a whole number from 0 on, got {characters!r:.100}"
+            )
+        spec = dataclasses.replace(
+            submit.spec,
+            text_options=dataclasses.replace(submit.spec.text_options, delivered=characters),
+            priority=submit.spec.priority - _MOVED_FIRST,
+        )
+        output = ToldTokens(ids) if len(ids) else None
+        return dataclasses.replace(submit, spec=spec, output=output)
+
+    def chosen(self, params: SamplingParams | None) -> SamplingParams:
+        """Return a request's parameters; if there are none, the model's recommendations."""
+        return SamplingParams.for_model() if params is None else params
+
+    def seeded(self, params: Any) -> Any:
+        """Return parameters with a seed drawn if they have none. Call it on arrival if a request is
+        built later, so that requests get the same seeds in each run."""
+        if not isinstance(params, SamplingParams) or params.seed is not None:
+            return params
+        return dataclasses.replace(params, seed=self._seeds.getrandbits(64))
+
+    def take_media(self, prompt: Any) -> tuple[Any, tuple[Media, ...]]:
+        """Return the prompt without its media, and the media. Reads files, and decodes images that
+        Pillow has not decoded yet: on a loop, call it in a thread if `must_open` says so."""
+        if isinstance(prompt, Mapping):
+            prompt = dict(prompt)
+            given = prompt.pop("multi_modal_data", None)
+            kwargs = prompt.pop("mm_processor_kwargs", None)
+            return prompt, self._media.of_data(given, kwargs)
+        if isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes):
+            return self._media.of_messages(list(prompt))
+        return prompt, ()
+
+    def _keep_last(self, params: SamplingParams, media: tuple[Media, ...]) -> int:
+        """Return the number of prompt tokens to keep, counted from the end; 0: all."""
+        asked, limit = params.truncate_prompt_tokens, self._files.max_model_len
+        if asked is None:
+            return 0
+        if media:
+            raise InvalidRequest(
+                "truncate_prompt_tokens does not go with pictures and videos: it could cut one"
+            )
+        if asked >= limit:
+            raise InvalidRequest(
+                f"truncate_prompt_tokens is {asked}, but max_model_len is {limit}: at most "
+                f"{limit - 1} leave room for one token of output"
+            )
+        room = max(1, params.max_tokens or params.min_tokens)
+        return asked if asked > 0 else max(1, limit - room)
+
+    def _read_prompt(
+        self, prompt: Any, keep_last: int, *, pools: bool = False
+    ) -> tuple[str | None, str | None, Int32]:
+        """Return (text, messages, token ids), one of which is given."""
+        if isinstance(prompt, Mapping):
+            keys = set(prompt)
+            if keys == {"prompt_token_ids"}:
+                ids = _token_ids(prompt["prompt_token_ids"])
+                return None, None, self._check_ids(ids[-keep_last:], pools)
+            if keys != {"prompt"}:
+                raise InvalidRequest(
+                    "a prompt's keys must be 'prompt' or 'prompt_token_ids', and perhaps "
+                    f"'multi_modal_data' and 'mm_processor_kwargs', got {sorted(map(str, keys))}"
+                )
+            prompt = prompt["prompt"]
+        if self._skips_tokenizer:
+            raise InvalidRequest(
+                "the engine has no tokenizer (skip_tokenizer_init): give prompt_token_ids"
+            )
+        if isinstance(prompt, str):
+            if not prompt:
+                raise InvalidRequest("the prompt is empty: it must have at least one token")
+            return self._check_text(prompt), None, _NO_TOKENS
+        if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
+            return None, self._check_chat(list(prompt)), _NO_TOKENS
+        raise InvalidRequest(
+            "a prompt must be text, {'prompt_token_ids': [...]} or a list of messages, "
+            f"got {type(prompt).__name__}"
+        )
+
+    def _check_ids(self, ids: Int32, pools: bool) -> Int32:
+        check_length(len(ids), self._files.max_model_len, pools=pools)
+        return ids
+
+    def _check_text(self, text: str) -> str:
+        try:
+            size = len(text.encode())
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(f"the prompt is not valid Unicode: {error}") from None
+        limit = max_prompt_bytes(self._files)
+        if size > limit:
+            raise InvalidRequest(
+                f"the prompt has {size} bytes; with max_model_len {self._files.max_model_len} at "
+                f"most {limit} are accepted"
+            )
+        return text
+
+    def _check_chat(self, messages: list[Any]) -> str:
+        check_messages(messages)
+        return self._as_json("messages", [dict(message) for message in messages])
+
+    def _check_options(self, options: Any) -> str:
+        if options is not None and not isinstance(options, Mapping):
+            raise InvalidRequest(f"chat_template_kwargs must be a dict, got {options!r}")
+        return self._as_json("chat_template_kwargs", dict(options or {}))
+
+    def _as_json(self, name: str, value: Any) -> str:
+        try:
+            text = json.dumps(value, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidRequest(f"{name} must be plain values, as in JSON: {error}") from None
+        return self._check_text(text)
+
+    def _check_params(self, params: SamplingParams) -> None:
+        vocabulary = self._files.config.vocab_size
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for token in getattr(params, name) or ():
+                if token >= vocabulary:
+                    raise InvalidRequest(
+                        f"{name}: {token} is outside the vocabulary of {vocabulary} ids"
+                    )
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > self._max_logprobs:
+                raise InvalidRequest(
+                    f"{name} is {getattr(params, name)}, but this engine tells {self._max_logprobs}"
+                    " at most (max_logprobs)"
+                )
+        for name, given in (("stop strings", params.stop), ("bad words", params.bad_words)):
+            if given and self._skips_tokenizer:
+                raise InvalidRequest(
+                    f"{name} need a tokenizer, and the engine has none (skip_tokenizer_init)"
+                )
+
+    def _grammar(self, params: SamplingParams) -> str:
+        """Return the text of the requested `GrammarSpec`; empty: none."""
+        wanted = params.structured_outputs
+        if wanted is None:
+            return ""
+        assert isinstance(wanted, StructuredOutputsParams)
+        if self._skips_tokenizer:
+            raise InvalidRequest(
+                "structured_outputs need a tokenizer, and the engine has none (skip_tokenizer_init)"
+            )
+        return _grammar_text(wanted)
+
+    def _sampling(self, params: SamplingParams) -> bytes:
+        given = {name: getattr(params, name) for name in columns.NAMES}
+        values = {**self._files.generation.sampling}
+        values |= {name: value for name, value in given.items() if value is not None}
+        values["top_k"] = max(0, values["top_k"])  # -1 means no limit too
+        seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
+        answers = ({**values, "seed": derived_seed(seed, index)} for index in range(params.n))
+        return b"".join(map(columns.pack, answers))
+
+    def _stopping(self, params: SamplingParams) -> Stopping:
+        recommended = self._files.generation.max_new_tokens
+        asked = params.max_tokens is not None and not isinstance(params.max_tokens, DefaultTokens)
+        return Stopping(
+            # 0: as many as fit; filled in once the prompt's length is known.
+            max_tokens=params.max_tokens
+            or (max(recommended, params.min_tokens) if recommended else 0),
+            min_tokens=params.min_tokens,
+            fewer_will_do=isinstance(params.max_tokens, TokenCap)
+            or (not asked and bool(params.max_tokens or recommended)),
+            eos_ids=() if params.ignore_eos else self._files.eos_token_ids,
+            stop_ids=tuple(params.stop_token_ids or ()),
+        )
+
+
+_NO_TEXT = TextOptions((), include_stop=False, skip_special=False, min_tokens=0, detokenize=False)
+
+
+@functools.lru_cache(maxsize=8)  # all prompts of a batch have the same
+def _grammar_text(wanted: StructuredOutputsParams) -> str:
+    spec = wanted.spec()
+    try:
+        check_spec(spec)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"structured_outputs: {error}") from None
+    text = spec.to_text()
+    size = len(text.encode())
+    if size > MAX_GRAMMAR_BYTES:
+        raise InvalidRequest(
+            f"structured_outputs: as text they have {size} bytes, {MAX_GRAMMAR_BYTES} at most are "
+            "accepted"
+        )
+    return text
+
+
+def _count(logprobs: int | None) -> int:
+    return -1 if logprobs is None else logprobs
+
+
+def _check_priority(priority: Any) -> int:
+    number = plain_number(priority)
+    whole = isinstance(number, int) and not isinstance(number, bool)
+    if not whole or not -(2**31) <= number < 2**31:
+        raise InvalidRequest(f"priority must be a whole number of 32 bits, got {number!r}")
+    return int(number)
+
+
+def _rules(params: SamplingParams) -> TokenRules | None:
+    """Return the rules for the logits; the tokenizer adds the bad words."""
+    biases = params.logit_bias or {}
+    if not (biases or params.allowed_token_ids or params.bad_words):
+        return None
+    return TokenRules(
+        allowed_ids=np.array(params.allowed_token_ids or (), np.int32),
+        bias_ids=np.array(list(biases), np.int32),
+        biases=np.array(list(biases.values()), np.float32),
+        word_ids=_NO_TOKENS,
+        word_lengths=_NO_TOKENS,
+    )
+
+
+def _text_options(params: SamplingParams) -> TextOptions:
+    return TextOptions(
+        stop=tuple(params.stop or ()),
+        include_stop=params.include_stop_str_in_output,
+        skip_special=params.skip_special_tokens,
+        min_tokens=params.min_tokens,
+        detokenize=params.detokenize,
+    )
+
+
+def _token_ids(values: Any) -> Int32:
+    ids = _flat_ids("prompt_token_ids", values)
+    if not ids.size:
+        raise InvalidRequest("the prompt is empty: it must have at least one token")
+    return ids
+
+
+def _flat_ids(name: str, values: Any) -> Int32:
+    try:
+        ids = np.asarray(values)
+    except ValueError:
+        ids = np.asarray(["ragged"])
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise InvalidRequest(f"{name} must be a flat list of whole numbers")
+    if not ids.size:
+        return _NO_TOKENS
+    with contextlib.suppress(OverflowError):
+        if ids.min() >= 0 and ids.max() < 2**31:
+            return ids.astype(np.int32)
+    raise InvalidRequest(f"token ids must be from 0 to 2147483647, got {ids.min()} to {ids.max()}")

@@ -1,0 +1,531 @@
+"""`AsyncLLM`: the engine as an async iterator."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import random
+import secrets
+import sys
+import time
+import warnings
+import weakref
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanoactor.actors.frontend import FrontendActor
+from nanoactor.admission.request import Request
+from nanoactor.admission.request_builder import RequestBuilder, check_name, check_numbers, held
+from nanoactor.api.control import Controlled
+from nanoactor.api.pooling_calls import Pooled
+from nanoactor.beams.requests import BeamSearcher
+from nanoactor.errors import (
+    EngineClosed,
+    EngineDead,
+    InvalidConfig,
+    InvalidRequest,
+    engine_dead,
+    only_ours,
+    public,
+)
+from nanoactor.kv.index_events import IndexEvents
+from nanoactor.model_files.files import read_model_files
+from nanoactor.model_files.fingerprints import FilePrints
+from nanoactor.options.config import EngineConfig
+from nanoactor.options.engine_options import engine_config
+from nanoactor.placement.rendezvous import Rendezvous
+from nanoactor.placement.system_options import system_options
+from nanoactor.placement.topology import engine_topology
+from nanoactor.recovery.journal import Entry, entry_maker
+from nanoactor.requests.outputs import (
+    BeamSearchOutput,
+    OutputSoFar,
+    RequestOutput,
+    RequestOutputKind,
+)
+from nanoactor.requests.params import BeamSearchParams, SamplingParams
+from nanoactor.requests.pooling_params import PoolingParams
+from nanoactor.runtime.recovery import Death
+from nanoactor.runtime.system import System, run_on
+from nanoactor.runtime.topology import Topology
+from nanoactor.setup.actors import ActorConfig, RunnerReady
+from nanoactor.text.huggingface import PretrainedOnce
+from nanoactor.tracing import Trace
+from nanoactor.vision.parts import must_open, snapshot
+
+if TYPE_CHECKING:
+    from nanoactor.text.huggingface import PreTrainedTokenizerBase
+
+log = logging.getLogger("nanoactor.engine")
+
+Prompt = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
+"""Text, `{"prompt": text}`, `{"prompt_token_ids": [...]}`, or a list of chat messages. A dict may
+have `"multi_modal_data": {"image": [...]}`; messages may have image content parts."""
+
+
+class AsyncLLM(Controlled, Pooled):
+    """An engine that runs in separate processes, used from one event loop.
+
+    async with AsyncLLM("demo") as llm:
+        async for output in llm.generate("ROMEO:", SamplingParams(max_tokens=50)):
+            print(output.outputs[0].text)
+    """
+
+    @public
+    def __init__(self, model: str | EngineConfig, **options: Any) -> None:
+        """`options` are those of `EngineConfig`. Nothing is started yet, but a model without a
+        tokenizer.json has its tokenizer converted, once.
+
+        Raises `InvalidConfig` for an unknown or invalid option, `ModelError` if the model's files
+        are missing or malformed.
+        """
+        if isinstance(model, EngineConfig):
+            if options:
+                raise InvalidConfig("give options in the EngineConfig or by name, not both")
+            self.config = model
+        else:
+            self.config = engine_config(model, options)
+        with only_ours():
+            self.files = read_model_files(self.config)
+        if names := self.files.generation.not_applied:
+            log.warning("generation_config.json sets what is not applied: %s", ", ".join(names))
+        ranks = self.config.tensor_parallel_size
+        self._rendezvous = Rendezvous(ranks) if ranks > 1 else None
+        if self._rendezvous is not None:  # for an engine that is never started
+            weakref.finalize(self, self._rendezvous.close)
+        self._salt = self.config.prefix_salt or secrets.token_bytes(16)
+        self._prints = FilePrints(self.files)
+        weakref.finalize(self, self._prints.close)  # of an engine that is dropped
+        topology = self._topology()
+        self._frontend: FrontendActor | None = None
+        seeds = random.Random(self.config.seed)
+        self._requests = RequestBuilder(self.config, self.files, seeds)
+        self._beams = BeamSearcher(self.config, self.files)
+        self._opening: dict[str, asyncio.Future[None]] = {}
+        """Futures by id of the requests with images being opened; set when a request is aborted."""
+        self._pretrained = PretrainedOnce()
+        self._ids = f"request-{secrets.token_hex(4)}"  # no caller's own id can be one of ours
+        self._died = asyncio.Event()
+        self._started = False
+        self._closed = False
+        # The loop and a thread refer to the system: they must not keep a dropped engine alive.
+        on_death, here = weakref.WeakMethod(self._on_death), weakref.ref(self)
+        on_cut, on_recovered = weakref.WeakMethod(self._on_cut), weakref.WeakMethod(self._resume)
+        check = weakref.WeakMethod(self._before_restart)
+        self._system = System(
+            topology,
+            system_options(self.config, len(topology.nodes)),
+            lambda error: (found := on_death()) and found(error),
+            lambda: bool((llm := here()) and llm._frontend and llm._frontend.has_work),
+            on_cut=lambda deaths: found(deaths) if (found := on_cut()) else 0,
+            on_recovered=lambda: (found := on_recovered()) and found(),
+            before_restart=lambda nodes: found(nodes) if (found := check()) else asyncio.sleep(0),
+        )
+
+    def _topology(self) -> Topology:
+        shared = ActorConfig(self.config, self.files, salt=self._salt)
+        return engine_topology(shared, self._rendezvous)
+
+    def __del__(self) -> None:
+        """End the processes of an engine that was not closed, with a `ResourceWarning`."""
+        system: System | None = self.__dict__.get("_system")
+        if system is None or not self._started or self._closed or not system.is_ours:
+            return
+        if sys.is_finalizing():  # they end with this process
+            return
+        system.abandon()  # first: the warning may be an error
+        warnings.warn(
+            f"the engine of {self.config.model!r} was not closed: use `async with`, or close()",
+            ResourceWarning,
+            stacklevel=2,
+            source=self,
+        )
+
+    @public
+    async def start(self) -> AsyncLLM:
+        """Start all processes, load the model, warm up. The running loop becomes the engine's."""
+        if self._started or self._closed:
+            raise EngineClosed("an engine starts once; make a new one")
+        self._started = True
+        begin = time.monotonic()
+        try:
+            with only_ours():
+                await self._system.start()
+        except BaseException as error:
+            if self._closed and isinstance(error, Exception):
+                raise EngineClosed("the engine was closed while it started") from error
+            self._closed = True
+            raise
+        finally:
+            if self._rendezvous and (self._closed or not self.config.restarts_allowed):
+                self._rendezvous.close()  # else ranks may reconnect
+        frontend = self._system.actor("frontend")
+        assert isinstance(frontend, FrontendActor)
+        self._frontend = frontend
+        if self._closed or self.dead is not None:  # just as startup completed
+            await self.close()
+            raise self.dead or EngineClosed("the engine was closed while it started")
+        if self.config.restarts_allowed:
+            self._prints.learn()
+        self.files = self._requests.fit(RunnerReady.find(self._system.ready).tokens)
+        log.info("engine ready in %.1f s", time.monotonic() - begin)
+        return self
+
+    async def __aenter__(self) -> AsyncLLM:
+        """Start the engine."""
+        return await self.start()
+
+    async def __aexit__(self, *_: object) -> None:
+        """Close the engine."""
+        await self.close()
+
+    @public
+    async def close(self) -> None:
+        """End all processes; unfinished requests raise `EngineClosed`.
+
+        May be called from another loop as long as the engine's own is running. If that loop has
+        ended, no reader is left to notify, and only the processes end.
+        """
+        self._closed = True
+        loop = self._system.running_elsewhere
+        if loop is not None and await run_on(loop, self.close):
+            return
+        if self._frontend is not None and self._system.is_here:
+            self._frontend.fail_all(EngineClosed("the engine was closed"))
+        self._prints.close()
+        await self._system.close()
+        if self._rendezvous is not None:
+            self._rendezvous.close()
+
+    def _on_death(self, error: BaseException) -> None:
+        self._died.set()
+        if self._frontend is not None:
+            self._frontend.fail_all(engine_dead(error))
+
+    def _on_cut(self, deaths: Sequence[Death]) -> int:
+        return 0 if self._frontend is None else self._frontend.pause(deaths)
+
+    async def _before_restart(self, nodes: Collection[str]) -> None:
+        with only_ours():
+            moved = await self._prints.check(nodes)
+        if moved is not None:
+            self.files = moved
+            self._system.use(self._topology())
+
+    def _resume(self) -> None:
+        if self._frontend is not None:
+            self._frontend.resume()
+
+    @property
+    def recovering(self) -> tuple[str, float] | None:
+        """Return the processes that have died and the monotonic time of death, while they are
+        being replaced and requests wait."""
+        return self._system.recovering
+
+    @property
+    def restarts(self) -> tuple[Mapping[str, int], float]:
+        """Return the number of restarts of each process, and the seconds that they took in
+        total."""
+        return dict(self._system.restarts), self._system.restart_seconds
+
+    @property
+    def dead(self) -> EngineDead | None:
+        """Return the error that the engine died of; None if it is alive."""
+        return None if self._system.dead is None else engine_dead(self._system.dead)
+
+    async def death(self) -> EngineDead:
+        """Wait until the engine dies, and return the error; closing it does not count."""
+        await self._died.wait()
+        assert self.dead is not None
+        return self.dead
+
+    def _running(self) -> FrontendActor:
+        """Return the frontend; raises if the engine cannot serve from here."""
+        if self._closed or self._frontend is None:
+            raise EngineClosed(
+                "the engine was closed" if self._closed else "start the engine first"
+            )
+        with only_ours():
+            self._system.check_usable()
+        if self.dead is not None:
+            raise self.dead
+        return self._frontend
+
+    # -- requests -------------------------------------------------------------------------
+
+    @public
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        so_far: OutputSoFar | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield outputs as they arrive, in the form that `sampling_params.output_kind` selects.
+
+        Raises `InvalidRequest` at once for errors that can be detected here. Other errors (a
+        prompt that is too long, say, or anything about images, which are opened on a thread) are
+        raised when the iterator is first awaited, as are `EngineOverloaded`, `EngineDead` and
+        `EngineClosed`. Closing or canceling the iterator aborts the request. Lower values of
+        `priority` run first.
+
+        With `so_far`, continue a sequence that another engine with the same model has partly
+        emitted; the result is the same as if that engine had finished it. The prompt and parameters
+        must be the same, with the sequence's seed (`derived_seed` for all but the first) and n = 1.
+        Outputs contain only the new part; limits, penalties and offsets count the whole sequence.
+        The request runs before all that start here, and a full queue does not reject it.
+        """
+        if must_open(prompt):
+            prompt = snapshot(prompt)
+            params = self._requests.seeded(self._requests.chosen(sampling_params))
+            return self._open_then_stream(
+                prompt, params, priority, chat_template_kwargs, request_id, so_far
+            )
+        if self._frontend is not None:
+            self._frontend.announce()
+        make = self._request(
+            prompt, sampling_params, priority, chat_template_kwargs, request_id, so_far
+        )
+        return self._stream(make, request_id)
+
+    async def _open_then_stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int,
+        chat_template_kwargs: Mapping[str, Any] | None,
+        request_id: str | None,
+        so_far: OutputSoFar | None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Read files and decode images on a thread, then stream as `generate` does."""
+        self._check_name(self._running(), request_id)
+        opening = asyncio.get_running_loop().create_future()
+        if request_id is not None:
+            self._opening[request_id] = opening
+        try:
+            with only_ours():
+                bare, media = await asyncio.to_thread(self._requests.take_media, prompt)
+            built = self._requests.build(
+                bare, params, priority, chat_template_kwargs, media, so_far
+            )
+        finally:
+            aborted = opening.done()
+            if request_id is not None:
+                del self._opening[request_id]
+        make = entry_maker(built, params, request_id, self._ids, so_far is not None)
+        async with contextlib.aclosing(self._stream(make, request_id, aborted)) as outputs:
+            async for output in outputs:
+                yield output
+
+    @public
+    def submit(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        so_far: OutputSoFar | None = None,
+    ) -> list[Request]:
+        """Queue several prompts with the same parameters now, all or none of them. Images are
+        opened in the calling thread. `so_far` is as for `generate`.
+
+        Raises `InvalidRequest` and `EngineOverloaded` at once. A given seed applies to each.
+        """
+        frontend = self._running()
+        frontend.announce()
+        makes = [
+            self._request(prompt, sampling_params, priority, chat_template_kwargs, so_far=so_far)
+            for prompt in prompts
+        ]
+        return [Request(frontend, entry, self) for entry in frontend.submit_all(makes)]
+
+    @public
+    def submit_held(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        *,
+        priority: int = 0,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Request:
+        """Queue a prompt with sequences that pause after each token, see `Request.held`; it counts
+        as one waiting request. The building block of searches on top of the engine.
+
+        `sampling_params` must have `logprobs` and `max_tokens`; raises as `submit` does.
+        """
+        frontend = self._running()
+        submit, media = self._requests.build(
+            prompt, sampling_params, priority, chat_template_kwargs
+        )
+        built = held(sampling_params, submit, media), media
+        entry = frontend.submit(entry_maker(built, sampling_params, None, self._ids))
+        return Request(frontend, entry, self)
+
+    @public
+    def submit_pooled(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        scores: bool = False,
+    ) -> Request:
+        """Queue a text to be pooled, see `Pooled.submit_pooled`."""
+        frontend = self._running()
+        self._check_name(frontend, request_id)
+        frontend.announce()
+        submit = self._requests.build_pooled(prompt, pooling_params, priority, scores=scores)
+
+        def make(uid: int) -> Entry:
+            name = request_id or f"{self._ids}-{uid}"
+            numbered = dataclasses.replace(submit, uid=uid)
+            return Entry(name, numbered, RequestOutputKind.FINAL_ONLY)
+
+        return Request(frontend, frontend.submit(make), self)
+
+    @public
+    async def beam_search(
+        self,
+        prompt: Prompt,
+        params: BeamSearchParams,
+        *,
+        priority: int = 0,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> BeamSearchOutput:
+        """Return likely continuations of one prompt, best first, using a request with one
+        sequence per beam; docs/sampling.md has the definition and the cost.
+
+        Raises `InvalidRequest`, also for images and if `max_logprobs` is less than `beam_width`
+        needs; `EngineOverloaded` if the queue is full at the start; `HoldExpired` if the loop is
+        blocked for `hold_timeout`. Canceling it leaves nothing in the engine.
+        """
+        return await self._beams.search(self, prompt, params, priority, chat_template_kwargs)
+
+    def _request(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None,
+        priority: int,
+        chat_template_kwargs: Mapping[str, Any] | None,
+        request_id: str | None = None,
+        so_far: OutputSoFar | None = None,
+    ) -> Callable[[int], Entry]:
+        """Check a request; return a function that makes its entry from its uid."""
+        params = self._requests.chosen(sampling_params)
+        built = self._requests.build(prompt, params, priority, chat_template_kwargs, so_far=so_far)
+        return entry_maker(built, params, request_id, self._ids, so_far is not None)
+
+    async def _stream(
+        self, make: Callable[[int], Entry], request_id: str | None, aborted: bool = False
+    ) -> AsyncGenerator[RequestOutput, None]:
+        frontend = self._running()
+        self._check_name(frontend, request_id)
+        entry = frontend.submit(make)
+        if aborted:  # while its images were opened
+            frontend.abort(entry)
+        request = Request(frontend, entry, self)
+        try:
+            async for output in request:
+                yield output
+        finally:
+            request.close()
+
+    def _check_name(self, frontend: FrontendActor, request_id: str | None) -> None:
+        if request_id is None:
+            return
+        check_name(request_id)
+        if request_id in self._opening or frontend.entry_of(request_id) is not None:
+            raise InvalidRequest(f"request id {request_id!r} is in use")
+
+    @public
+    async def abort(self, request_id: str) -> None:
+        """End a request; unknown ids are ignored.
+
+        Its iterator immediately yields a last output with finish_reason "abort", whatever the
+        engine is doing. The engine releases it within one step more than may be in flight.
+        """
+        check_name(request_id)
+        frontend = self._running()
+        opening = self._opening.get(request_id)
+        if opening is not None and not opening.done():
+            opening.set_result(None)  # it has not reached the engine yet
+        entry = frontend.entry_of(request_id)
+        if entry is not None:
+            frontend.abort(entry)
+            frontend.end_for_reader(entry)
+
+    @public
+    async def wait_for_capacity(self) -> None:
+        """Wait until the queue may take another request, after `EngineOverloaded`."""
+        await self._running().wait_for_capacity()
+
+    @public
+    def index_events(self) -> AsyncGenerator[IndexEvents, None]:
+        """Yield the prefix index, as hashes of full blocks keyed by `prefix_salt`: first all of
+        it, then changes, slightly delayed, and merged while they are unread. Raises
+        `InvalidRequest` without `prefix_salt`, `EngineDead` and `EngineClosed`.
+        """
+        if self.config.prefix_salt is None:
+            raise InvalidRequest("index_events needs an engine with a prefix_salt of its own")
+        return self._running().index.read()
+
+    @public
+    async def statistics(self) -> dict[str, dict[str, Any]]:
+        """Return statistics of every actor, its mailbox and its edges."""
+        self._running()
+        return await self._system.statistics()
+
+    @public
+    async def activity(self, begin: int, width: int, bins: int) -> dict[str, NDArray[np.float32]]:
+        """Return, by track, the share of time that actors and devices were busy in each of `bins`
+        intervals of `width` ns from `begin` on the monotonic clock. Unfinished spans are left
+        out."""
+        check_numbers(begin=begin, width=width, bins=bins)
+        self._running()
+        return await self._system.activity(begin, width, bins)
+
+    @public
+    async def trace(self, since: int = 0) -> Trace:
+        """Return a trace of all actors from `since` (ns on the monotonic clock), at most the few
+        seconds that they remember."""
+        check_numbers(since=since)
+        self._running()
+        nodes = await self._system.trace(since)
+        figures = await self._system.statistics()
+        tokens = figures.get("scheduler", {}).get("actor", {}).get("output_tokens", 0)
+        return Trace(tuple(nodes), tokens)
+
+    @public
+    async def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return the model's tokenizer as transformers loads it, the same object each time.
+
+        It needs no running engine. The first call imports transformers into this process, which
+        imports torch if that is installed; this takes some seconds, on another thread. Raises
+        `InvalidRequest` if the engine has no tokenizer (skip_tokenizer_init), `ModelError` if
+        transformers cannot load it.
+        """
+        if self.config.skip_tokenizer_init:
+            raise InvalidRequest("the engine has no tokenizer (skip_tokenizer_init)")
+        with only_ours():
+            return await asyncio.to_thread(self._pretrained.load, self.files.given_tokenizer)
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Return the engine's processes by name."""
+        return self._system.pids
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Return what the runner has reported: number and size of KV blocks, data type."""
+        ready = self._system.ready
+        return dataclasses.asdict(RunnerReady.find(ready)) if "runner.0" in ready else {}

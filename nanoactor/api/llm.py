@@ -1,0 +1,400 @@
+"""`LLM`: the same engine for synchronous programs."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from nanoactor.api.engine import AsyncLLM, Prompt
+from nanoactor.api.progress import Progress
+from nanoactor.errors import (
+    EngineClosed,
+    EngineOverloaded,
+    InvalidRequest,
+    NotUsableHere,
+    public,
+)
+from nanoactor.requests.outputs import BeamSearchOutput, RequestOutput, RequestOutputKind
+from nanoactor.requests.params import BeamSearchParams, SamplingParams
+from nanoactor.requests.pooling_outputs import EmbeddingRequestOutput, ScoringRequestOutput
+from nanoactor.requests.pooling_params import PoolingParams
+from nanoactor.runtime.concurrency import run_all
+
+if TYPE_CHECKING:
+    from nanoactor.text.huggingface import PreTrainedTokenizerBase
+
+T = TypeVar("T")
+P = TypeVar("P", EmbeddingRequestOutput, ScoringRequestOutput)
+_AT_ONCE = 4096
+"""Number of texts that are pooled at once."""
+
+
+class LLM:
+    """A blocking front end with its own event loop thread, so it also works inside a running loop.
+
+    with LLM("demo") as llm:
+        print(llm.generate("ROMEO:")[0].outputs[0].text)
+    """
+
+    @public
+    def __init__(self, model: str, **options: Any) -> None:
+        """Start the engine; `options` are those of `EngineConfig`. Raises what `AsyncLLM` does."""
+        self._llm = AsyncLLM(model, **options)
+        self._pid = os.getpid()
+        self._closing = threading.Lock()
+        self._closed = False
+        self._loop = asyncio.new_event_loop()
+        # The thread must not keep an engine alive that its user has dropped.
+        self._thread = threading.Thread(
+            target=_run_loop, args=(self._loop,), name="nanoactor-loop", daemon=True
+        )
+        self._thread.start()
+        try:
+            self._call(self._llm.start())
+        except BaseException:  # Ctrl-C too: end what has started before continuing
+            self.close()
+            raise
+
+    def __del__(self) -> None:
+        """End the processes of an engine that was not closed, with a `ResourceWarning`."""
+        if self.__dict__.get("_closed") is not False or sys.is_finalizing():
+            return
+        if os.getpid() != self._pid:
+            return
+        self._closed = True
+        ending = _end_unseen(self._llm, self._loop)
+        try:
+            asyncio.run_coroutine_threadsafe(ending, self._loop)
+        except RuntimeError:  # the loop is closed
+            ending.close()
+        # Last, as the warning may be an error.
+        warnings.warn(
+            f"the engine of {self._llm.config.model!r} was not closed: use `with`, or call close()",
+            ResourceWarning,
+            stacklevel=2,
+            source=self,
+        )
+
+    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        try:
+            self._check_usable()
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        except BaseException:
+            coroutine.close()
+            raise
+        try:
+            return future.result()
+        except BaseException:  # Ctrl-C too: leave nothing computing
+            future.cancel()
+            raise
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise NotUsableHere(
+                "the engine was started in another process; start one after the fork, not before"
+            )
+        if self._closed:
+            raise EngineClosed("the engine was closed")
+
+    def __enter__(self) -> LLM:
+        """Return the engine, which is started already."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the engine."""
+        self.close()
+
+    @public
+    def close(self) -> None:
+        """End all processes; concurrent calls wait until they have ended."""
+        if os.getpid() != self._pid:
+            return
+        with self._closing:
+            if not self._closed:
+                self._closed = True
+                asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._thread.join()
+
+    async def _end(self) -> None:
+        """Close the engine, then wait for the calls that this has ended."""
+        await self._llm.close()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+    @public
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Return the completed outputs, in the order of the prompts.
+
+        A prompt is text or a dict with `prompt` or `prompt_token_ids`. Parameters are one set for
+        all prompts, or one for each. The first invalid request raises, and ends the others. For
+        conversations see `chat`.
+        """
+        wanted = _several(prompts, "prompts", "a text, a dict, or a list of them")
+        return self._call(self._generate(wanted, sampling_params, use_tqdm, None))
+
+    @public
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[RequestOutput]:
+        """Return the outputs for one conversation (a list of messages) or several.
+
+        The last three are passed to the template; `chat_template_kwargs` override them.
+        """
+        wanted = _several(messages, "messages", "a list of messages, or a list of such lists")
+        if wanted and isinstance(wanted[0], Mapping):
+            wanted = [wanted]
+        if tools is not None and (isinstance(tools, str | Mapping) or not _is_sequence(tools)):
+            raise InvalidRequest(f"tools must be a list of functions, got {tools!r:.100}")
+        own = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": list(tools) if tools else None,
+        }
+        options: Any = {} if chat_template_kwargs is None else chat_template_kwargs
+        if isinstance(options, Mapping):  # anything else is rejected when requests are checked
+            options = {k: value for k, value in own.items() if value is not None} | {**options}
+        return self._call(self._generate(wanted, sampling_params, use_tqdm, options))
+
+    @public
+    def generate_multimodal(
+        self,
+        requests: Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Return the completed outputs of requests with images and videos, in their order.
+
+        A request is `{"text": ..., "images": [...], "videos": [...]}`, with a placeholder in the
+        text for each of them, or `{"messages": [...]}`, with content parts that hold them. Raises
+        `InvalidRequest`.
+        """
+        wanted = _several(requests, "requests", "a list of dicts")
+        prompts = [_multimodal(request) for request in wanted]
+        return self._call(self._generate(prompts, sampling_params, use_tqdm, None))
+
+    @public
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Search for likely continuations of each prompt; see `AsyncLLM.beam_search`.
+
+        Runs all prompts at once, or at most `concurrency_limit` of them. The first invalid
+        prompt raises, and ends the others.
+        """
+        wanted = _several(prompts, "prompts", "a text, a dict, or a list of them")
+        limit = concurrency_limit
+        if limit is not None and (not isinstance(limit, int) or limit < 1):
+            raise InvalidRequest(f"concurrency_limit must be 1 or more, got {limit!r}")
+        return self._call(self._search(wanted, params, use_tqdm, limit))
+
+    @public
+    def embed(
+        self,
+        prompts: Any,
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return the vectors of one or more texts, in order; see `AsyncLLM.embed`.
+
+        The first invalid text raises, and ends the others.
+        """
+        wanted = _several(prompts, "prompts", "a text, a dict, or a list of them")
+        calls = (functools.partial(self._llm.embed, one, pooling_params) for one in wanted)
+        return self._call(self._pool(list(calls), use_tqdm))
+
+    @public
+    def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool = True,
+    ) -> list[ScoringRequestOutput]:
+        """Score how well documents match queries; see `AsyncLLM.score`. Takes one query per
+        document, or one for all."""
+        asked = _several(queries, "queries", "a text, or a list of them")
+        given = _several(documents, "documents", "a text, or a list of them")
+        if len(asked) == 1:
+            asked *= len(given)
+        if len(asked) != len(given):
+            raise InvalidRequest(f"{len(asked)} queries but {len(given)} documents")
+        one = functools.partial(
+            self._llm.score, instruction=instruction, pooling_params=pooling_params
+        )
+        calls = [functools.partial(one, *pair) for pair in zip(asked, given, strict=True)]
+        return self._call(self._pool(calls, use_tqdm))
+
+    @public
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the parameters that the model recommends, the default for requests."""
+        return SamplingParams.for_model()
+
+    @public
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return the model's tokenizer as transformers loads it; see `AsyncLLM.get_tokenizer`."""
+        return self._call(self._llm.get_tokenizer())
+
+    async def _generate(
+        self,
+        prompts: list[Any],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+        template: Mapping[str, Any] | None,
+    ) -> list[RequestOutput]:
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams.for_model()] * len(prompts)
+        is_list = _is_sequence(params) and not isinstance(params, str)
+        if not is_list or not all(isinstance(one, SamplingParams) for one in params):
+            raise InvalidRequest(
+                "sampling_params must be SamplingParams, or a list with one for each prompt, got "
+                f"{params!r:.100}"
+            )
+        if len(params) != len(prompts):
+            raise InvalidRequest(f"{len(prompts)} prompts but {len(params)} sets of parameters")
+        progress = Progress(len(prompts), enabled=use_tqdm)
+        try:
+            return await run_all(
+                [
+                    functools.partial(
+                        self._when_accepted,
+                        functools.partial(self._finish, prompt, its, progress, template),
+                    )
+                    for prompt, its in zip(prompts, params, strict=True)
+                ]
+            )
+        finally:
+            progress.close()
+
+    async def _pool(self, calls: Sequence[Callable[[], Awaitable[P]]], use_tqdm: bool) -> list[P]:
+        progress = Progress(len(calls), enabled=use_tqdm)
+
+        async def one(call: Callable[[], Awaitable[P]]) -> P:
+            output = await self._when_accepted(call)
+            progress.request()
+            return output
+
+        try:
+            return await run_all([functools.partial(one, call) for call in calls], _AT_ONCE)
+        finally:
+            progress.close()
+
+    async def _search(
+        self, prompts: list[Any], params: BeamSearchParams, use_tqdm: bool, limit: int | None
+    ) -> list[BeamSearchOutput]:
+        progress = Progress(len(prompts), enabled=use_tqdm)
+
+        async def one(prompt: Any) -> BeamSearchOutput:
+            search = functools.partial(self._llm.beam_search, prompt, params)
+            output = await self._when_accepted(search)
+            progress.request()
+            return output
+
+        try:
+            return await run_all([functools.partial(one, prompt) for prompt in prompts], limit)
+        finally:
+            progress.close()
+
+    async def _when_accepted(self, make: Callable[[], Awaitable[T]]) -> T:
+        """Run a request, waiting while the queue is full: a batch may exceed the queue."""
+        while True:
+            try:
+                return await make()
+            except EngineOverloaded:
+                await self._llm.wait_for_capacity()
+
+    async def _finish(
+        self,
+        prompt: Any,
+        params: SamplingParams,
+        progress: Progress,
+        template: Mapping[str, Any] | None,
+    ) -> RequestOutput:
+        """Return the last output of a request; counts its tokens as they arrive."""
+        told = 0
+        final: RequestOutput | None = None
+        stream = self._llm.generate(prompt, _cumulative(params), chat_template_kwargs=template)
+        async for output in stream:
+            final = output
+            tokens = sum(len(answer.token_ids) for answer in output.outputs)
+            progress.tokens(len(output.prompt_token_ids) if not told else 0, tokens - told)
+            told = max(told, tokens)
+        assert final is not None
+        progress.request()
+        return final
+
+
+def _is_sequence(value: object) -> bool:
+    return isinstance(value, Sequence)
+
+
+def _several(given: Any, name: str, what: str) -> list[Any]:
+    """Return `given` as a list, also if it is a single item; raises `InvalidRequest`."""
+    if isinstance(given, str | Mapping):
+        return [given]
+    if isinstance(given, bytes) or not _is_sequence(given):
+        raise InvalidRequest(f"{name} must be {what}, got {given!r:.100}")
+    return list(given)
+
+
+def _multimodal(request: Mapping[str, Any]) -> Any:
+    """Return a request of `generate_multimodal` as a prompt."""
+    keys = set(request) if isinstance(request, Mapping) else set()
+    if keys == {"messages"}:
+        return request["messages"]
+    if not {"text"} <= keys <= {"text", "images", "videos"}:
+        raise InvalidRequest(
+            "a request must be {'text': ..., 'images': [...], 'videos': [...]} or {'messages': "
+            f"[...]}}, got {sorted(map(str, keys)) or type(request).__name__}"
+        )
+    given = {"image": request.get("images"), "video": request.get("videos")}
+    data = {kind: items for kind, items in given.items() if items is not None}
+    prompt = {"prompt": request["text"]}
+    return {**prompt, "multi_modal_data": data} if data else prompt
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    loop.run_forever()
+    loop.close()
+
+
+async def _end_unseen(llm: AsyncLLM, loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        await llm.close()
+    finally:
+        loop.call_soon(loop.stop)
+
+
+def _cumulative(params: SamplingParams) -> SamplingParams:
+    if params.output_kind is RequestOutputKind.CUMULATIVE:
+        return params
+    raise InvalidRequest("LLM returns whole outputs: output_kind must be CUMULATIVE")

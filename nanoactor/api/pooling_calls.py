@@ -1,0 +1,130 @@
+"""Methods of an engine, or of several, for vectors and scores."""
+
+from __future__ import annotations
+
+import abc
+import functools
+from typing import Any
+
+from nanoactor.admission.request import Request
+from nanoactor.errors import InvalidRequest, public
+from nanoactor.messages.pooling import Float32
+from nanoactor.model_files.files import ModelFiles
+from nanoactor.pooling.rerank import judgement_prompt
+from nanoactor.requests.pooling_outputs import (
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+    finished_vector,
+    match_probability,
+    pair_score,
+)
+from nanoactor.requests.pooling_params import PoolingParams
+from nanoactor.runtime.concurrency import run_all
+
+_DEFAULT = PoolingParams()
+
+
+class Pooled(abc.ABC):
+    """An engine that makes vectors and scores."""
+
+    files: ModelFiles
+
+    @abc.abstractmethod
+    def submit_pooled(
+        self,
+        prompt: Any,
+        pooling_params: PoolingParams,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        scores: bool = False,
+    ) -> Request:
+        """Queue a text to be pooled, or to be scored if `scores`; see `Request.vector`.
+
+        Raises `InvalidRequest` and `EngineOverloaded` at once.
+        """
+
+    @public
+    async def embed(
+        self,
+        prompt: Any,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+    ) -> EmbeddingRequestOutput:
+        """Return the vector of a text, or of `{"prompt_token_ids": [...]}`.
+
+        Raises `InvalidRequest` for a model that makes none, `RequestAborted` after `abort`, and
+        otherwise what `AsyncLLM.generate` raises. Canceling it aborts the request.
+        """
+        params = _DEFAULT if pooling_params is None else pooling_params
+        request = self.submit_pooled(prompt, params, request_id, priority=priority)
+        vector = await _vector(request)
+        pooling = self.files.pooling
+        assert pooling is not None
+        normalize = pooling.normalize if params.normalize is None else params.normalize
+        embedding = finished_vector(vector, dimensions=params.dimensions, normalize=normalize)
+        return EmbeddingRequestOutput(
+            request.request_id,
+            EmbeddingOutput(embedding),
+            request.prompt_token_ids,
+            request.cached_tokens,
+            request.metrics,
+        )
+
+    @public
+    async def score(
+        self,
+        query: str,
+        document: str,
+        *,
+        instruction: str | None = None,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> ScoringRequestOutput:
+        """Score how well a document matches a query. A reranker judges the pair, with its own
+        `instruction` if one is given. Embedding models compare the two vectors. Raises the errors
+        of `embed`."""
+        for name, text in (("query", query), ("document", document), ("instruction", instruction)):
+            if not isinstance(text, str) and (name != "instruction" or text is not None):
+                raise InvalidRequest(f"{name} must be a text, got {text!r:.100}")
+        pooling, params = self.files.pooling, pooling_params or _DEFAULT
+        if pooling is not None and not pooling.scores:
+            if instruction is not None:
+                raise InvalidRequest("instruction is for rerankers, and this model makes vectors")
+            return await self._compare(query, document, params, request_id, priority)
+        prompt = judgement_prompt(query, document, instruction)
+        request = self.submit_pooled(prompt, params, request_id, priority=priority, scores=True)
+        logits = await _vector(request)
+        return ScoringRequestOutput(
+            request.request_id,
+            ScoringOutput(match_probability(logits)),
+            request.prompt_token_ids,
+            request.cached_tokens,
+            request.metrics,
+        )
+
+    async def _compare(
+        self, query: str, document: str, params: PoolingParams, name: str | None, priority: int
+    ) -> ScoringRequestOutput:
+        assert self.files.pooling is not None
+        roles = self.files.pooling.of_pair(params)
+        first, second = await run_all(
+            [
+                functools.partial(self.embed, query, roles[0], name, priority=priority),
+                functools.partial(self.embed, document, roles[1], priority=priority),
+            ],
+            at_once=2,
+        )
+        return pair_score(first, second)
+
+
+async def _vector(request: Request) -> Float32:
+    try:
+        return await request.vector()
+    finally:
+        request.close()

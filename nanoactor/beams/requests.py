@@ -1,0 +1,185 @@
+"""Beam search on top of the engine, by requests with sequences that pause after each token."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from nanoactor.admission.request import Request
+from nanoactor.beams.search import BeamSearch, candidates_per_beam
+from nanoactor.errors import InvalidRequest, only_ours
+from nanoactor.model_files.files import ModelFiles
+from nanoactor.options.config import EngineConfig
+from nanoactor.requests.outputs import BeamSearchOutput, Logprobs
+from nanoactor.requests.params import MAX_ANSWERS, BeamSearchParams, SamplingParams
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+class Requests(Protocol):
+    """The part of `AsyncLLM` that a search needs."""
+
+    def submit_held(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams,
+        *,
+        priority: int = 0,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Request:
+        """Queue a prompt with sequences that pause after each token."""
+
+
+class BeamSearcher:
+    """Beam searches of one engine. Each search is one request with one sequence per beam, which
+    pause after each token until the search supplies the next one."""
+
+    def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
+        self._config = config
+        self._files = files
+        vision = files.config.vision
+        self._placeholders = (vision.image_token_id, vision.video_token_id) if vision else ()
+        """Never chosen by a beam: a beam is the next step's prompt, in which these ids are
+        image placeholders."""
+        self._tokenizer: Tokenizer | None = None
+        self._tokenizer_lock = threading.Lock()
+
+    async def search(
+        self,
+        engine: Requests,
+        prompt: Any,
+        params: BeamSearchParams,
+        priority: int = 0,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> BeamSearchOutput:
+        """Run a search; raises what `AsyncLLM.beam_search` does. Canceling it ends its request."""
+        request = engine.submit_held(
+            prompt,
+            self._check(prompt, params),
+            priority=priority,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        try:
+            search = await self._search(request, params)
+        finally:
+            request.close()
+        found = search.result()
+        if self._files.tokenizer_directory is not None:
+            await asyncio.to_thread(self._write_texts, found, params.include_stop_str_in_output)
+        return found
+
+    async def _search(self, request: Request, params: BeamSearchParams) -> BeamSearch:
+        """Search until the result is final, then end the request."""
+        told = await request.held()
+        search = BeamSearch(request.prompt_token_ids, params, self._files.eos_token_ids)
+        search.advance([self._likeliest(told[0])])  # all sequences have the same candidates
+        places = Places(params.beam_width)
+        while not search.is_over:
+            parents = places.move(search.parents)
+            tokens = [search.live[0].tokens[-1]] * params.beam_width
+            for place, beam in zip(places.of, search.live, strict=True):
+                tokens[place] = beam.tokens[-1]
+            request.go_on(parents, tokens)
+            told = await request.held()
+            search.advance([self._likeliest(told[place]) for place in places.of])
+        request.go_on([-1] * params.beam_width, tokens=[0] * params.beam_width)
+        return search
+
+    def _check(self, prompt: Any, params: Any) -> SamplingParams:
+        """Return the parameters of a step. Raises `InvalidRequest` for unsupported searches."""
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidRequest(f"params must be BeamSearchParams, got {type(params).__name__}")
+        if _has_media(prompt):
+            raise InvalidRequest("beam search does not go with pictures and videos")
+        width, eos = params.beam_width, self._files.eos_token_ids
+        count = candidates_per_beam(params, eos) + len(self._placeholders)
+        count = min(count, self._files.config.vocab_size)
+        if count > self._config.max_logprobs:
+            raise InvalidRequest(
+                f"a beam_width of {width} needs the {count} likeliest tokens of each step, but "
+                f"this engine tells {self._config.max_logprobs} at most: raise max_logprobs"
+            )
+        if width > MAX_ANSWERS:
+            raise InvalidRequest(f"beam_width is {width}, but {MAX_ANSWERS} beams are the most")
+        if width > self._config.max_waiting_requests:
+            raise InvalidRequest(
+                f"beam_width is {width}, but at most {self._config.max_waiting_requests} requests "
+                "may wait: raise max_waiting_requests"
+            )
+        return SamplingParams(
+            temperature=0.0,
+            repetition_penalty=1.0,  # the model's default would cost time and change nothing
+            seed=0,
+            logprobs=count,
+            max_tokens=params.max_tokens,
+            n=width,
+            ignore_eos=True,
+            detokenize=False,
+        )
+
+    def _likeliest(self, told: Logprobs) -> Logprobs:
+        for token in self._placeholders:
+            told.pop(token, None)
+        return told
+
+    def _write_texts(self, found: BeamSearchOutput, include_stop: bool) -> None:
+        tokenizer = self._load_tokenizer()
+        for sequence in found.sequences:
+            hides = sequence.finish_reason == "stop" and not include_stop
+            tokens = sequence.tokens[:-1] if hides else sequence.tokens
+            sequence.text = tokenizer.decode(tokens, skip_special_tokens=False)
+
+    def _load_tokenizer(self) -> Tokenizer:
+        # Imported here because most user processes do not need the library.
+        from nanoactor.text.tokenizer import load_tokenizer
+
+        directory = self._files.tokenizer_directory
+        assert directory is not None
+        with self._tokenizer_lock, only_ours():
+            if self._tokenizer is None:
+                self._tokenizer = load_tokenizer(directory)
+            return self._tokenizer
+
+
+class Places:
+    """The assignment of beams to the sequences of a request. The best child of a beam keeps
+    its parent's sequence, which costs one position."""
+
+    def __init__(self, answers: int) -> None:
+        self._answers = answers
+        self.of: list[int] = []
+        """The sequence index of each live beam; empty before the first step."""
+
+    def move(self, parents: Sequence[int]) -> list[int]:
+        """Assign new beams, given the current beam that each extends; return the sequence that
+        each sequence becomes a copy of. Spare sequences continue as themselves."""
+        before, sources = self.of, list(range(self._answers))
+        if not before:  # all sequences are the same
+            self.of = sources[: len(parents)]
+            return sources
+        self.of = [-1] * len(parents)
+        free = set(sources)
+        for beam, parent in enumerate(parents):
+            if before[parent] in free:
+                self.of[beam] = before[parent]
+                free.remove(before[parent])
+        left = iter(sorted(free))
+        for beam, parent in enumerate(parents):
+            if self.of[beam] < 0:
+                self.of[beam] = next(left)
+                sources[self.of[beam]] = before[parent]
+        return sources
+
+
+def _has_media(prompt: Any) -> bool:
+    """Return True if a prompt contains anything but text."""
+    if isinstance(prompt, Mapping):
+        return prompt.get("multi_modal_data") is not None
+    if not isinstance(prompt, list | tuple):
+        return False
+    contents = [message.get("content") for message in prompt if isinstance(message, Mapping)]
+    parts = [part for content in contents if isinstance(content, list | tuple) for part in content]
+    return any(isinstance(part, Mapping) and part.get("type") != "text" for part in parts)

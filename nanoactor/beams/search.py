@@ -1,0 +1,114 @@
+"""Beam search over one prompt; pure logic: log-probabilities in, sequences out."""
+
+from __future__ import annotations
+
+import heapq
+import operator
+from collections.abc import Collection, Sequence
+
+from nanoactor.requests.outputs import BeamSearchOutput, BeamSearchSequence, Logprob, Logprobs
+from nanoactor.requests.params import BeamSearchParams
+
+
+def candidates_per_beam(params: BeamSearchParams, eos_token_ids: Collection[int]) -> int:
+    """Return the number of likeliest tokens that each beam is expanded with: twice the width, and
+    enough to leave `beam_width` if all end-of-sequence ids are among them."""
+    ends = 0 if params.ignore_eos else len(set(eos_token_ids))
+    return max(2 * params.beam_width, params.beam_width + ends)
+
+
+def beam_score(cum_logprob: float, length: int, length_penalty: float) -> float:
+    """Return the score by which sequences are ranked. `length` counts the prompt but not the token
+    that ended the sequence; it is at least 1."""
+    return float(cum_logprob / length**length_penalty)
+
+
+class BeamSearch:
+    """The beams of one prompt.
+
+    Each step extends every live beam with its likeliest tokens. End-of-sequence tokens finish a
+    sequence; of all others, the `beam_width` likeliest sequences stay live. Ties go to the better
+    beam, then to the lower token id.
+    """
+
+    def __init__(
+        self, prompt: Sequence[int], params: BeamSearchParams, eos_token_ids: Collection[int]
+    ) -> None:
+        """`prompt`: at least one token id."""
+        self.live = [BeamSearchSequence(tokens=list(prompt))]
+        """The sequences that the next step extends, likeliest first."""
+        self.parents: list[int] = []
+        """For each of these: index of the previous live sequence that it extends."""
+        self._params = params
+        self._eos = frozenset(() if params.ignore_eos else eos_token_ids)
+        self._count = candidates_per_beam(params, eos_token_ids)
+        self._final_length = len(prompt) + params.max_tokens
+        self._left = params.max_tokens
+        self._ended: list[BeamSearchSequence] = []
+        """The best so far, best first, at most `beam_width`."""
+
+    @property
+    def is_over(self) -> bool:
+        """Return True if no further step can change the result."""
+        return not (self._left and self.live) or self._cannot_improve()
+
+    def _cannot_improve(self) -> bool:
+        """Return True if no continuation of a live beam can beat the finished ones.
+        Log-probabilities are never positive, so sums never rise; the most favorable length is
+        the limit."""
+        if len(self._ended) < self._params.beam_width:
+            return False
+        best, penalty = self.live[0], self._params.length_penalty
+        length = self._final_length if penalty > 0 else len(best.tokens)
+        return self._score(self._ended[-1]) >= beam_score(best.cum_logprob, length, penalty)
+
+    def advance(self, likeliest: Sequence[Logprobs]) -> None:
+        """Take a step. `likeliest` has, for each live beam in order, its likeliest next tokens: at
+        least `candidates_per_beam`, or the whole vocabulary."""
+        ended: list[BeamSearchSequence] = []
+        grown: list[tuple[float, int, int]] = []
+        for at, (beam, told) in enumerate(zip(self.live, likeliest, strict=True)):
+            for token, logprob in self._candidates(told):
+                total = beam.cum_logprob + logprob
+                if token in self._eos:
+                    ended.append(_extended(beam, token, total, told))
+                    ended[-1].finish_reason, ended[-1].stop_reason = "stop", token
+                else:
+                    grown.append((total, at, token))
+        best = heapq.nlargest(self._params.beam_width, grown, key=operator.itemgetter(0))
+        self.live = [
+            _extended(self.live[at], token, total, likeliest[at]) for total, at, token in best
+        ]
+        self.parents = [at for _, at, _ in best]
+        self._ended = self._best([*self._ended, *ended])
+        self._left -= 1
+
+    def _candidates(self, told: Logprobs) -> list[tuple[int, float]]:
+        """Return the likeliest tokens with their log-probabilities, the likeliest first."""
+
+        def rank(item: tuple[int, Logprob]) -> tuple[float, int]:
+            return -item[1].logprob, item[0]
+
+        found = heapq.nsmallest(self._count, told.items(), key=rank)
+        return [(token, one.logprob) for token, one in found]
+
+    def _score(self, sequence: BeamSearchSequence) -> float:
+        length = len(sequence.tokens) - (sequence.finish_reason == "stop")
+        return beam_score(sequence.cum_logprob, length, self._params.length_penalty)
+
+    def _best(self, sequences: list[BeamSearchSequence]) -> list[BeamSearchSequence]:
+        """Return the best, best first; ties go to the earlier sequence."""
+        return heapq.nlargest(self._params.beam_width, sequences, key=self._score)
+
+    def result(self) -> BeamSearchOutput:
+        """Return the best sequences, without text; fewer than `beam_width` if there are no more.
+        Live sequences finish here, with finish reason "length"."""
+        for beam in self.live:
+            beam.finish_reason = "length"
+        return BeamSearchOutput(self._best([*self._ended, *self.live]))
+
+
+def _extended(
+    beam: BeamSearchSequence, token: int, total: float, told: Logprobs
+) -> BeamSearchSequence:
+    return BeamSearchSequence([*beam.tokens, token], [*beam.logprobs, told], total)

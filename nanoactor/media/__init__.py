@@ -1,0 +1,1 @@
+"""Pictures and videos in prompts, and how their work is divided."""

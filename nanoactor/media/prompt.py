@@ -1,0 +1,170 @@
+"""Pictures and videos in a prompt: placeholders, positions, and names of blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanoactor.errors import InvalidRequest
+from nanoactor.messages.vision import Items
+from nanoactor.models.vision.config import VisionConfig
+from nanoactor.models.vision.mrope import VisualSpan, rope_positions
+
+Int32 = NDArray[np.int32]
+Encode = Callable[[str], Sequence[int]]
+KEY_BYTES = 16
+VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
+IMAGE_PLACEHOLDER = "<|image_pad|>"
+"""As Qwen's tokenizers spell the tokens."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class VisualItem:
+    """A picture or video of known size, not decoded yet."""
+
+    key: bytes
+    """16 bytes that name its content and how it is processed."""
+    height: int
+    """In tokens, of the picture or of each temporal patch."""
+    width: int
+    times: tuple[float, ...] | None = None
+    """Seconds into a video, one for each temporal patch; None for a picture."""
+
+    @property
+    def tokens(self) -> int:
+        """Rows that the vision tower gives for it."""
+        return self.height * self.width * (1 if self.times is None else len(self.times))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlacedSpan:
+    """The place of a picture, or of one temporal patch of a video, in the expanded prompt."""
+
+    item: int
+    """Index of the item."""
+    first_row: int
+    """The item's row for the first token."""
+    span: VisualSpan
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExpandedPrompt:
+    """A prompt with a token for each row of its pictures."""
+
+    token_ids: Int32
+    spans: tuple[PlacedSpan, ...]
+
+
+def expand_prompt(
+    token_ids: Int32, items: Sequence[VisualItem], config: VisionConfig, encode: Encode
+) -> ExpandedPrompt:
+    """Replace each placeholder by as many as its item has rows.
+
+    The first picture placeholder belongs to the first picture of the items, and so on; those of
+    videos likewise. A video's placeholder becomes, for each temporal patch, its time as text, the
+    start token, placeholders and the end token. `encode` returns the ids of such a text. Raises
+    `InvalidRequest` if placeholders and items disagree.
+    """
+    at = np.flatnonzero(np.isin(token_ids, (config.image_token_id, config.video_token_id)))
+    _check(token_ids[at], items, config)
+    parts: list[Int32] = []
+    spans: list[PlacedSpan] = []
+    length = before = 0
+
+    def add(piece: Int32) -> None:
+        nonlocal length
+        parts.append(piece)
+        length += len(piece)
+
+    pictures = (index for index, item in enumerate(items) if item.times is None)
+    videos = (index for index, item in enumerate(items) if item.times is not None)
+    for place in at.tolist():
+        index = next(pictures if token_ids[place] == config.image_token_id else videos)
+        item = items[index]
+        add(token_ids[before:place])
+        for piece, first_row in _pieces(item, config, encode):
+            if first_row is not None:
+                span = VisualSpan(length, item.height, item.width)
+                spans.append(PlacedSpan(index, first_row, span))
+            add(piece)
+        before = place + 1
+    add(token_ids[before:])
+    return ExpandedPrompt(np.concatenate(parts).astype(np.int32), tuple(spans))
+
+
+def _pieces(
+    item: VisualItem, config: VisionConfig, encode: Encode
+) -> Iterator[tuple[Int32, int | None]]:
+    """Yield the replacements of a placeholder: ids, and the item's first row if they are its
+    own."""
+    rows = item.height * item.width
+    if item.times is None:
+        yield np.full(rows, config.image_token_id, np.int32), 0
+        return
+    for number, time in enumerate(item.times):
+        text = [*encode(f"<{time:.1f} seconds>"), config.start_token_id]
+        yield np.array(text, np.int32), None
+        yield np.full(rows, config.video_token_id, np.int32), number * rows
+        yield np.array([config.end_token_id], np.int32), None
+
+
+def _check(placeholders: Int32, items: Sequence[VisualItem], config: VisionConfig) -> None:
+    for kind, token, given in (
+        ("image", config.image_token_id, sum(item.times is None for item in items)),
+        ("video", config.video_token_id, sum(item.times is not None for item in items)),
+    ):
+        found = int((placeholders == token).sum())
+        if found != given:
+            raise InvalidRequest(
+                f"the prompt has {found} {kind} placeholders (token {token}), but {given} {kind}s "
+                "were given: each needs one"
+            )
+
+
+def patch_times(times: Sequence[float], together: int) -> tuple[float, ...]:
+    """Return the time of each temporal patch: the mean of its first and its last frame's, in
+    seconds. The last frame is repeated if frames do not fill a patch."""
+    padded = [*times, *[times[-1]] * (-len(times) % together)]
+    firsts, lasts = padded[::together], padded[together - 1 :: together]
+    return tuple((first + last) / 2 for first, last in zip(firsts, lasts, strict=True))
+
+
+def items_message(
+    prompt: ExpandedPrompt, items: Sequence[VisualItem], config: VisionConfig, worker: int
+) -> Items:
+    """Return the message about a prompt's items for the scheduler and the block manager."""
+    _, delta = rope_positions(len(prompt.token_ids), [placed.span for placed in prompt.spans])
+    frames = [1 if item.times is None else len(item.times) for item in items]
+    return Items(
+        keys=np.frombuffer(b"".join(item.key for item in items), np.uint8).reshape(-1, KEY_BYTES),
+        grids=np.array(
+            [(n, item.height, item.width) for n, item in zip(frames, items, strict=True)], np.int32
+        ),
+        spans=np.array([(p.item, p.first_row, p.span.start) for p in prompt.spans], np.int32),
+        rope_delta=delta,
+        worker=worker,
+    )
+
+
+def visual_spans(items: Items) -> list[VisualSpan]:
+    """Return the items' spans as `nanoactor.models.vision.mrope` expects them."""
+    grids = items.grids.tolist()
+    return [
+        VisualSpan(start, grids[item][1], grids[item][2]) for item, _, start in items.spans.tolist()
+    ]
+
+
+def block_extras(items: Items, block_size: int) -> dict[int, bytes]:
+    """Return, by block, the bytes that distinguish it from blocks of the same ids: for each span in
+    it the item's key, its shape, and the first of its rows. The block's offset within a span
+    follows from the blocks before, which its name depends on."""
+    extras: dict[int, bytes] = {}
+    for (item, first, _), span in zip(items.spans.tolist(), visual_spans(items), strict=True):
+        numbers = (span.height, span.width, first)
+        name = bytes(items.keys[item]) + b"".join(n.to_bytes(4, "little") for n in numbers)
+        for block in range(span.start // block_size, -(-span.stop // block_size)):
+            extras[block] = extras.get(block, b"") + name
+    return extras

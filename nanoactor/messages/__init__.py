@@ -1,0 +1,1 @@
+"""Messages between actors, and their parts."""

@@ -1,0 +1,349 @@
+"""The files of a model's directory: its location, the model's sizes, and its defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from nanoactor.errors import InvalidConfig
+from nanoactor.model_files.generation_config import FILE, GenerationConfig, read_generation_config
+from nanoactor.models.config import check_file, read_config
+from nanoactor.models.errors import ModelError, UnsupportedModel
+from nanoactor.models.families.registry import family_of, keeps_slot_state
+from nanoactor.models.limits import FREEZE_IDS
+from nanoactor.models.model_config import ModelConfig
+from nanoactor.models.parallel import check_parallel
+from nanoactor.models.vision.image_config import ImageConfig, read_image_config
+from nanoactor.models.vision.video_config import VideoConfig, read_video_config
+from nanoactor.options.config import EngineConfig
+from nanoactor.options.pooling import JUDGEMENTS, PoolingConfig, describes_pooling, read_pooling
+from nanoactor.text.end_token import end_token
+from nanoactor.text.huggingface import find_tokenizer
+
+log = logging.getLogger("nanoactor.engine")
+
+DEMO = "demo"
+DEMOS = {DEMO: "demo", "demo-vl": "demo_vl"}
+"""Models that come with the package, and their directories."""
+
+
+READ = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
+"""Patterns of the files that are read."""
+FilePrint = tuple[int, int, int]
+"""Size, time of the last change in ns, inode."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A model's directory and what its JSON files say."""
+
+    directory: Path
+    config: ModelConfig
+    generation: GenerationConfig
+    """Sampling defaults recommended by the model's authors."""
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int
+    tokenizer_directory: Path | None
+    """Directory with `tokenizer.json` and the chat template; None if only token ids are served."""
+    given_tokenizer: Path
+    """The directory from which transformers reads the tokenizer."""
+    images: ImageConfig | None = None
+    """Parameters for resizing images; None for a text-only model."""
+    videos: VideoConfig | None = None
+    """Parameters for sampling and resizing video frames; None for a model without video input."""
+    lowers_length: bool = False
+    """True if `max_model_len` is lowered to the capacity of the KV cache."""
+    chat_template: str | None = None
+    """The source of the template in place of the model's own."""
+    pooling: PoolingConfig | None = None
+    """Pooling configuration; None for a model that only generates text."""
+    generates: bool = True
+    """True if the model generates text."""
+    has_slot_state: bool = False
+    """True if layers keep per-sequence state outside of the blocks, which rules out prefix-cache
+    hits."""
+    prints: Mapping[Path, FilePrint] = dataclasses.field(default_factory=dict)
+    """Fingerprints of all files that processes read, from when the engine was made."""
+
+    @property
+    def placeholders(self) -> tuple[int, ...]:
+        """Return the token ids of image and video placeholders."""
+        vision = self.config.vision
+        return () if vision is None else (vision.image_token_id, vision.video_token_id)
+
+    def fitted(self, tokens: int) -> ModelFiles:
+        """Return the files for an engine with a KV cache of `tokens` tokens."""
+        if not self.lowers_length or tokens >= self.max_model_len:
+            return self
+        return dataclasses.replace(self, max_model_len=tokens)
+
+
+def read_model_files(config: EngineConfig) -> ModelFiles:
+    """Find the model and read its configuration; convert its tokenizer if necessary.
+
+    Raises `ModelError` if files are missing or malformed, `InvalidConfig` if the engine's options
+    do not fit the model.
+    """
+    directory = resolve_model(config.model, config.revision, config.download_dir)
+    model = read_config(directory)
+    family_of(model.architecture)
+    check_parallel(model, config.tensor_parallel_size)
+    length = _length(config, model)
+    generation = _generation(config, directory)
+    eos = generation.eos_token_ids or model.eos_token_ids
+    _check_eos(eos, model.vocab_size, directory)
+    if keeps_slot_state(model) and len(eos) >= FREEZE_IDS:
+        raise UnsupportedModel(
+            f"{directory}: {len(eos)} end-of-sequence ids; a model whose layers keep states of "
+            f"sequences may have {FREEZE_IDS - 1}, as the device must know each of them"
+        )
+    skips, limit = config.skip_tokenizer_init, config.start_timeout
+    images = None if model.vision is None else read_image_config(directory, model.vision)
+    given = _tokenizers(config, directory)
+    tokenizer = None if skips else find_tokenizer(given, limit)
+    pooling = _pooling(config, directory, tokenizer)
+    generates = model.has_head and not (pooling and describes_pooling(directory))
+    if not generates and pooling is None:
+        raise ModelError(
+            f"{directory}: {model.architecture} has no head, so it generates no text: say how it "
+            "pools (pooling), or take a checkpoint for causal language modelling"
+        )
+    return ModelFiles(
+        directory=directory,
+        config=model,
+        generation=generation,
+        eos_token_ids=_with_tokenizers(eos, tokenizer, model.vocab_size),
+        max_model_len=length,
+        tokenizer_directory=tokenizer,
+        given_tokenizer=given,
+        images=images,
+        videos=_videos(directory, model, images),
+        prints=_prints({directory, tokenizer or directory}),
+        lowers_length=config.max_model_len == "auto",
+        chat_template=_chat_template(config.chat_template),
+        pooling=pooling,
+        generates=generates,
+        has_slot_state=keeps_slot_state(model),
+    )
+
+
+def _pooling(config: EngineConfig, directory: Path, tokenizer: Path | None) -> PoolingConfig | None:
+    """Return the model's pooling configuration, with the ids of the tokens that scores are made
+    from."""
+    found = read_pooling(directory, config.pooling)
+    if found is None or not found.scores:
+        return found
+    return dataclasses.replace(found, token_ids=_judgements(directory, tokenizer))
+
+
+def _judgements(directory: Path, tokenizer: Path | None) -> tuple[int, ...]:
+    """Return the token ids of a reranker's verdicts."""
+    if tokenizer is None:
+        raise InvalidConfig('pooling "yes_no" needs the tokenizer (skip_tokenizer_init)')
+    from nanoactor.text.tokenizer import load_tokenizer  # control processes stay light
+
+    known = load_tokenizer(tokenizer)
+    ids = [token for word in JUDGEMENTS if (token := known.token_to_id(word)) is not None]
+    if len(ids) < len(JUDGEMENTS):
+        raise InvalidConfig(
+            f'pooling "yes_no": {directory} has no tokens {" and ".join(JUDGEMENTS)}: is it a '
+            "reranker?"
+        )
+    return tuple(ids)
+
+
+def _generation(config: EngineConfig, directory: Path) -> GenerationConfig:
+    """Return the defaults recommended by the model's authors or overridden by its users."""
+    place = Path(config.generation_config)
+    overrides = dict(config.override_generation_config or {})
+    if config.generation_config in ("auto", "vllm"):
+        generation = read_generation_config(directory)
+    elif not (place / FILE).is_file():
+        raise InvalidConfig(
+            f'generation_config must be "auto", "vllm" or a directory with {FILE}, got {place}'
+        )
+    else:
+        generation = read_generation_config(place)
+    if config.generation_config == "vllm":
+        generation = generation.without_recommendations()
+    if overrides:
+        generation = generation.overridden(overrides)
+    return generation
+
+
+def _chat_template(given: str | None) -> str | None:
+    """Return the source of a template that is given as a file or as itself."""
+    if given is None:
+        return None
+    if any(mark in given for mark in "{}\n"):
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeError) as error:
+        raise InvalidConfig(f"chat_template {given!r:.200} cannot be read: {error}") from None
+
+
+def _tokenizers(config: EngineConfig, directory: Path) -> Path:
+    """Return the directory in which the tokenizer's files are."""
+    if config.tokenizer is None or config.tokenizer == config.model:
+        return directory
+    return resolve_model(config.tokenizer, download_dir=config.download_dir, weights=False)
+
+
+def _prints(directories: Iterable[Path]) -> dict[Path, FilePrint]:
+    found: dict[Path, FilePrint] = {}
+    for directory in directories:
+        for pattern in READ:
+            for path in directory.glob(pattern):
+                check_file(path)
+                found[path] = file_print(path)
+    return found
+
+
+def file_print(path: Path) -> FilePrint:
+    """Return a fingerprint of a file's metadata. Raises `OSError`."""
+    told = path.stat()
+    return told.st_size, told.st_mtime_ns, told.st_ino
+
+
+def _videos(directory: Path, model: ModelConfig, images: ImageConfig | None) -> VideoConfig | None:
+    if model.vision is None or images is None:
+        return None
+    return read_video_config(directory, model.vision, images)
+
+
+def _check_eos(ids: tuple[int, ...], vocabulary: int, directory: Path) -> None:
+    wrong = [token for token in ids if not 0 <= token < vocabulary]
+    if wrong:
+        raise ModelError(
+            f"{directory}: eos_token_id {wrong[0]} is outside the vocabulary of {vocabulary} ids"
+        )
+
+
+def _with_tokenizers(
+    eos: tuple[int, ...], tokenizer: Path | None, vocabulary: int
+) -> tuple[int, ...]:
+    """Return the end-of-sequence ids, including the tokenizer's own, as in vLLM: some tools for
+    fine-tuning chat models only write it there."""
+    found = None if tokenizer is None else end_token(tokenizer)
+    if found is None or found.id in eos or found.id >= vocabulary:
+        return eos
+    log.warning(
+        "answers end at %s (id %d) too: tokenizer_config.json calls it the end of a sequence, and "
+        "neither generation_config.json nor config.json does",
+        found.text,
+        found.id,
+    )
+    return (*eos, found.id)
+
+
+def _length(config: EngineConfig, model: ModelConfig) -> int:
+    given = config.max_model_len
+    length = model.default_length if given is None or given == "auto" else given
+    if length > model.longest:
+        raise InvalidConfig(
+            f"max_model_len {length} exceeds what the model's {_limit(model)}, {model.longest}"
+        )
+    if length < 2:
+        raise InvalidConfig("max_model_len must be at least 2: a token of prompt, one of output")
+    return length
+
+
+def _limit(model: ModelConfig) -> str:
+    """Name the setting that limits the length of sequences."""
+    if model.longest == model.window:
+        return "sliding_window lets every token see"
+    if model.longest != model.max_positions:
+        return "rope scaling allows"
+    return "max_position_embeddings says"
+
+
+def max_prompt_bytes(files: ModelFiles) -> int:
+    """Return the maximum length, in bytes, of a text that is accepted for tokenizing.
+
+    Prose has 3 to 5 bytes per token, deeply indented code perhaps 10; text with more than 32
+    throughout (nothing but spaces, say) is rejected unread.
+    """
+    return max(1 << 16, 32 * files.max_model_len)
+
+
+def resolve_model(
+    name: str, revision: str | None = None, download_dir: str | None = None, weights: bool = True
+) -> Path:
+    """Return a model's directory: as given, a demo, or from the Hugging Face cache or hub.
+
+    Without `weights`, only its other files are needed. Raises `ModelError`, which describes a file
+    or directory that holds no model.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        found = path.resolve()
+        if weights:
+            _check_kind(found)
+        return found
+    if name in DEMOS:
+        return Path(__file__).parent.parent / "models" / DEMOS[name]
+    if path.is_file():
+        raise ModelError(
+            f"{name} is a file{_KINDS_OF_FILES.get(path.suffix, '')}: give the "
+            "directory of a model, with config.json and .safetensors files"
+        )
+    looks_local = path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1
+    if looks_local or os.sep == "\\":
+        raise ModelError(f"{name} is neither a directory nor a name on the hub (owner/model)")
+    return _from_hub(name, revision, download_dir, weights)
+
+
+_KINDS_OF_FILES = {
+    ".gguf": " in GGUF, llama.cpp's format, which is not read",
+    ".bin": " with weights in PyTorch's format, which is not read",
+    ".pt": " with weights in PyTorch's format, which is not read",
+    ".pth": " with weights in PyTorch's format, which is not read",
+}
+
+
+def _check_kind(directory: Path) -> None:
+    """Raise `ModelError`, with a description, for a directory without a model's `config.json`."""
+    if (directory / "config.json").exists():
+        return
+    if (directory / "adapter_config.json").exists():
+        raise ModelError(
+            f"{directory} holds an adapter (LoRA), not a model: merge it into its base model, and "
+            "give the directory of that"
+        )
+    if next(directory.glob("*.gguf"), None) is not None:
+        raise ModelError(
+            f"{directory} holds a model in GGUF, llama.cpp's format, which is not read"
+        )
+    if next(directory.iterdir(), None) is None:
+        raise ModelError(f"{directory} is empty: a model has config.json and .safetensors files")
+    if next(directory.glob("*.safetensors"), None) is not None:
+        raise ModelError(f"{directory}: config.json does not exist, though there are weights")
+
+
+def _from_hub(name: str, revision: str | None, download_dir: str | None, weights: bool) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    get = functools.partial(snapshot_download, name, revision=revision, cache_dir=download_dir)
+    try:
+        found = Path(get(local_files_only=True))
+        if not weights or any(found.glob("*.safetensors")):
+            return found
+    except (LocalEntryNotFoundError, ValueError):
+        pass  # not in the cache: ask the hub
+    wanted = [pattern for pattern in READ if weights or pattern != "*.safetensors"]
+    try:
+        found = Path(get(allow_patterns=wanted))
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
+        raise ModelError(
+            f"{name} is no directory, is not in the Hugging Face cache, and cannot be "
+            f"downloaded: {error}"
+        ) from error
+    if weights and not any(found.glob("*.safetensors")):
+        raise ModelError(f"{name} has no .safetensors files, or the cache holds it only in part")
+    return found

@@ -1,0 +1,192 @@
+"""Fingerprints of the model's files: a restarted process must read the same as the others.
+
+Files with the same size, time and inode are not read. Otherwise digests decide: the engine computes
+the digest of every file at startup, on a thread, and compares it if a file was touched, copied over
+or moved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import fnmatch
+import hashlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from nanoactor.errors import ModelError
+from nanoactor.model_files.files import READ, FilePrint, ModelFiles, file_print
+
+log = logging.getLogger("nanoactor.engine")
+T = TypeVar("T")
+
+_TOKENIZER = ("tokenizer.json",)
+_TEMPLATE = ("tokenizer_config.json", "special_tokens_map.json", "*.jinja")
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+_READERS: Mapping[str, tuple[str, ...]] = {
+    "tokenizer": (*_TOKENIZER, *_TEMPLATE),
+    "detokenizer": _TOKENIZER,
+    "grammar": _TOKENIZER,
+    "runner": _WEIGHTS,
+    "vision": (),
+    "control": (),
+}
+"""Files that each kind of node reads. The user's process reads the rest."""
+_CHUNK = 1 << 20
+_LOWEST = 19
+_LAST_CHUNK = 0.2
+"""Seconds to wait at the end for a chunk being read."""
+
+
+class FilePrints:
+    """Checks that restarted nodes would read the same files as the others."""
+
+    def __init__(self, files: ModelFiles) -> None:
+        """Open nothing yet; the fingerprints are those of `files`."""
+        self._files = files
+        self._digests: dict[Path, bytes] = {}
+        """By original path."""
+        self._directories: dict[Path, int] = {}
+        """Descriptors by original path, to find a directory after it is renamed."""
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+
+    def learn(self) -> None:
+        """Compute the digest of every file, on a thread of the lowest priority."""
+        thread = threading.Thread(target=self._learn, name="nanoactor-digests", daemon=True)
+        try:
+            for directory in {path.parent for path in self._files.prints}:
+                self._directories[directory] = os.open(directory, os.O_PATH | os.O_DIRECTORY)
+            thread.start()
+            self._thread = thread
+        except (OSError, RuntimeError) as error:  # resources exhausted, or files moved
+            log.warning("no digests of the model's files, so that none may be touched: %s", error)
+
+    def _learn(self) -> None:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
+        for path, known in self._files.prints.items():
+            with contextlib.suppress(OSError):
+                digest = self._digest(path)
+                # Otherwise the file was changed before its digest was computed.
+                if digest and file_print(path) == known:
+                    self._digests[path] = digest
+
+    def _digest(self, path: Path) -> bytes:
+        """Return a file's digest; empty if the engine ends first."""
+        found = hashlib.blake2b(digest_size=32)
+        with path.open("rb", buffering=0) as file:
+            while chunk := file.read(_CHUNK):
+                if self._stopping:
+                    return b""
+                found.update(chunk)
+        return found.digest()
+
+    def close(self) -> None:
+        """Stop, and close the descriptors."""
+        self._stopping = True
+        if self._thread is not None:
+            self._thread.join(_LAST_CHUNK)
+        for descriptor in self._directories.values():
+            os.close(descriptor)
+        self._directories = {}
+
+    async def check(self, nodes: Iterable[str]) -> ModelFiles | None:
+        """Check the files that these nodes read. Return the model's new location if it was moved;
+        raise `ModelError` if a file is gone or has other contents."""
+        patterns = {pattern for node in nodes for pattern in _readers(node)}
+        paths = [
+            path
+            for path in self._files.prints
+            if any(fnmatch.fnmatch(path.name, pattern) for pattern in patterns)
+        ]
+        places = {path: self._place(path) for path in paths}
+        doubtful = {
+            path: place for path, place in places.items() if self._differs(path, place) is not None
+        }
+        if doubtful:
+            await _on_thread(lambda: self._compare(doubtful))
+        return self._moved(places)
+
+    def _place(self, path: Path) -> Path:
+        """Return the current path of a file: the original one unless its directory was renamed."""
+        descriptor = self._directories.get(path.parent)
+        if path.exists() or descriptor is None:
+            return path
+        with contextlib.suppress(OSError):
+            now = Path(os.readlink(f"/proc/self/fd/{descriptor}")) / path.name
+            if now.exists():
+                return now
+        return path
+
+    def _differs(self, path: Path, place: Path) -> str | None:
+        """Compare a file's metadata with its fingerprint; return the difference, or None."""
+        try:
+            now = file_print(place)
+        except OSError:
+            raise ModelError(f"{path} is gone since the engine was started") from None
+        known: FilePrint = self._files.prints[path]
+        if now == known:
+            return None
+        return "replaced" if now[2] != known[2] else "changed"
+
+    def _compare(self, places: Mapping[Path, Path]) -> None:
+        """Compare digests; on a thread."""
+        for path, place in places.items():
+            how, known = self._differs(path, place), self._digests.get(path)
+            same_size = place.stat().st_size == self._files.prints[path][0]
+            if not (known and same_size and self._digest(place) == known):
+                raise ModelError(f"{path} was {how} since the engine was started: start a new one")
+            log.warning("%s was %s, and holds the same bytes", path, how)
+
+    def _moved(self, places: Mapping[Path, Path]) -> ModelFiles | None:
+        moved = {path.parent: place.parent for path, place in places.items() if path != place}
+        if not moved:
+            return None
+        files, tokenizer = self._files, self._files.tokenizer_directory
+        for before, after in moved.items():
+            log.warning("%s was moved to %s", before, after)
+        return dataclasses.replace(
+            files,
+            directory=moved.get(files.directory, files.directory),
+            tokenizer_directory=moved.get(tokenizer, tokenizer) if tokenizer else None,
+        )
+
+
+def _readers(node: str) -> Collection[str]:
+    """Return the patterns of the files that a node reads; all of them for an unknown node."""
+    return _READERS.get(node.partition(".")[0], READ)
+
+
+async def _on_thread(work: Callable[[], T]) -> T:
+    """Run `work` on a separate thread: other work may have filled the loop's pool."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def finish(result: T | None, error: BaseException | None) -> None:
+        if done.done():
+            return
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = work()
+        except BaseException as raised:
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(finish, result, error)
+
+    try:
+        threading.Thread(target=run, name="nanoactor-compare", daemon=True).start()
+    except RuntimeError:  # no thread available: block the loop, as the engine must wait anyway
+        return work()
+    return await done

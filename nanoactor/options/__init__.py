@@ -1,0 +1,1 @@
+"""Options of an engine, and their names in other engines."""

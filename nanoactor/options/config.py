@@ -1,0 +1,405 @@
+"""Configuration of an engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+from nanoactor.errors import InvalidConfig
+from nanoactor.models.config import DTYPES
+from nanoactor.models.options import (
+    ATTENTION_LAYOUTS,
+    GRAPH_MODES,
+    WEIGHT_FORMATS,
+    DeviceOptions,
+)
+from nanoactor.options.pooling import POOLINGS
+from nanoactor.requests.params import make_numbers_plain
+
+_LEAST_STALL_TIMEOUT = 1.0
+_SHORT_STEPS = 4
+"""Steps in flight while a step takes longer on the host (half a millisecond, say) than on the
+device."""
+_MOST_LOGPROBS = 1000
+"""The scores of a step's tokens must fit into one message."""
+Placement = Literal["default", "split", "single"]
+
+
+def simulated_times(device: str) -> tuple[float, float]:
+    """Return a simulated device's time per step in ms and per token in us; 0 and 0 if the name
+    gives none."""
+    base, plus, each = device.removeprefix("simulated:").partition("+")
+    try:
+        return float(base), float(each) if plus else 0.0
+    except ValueError:
+        return 0.0, 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """Options of an engine. Raises `InvalidConfig` on construction, naming the option."""
+
+    model: str
+    """A directory, `demo`, `demo-vl`, or a name on the Hugging Face hub."""
+    tokenizer: str | None = None
+    """Location of the tokenizer and chat template, in the same forms. Default: the model's."""
+    revision: str | None = None
+    """Branch, tag or commit of a model on the hub. Default: its main branch."""
+    download_dir: str | None = None
+    """Directory into which models are downloaded. Default: the Hugging Face cache."""
+    chat_template: str | None = None
+    """A file with the chat template for conversations, or the template itself.
+    Default: the model's own."""
+    generation_config: str = "auto"
+    """"auto": parameters that requests leave open are those that the model's
+    `generation_config.json` recommends. "vllm": vLLM's sampling defaults. Else a directory with
+    another such file."""
+    override_generation_config: Mapping[str, Any] | None = None
+    """Settings that override those of `generation_config.json`: {"temperature": 0.5}."""
+    device: str = "auto"
+    """"auto" takes a GPU if PyTorch sees one, else an NPU, else the CPU; "cpu", "cuda" (each
+    rank its own GPU), "cuda:N", "npu", "npu:N", or "simulated:MS": steps that take MS milliseconds
+    and compute nothing, to measure the overhead of the engine itself; with "simulated:MS+US" each
+    token of a step takes another US microseconds, so that cached prefixes save time."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """"auto" reads the checkpoint. "dummy" draws random weights, for benchmarks; with
+    skip_tokenizer_init the directory only needs a config.json."""
+    dtype: str = "auto"
+    """"auto" takes the checkpoint's own type if the device computes in it, else the device's
+    default; "half" is float16, "float" float32."""
+    check_weights: bool = True
+    """Refuse weights that hold NaN or infinity. Reads every value while loading."""
+    max_model_len: int | Literal["auto"] | None = None
+    """Maximum length of prompt plus output. Default: what the model's configuration allows. "auto"
+    or -1: that, or as much of it as the KV cache holds."""
+    max_num_seqs: int = 256
+    """Maximum number of sequences that run at once."""
+    max_num_batched_tokens: int = 2048
+    """Maximum number of tokens in a step; bounds the gap between two tokens of a stream."""
+    block_size: int | None = None
+    """Tokens in a KV block. Default: the device's."""
+    num_kv_blocks: int | None = None
+    """KV blocks in the cache. Default: as many as fit `memory_utilization`."""
+    memory_utilization: float | None = None
+    """Share of the memory free at startup that weights and KV cache may take. Default: the
+    device's."""
+    encoder_cache_tokens: int | None = None
+    """Capacity of the encoder cache, in image tokens; the largest request must fit. Default: 16384,
+    or max_model_len if that is less."""
+    num_vision_workers: int = 1
+    """Processes that decode images, for vision models."""
+    max_image_pixels: int = 64_000_000
+    """Images with more pixels are rejected before they are decoded."""
+    limit_mm_per_prompt: Mapping[str, int] | None = None
+    """Maximum images and videos in a request: {"image": 4, "video": 1}. Default: as many as
+    fit."""
+    enable_prefix_caching: bool = True
+    """Keep KV blocks after a request ends, so that common prefixes are computed once."""
+    enforce_eager: bool = False
+    """Capture no graphs on a GPU or an NPU: starts faster, runs slower; for debugging."""
+    decode_kernel: bool = True
+    """On a Hopper GPU, run decode steps of up to 16 rows as one kernel, if the model allows it."""
+    graph_mode: str = "auto"
+    """On an NPU, how decode steps run: "npugraph" (recorded natively; the default), "max-autotune"
+    (compiled by torchair's graph engine), "reduce-overhead" (recorded by torchair) or "eager"."""
+    attention_layout: str = "tnd"
+    """On an NPU, the layout of queries for fused attention: "tnd" (packed) or "bnsd" (padded)."""
+    weight_format: str = "nd"
+    """On an NPU: "nd" (row by row) or "nz" (the matrix units' own layout)."""
+    graph_cache_dir: str | None = None
+    """On an NPU, where compiled graphs are kept; default: nanoactor/graphs in the user's cache."""
+    pipeline_depth: int = 2
+    """Steps that are planned but not finished. 1 plans a step after the previous one is processed;
+    2 overlaps the two."""
+    max_pipeline_depth: int | None = None
+    """Maximum of planned but unfinished steps, while a step is shorter than the host's work for it.
+    Default: 4 on NVIDIA GPUs, unless `pipeline_depth` is 1; elsewhere `pipeline_depth`."""
+    plan_lead: Literal["eager", "late"] = "eager"
+    """"eager" plans the next step as soon as the depth allows. "late" waits until the runner is
+    about to run dry, so that requests that arrive in the meantime join it."""
+    priority_window: int = 1000
+    """Lower priority values run first. Per unit of priority difference, fewer than this many later
+    requests overtake a request, so that none starves."""
+    max_logprobs: int = 20
+    """Maximum number of top log-probabilities that a request may have returned with each token."""
+    pooling: str = "auto"
+    """Pooling method: "auto" follows the checkpoint's `modules.json`, if there is one. "last",
+    "mean" and "cls" pool these positions' states; "yes_no" scores pairs as Qwen3-Reranker does;
+    "none" disables pooling."""
+    num_tokenizers: int = 1
+    """Processes that tokenize prompts."""
+    template_timeout: float = 5.0
+    """Seconds of CPU time that the model's chat template may take for a conversation."""
+    mask_timeout: float = 30.0
+    """Seconds that a grammar may take to produce the mask of a sequence's next token, compilation
+    included; a sequence that waits longer ends with `ComputationFailed`."""
+    hold_timeout: float = 60.0
+    """Minimum seconds that the caller of paused sequences (beam search) has to resume them; then
+    they end with `HoldExpired`."""
+    jump_forward: bool = True
+    """Append tokens for which a grammar leaves only one choice without sampling them."""
+    tensor_parallel_size: int = 1
+    """Processes over which each layer is split; must divide the attention heads."""
+    threads: int | None = None
+    """CPU threads of a runner. Default: the cores that affinity and the container's quota allow,
+    divided among the ranks; a single rank uses one thread for steps that are faster that way."""
+    seed: int | None = None
+    """Makes the seeds drawn for requests without one reproducible."""
+    prefix_salt: bytes | None = dataclasses.field(default=None, repr=False)
+    """Key of the prefix cache's hashes, 16 to 64 random bytes: a secret shared by engines and the
+    router that tracks their caches (`AsyncLLM.index_events`). Default: random, and never
+    disclosed."""
+    skip_tokenizer_init: bool = False
+    """Load no tokenizer: prompts are token ids, and outputs have no text."""
+    max_waiting_requests: int = 10_000
+    """Requests that may wait for their first token; more raise `EngineOverloaded`."""
+    max_waiting_tokens: int = 50_000_000
+    """Prompt tokens that may wait for a first token. Until it is tokenized, each byte of a text
+    counts as one."""
+    max_waiting_media_bytes: int = 4 << 30
+    """Bytes of images and videos, as given, that may wait for a first token."""
+    placement: Placement = "default"
+    """"default": scheduler and block manager share a process. "split": a process for each
+    actor. "single": everything in this process, for debugging and embedding."""
+    transport: Literal["ring", "queue"] = "ring"
+    """Messages between processes pass through shared-memory rings, or through pipes, which are
+    slower."""
+    awake_ms: float | None = None
+    """Milliseconds that idle processes poll for messages before they sleep again, once notified
+    that a request or its first token is on its way; 0: they do not poll. Default: 3 if there are at
+    least two cores for each process, else 0."""
+    start_timeout: float = 600.0
+    """Seconds within which every process must be ready. After 30 s the log names the late ones."""
+    stop_timeout: float = 5.0
+    """Seconds that a process may take to end before it is killed."""
+    stall_timeout: float | None = 60.0
+    """Seconds without progress, while there are requests, after which the stalled process is killed
+    and all stacks are logged. None: never."""
+    max_restarts: int = 5
+    """Deaths of processes within `restart_window` that the engine recovers from: the process is
+    replaced, and streams resume. One more kills the engine, and requests raise `EngineDead`. 0: the
+    first one does, as with `debug_record_dir`."""
+    restart_window: float = 300.0
+    """Length of the window for counting restarts, in seconds."""
+    debug: bool = False
+    """Check every record's checksum and overwrite released memory. Slow."""
+    debug_delay_ms: float = 0.0
+    """Delay every message by a random time of up to this many milliseconds."""
+    debug_record_dir: str | None = None
+    """An existing directory in which every actor records the messages it receives and sends;
+    `nanoactor.runtime.recording.replay` replays the scheduler and the block manager."""
+
+    def __post_init__(self) -> None:
+        """Check each option on its own; constraints by the model are checked later."""
+        make_numbers_plain(self)
+        for name in ("model", "device"):
+            if not isinstance(getattr(self, name), str) or not getattr(self, name):
+                raise InvalidConfig(f"{name} must be a name, got {getattr(self, name)!r}")
+        flags = (
+            "jump_forward",
+            "check_weights",
+            "enable_prefix_caching",
+            "enforce_eager",
+            "decode_kernel",
+            "skip_tokenizer_init",
+        )
+        for name in (*flags, "debug"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidConfig(f"{name} must be true or false, got {getattr(self, name)!r}")
+        for name in ("block_size", "num_kv_blocks", "threads"):
+            self._check_whole(name, optional=True)
+        self._check_whole("encoder_cache_tokens", optional=True)
+        self._check_whole("max_pipeline_depth", optional=True)
+        self._check_whole("num_vision_workers")
+        self._check_whole("max_image_pixels")
+        self._check_media_limits()
+        for name in ("max_num_seqs", "max_num_batched_tokens", "pipeline_depth", "num_tokenizers"):
+            self._check_whole(name)
+        self._check_whole("tensor_parallel_size")
+        self._check_whole("max_logprobs")
+        for name in ("requests", "tokens", "media_bytes"):
+            self._check_whole(f"max_waiting_{name}")
+        self._check_whole("priority_window")
+        for name in ("start", "stop", "template", "mask", "hold"):
+            self._check_number(f"{name}_timeout", 1e9)
+        self._check_number("debug_delay_ms", 1e9)
+        self._check_number("awake_ms", 1000, optional=True)
+        self._check_deaths()
+        self._check_model_options()
+        self._check_salt()
+        self._check_choice("plan_lead", ("eager", "late"))
+        self._check_choice("pooling", POOLINGS)
+        self._check_choice("placement", get_args(Placement))
+        self._check_choice("transport", ("ring", "queue"))
+        self._check_choice("graph_mode", GRAPH_MODES)
+        self._check_choice("attention_layout", ATTENTION_LAYOUTS)
+        self._check_choice("weight_format", WEIGHT_FORMATS)
+        if self.debug_record_dir is not None and not (
+            isinstance(self.debug_record_dir, str) and os.path.isdir(self.debug_record_dir)
+        ):
+            raise InvalidConfig(
+                f"debug_record_dir must be an existing directory, got {self.debug_record_dir!r}"
+            )
+        self._check_simulated()
+        self._check_npu()
+        self._check_together()
+
+    def _check_model_options(self) -> None:
+        other = {"half": "float16", "float": "float32"}.get(str(self.dtype), self.dtype)
+        object.__setattr__(self, "dtype", other)
+        self._check_choice("dtype", ("auto", *DTYPES))
+        self._check_choice("load_format", ("auto", "dummy"))
+        if self.max_model_len == -1:
+            object.__setattr__(self, "max_model_len", "auto")
+        if self.max_model_len != "auto":
+            self._check_whole("max_model_len", optional=True)
+        overrides = self.override_generation_config
+        if overrides is not None and not isinstance(overrides, Mapping):
+            raise InvalidConfig(f"override_generation_config must be a dict, got {overrides!r:.80}")
+        if not isinstance(self.generation_config, str):
+            raise InvalidConfig(f"generation_config must be a text, got {self.generation_config!r}")
+        for name in ("tokenizer", "revision", "download_dir", "chat_template", "generation_config"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise InvalidConfig(f"{name} must be a text or None, got {value!r:.100}")
+
+    def _check_salt(self) -> None:
+        salt = self.prefix_salt
+        if salt is not None and (not isinstance(salt, bytes) or not 16 <= len(salt) <= 64):
+            raise InvalidConfig("prefix_salt must be 16 to 64 bytes, or None")  # and is not shown
+
+    def _check_media_limits(self) -> None:
+        limits = self.limit_mm_per_prompt
+        if limits is None:
+            return
+        if not isinstance(limits, Mapping) or set(limits) - {"image", "video"}:
+            raise InvalidConfig(
+                "limit_mm_per_prompt must be a dict such as {'image': 4, 'video': 1}, got "
+                f"{limits!r:.80}"
+            )
+        for count in limits.values():
+            if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+                raise InvalidConfig(
+                    f"limit_mm_per_prompt: a limit must be a whole number, got {count!r:.50}"
+                )
+
+    def _check_deaths(self) -> None:
+        if self.max_restarts != 0 or isinstance(self.max_restarts, bool):
+            self._check_whole("max_restarts")
+        self._check_number("restart_window", 1e9)
+        if self.stall_timeout is not None:
+            self._check_number("stall_timeout", 1e9)
+            if self.stall_timeout < _LEAST_STALL_TIMEOUT:
+                raise InvalidConfig(
+                    f"stall_timeout must be at least {_LEAST_STALL_TIMEOUT:g} s, or None, got "
+                    f"{self.stall_timeout!r}"
+                )
+
+    def _check_simulated(self) -> None:
+        if self.device.startswith("simulated"):
+            milliseconds, microseconds = simulated_times(self.device)
+            if not 0 < milliseconds <= 10_000 or not 0 <= microseconds <= 10_000:
+                raise InvalidConfig(
+                    "a simulated device is given with its step time in milliseconds, above 0 and "
+                    "up to 10000, and perhaps with each token's in microseconds, up to 10000, as "
+                    f"in 'simulated:5' and 'simulated:5+20'; got {self.device!r}"
+                )
+
+    def _check_npu(self) -> None:
+        directory = self.graph_cache_dir
+        if directory is not None and (not isinstance(directory, str) or not directory):
+            raise InvalidConfig(f"graph_cache_dir must be a directory, got {directory!r}")
+        if self.enforce_eager and self.graph_mode not in ("auto", "eager"):
+            raise InvalidConfig(
+                f"graph_mode {self.graph_mode!r} and enforce_eager exclude each other"
+            )
+        if self.device == "auto" or self.device.startswith("npu"):
+            return
+        for name, neutral in (
+            ("graph_mode", ("auto", "eager")),
+            ("attention_layout", ("tnd",)),
+            ("weight_format", ("nd",)),
+            ("graph_cache_dir", (None,)),
+        ):
+            if getattr(self, name) not in neutral:
+                raise InvalidConfig(
+                    f"{name} {getattr(self, name)!r} is for NPUs: device {self.device!r} has no "
+                    "such choice"
+                )
+
+    def _check_together(self) -> None:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise InvalidConfig(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
+                f"max_num_seqs ({self.max_num_seqs}), so that every sequence fits into a step"
+            )
+        if self.max_pipeline_depth is not None and self.max_pipeline_depth < self.pipeline_depth:
+            raise InvalidConfig(
+                f"max_pipeline_depth ({self.max_pipeline_depth}) must be at least pipeline_depth "
+                f"({self.pipeline_depth})"
+            )
+        if self.memory_utilization is not None:
+            self._check_number("memory_utilization", 1.0)
+            if not self.memory_utilization:
+                raise InvalidConfig("memory_utilization must be above 0")
+        if self.max_logprobs > _MOST_LOGPROBS:
+            raise InvalidConfig(
+                f"max_logprobs may be {_MOST_LOGPROBS} at most, got {self.max_logprobs}"
+            )
+        if self.seed is not None and type(self.seed) is not int:
+            raise InvalidConfig(f"seed must be a whole number, got {self.seed!r}")
+        for kind, variable in (
+            ("cuda", "CUDA_VISIBLE_DEVICES"),
+            ("npu", "ASCEND_RT_VISIBLE_DEVICES"),
+        ):
+            if self.tensor_parallel_size > 1 and self.device.startswith(f"{kind}:"):
+                raise InvalidConfig(
+                    f"device {self.device!r} names one device, but each of "
+                    f"{self.tensor_parallel_size} ranks needs its own: give {kind!r}, and choose "
+                    f"devices by {variable}"
+                )
+        if self.tensor_parallel_size > 1 and self.placement == "single":
+            raise InvalidConfig(
+                "placement 'single' has one process, but tensor_parallel_size "
+                f"{self.tensor_parallel_size} needs one for each rank"
+            )
+
+    @property
+    def device_options(self) -> DeviceOptions:
+        """The options for each kind of device."""
+        mode = "eager" if self.enforce_eager else self.graph_mode
+        return DeviceOptions(mode, self.attention_layout, self.weight_format, self.graph_cache_dir)
+
+    @property
+    def restarts_allowed(self) -> int:
+        """Return `max_restarts`; 0 while recording, as a recording does not span a restart."""
+        return self.max_restarts if self.debug_record_dir is None else 0
+
+    def steps_in_flight(self, *, deep: bool) -> int:
+        """Return the largest number of steps in flight. With `deep`, more short steps than
+        `pipeline_depth` may be in flight at no cost."""
+        if self.max_pipeline_depth is not None:
+            return self.max_pipeline_depth
+        deeper = deep and self.pipeline_depth > 1
+        return max(self.pipeline_depth, _SHORT_STEPS) if deeper else self.pipeline_depth
+
+    def _check_whole(self, name: str, optional: bool = False) -> None:
+        value = getattr(self, name)
+        if value is None and optional:
+            return
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise InvalidConfig(f"{name} must be a positive whole number, got {value!r}")
+
+    def _check_number(self, name: str, most: float, optional: bool = False) -> None:
+        value = getattr(self, name)
+        if value is None and optional:
+            return
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= most:
+            raise InvalidConfig(f"{name} must be a number from 0 to {most:g}, got {value!r}")
+
+    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        if value not in choices:
+            raise InvalidConfig(f"{name} must be one of {', '.join(choices)}, got {value!r}")

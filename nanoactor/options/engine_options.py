@@ -1,0 +1,37 @@
+"""Engine options under the names that vLLM and SGLang use."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from nanoactor.errors import InvalidConfig
+from nanoactor.options.config import EngineConfig
+from nanoactor.requests.known_names import ENGINE, Name
+from nanoactor.requests.named_parameters import meant
+
+_BY_NAME: Mapping[str, Name] = {name.theirs: name for name in ENGINE}
+
+
+def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
+    """Return the configuration. Raises `InvalidConfig`, suggesting a known name for an unknown
+    one."""
+    known = [field.name for field in dataclasses.fields(EngineConfig) if field.name != "model"]
+    chosen: dict[str, Any] = {}
+    for name, value in options.items():
+        foreign = _BY_NAME.get(name)
+        ours = foreign.ours if foreign is not None and foreign.ours else name
+        if value is None and foreign is not None:
+            continue  # to vLLM this is the default
+        if ours in chosen or (ours != name and ours in options):
+            raise InvalidConfig(f"{name} and {ours} are the same option: give one of them")
+        if ours in known:
+            chosen[ours] = not value if foreign is not None and foreign.inverts else value
+        elif foreign is None or foreign.ours:
+            raise InvalidConfig(
+                f"unknown engine option {name!r:.100}{meant(name, [*known, *_BY_NAME])}"
+            )
+        elif not foreign.allows(value):
+            raise InvalidConfig(foreign.complaint(value))
+    return EngineConfig(model, **chosen)

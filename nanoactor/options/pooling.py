@@ -1,0 +1,151 @@
+"""Pooling configurations; imports no torch. Embedding checkpoints store them in files of
+sentence-transformers: `modules.json`, the configuration of the pooling module, and
+`config_sentence_transformers.json`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from nanoactor.models.config import check_file, read_json
+from nanoactor.models.errors import ModelError, UnsupportedModel
+from nanoactor.requests.pooling_params import PoolingParams
+
+Kind = Literal["last", "mean", "cls", "yes_no"]
+POOLINGS = ("auto", "none", "last", "mean", "cls", "yes_no")
+JUDGEMENTS = "no", "yes"
+"""The tokens with logits that give the score of a pair."""
+MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
+_MODES: Mapping[str, Kind] = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
+_READ = ("Transformer", "Pooling", "Normalize")
+"""Supported modules."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PoolingConfig:
+    """Pooling method of a model, and the prefixes of its texts."""
+
+    kind: Kind
+    """"last", "mean" and "cls": the final states of these positions. "yes_no": the logits of two
+    tokens at the last position."""
+    normalize: bool = True
+    """True if vectors are scaled to length 1 unless a request overrides it."""
+    prompts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Prompts by name, which requests may put before their text."""
+    default_prompt: str | None = None
+    """Name of the prompt that is used unless a request names another."""
+    token_ids: tuple[int, ...] = ()
+    """With "yes_no": ids of the two tokens, "no" first."""
+
+    @property
+    def scores(self) -> bool:
+        """Return True if the model returns scores instead of vectors."""
+        return self.kind == "yes_no"
+
+    def of_pair(self, params: PoolingParams) -> tuple[PoolingParams, PoolingParams]:
+        """Return the parameters of a query and a document for comparing their vectors: with the
+        model's prompts of these names, if it has them, and normalized."""
+        named = [name if name in self.prompts else None for name in ("query", "document")]
+        if params.prompt is not None or params.prompt_name is not None:
+            named = [params.prompt_name, params.prompt_name]
+        query, document = (
+            dataclasses.replace(params, prompt_name=name, normalize=True) for name in named
+        )
+        return query, document
+
+    def width(self, hidden_size: int) -> int:
+        """Return the length of a row's result."""
+        return len(self.token_ids) or hidden_size
+
+
+def describes_pooling(directory: Path) -> bool:
+    """Return True if a checkpoint is for pooling, not for generating text."""
+    return (directory / MODULES).exists()
+
+
+def read_pooling(directory: Path, kind: str = "auto") -> PoolingConfig | None:
+    """Return the pooling that a checkpoint describes, with another kind if one is given.
+
+    None for a checkpoint that describes none, unless a kind is given: then vectors are normalized,
+    and there are no prompts. The ids of "yes_no" are not set. Raises `ModelError` for malformed
+    files, `UnsupportedModel` for unknown modules or kinds.
+    """
+    if kind == "none":
+        return None
+    if kind == "yes_no":
+        return PoolingConfig("yes_no", normalize=False)
+    given: Kind | None = next((one for one in _MODES.values() if one == kind), None)
+    if not describes_pooling(directory):
+        return None if given is None else PoolingConfig(given)
+    modules = _read_modules(directory / MODULES)
+    for name, _ in modules:
+        if name not in _READ:
+            raise UnsupportedModel(
+                f"{directory / MODULES}: the module {name!r} is not supported; known are "
+                f"{', '.join(_READ)}"
+            )
+    places = [path for name, path in modules if name == "Pooling"]
+    if not places and given is None:
+        raise UnsupportedModel(f"{directory / MODULES} has no Pooling module: give pooling")
+    found = given or _read_kind(directory / places[0] / "config.json")
+    prompts, default = _read_prompts(directory / PROMPTS)
+    normalizes = any(name == "Normalize" for name, _ in modules)
+    return PoolingConfig(found, normalizes, prompts, default)
+
+
+def _read_modules(path: Path) -> list[tuple[str, str]]:
+    """Return the class and the folder of each module."""
+    check_file(path)
+    try:
+        listed = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not readable as JSON: {error}") from error
+    modules: list[tuple[str, str]] = []
+    for each in listed if isinstance(listed, list) else [listed]:
+        if not isinstance(each, dict) or not isinstance(each.get("type"), str):
+            raise ModelError(f"{path} must be a list of modules with a type, got {each!r:.80}")
+        folder = each.get("path") or ""
+        if not isinstance(folder, str) or Path(folder).is_absolute() or ".." in Path(folder).parts:
+            raise ModelError(f"{path}: {folder!r:.80} is no folder of this directory")
+        modules.append((each["type"].rpartition(".")[2], folder))
+    return modules
+
+
+def _read_kind(path: Path) -> Kind:
+    raw = read_json(path)
+    mode = raw.get("pooling_mode")
+    modes = mode if isinstance(mode, list) else [mode] if mode is not None else _flagged(raw)
+    if len(modes) != 1 or modes[0] not in _MODES:
+        raise UnsupportedModel(
+            f"{path}: pooling by {', '.join(map(str, modes)) or 'nothing'} is not supported; known "
+            f"are {', '.join(_MODES)}, one of them"
+        )
+    if raw.get("include_prompt") is False:
+        raise UnsupportedModel(f"{path}: include_prompt false is not supported")
+    return _MODES[modes[0]]
+
+
+def _flagged(raw: Mapping[str, Any]) -> list[str]:
+    """Return the modes of the older format, which has a flag for each."""
+    prefix = "pooling_mode_"
+    return [
+        name.removeprefix(prefix).removesuffix("_tokens").removesuffix("_token")
+        for name, on in raw.items()
+        if name.startswith(prefix) and on
+    ]
+
+
+def _read_prompts(path: Path) -> tuple[dict[str, str], str | None]:
+    """Return the prompts by name, and the name of the default one."""
+    if not path.exists():
+        return {}, None
+    raw = read_json(path)
+    prompts, default = raw.get("prompts") or {}, raw.get("default_prompt_name")
+    if not isinstance(prompts, dict) or not all(isinstance(one, str) for one in prompts.values()):
+        raise ModelError(f"{path}: prompts must be texts by name, got {prompts!r:.80}")
+    if default is not None and default not in prompts:
+        raise ModelError(f"{path}: default_prompt_name {default!r:.80} is none of its prompts")
+    return prompts, default

@@ -1,0 +1,1 @@
+"""Actors, their processes, and the edges between them."""

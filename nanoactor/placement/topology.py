@@ -1,0 +1,280 @@
+"""The engine's topology: its actors, their placement on processes, and their edges."""
+
+from __future__ import annotations
+
+import os
+
+from nanoactor.admission.admission import DIRECT_TOKENS
+from nanoactor.messages.grammar import MAX_REASON, MAX_RUN
+from nanoactor.model_files.files import ModelFiles, max_prompt_bytes
+from nanoactor.options.config import EngineConfig
+from nanoactor.placement.rendezvous import Rendezvous
+from nanoactor.requests.grammar_spec import MAX_GRAMMAR_BYTES
+from nanoactor.requests.params import (
+    MAX_BAD_WORD_LENGTH,
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_RULED_IDS,
+    MAX_STOP_IDS,
+)
+from nanoactor.runner.config import SIMULATED, RankConfig
+from nanoactor.runtime.ring import ring_capacity
+from nanoactor.runtime.topology import ActorSpec, EdgeSpec, NodeSpec, Topology
+from nanoactor.setup.actors import (
+    DELTA_BYTES,
+    MASKS_AT_ONCE,
+    ActorConfig,
+    encoder_pages,
+    has_grammars,
+)
+from nanoactor.text.scores import MAX_PIECE
+
+USER = "user"
+# Never imported in a control process: torch alone takes 200 MB and a second to import.
+_HEAVY = ("torch", "transformers", "torch_npu")
+_MIB = 1 << 20
+# A request's rules: ids that are allowed, ids with their biases, bad words in two spellings each.
+_RULES = 12 * MAX_RULED_IDS + 8 * MAX_BAD_WORDS * (MAX_BAD_WORD_TOKENS + 1) + 1024
+_BAD_WORDS = 4 * MAX_BAD_WORD_LENGTH * MAX_BAD_WORDS
+# Text may be late, the next step may not: if cores are scarce, control and runner go first. The
+# detokenizer merges output that it cannot send in time.
+_DETOKENIZER_NICE = 10
+# So may masks: if cores are scarce, other requests do not wait for those with a grammar.
+_GRAMMAR_NICE = 15
+# Images may be even later.
+_VISION_NICE = 19
+# Capacity of an edge for pieces of images or pixels, as that much is copied at once.
+_PIECES = 4 << 20
+# Gloo and NCCL stay on this host unless the environment names another interface.
+_LOOPBACK = "lo"
+_SMALLEST_DEFAULT_BLOCK = 16
+
+
+# NumPy's OpenBLAS starts a thread for each core on import, a good part of a process's startup time.
+# None of our processes multiplies matrices with NumPy.
+LIGHT = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1"}
+
+
+def engine_topology(config: ActorConfig, rendezvous: Rendezvous | None = None) -> Topology:
+    """Return the topology of an engine; see docs/architecture.md for a diagram.
+
+    `rendezvous` is where the runners meet, if there are several.
+    """
+    engine, files = config.engine, config.files
+    tokenizers = [f"tokenizer.{index}" for index in range(engine.num_tokenizers)]
+    workers = engine.num_vision_workers if files.images is not None else 0
+    vision = [f"vision.{index}" for index in range(workers)]
+    return Topology(
+        _actors(config, tokenizers, vision, rendezvous),
+        _nodes(config, tokenizers, vision, rendezvous),
+        _edges(engine, files, tokenizers, vision),
+        USER,
+    )
+
+
+def _actors(
+    config: ActorConfig,
+    tokenizers: list[str],
+    vision: list[str],
+    rendezvous: Rendezvous | None,
+) -> tuple[ActorSpec, ...]:
+    ranks = [_rank_config(config, r, rendezvous) for r in range(config.engine.tensor_parallel_size)]
+    home = "nanoactor.actors"
+    return (
+        ActorSpec("frontend", f"{home}.frontend:FrontendActor", config),
+        *(ActorSpec(name, f"{home}.tokenizer:TokenizerActor", config) for name in tokenizers),
+        *(ActorSpec(name, f"{home}.vision:VisionActor", config) for name in vision),
+        ActorSpec("scheduler", f"{home}.scheduler:SchedulerActor", config),
+        ActorSpec("blocks", f"{home}.blocks:BlockManagerActor", config),
+        *(
+            ActorSpec(f"runner.{rank}", f"{home}.runner:RunnerActor", config_of_rank)
+            for rank, config_of_rank in enumerate(ranks)
+        ),
+        ActorSpec("detokenizer", f"{home}.detokenizer:DetokenizerActor", config),
+        *(ActorSpec(name, f"{home}.grammar:GrammarActor", config) for name in _grammar(config)),
+    )
+
+
+def _grammar(config: ActorConfig) -> tuple[str, ...]:
+    """Return the name of the actor that makes masks, if there is one."""
+    return ("grammar",) if has_grammars(config.files) else ()
+
+
+def _rank_config(config: ActorConfig, rank: int, rendezvous: Rendezvous | None) -> RankConfig:
+    if rendezvous is None:
+        return RankConfig(config, rank)
+    return RankConfig(config, rank, rendezvous.port, rendezvous.descriptor if rank == 0 else None)
+
+
+def _nodes(
+    actors: ActorConfig,
+    tokenizers: list[str],
+    vision: list[str],
+    rendezvous: Rendezvous | None,
+) -> tuple[NodeSpec, ...]:
+    config, grammar = actors.engine, _grammar(actors)
+    if config.placement == "single":
+        others = ("scheduler", "blocks", "detokenizer", *grammar, "runner.0")
+        return (NodeSpec(USER, ("frontend", *tokenizers, *vision, *others)),)
+    runner_blocks: tuple[str, ...] = ("tokenizers", "transformers", "jinja2")
+    if config.device.startswith(SIMULATED):
+        runner_blocks += _HEAVY
+    control: dict[str, tuple[str, ...]] = {"control": ("scheduler", "blocks")}
+    if config.placement == "split":
+        control = {"scheduler": ("scheduler",), "blocks": ("blocks",)}
+    return (
+        NodeSpec(USER, ("frontend",), roused=True),
+        *(NodeSpec(name, (name,), LIGHT, _HEAVY, roused=True) for name in tokenizers),
+        *(NodeSpec(name, (name,), LIGHT, _HEAVY, nice=_VISION_NICE) for name in vision),
+        *(NodeSpec(n, actors, LIGHT, _HEAVY, roused=True) for n, actors in control.items()),
+        NodeSpec(
+            "detokenizer", ("detokenizer",), LIGHT, _HEAVY, nice=_DETOKENIZER_NICE, roused=True
+        ),
+        *(NodeSpec(name, (name,), LIGHT, _HEAVY, nice=_GRAMMAR_NICE) for name in grammar),
+        *_runner_nodes(config, runner_blocks, rendezvous),
+    )
+
+
+def _runner_nodes(
+    config: EngineConfig, blocked: tuple[str, ...], rendezvous: Rendezvous | None
+) -> list[NodeSpec]:
+    # Idle OpenMP threads sleep, as the control actors need cores, but not between the operators of
+    # a step: waking one costs more than many an operator takes.
+    environment = {
+        **LIGHT,
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "GOMP_SPINCOUNT": "10000",
+        "KMP_BLOCKTIME": "1",
+        # For each number of rows that a linear layer's shape has met, oneDNN keeps two entries of
+        # 0.27 MiB, up to 1024. PyTorch has a cache above it, of another 1024 times 0.27 MiB, which
+        # saves a few microseconds a call: a step's shapes must fit in, each is used in all layers.
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
+        "LRU_CACHE_CAPACITY": "16",
+        **_of_ascend(config),
+    }
+    if config.tensor_parallel_size > 1 and "GLOO_SOCKET_IFNAME" not in os.environ:
+        environment["GLOO_SOCKET_IFNAME"] = _LOOPBACK
+    if config.tensor_parallel_size > 1 and "NCCL_SOCKET_IFNAME" not in os.environ:
+        environment["NCCL_SOCKET_IFNAME"] = _LOOPBACK
+    nodes = []
+    for rank in range(config.tensor_parallel_size):
+        name = f"runner.{rank}"
+        inherited = (rendezvous.descriptor,) if rendezvous and rank == 0 else ()
+        group = "ranks" if config.tensor_parallel_size > 1 else ""
+        nodes.append(
+            NodeSpec(name, (name,), environment, blocked, inherited, roused=True, group=group)
+        )
+    return nodes
+
+
+def _of_ascend(config: EngineConfig) -> dict[str, str]:
+    """Return variables that torch_npu and CANN read on load, unless the environment sets them."""
+    wanted = {
+        # A separate thread submits operators to the device.
+        "TASK_QUEUE_ENABLE": "1",
+        # Take free ports, as several engines may share a host.
+        "HCCL_HOST_SOCKET_PORT_RANGE": "auto",
+        "HCCL_NPU_SOCKET_PORT_RANGE": "auto",
+    }
+    if config.device != "auto" and not config.device.startswith("npu"):
+        wanted = {}
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def _edges(
+    config: EngineConfig, files: ModelFiles, tokenizers: list[str], vision: list[str]
+) -> tuple[EdgeSpec, ...]:
+    """Return all edges; each ring is twice as large as its largest possible record.
+
+    Memory that is never touched costs nothing, so the rings are sized for the worst case.
+    """
+    length, seqs = files.max_model_len, config.max_num_seqs
+    rules = _RULES + MAX_GRAMMAR_BYTES * (files.tokenizer_directory is not None)
+    # Text or ids, template options, stop strings.
+    prompt = ring_capacity(2 * max_prompt_bytes(files) + 4 * length + rules + _BAD_WORDS + _MIB)
+    # Ids, the hash of every block, stop strings.
+    each = 20 + 64 * bool(vision)
+    admitted = ring_capacity(each * length + rules + _MIB)
+    direct = ring_capacity(20 * min(length, DIRECT_TOKENS) + _MIB)
+    # A step may admit every sequence with its whole block table, if prefixes are cached.
+    table = 4 * -(-length // (config.block_size or _SMALLEST_DEFAULT_BLOCK))
+    row = 192 + _RULES + 4 * (MAX_STOP_IDS + len(files.eos_token_ids)) + table
+    # Its id, its successor for scoring, its rotary positions, its row in the encoder cache.
+    token = 8 + 24 * bool(vision)
+    stepped = seqs * row + token * config.max_num_batched_tokens + 64 * 1024
+    step = ring_capacity(stepped)
+    # A step admits as many sequences as its tokens allow, and the last may have any length.
+    turn = ring_capacity(each * (length + config.max_num_batched_tokens) + stepped)
+    scores = (seqs + config.max_num_batched_tokens) * (32 + 8 * config.max_logprobs)
+    vectors = 4 * files.pooling.width(files.config.hidden_size) * seqs if files.pooling else 0
+    tokens = ring_capacity((512 + 16 * MAX_RUN) * seqs + scores + vectors + 64 * 1024)
+    # A budget of bytes, but at least one token's log-probabilities.
+    told = (config.max_logprobs + 1) * (MAX_PIECE + 32)
+    chunk = ring_capacity(4 * DELTA_BYTES + 4 * length + told)
+    small = ring_capacity(64 * 1024 + 64 * seqs)
+    pages = encoder_pages(config, files)
+    runners = tuple(f"runner.{rank}" for rank in range(config.tensor_parallel_size))
+    # With images or masks, each runner reports those that it has; otherwise one reports for all.
+    telling = runners if vision or has_grammars(files) else runners[:1]
+    # Each cycle has an edge with an outbox bounded by the protocol: one message that merges news
+    # (credits, stops, chunks), or as many as there are steps in flight.
+    return (
+        *(EdgeSpec("frontend", (t,), prompt) for t in tokenizers),
+        *(EdgeSpec(t, ("scheduler",), admitted) for t in tokenizers),
+        EdgeSpec("frontend", ("scheduler",), max(small, direct)),
+        EdgeSpec("scheduler", ("blocks",), turn),
+        EdgeSpec("blocks", ("scheduler",), ring_capacity(64 * 1024 + 64 * (seqs + pages)), bound=1),
+        EdgeSpec("blocks", runners, step, name="runners"),
+        *_index_edge(config),
+        *(
+            EdgeSpec(runner, ("scheduler",), tokens, bound=4 * config.steps_in_flight(deep=True))
+            for runner in telling
+        ),
+        *_vision_edges(tokenizers, vision, runners, small),
+        *_grammar_edges(config, files, runners, small),
+        EdgeSpec("scheduler", ("detokenizer",), max(admitted, tokens)),
+        EdgeSpec("detokenizer", ("scheduler",), prompt, bound=1),
+        EdgeSpec("detokenizer", ("frontend",), chunk, bound=1, paced=True),
+    )
+
+
+def _index_edge(config: EngineConfig) -> list[EdgeSpec]:
+    """Return the edge for updates of the prefix index, which are merged until there is room."""
+    if config.prefix_salt is None:
+        return []
+    return [EdgeSpec("blocks", ("frontend",), ring_capacity(256 * 1024), bound=1)]
+
+
+def _grammar_edges(
+    config: EngineConfig, files: ModelFiles, runners: tuple[str, ...], small: int
+) -> list[EdgeSpec]:
+    """Return the edges of the grammar actor; its messages are merged until there is room."""
+    if not has_grammars(files):
+        return []
+    opened = ring_capacity(MAX_GRAMMAR_BYTES + 4 * files.max_model_len + 64 * 1024)
+    row = 4 * -(-files.config.vocab_size // 32)
+    masks = ring_capacity(MASKS_AT_ONCE * row + 64 * config.max_num_seqs + 64 * 1024)
+    each = 4 * MAX_REASON + 4 * MAX_RUN + 64
+    failed = ring_capacity(each * config.max_num_seqs + 64 * 1024)
+    return [
+        EdgeSpec("scheduler", ("grammar",), opened),
+        EdgeSpec("grammar", ("scheduler",), max(small, failed), bound=1),
+        EdgeSpec("grammar", runners, masks, name="runners", bound=1),
+    ]
+
+
+def _vision_edges(
+    tokenizers: list[str], vision: list[str], runners: tuple[str, ...], small: int
+) -> list[EdgeSpec]:
+    """Return the edges of vision workers; their messages are merged until there is room."""
+    edges = []
+    for worker in vision:
+        edges += [
+            EdgeSpec("frontend", (worker,), _PIECES),
+            EdgeSpec("scheduler", (worker,), small),
+            EdgeSpec(worker, ("frontend",), small, bound=1),
+            EdgeSpec(worker, ("scheduler",), small, bound=1),
+            EdgeSpec(worker, runners, _PIECES, name="runners", bound=1),
+            *(EdgeSpec(worker, (tokenizer,), small, bound=1) for tokenizer in tokenizers),
+        ]
+    return edges

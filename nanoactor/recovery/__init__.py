@@ -1,0 +1,1 @@
+"""What happens to requests when a process dies."""

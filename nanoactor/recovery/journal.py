@@ -1,0 +1,316 @@
+"""The journal's pages: what each request asked for, and what it was given so far."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+
+from nanoactor.errors import (
+    ComputationFailed,
+    HoldExpired,
+    InvalidRequest,
+    NanoactorError,
+    OutOfResources,
+)
+from nanoactor.messages.engine import Submit, Terminal
+from nanoactor.messages.pooling import Float32
+from nanoactor.requests.outputs import (
+    CompletionOutput,
+    Logprobs,
+    RequestMetrics,
+    RequestOutput,
+    RequestOutputKind,
+)
+from nanoactor.requests.params import SamplingParams
+from nanoactor.text.scores import ToldRun
+from nanoactor.vision.media import Media
+
+
+class Entry:
+    """The journal's page of one request: what it asked for, what it was given so far.
+
+    One future wakes its one reader; deltas that come meanwhile merge.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        submit: Submit,
+        kind: RequestOutputKind,
+        media: Sequence[Media] = (),
+        answers: int = 1,
+        moved: bool = False,
+    ) -> None:
+        """`moved`: it resumes from another engine, after the output in `submit`."""
+        self.request_id = request_id
+        self.submit = submit
+        self.media = media
+        """Its pictures, as given: they may be needed again until it finishes."""
+        self.kind = kind
+        self.moved = moved
+        """Whether it began in another engine: it has been accepted once, and is not refused."""
+        self._arrival = time.monotonic()
+        self.charge = len(submit.token_ids) or _text_bytes(submit)
+        self.media_bytes = sum(one.size for one in media)
+        self.prompt_token_ids: list[int] = submit.token_ids.tolist()
+        scored = submit.spec.logprobs >= 0
+        self.answers = [Answer(index, scored, self._arrival) for index in range(answers)]
+        self.continued = 0
+        """Number of times its caller has resumed its held sequences."""
+        self.error: NanoactorError | None = None
+        self.aborted = False
+        self.is_counted_out = False
+        """Whether its prompt no longer waits for a first token."""
+        self._prompt_logprobs: list[Logprobs | None] = [None]
+        self._told_prompt = False
+        self._news = False
+        self._waiter: asyncio.Future[None] | None = None
+        self.accepted = asyncio.Event()
+        """Set when the scheduler has taken it, or it has ended without that."""
+        self.ended = asyncio.Event()
+        """Set when nothing follows."""
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        """The times of its events: of several answers, of the first and the last of each kind."""
+        every = [answer.metrics for answer in self.answers]
+        if len(every) == 1:
+            return every[0]
+        ended = [one.finished_time for one in every]
+        return RequestMetrics(
+            self._arrival,
+            min(filter(None, (one.first_scheduled_time for one in every)), default=None),
+            min(filter(None, (one.first_token_time for one in every)), default=None),
+            max(filter(None, (one.last_token_time for one in every)), default=None),
+            None if None in ended else max(filter(None, ended)),
+        )
+
+    @property
+    def places(self) -> list[int]:
+        """The uids that count as waiting: held answers begin, and are answered, all together."""
+        return [self.submit.uid] if self.submit.spec.held else list(self.uids)
+
+    @property
+    def is_held(self) -> bool:
+        """Return True if the request is paused: all of its live sequences have emitted a token
+        since it last resumed."""
+        living = [answer for answer in self.answers if answer.terminal is None]
+        due = all(len(answer.token_ids) > self.continued for answer in living)
+        return self.submit.spec.held and bool(living) and due
+
+    async def held(self) -> None:
+        """Wait until it is the caller's turn; raises the error that ended the request."""
+        while not (self.is_held or self.over):
+            await self.news()
+            self._news = False
+        self.raise_error()
+
+    @property
+    def uids(self) -> range:
+        """The uids of its sequences."""
+        return range(self.submit.uid, self.submit.uid + len(self.answers))
+
+    def answer(self, uid: int) -> Answer:
+        """Return the sequence with this uid."""
+        return self.answers[uid - self.submit.uid]
+
+    def told_ids(self, answer: Answer) -> list[int]:
+        """Return a sequence's emitted tokens, in this engine or another."""
+        before = self.submit.output
+        return [*(before.token_ids.tolist() if before is not None else ()), *answer.token_ids]
+
+    def told_characters(self, answer: Answer) -> int:
+        """Return the number of characters of a sequence's text that were emitted, likewise."""
+        return max(0, self.submit.spec.text_options.delivered) + sum(map(len, answer.text))
+
+    @property
+    def over(self) -> bool:
+        """Return True if the request is finished."""
+        return self.error is not None or all(one.terminal is not None for one in self.answers)
+
+    def wake(self) -> None:
+        """Wake the reader: there is something to read."""
+        self._news = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def end(self) -> None:
+        """Mark the request as finished."""
+        self.accepted.set()
+        self.ended.set()
+        self.wake()
+
+    def note_end(self, uid: int, terminal: Terminal) -> None:
+        """Record the end of one sequence; its error becomes the request's."""
+        self.answer(uid).terminal = terminal
+        if terminal.reason == "error":
+            self.error = self.error or InvalidRequest(terminal.error)
+        elif terminal.reason == "failed":
+            self.error = self.error or ComputationFailed(terminal.error)
+        elif terminal.reason == "expired":
+            self.error = self.error or HoldExpired(terminal.error)
+        elif terminal.reason == "refused":
+            self.error = self.error or OutOfResources(terminal.error)
+        if self.over:
+            self.end()
+        else:
+            self.wake()
+
+    async def next(self) -> RequestOutput:
+        """Wait for news and return them; raises the error that ended the request."""
+        await self.news()
+        self._news = False
+        self.raise_error()
+        return self._output()
+
+    async def news(self) -> None:
+        """Wait until there is something to read, and leave it unread."""
+        while not self._news or self._is_early:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+
+    @property
+    def _is_early(self) -> bool:
+        """Return True if the reader should wait although there is new output."""
+        if self.over:
+            return False
+        return self.kind is RequestOutputKind.FINAL_ONLY or not self.has_prompt_logprobs
+
+    def forget_partial_scores(self) -> None:
+        """Drop incomplete prompt log-probabilities after a restart: they are sent again."""
+        if not self.has_prompt_logprobs:
+            self._prompt_logprobs = [None]
+
+    @property
+    def has_prompt_logprobs(self) -> bool:
+        """Return True if the prompt's log-probabilities are complete or were not requested."""
+        wanted = self.submit.spec.prompt_logprobs >= 0
+        return not wanted or len(self._prompt_logprobs) == len(self.prompt_token_ids)
+
+    def raise_error(self) -> None:
+        """Raise what ended the request, if it was an error."""
+        if self.error is not None:
+            # Requests that end together share it: else its traceback would grow with each of them.
+            raise self.error.with_traceback(None)
+
+    def take_prompt_logprobs(self, run: ToldRun) -> None:
+        """Append log-probabilities of the prompt, in its order."""
+        known = self._prompt_logprobs
+        for own, likeliest in run.logprobs:
+            known.append({self.prompt_token_ids[len(known)]: own} | likeliest)
+        if self.has_prompt_logprobs and self._news:  # which have waited for it
+            self.wake()
+
+    def set_prompt_logprobs(self, told: list[Logprobs | None]) -> None:
+        """Set all log-probabilities of the prompt."""
+        self._prompt_logprobs = told
+        self.wake()
+
+    def _output(self) -> RequestOutput:
+        delta = self.kind is RequestOutputKind.DELTA
+        whole = not delta or len(self.answers) == 1
+        outputs = [answer.output(delta) for answer in self.answers if whole or answer.has_news]
+        first = self.answers[0].terminal
+        wanted = self.submit.spec.prompt_logprobs >= 0 and not (delta and self._told_prompt)
+        told = self._prompt_logprobs if wanted and self.has_prompt_logprobs else None
+        self._told_prompt = True
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.submit.text,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=outputs,
+            finished=self.over,
+            metrics=self.metrics,
+            num_cached_tokens=first.cached_tokens if first else 0,
+            num_preemptions=sum(one.terminal.preemptions for one in self.answers if one.terminal),
+            prompt_logprobs=told,
+        )
+
+
+def entry_maker(
+    built: tuple[Submit, tuple[Media, ...]],
+    params: SamplingParams,
+    request_id: str | None,
+    ids: str,
+    moved: bool = False,
+) -> Callable[[int], Entry]:
+    """Return a factory for the journal entry of a checked request, to be called with the request's
+    number. Without a `request_id`, the request is named after `ids` and that number."""
+    checked, media = built
+
+    def make(uid: int) -> Entry:
+        submit = dataclasses.replace(checked, uid=uid)
+        name = request_id or f"{ids}-{uid}"
+        return Entry(name, submit, params.output_kind, media, params.n, moved)
+
+    return make
+
+
+class Answer:
+    """One of a request's answers, as far as it has come."""
+
+    def __init__(self, index: int, scored: bool, arrival: float) -> None:
+        """`scored`: log-probabilities come with its tokens; `arrival` is the request's."""
+        self.index = index
+        self.metrics = RequestMetrics(arrival)
+        self.text: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[Logprobs] | None = [] if scored else None
+        self.offsets: list[int] = []
+        self.vector: Float32 | None = None
+        """The result of a request that pools."""
+        self.terminal: Terminal | None = None
+        self._sum = 0.0
+        self._told = (0, 0)
+        """How many texts and tokens the reader was given, ..."""
+        self._told_end = False
+        """... and whether its end, too."""
+
+    def take_logprobs(self, run: ToldRun) -> None:
+        """Take the log-probabilities of its newest tokens."""
+        assert self.logprobs is not None
+        tokens = self.token_ids[len(self.logprobs) :]
+        pairs = zip(tokens, run.logprobs, strict=True)
+        self.add_logprobs([{token: own} | most for token, (own, most) in pairs], run.offsets)
+
+    def add_logprobs(self, logprobs: Sequence[Logprobs], offsets: Sequence[int]) -> None:
+        """Add the log-probabilities of its newest tokens, each with the token's own first."""
+        assert self.logprobs is not None
+        self.logprobs += logprobs
+        self.offsets += offsets
+        for each in logprobs:
+            self._sum += next(iter(each.values())).logprob
+
+    @property
+    def has_news(self) -> bool:
+        """Return True if there is output that a reader of deltas has not received."""
+        ended = self.terminal is not None and not self._told_end
+        return ended or self._told != (len(self.text), len(self.token_ids))
+
+    def output(self, delta: bool) -> CompletionOutput:
+        """Return the new output, or all output so far."""
+        texts, tokens = self._told if delta else (0, 0)
+        self._told = len(self.text), len(self.token_ids)
+        terminal, scored = self.terminal, self.logprobs is not None
+        self._told_end = terminal is not None
+        return CompletionOutput(
+            self.index,
+            "".join(self.text[texts:]),
+            self.token_ids[tokens:],
+            terminal.reason if terminal else None,
+            terminal.stop_reason if terminal else None,
+            cumulative_logprob=self._sum if scored else None,
+            logprobs=self.logprobs[tokens:] if self.logprobs is not None else None,
+            text_offsets=self.offsets[tokens:] if scored else None,
+        )
+
+
+def _text_bytes(submit: Submit) -> int:
+    """Return the prompt's size in bytes; templates write tools and options into it too."""
+    text = submit.text if submit.chat is None else submit.chat + submit.chat_options
+    return len((text or "").encode())

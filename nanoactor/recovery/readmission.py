@@ -1,0 +1,108 @@
+"""Readmission of requests after deaths; those that may have caused them are tried apart."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+from nanoactor.recovery.journal import Entry
+from nanoactor.recovery.suspects import Suspects
+from nanoactor.runtime.recovery import Death
+
+log = logging.getLogger("nanoactor.engine")
+
+# Kinds of node that also handle waiting requests.
+_AT_THE_DOOR = ("tokenizer", "vision")
+
+
+class Readmission:
+    """Admits requests again after deaths: all at once, unless some may be what kills; then those
+    run apart (`Suspects`)."""
+
+    def __init__(self, most_at_work: int) -> None:
+        """`most_at_work` is how many requests run at once: those that came first."""
+        self._most = most_at_work
+        self._suspects = Suspects()
+        self.trials = 0
+        """Number of trials so far."""
+        self._kept: dict[int, Entry] = {}
+        """Waiting requests, by their first uid."""
+
+    @property
+    def is_trial(self) -> bool:
+        """Return True if a trial is running."""
+        return bool(self._suspects.on_trial)
+
+    @property
+    def waiting(self) -> int:
+        """Return the number of requests that wait for the end of a trial."""
+        return len(self._kept)
+
+    def note_deaths(
+        self,
+        deaths: Sequence[Death],
+        entries: Iterable[Entry],
+        is_at: Callable[[Entry, str], bool],
+        now: float,
+    ) -> tuple[Entry, Death, int] | None:
+        """Record deaths at the time `now`, in seconds; `is_at` returns whether a request may have
+        been running in a node. Return the request that caused one of them, if known, that death,
+        and how many deaths it explains."""
+        living = [entry for entry in entries if not entry.over and _uid(entry) not in self._kept]
+        living.sort(key=lambda entry: (entry.submit.spec.priority, _uid(entry)))
+        self._kept = {}
+        # Of several at once, one is looked at: the others may have followed from it.
+        death = next((death for death in deaths if death.is_evidence), None) or deaths[0]
+        kind = death.node.partition(".")[0]
+        at_work = living if kind in _AT_THE_DOOR else living[: self._most]
+        there = [_uid(entry) for entry in at_work if death.is_evidence and is_at(entry, death.node)]
+        by_uid = {_uid(entry): entry for entry in living}
+        told = {uid: _told(entry) for uid, entry in by_uid.items()}
+        verdict = self._suspects.note_death(told, there, kind, now)
+        return None if verdict is None else (by_uid[verdict.request], death, verdict.deaths)
+
+    def admit(self, entries: Iterable[Entry], now: float) -> Sequence[Entry]:
+        """Return the requests that resume now; the others are kept."""
+        living = {_uid(entry): entry for entry in entries if not entry.over}
+        told = {uid: _told(entry) for uid, entry in living.items()}
+        chosen = self._suspects.admit(told, now)
+        if chosen is None:
+            return list(living.values())
+        self.trials += 1
+        log.warning(
+            "%d requests may have killed a process: they are tried %s",
+            len(self._suspects.on_trial),
+            "with nothing else running" if self._suspects.is_alone else "apart from other suspects",
+        )
+        self._kept = {uid: entry for uid, entry in living.items() if uid not in chosen}
+        return [entry for uid, entry in living.items() if uid in chosen]
+
+    def admit_next(self, now: float) -> Sequence[Entry]:
+        """Return the requests to admit after a trial: all that were withheld, or the next group to
+        try."""
+        kept, self._kept = self._kept, {}
+        return self.admit(kept.values(), now)
+
+    def keep(self, entry: Entry) -> bool:
+        """Keep a new request if another is being tried alone; return True if it is kept."""
+        if self._suspects.is_alone:
+            self._kept[_uid(entry)] = entry
+        return self._suspects.is_alone
+
+    def let_go(self, entry: Entry) -> bool:
+        """Stop keeping a request; return True if it was kept."""
+        return self._kept.pop(_uid(entry), None) is not None
+
+    def is_cleared(self, entries: Iterable[Entry], now: float) -> bool:
+        """Return True if none of the requests on trial crashes a process."""
+        told = {_uid(entry): _told(entry) for entry in entries if not entry.over}
+        return self._suspects.is_cleared(told, now)
+
+
+def _uid(entry: Entry) -> int:
+    return entry.submit.uid
+
+
+def _told(entry: Entry) -> int:
+    """Tokens of an answer, on average."""
+    return sum(len(answer.token_ids) for answer in entry.answers) // len(entry.answers)

@@ -1,0 +1,77 @@
+"""Requests that resume after a restart, from where the journal has them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from nanoactor.messages.engine import Submit, Terminal
+from nanoactor.messages.resuming import ToldTokens
+from nanoactor.models.sampling.columns import rows_of
+from nanoactor.recovery.journal import Entry
+
+LOST = (
+    "a process of the engine has died, and answers that their caller leads (beam search) do not go "
+    "on: ask again"
+)
+CHANGED = (
+    "a process of the engine has died, and the chat template renders the conversation differently "
+    "now: the answer cannot go on"
+)
+POISON = (
+    "a process of the engine has died each time the request ran, the last time with no other "
+    "request: it is not tried again. The last to die was {}"
+)
+
+
+def resumed(entry: Entry) -> list[Submit]:
+    """Return the submissions that resume an unfinished request. If nothing of it was emitted, that
+    is the original one. Otherwise each of its sequences resumes separately after its emitted
+    tokens, with the random numbers of these positions."""
+    spec = entry.submit.spec
+    wanted = -1 if entry.has_prompt_logprobs else spec.prompt_logprobs
+    if not any(answer.token_ids or answer.terminal for answer in entry.answers):
+        spec = dataclasses.replace(spec, prompt_logprobs=wanted)
+        return [dataclasses.replace(entry.submit, spec=spec)]
+    living = [uid for uid in entry.uids if entry.answer(uid).terminal is None]
+    return [_going_on(entry, uid, wanted if uid == living[0] else -1) for uid in living]
+
+
+def _going_on(entry: Entry, uid: int, prompt_logprobs: int) -> Submit:
+    spec, answer = entry.submit.spec, entry.answer(uid)
+    told, characters = entry.told_ids(answer), entry.told_characters(answer)
+    spec = dataclasses.replace(
+        spec,
+        sampling=rows_of(spec.sampling)[answer.index],
+        text_options=dataclasses.replace(spec.text_options, delivered=characters),
+        prompt_logprobs=prompt_logprobs,
+    )
+    found = dataclasses.replace(
+        entry.submit,
+        uid=uid,
+        spec=spec,
+        output=ToldTokens(np.array(told, np.int32)) if told else None,
+    )
+    if entry.media:  # pictures are placed where the text has them
+        return found
+    prompt = np.array(entry.prompt_token_ids, np.int32)
+    return dataclasses.replace(
+        found, text=None, chat=None, chat_options="", token_ids=prompt, keep_last=0
+    )
+
+
+def own_terminal(entry: Entry, uid: int, reason: str, error: str = "") -> Terminal:
+    """Return a terminal for a sequence that no other process knows about."""
+    answer = entry.answer(uid)
+    return Terminal(
+        uid,
+        reason=reason,
+        stop_reason=None,
+        error=error,
+        tokens=len(entry.told_ids(answer)),
+        characters=entry.told_characters(answer),
+        cached_tokens=0,
+        preemptions=0,
+        began=-1,
+    )

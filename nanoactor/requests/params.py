@@ -1,0 +1,395 @@
+"""Sampling parameters, named and meant as in vLLM and the OpenAI API."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import numbers
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nanoactor.errors import InvalidRequest
+from nanoactor.requests.known_names import SAMPLING
+from nanoactor.requests.named_parameters import names_parameters
+from nanoactor.requests.outputs import RequestOutputKind
+from nanoactor.requests.structured_outputs import StructuredOutputsParams
+
+MAX_STOP_STRINGS, MAX_STOP_LENGTH, MAX_STOP_IDS = 64, 1024, 256
+MAX_RULED_IDS = 1024
+"""Maximum number of `allowed_token_ids`, and of `logit_bias` entries."""
+MAX_ANSWERS = 128
+"""Maximum `n` of a request."""
+MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH, MAX_BAD_WORD_TOKENS = 128, 256, 32
+REFUSED: Mapping[str, str] = {
+    name.theirs: name.note for name in SAMPLING if name.note and not name.ours
+}
+"""Parameters of vLLM that are rejected by name, with the reason."""
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    name.theirs: name.accepts for name in SAMPLING if not name.note and not name.ours
+}
+"""Other parameters of vLLM, accepted with values that have no effect."""
+BY_MODEL = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "max_tokens",
+)
+"""Parameters that may be None, for the model's recommendation."""
+
+
+class DefaultTokens(int):
+    """The value of `max_tokens` if it was not given."""
+
+
+class TokenCap(int):
+    """A `max_tokens` that is lowered, instead of rejected, if the context leaves less room."""
+
+
+_SIXTEEN = DefaultTokens(16)
+
+
+@names_parameters(NEUTRAL)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Parameters of a request: how to choose tokens, when to stop.
+
+    Omitted parameters have vLLM's defaults. An explicit None takes the recommendation of the
+    model's `generation_config.json`, or has no effect if there is none; `max_tokens=None` allows as
+    many tokens as fit. Without any parameters, and for those that the server and the command line
+    leave out, all are None: see `for_model`.
+
+    Truncation follows transformers: temperature, then top-k, then top-p, then min-p, each applied
+    to the result of the previous one. Raises `InvalidRequest` on construction, naming the value.
+    """
+
+    n: int = 1
+    """Sequences per prompt. The first has the given seed, the others seeds derived from it."""
+    temperature: float | None = 1.0
+    """0 is greedy. Default on the command line: the model's."""
+    top_p: float | None = 1.0
+    """Keep the likeliest tokens with this cumulative probability. Default on the command line: the
+    model's."""
+    top_k: int | None = 0
+    """Keep the k likeliest tokens; 0 or -1: no limit. Default on the command line: the model's."""
+    min_p: float | None = 0.0
+    """Drop tokens less likely than this fraction of the likeliest. Default on the command line: the
+    model's."""
+    presence_penalty: float | None = 0.0
+    """Subtract this from the logit of each token that is already in the output. From -2 to 2.
+    Default on the command line: the model's."""
+    frequency_penalty: float | None = 0.0
+    """Subtract this for each occurrence of the token in the output. From -2 to 2. Default on the
+    command line: the model's."""
+    repetition_penalty: float | None = 1.0
+    """Divide positive logits of tokens in prompt or output by this, multiply negative ones. 1 has
+    no effect. Default on the command line: the model's."""
+    logit_bias: Mapping[int, float] | None = dataclasses.field(default=None, hash=False)
+    """Add these, from -100 to 100, to the logits of these token ids."""
+    allowed_token_ids: Sequence[int] | None = None
+    """Choose only these ids."""
+    bad_words: Sequence[str] | None = None
+    """Texts that the output must not contain, at the start of a word or within one."""
+    seed: int | None = None
+    """Seed of the random numbers; -1 is none. Default: drawn when the request is submitted."""
+    logprobs: int | None = None
+    """Return the log-probability of each token, and of this many likeliest tokens at its position,
+    in the model's own distribution, before temperature and all rules."""
+    prompt_logprobs: int | None = None
+    """Likewise for prompt tokens; the whole prompt is computed, without prefix-cache hits."""
+    max_tokens: int | None = _SIXTEEN
+    """Maximum number of output tokens. Default on the command line: the model's, or as many as fit
+    `max_model_len`."""
+    truncate_prompt_tokens: int | None = None
+    """Keep this many tokens at the end of the prompt; -1: as many as leave room for the output."""
+    min_tokens: int = 0
+    """Tokens before which no end-of-sequence token, stop token or stop string ends the output."""
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+    """Make text; otherwise an output only has ids."""
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
+    """The form of the output: {"json": SCHEMA}, {"regex": TEXT}, {"choice": [TEXT, ...]},
+    {"grammar": TEXT} or {"json_object": true}. It ends when its grammar does."""
+    logits_processors: None = None
+    """Rejected unless None."""
+    best_of: int | None = None
+    """Rejected unless 1 or None."""
+
+    def __post_init__(self) -> None:
+        """Check every value and normalize numbers, `stop` and `stop_token_ids`."""
+        make_numbers_plain(self)
+        if self.seed == -1 and self.seed is not True:
+            object.__setattr__(self, "seed", None)
+        _number("temperature", self.temperature, 0.0, 1e4)
+        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        _whole("n", self.n, 1, MAX_ANSWERS, optional=False)
+        _whole("top_k", self.top_k, -1)
+        _whole("logprobs", self.logprobs, 0)
+        _whole("prompt_logprobs", self.prompt_logprobs, 0)
+        _whole("seed", self.seed, 0, 2**64 - 1)
+        _whole("max_tokens", self.max_tokens, 1)
+        _whole("min_tokens", self.min_tokens, 0, optional=False)
+        _whole("truncate_prompt_tokens", self.truncate_prompt_tokens, -1)
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidRequest("truncate_prompt_tokens must be -1, or 1 or more, got 0")
+        _whole("best_of", self.best_of, 1)
+        for name in _FLAGS:
+            _flag(name, getattr(self, name))
+        for name, asks in (
+            ("logits_processors", self.logits_processors is not None),
+            ("best_of", self.best_of not in (None, 1)),
+        ):
+            if asks:
+                raise InvalidRequest(f"{name} {REFUSED[name]}")
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise InvalidRequest(
+                f"output_kind must be a RequestOutputKind, got {self.output_kind!r}"
+            )
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens}"
+                + (", as it was not given)" if isinstance(self.max_tokens, DefaultTokens) else ")")
+            )
+        object.__setattr__(self, "stop", _stop_strings(self.stop))
+        if self.stop and not self.detokenize:
+            raise InvalidRequest("stop is looked for in text, and detokenize=False makes none")
+        object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        object.__setattr__(self, "allowed_token_ids", _allowed_ids(self.allowed_token_ids))
+        object.__setattr__(self, "bad_words", _bad_words(self.bad_words))
+        made = _structured(self.structured_outputs, self.ignore_eos)
+        object.__setattr__(self, "structured_outputs", made)
+
+    @classmethod
+    def for_model(cls, **given: Any) -> SamplingParams:
+        """Make parameters with the model's recommendations for omitted ones. Raises as the
+        constructor does."""
+        return cls(**{**dict.fromkeys(BY_MODEL), **given})
+
+
+@names_parameters({})
+@dataclasses.dataclass(frozen=True)
+class BeamSearchParams:
+    """Parameters of a beam search. Raises `InvalidRequest` on construction, naming the value."""
+
+    beam_width: int
+    """Sequences that are continued in each step, and that are returned."""
+    max_tokens: int
+    """Tokens of output after which every sequence ends."""
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    """Rejected unless 0: nothing is sampled."""
+    length_penalty: float = 1.0
+    """Sequences are ranked by the sum of their log-probabilities, divided by their length to this
+    power. From -10 to 10; 0 ranks by the sum, higher values favor long sequences."""
+    include_stop_str_in_output: bool = False
+    """Include the end-of-sequence token in `text`; `tokens` always include it."""
+    structured_outputs: None = None
+    """Not supported; must be None."""
+
+    def __post_init__(self) -> None:
+        """Check every value and normalize numbers."""
+        make_numbers_plain(self)
+        _whole("beam_width", self.beam_width, 1, optional=False)
+        _whole("max_tokens", self.max_tokens, 1, optional=False)
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            _flag(name, getattr(self, name))
+        if self.length_penalty is None:
+            raise InvalidRequest("length_penalty must be a number in [-10, 10], got None")
+        _number("length_penalty", self.length_penalty, -10.0, 10.0)
+        if self.temperature != 0:
+            raise InvalidRequest(
+                f"temperature must be 0, got {self.temperature!r:.100}: beam search draws nothing, "
+                "and ranks by the model's own log-probabilities"
+            )
+        if self.structured_outputs is not None:
+            raise InvalidRequest(
+                "structured_outputs do not go with beam search: beams know no grammar"
+            )
+
+
+_FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize")
+
+
+def derived_seed(seed: int, index: int) -> int:
+    """Return the seed of one of a request's sequences: the request's own for the first, for others
+    64 bits of a hash of that seed and the index (BLAKE2b, RFC 7693)."""
+    if not index:
+        return seed
+    text = f"{seed} {index}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+# Counts and ids travel as int32.
+_MOST = 2**31 - 1
+
+
+_PLAIN = (bool, int, float, str, tuple, type(None), DefaultTokens, TokenCap)
+
+
+def plain_number(value: Any) -> Any:
+    """Return a number of another library (NumPy, say) as a Python number; anything else as is."""
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    # Importing numpy here would cost every program that has no number of its.
+    if isinstance(value, getattr(sys.modules.get("numpy"), "bool_", ())):
+        return bool(value)
+    return float(value) if isinstance(value, numbers.Real) else value
+
+
+def make_numbers_plain(options: Any) -> None:
+    """Replace every field of a frozen dataclass by its `plain_number`."""
+    for name, value in list(vars(options).items()):
+        if type(value) not in _PLAIN:
+            object.__setattr__(options, name, plain_number(value))
+
+
+def shown(value: Any) -> str:
+    """Format a value for an error message."""
+    try:
+        return f"{value!r:.100}"
+    except ValueError:  # Python writes no whole number of more than some thousand digits
+        return "a number of too many digits"
+
+
+def _number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
+    if value is None:
+        return
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    # NaN fails every comparison, so it is rejected here too.
+    if not is_number or not low <= value <= high or (open_low and value == low):
+        bracket = "(" if open_low else "["
+        raise InvalidRequest(
+            f"{name} must be a number in {bracket}{low:g}, {high:g}], got {shown(value)}"
+        )
+
+
+def _flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise InvalidRequest(f"{name} must be true or false, got {value!r:.100}")
+
+
+def _whole(name: str, value: Any, low: int, high: int = _MOST, optional: bool = True) -> None:
+    if value is None and optional:
+        return
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise InvalidRequest(f"{name} must be a whole number, got {shown(value)}")
+    if not low <= value <= high:
+        raise InvalidRequest(f"{name} must be from {low} to {high}, got {shown(value)}")
+
+
+def _items(name: str, value: Any, what: str) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    try:
+        if isinstance(value, bytes | bytearray | Mapping):
+            raise TypeError
+        return tuple(value)
+    except TypeError:
+        raise InvalidRequest(f"{name} must be a list of {what}, got {value!r:.100}") from None
+
+
+def _stop_strings(stop: Any) -> tuple[str, ...]:
+    strings = (stop,) if isinstance(stop, str) else _items("stop", stop, "strings")
+    if len(strings) > MAX_STOP_STRINGS:
+        raise InvalidRequest(f"stop may hold {MAX_STOP_STRINGS} strings, got {len(strings)}")
+    for string in strings:
+        if not isinstance(string, str) or not string:
+            raise InvalidRequest(f"stop must hold non-empty strings, got {string!r:.100}")
+        if len(string) > MAX_STOP_LENGTH:
+            raise InvalidRequest(f"a stop string may have {MAX_STOP_LENGTH} characters at most")
+        _check_unicode("stop", string)
+    return strings
+
+
+def _stop_ids(ids: Any) -> tuple[int, ...]:
+    found = _items("stop_token_ids", ids, "token ids")
+    if len(found) > MAX_STOP_IDS:
+        raise InvalidRequest(f"stop_token_ids may hold {MAX_STOP_IDS} ids, got {len(found)}")
+    found = tuple(plain_number(token) for token in found)
+    for token in found:
+        _whole("stop_token_ids", token, 0, optional=False)
+    return found
+
+
+def _biases(given: Any) -> dict[int, float]:
+    """Read the biases by id; ids are strings in JSON."""
+    if given is not None and not isinstance(given, Mapping):
+        raise InvalidRequest(f"logit_bias must map token ids to numbers, got {given!r:.100}")
+    items = list((given or {}).items())
+    if len(items) > MAX_RULED_IDS:
+        raise InvalidRequest(f"logit_bias may have {MAX_RULED_IDS} ids, got {len(items)}")
+    found: dict[int, float] = {}
+    for key, value in items:
+        is_number = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 11
+        token = int(key) if is_number else plain_number(key)
+        _whole("an id of logit_bias", token, 0, optional=False)
+        bias = plain_number(value)
+        if bias is None:
+            raise InvalidRequest(f"logit_bias[{token}] must be a number in [-100, 100], got None")
+        _number(f"logit_bias[{token}]", bias, -100.0, 100.0)
+        found[token] = float(bias)
+    return found
+
+
+def _allowed_ids(given: Any) -> tuple[int, ...] | None:
+    """Read the ids without duplicates; None if all are allowed."""
+    if given is None:
+        return None
+    found = tuple(plain_number(token) for token in _items("allowed_token_ids", given, "token ids"))
+    if not found:
+        raise InvalidRequest("allowed_token_ids is empty: nothing could be chosen")
+    if len(found) > MAX_RULED_IDS:
+        raise InvalidRequest(f"allowed_token_ids may hold {MAX_RULED_IDS} ids, got {len(found)}")
+    for token in found:
+        _whole("allowed_token_ids", token, 0, optional=False)
+    return tuple(sorted(set(found)))
+
+
+def _bad_words(given: Any) -> tuple[str, ...]:
+    if isinstance(given, str):
+        raise InvalidRequest(f"bad_words must be a list of strings, got {given!r:.100}")
+    words = _items("bad_words", given, "strings")
+    if len(words) > MAX_BAD_WORDS:
+        raise InvalidRequest(f"bad_words may hold {MAX_BAD_WORDS} strings, got {len(words)}")
+    for word in words:
+        if not isinstance(word, str) or not word.strip():
+            raise InvalidRequest(f"bad_words must hold words, got {word!r:.100}")
+        if len(word) > MAX_BAD_WORD_LENGTH:
+            raise InvalidRequest(
+                f"each of bad_words may have {MAX_BAD_WORD_LENGTH} characters at most"
+            )
+        _check_unicode("bad_words", word)
+    return words
+
+
+def _structured(given: Any, ignore_eos: bool) -> StructuredOutputsParams | None:
+    if given is None:
+        return None
+    if ignore_eos:
+        raise InvalidRequest(
+            "ignore_eos does not go with structured_outputs: the output ends where its grammar does"
+        )
+    return StructuredOutputsParams.of(given)
+
+
+def _check_unicode(name: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"{name} must be valid Unicode: {error}") from None

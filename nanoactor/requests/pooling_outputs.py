@@ -1,0 +1,95 @@
+"""Outputs of requests for vectors and scores, in vLLM's shapes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanoactor.requests.outputs import RequestMetrics
+
+Float32 = NDArray[np.float32]
+
+
+@dataclasses.dataclass(slots=True)
+class EmbeddingOutput:
+    """The vector of one text."""
+
+    embedding: Float32
+    """Embedding vector, (dimensions,)."""
+
+
+@dataclasses.dataclass(slots=True)
+class ScoringOutput:
+    """The score of one pair of texts."""
+
+    score: float
+    """From 0 to 1: the probability of a match. For embedding models: the cosine, from -1 to 1."""
+
+
+@dataclasses.dataclass(slots=True)
+class EmbeddingRequestOutput:
+    """The output of a request for a vector."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int
+    """Number of tokens found in the prefix cache."""
+    metrics: RequestMetrics
+    finished: bool = True
+
+
+@dataclasses.dataclass(slots=True)
+class ScoringRequestOutput:
+    """The output of a request for a score."""
+
+    request_id: str
+    outputs: ScoringOutput
+    prompt_token_ids: list[int]
+    """Token ids of the pair; for embedding models, of both texts, concatenated."""
+    num_cached_tokens: int
+    metrics: RequestMetrics
+    finished: bool = True
+
+
+def finished_vector(vector: Float32, *, dimensions: int | None, normalize: bool) -> Float32:
+    """Return the first `dimensions` numbers of a vector, scaled to the length 1 if `normalize`.
+
+    A vector of zeros stays as it is. The length is at least 1e-12, as in
+    `torch.nn.functional.normalize`.
+    """
+    kept = vector[:dimensions]
+    if not normalize:
+        return kept.copy()
+    length = np.linalg.norm(kept)
+    scaled: Float32 = kept / max(length, np.float32(1e-12))
+    return scaled
+
+
+def match_probability(logits: Float32) -> float:
+    """Return the probability of a match from the logits of (no, yes): their softmax."""
+    no, yes = (float(logit) for logit in logits)
+    return float(1 / (1 + np.exp(np.clip(no - yes, -700, 700))))
+
+
+def cosine(first: Float32, second: Float32) -> float:
+    """Return the cosine of two vectors of the length 1."""
+    return float(np.dot(first.astype(np.float64), second.astype(np.float64)))
+
+
+def pair_score(
+    first: EmbeddingRequestOutput, second: EmbeddingRequestOutput
+) -> ScoringRequestOutput:
+    """Return the score of two texts by their vectors."""
+    ids: Sequence[Any] = first.prompt_token_ids + second.prompt_token_ids
+    return ScoringRequestOutput(
+        request_id=first.request_id,
+        outputs=ScoringOutput(cosine(first.outputs.embedding, second.outputs.embedding)),
+        prompt_token_ids=list(ids),
+        num_cached_tokens=first.num_cached_tokens + second.num_cached_tokens,
+        metrics=second.metrics,
+    )

@@ -1,0 +1,45 @@
+"""Parameters of requests for vectors and scores."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from nanoactor.errors import InvalidRequest
+from nanoactor.requests.params import make_numbers_plain
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PoolingParams:
+    """Parameters of a request for a vector. Raises `InvalidRequest`, naming the value."""
+
+    dimensions: int | None = None
+    """Truncate the vector to this length before it is normalized; default: no truncation. For
+    models trained for it (Matryoshka representation learning, arXiv:2205.13147)."""
+    normalize: bool | None = None
+    """Scale the vector to length 1. Default: as in the model's files."""
+    prompt_name: str | None = None
+    """Put this prompt of the model's own before the text. Default: the model's default prompt."""
+    prompt: str | None = None
+    """Put this text before the text, instead of a prompt of the model's own."""
+    truncate_prompt_tokens: int | None = None
+    """Keep this many tokens at the end of the text; -1: as many as fit. Default: longer texts are
+    rejected."""
+
+    def __post_init__(self) -> None:
+        """Check each value on its own."""
+        make_numbers_plain(self)
+        for name, least in (("dimensions", 1), ("truncate_prompt_tokens", -1)):
+            value = getattr(self, name)
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if value is not None and (not whole or value < least or value == 0):
+                raise InvalidRequest(
+                    f"{name} must be a whole number from 1 on, or None, got {value!r:.100}"
+                )
+        if self.normalize not in (True, False, None):
+            raise InvalidRequest(f"normalize must be true, false or None, got {self.normalize!r}")
+        for name in ("prompt_name", "prompt"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise InvalidRequest(f"{name} must be a text or None, got {value!r:.100}")
+        if self.prompt is not None and self.prompt_name is not None:
+            raise InvalidRequest("give prompt or prompt_name, not both")

@@ -1,0 +1,239 @@
+"""Constraints on the form of an output, with vLLM's names and semantics."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, get_args
+
+import msgspec
+
+from nanoactor.errors import InvalidRequest
+from nanoactor.requests.grammar_spec import (
+    MAX_GRAMMAR_BYTES,
+    GrammarSpec,
+    Kind,
+    Thoughts,
+    ToolGrammar,
+)
+
+_REFUSED = {
+    "whitespace_pattern": "JSON has any white space between its tokens, or none with "
+    "disable_any_whitespace",
+    "structural_tag": "give tools in chats, or a grammar that spells the tags out",
+}
+"""Fields of vLLM that are rejected by name, and what to use instead."""
+_CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "tools")
+_FLAGS = ("json_object", "disable_any_whitespace", "disable_additional_properties")
+
+
+@dataclasses.dataclass(frozen=True)
+class StructuredOutputsParams:
+    """The form that an output must have: exactly one of `json`, `regex`, `choice`, `grammar`,
+    `json_object` and `tools`.
+
+    Raises `InvalidRequest` on construction, naming the value.
+    """
+
+    json: Mapping[str, Any] | str | type[Any] | None = None
+    """A JSON schema as a dict, JSON text, or a pydantic model class; converted to text."""
+    regex: str | None = None
+    """A regular expression that the whole output matches."""
+    choice: Sequence[str] | None = None
+    """The texts to choose from."""
+    grammar: str | None = None
+    """A context-free grammar, in Lark's notation or EBNF."""
+    json_object: bool = False
+    """Allow any JSON object."""
+    disable_any_whitespace: bool = False
+    """Require compact JSON: no spaces or line breaks between its tokens."""
+    disable_additional_properties: bool = False
+    """Forbid properties that the schema does not name, for objects that leave this open. Schemas
+    combined by `allOf`, `$ref`, `if` or `not` are unchanged."""
+    whitespace_pattern: None = None
+    """Rejected unless None."""
+    structural_tag: None = None
+    tools: ToolGrammar | None = None
+    """Functions that the model may, or must, call; not in vLLM."""
+    thoughts: Thoughts = "none"
+    """Reasoning before the constrained output: "open" if the prompt has opened it with `<think>`,
+    "optional" if the model may open it. Not in vLLM."""
+
+    def __post_init__(self) -> None:
+        """Check every value, and normalize `json` and `choice`."""
+        self._check_forms()
+        if self.choice is not None:
+            object.__setattr__(self, "choice", _choices(self.choice))
+        if self.json is not None:
+            text = _schema_text(self.json, self.disable_additional_properties)
+            object.__setattr__(self, "json", text)
+        elif self.disable_additional_properties:
+            raise _wrong("disable_additional_properties goes with json")
+
+    def _check_forms(self) -> None:
+        """Raise `InvalidRequest` for errors that need no parsing."""
+        for name, instead in _REFUSED.items():
+            if getattr(self, name) is not None:
+                raise _wrong(f"{name} is not supported: {instead}")
+        self._check_flags()
+        if self.thoughts not in get_args(Thoughts):
+            known = ", ".join(get_args(Thoughts))
+            raise _wrong(f"thoughts must be one of {known}, got {self.thoughts!r:.100}")
+        given = [name for name in _CONSTRAINTS if not _is_absent(getattr(self, name))]
+        if len(given) != 1:
+            found = ", ".join(given) or "none"
+            raise _wrong(f"give exactly one of {', '.join(_CONSTRAINTS)}, got {found}")
+        for name in ("regex", "grammar"):
+            if name in given:
+                _check_text(name, getattr(self, name))
+        if "tools" in given and not isinstance(self.tools, ToolGrammar):
+            raise _wrong(f"tools must be a ToolGrammar, got {self.tools!r:.100}")
+
+    def _check_flags(self) -> None:
+        for name in _FLAGS:
+            if getattr(self, name) is None:  # as vLLM's own default is
+                object.__setattr__(self, name, False)
+            if not isinstance(getattr(self, name), bool):
+                raise _wrong(f"{name} must be true or false, got {getattr(self, name)!r:.100}")
+
+    @classmethod
+    def of(cls, given: Any) -> StructuredOutputsParams:
+        """Return parameters as they are, or made from a mapping."""
+        if isinstance(given, cls):
+            return given
+        if not isinstance(given, Mapping):
+            raise InvalidRequest(
+                f"structured_outputs must be StructuredOutputsParams or a dict, got {given!r:.100}"
+            )
+        names = [field.name for field in dataclasses.fields(cls)]
+        for name in given:
+            if name not in names:
+                raise _wrong(f"{name!r:.100} is not one of {', '.join(names)}")
+        return cls(**given)
+
+    def spec(self) -> GrammarSpec:
+        """Return the specification that the engine's actors use."""
+        kind, value = self._constraint()
+        return GrammarSpec(
+            kind=kind,
+            value=value,
+            thoughts=self.thoughts,
+            whitespace=not self.disable_any_whitespace,
+        )
+
+    def _constraint(self) -> tuple[Kind, str]:
+        if isinstance(self.json, str):
+            return "json_schema", self.json
+        if self.regex is not None:
+            return "regex", self.regex
+        if self.choice is not None:
+            return "choice", json.dumps(self.choice, ensure_ascii=False)
+        if self.grammar is not None:
+            return "grammar", self.grammar
+        if self.tools is not None:
+            return "tools", msgspec.json.encode(self.tools, order="deterministic").decode()
+        return "json_object", ""
+
+
+def _is_absent(value: Any) -> bool:
+    return value is None or value is False
+
+
+def _wrong(text: str) -> InvalidRequest:
+    return InvalidRequest(f"structured_outputs: {text}")
+
+
+def _check_text(name: str, value: Any) -> None:
+    """Reject a value that is not text or cannot be encoded."""
+    if not isinstance(value, str) or not value:
+        raise _wrong(f"{name} must be a text that is not empty, got {value!r:.100}")
+    try:
+        size = len(value.encode())
+    except UnicodeEncodeError as error:
+        raise _wrong(f"{name} must be valid Unicode: {error}") from None
+    if size > MAX_GRAMMAR_BYTES:
+        raise _wrong(f"{name} has {size} bytes, {MAX_GRAMMAR_BYTES} at most are accepted")
+
+
+def _choices(given: Any) -> tuple[str, ...]:
+    if isinstance(given, str | bytes) or not isinstance(given, Sequence) or not given:
+        raise _wrong(f"choice must be a list of texts that is not empty, got {given!r:.100}")
+    for text in given:
+        _check_text("each choice", text)
+    return tuple(dict.fromkeys(given))
+
+
+def _schema_text(given: Any, closed: bool) -> str:
+    """Return a schema as compact JSON text; its order of properties is that of the output."""
+    if isinstance(given, str):
+        _check_text("json", given)
+    elif isinstance(given, type):
+        if not hasattr(given, "model_json_schema"):
+            raise _wrong(f"json: the class {given.__name__} has no model_json_schema")
+        given = given.model_json_schema()
+    try:
+        # Always via text: a dict may contain types that JSON lacks, such as tuples.
+        text = given if isinstance(given, str) else json.dumps(given, allow_nan=False)
+        schema = json.loads(text)
+        if _is_deep(schema):  # Python versions differ in the depth that they read and write
+            raise RecursionError
+        if not isinstance(schema, dict):
+            raise _wrong(f"json must be a schema, which is an object, got {text:.100}")
+        if closed:
+            _close(schema)
+        text = json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except (ValueError, TypeError) as error:
+        if isinstance(error, InvalidRequest):
+            raise
+        raise _wrong(f"json is not valid JSON: {error}") from None
+    except RecursionError:
+        raise _wrong("json is nested too deeply") from None
+    _check_text("json", text)
+    return text
+
+
+def _is_deep(value: Any) -> bool:
+    level, depth = [value], 0
+    while level := [one for one in level if isinstance(one, dict | list)]:
+        depth += 1
+        if depth > _DEEPEST:
+            return True
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    return False
+
+
+_DEEPEST = 500
+"""Maximum nesting depth of a schema as text; the grammar allows far less."""
+_COMBINED = {"allOf", "$ref", "$dynamicRef", "if", "dependentSchemas"}
+_SAYS = {"additionalProperties", "unevaluatedProperties", "patternProperties"}
+_ONE = ("items", "additionalItems", "contains", "additionalProperties")
+_LISTS = ("items", "prefixItems", "anyOf", "oneOf")
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
+
+
+def _close(schema: Any) -> None:
+    """Set `additionalProperties: false` on the schema's objects that leave it open."""
+    if not isinstance(schema, dict):
+        return
+    for inner in _inner(schema):
+        _close(inner)
+    is_object = schema.get("type") in ("object", ["object", "null"]) or "properties" in schema
+    # Combined schemas would exclude each other's properties.
+    if is_object and not schema.keys() & (_COMBINED | _SAYS):
+        schema["additionalProperties"] = False
+
+
+def _inner(schema: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the direct subschemas of a schema."""
+    yield from (schema[name] for name in _ONE if name in schema)
+    for name in _LISTS:
+        if isinstance(found := schema.get(name), list):
+            yield from found
+    for name in _BY_NAME:
+        if isinstance(found := schema.get(name), dict):
+            yield from found.values()

@@ -1,0 +1,1 @@
+"""A step on the host: its rows, laid out in arrays."""

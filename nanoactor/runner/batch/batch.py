@@ -1,0 +1,398 @@
+"""The changes that a step makes to a batch on the device: a few index-value pairs.
+
+Everything that the device knows of slots is one int32 array; a step's deltas are numbers to be
+written into it. A decode step in which nothing changed is empty.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanoactor.messages.engine import Admissions, Copies, Int32, Int64, Step
+from nanoactor.messages.rows import RowExpander, counted_up
+from nanoactor.models.limits import FREEZE_IDS
+from nanoactor.models.options import FusedSampling
+from nanoactor.models.sampling.columns import WORDS
+from nanoactor.models.seq_lens import NO_SEQ_LENS, HostSeqLens
+from nanoactor.runner.batch.inputs import (
+    NONE,
+    Array,
+    Inputs,
+    KeptRows,
+    Long,
+    PooledRows,
+    Prefill,
+    SampledRows,
+    ScoredResults,
+    ScoredRows,
+    Update,
+)
+from nanoactor.runner.batch.row_layout import Continued, StepLayout
+from nanoactor.runner.batch.sampling_table import SamplingTable
+from nanoactor.runner.batch.score_table import ScoreTable
+
+# Sorting whole vocabularies takes 127 bytes per logit.
+FALLBACK_AT_ONCE = 64
+_Pair = tuple[NDArray[np.integer[Any]], NDArray[np.integer[Any]]]
+NO_MASKS: Int32 = np.empty((0, 0), np.int32)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StateLayout:
+    """The place of each table in the array. The last slot is a dummy, for padded rows: its block is
+    one past the cache's last."""
+
+    slots: int
+    max_blocks: int
+
+    @property
+    def dummy(self) -> int:
+        """The slot of padded rows."""
+        return self.slots - 1
+
+    @property
+    def lengths(self) -> int:
+        """Positions computed, by slot. The block tables, a row for each slot, precede it."""
+        return self.slots * self.max_blocks
+
+    @property
+    def last_tokens(self) -> int:
+        """Return the newest tokens by slot."""
+        return self.lengths + self.slots
+
+    @property
+    def frozen(self) -> int:
+        """By slot: 1 if its decode rows have no lasting effect."""
+        return self.last_tokens + self.slots
+
+    @property
+    def rope_deltas(self) -> int:
+        """By slot: rotary position minus index after the prompt. From here to `rows`: set when a
+        sequence is admitted."""
+        return self.frozen + self.slots
+
+    @property
+    def prompt_lengths(self) -> int:
+        """By slot: where its output begins."""
+        return self.rope_deltas + self.slots
+
+    @property
+    def freeze_ids(self) -> int:
+        """Ids that freeze a slot, by slot, column by column."""
+        return self.prompt_lengths + self.slots
+
+    @property
+    def sampling(self) -> int:
+        """Sampling parameters by slot, column by column (`models/sampling/columns.py`)."""
+        return self.freeze_ids + FREEZE_IDS * self.slots
+
+    @property
+    def rows(self) -> int:
+        """The slots of the decode batch, ascending, then dummies."""
+        return self.sampling + WORDS * self.slots
+
+    @property
+    def row_positions(self) -> int:
+        """The position of each of these rows; -1 if it is its slot's next."""
+        return self.rows + self.slots
+
+    @property
+    def row_token_ids(self) -> int:
+        """The token of each row that has a position of its own."""
+        return self.row_positions + self.slots
+
+    @property
+    def size(self) -> int:
+        """Size of the whole array."""
+        return self.row_token_ids + self.slots
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BatchTraits:
+    """Properties of a device that decide how its steps are laid out; see `DeviceTraits`."""
+
+    tokens_per_program: int = 1 << 30
+    needs_host_seq_lens: bool = False
+    fused_sampling: FusedSampling = "none"
+    fallback_at_once: int = FALLBACK_AT_ONCE
+    """Rows that are sampled together without the fused sampler."""
+    runs_as_rows_from: int = 1 << 30
+    """Minimum decode rows of a step that may have several rows of one sequence."""
+    slot_state: bool = False
+    """True if layers keep slot states, which are reset for each sequence."""
+
+
+class HostBatch:
+    """The host's side of the batch: sampling by slot, and its results for the decode batch."""
+
+    def __init__(
+        self, max_num_seqs: int, max_blocks: int, traits: BatchTraits, pooling: str = ""
+    ) -> None:
+        """`pooling` is how the model pools, as `PoolingConfig.kind`."""
+        self._traits, self._pooling = traits, pooling
+        self.layout = StateLayout(max_num_seqs + 1, max_blocks)
+        self.sampling = SamplingTable(max_num_seqs)
+        self._scores = ScoreTable(max_num_seqs)
+        self._outputs = np.zeros(max_num_seqs, np.int32)
+        """By slot: where its output begins."""
+        self._rows = RowExpander(max_num_seqs)
+        self._decode: Long = NONE
+        """The slots of the decode batch; the next four fields are valid until it changes."""
+        self._fallback: Long | None = None
+        """Decode rows that the fused sampler never handles."""
+        self._parts: tuple[SampledRows[Array], ...] = ()
+        self._asking: Long = NONE
+        """Decode rows that request log-probabilities."""
+        self._masked_steps = 0
+        """Steps until all of its rows are past `min_tokens`."""
+        self._continued = 0
+        """Rows after the decode batch in the previous step."""
+
+    def update(self, step: Step, masks: Int32 = NO_MASKS) -> Update:
+        """Apply a step with these masks, (rows, words), for its choices. Steps come in order."""
+        rows = self._rows.expand(step.rows, step.leaves)
+        pairs = self._admit(step.admissions) if len(step.admissions.slots) else []
+        if len(step.table_slots):
+            pairs.append((self._table_indices(step), step.table_blocks))
+        layout = StepLayout.of(
+            rows,
+            step.token_ids,
+            self._outputs,
+            room=0 if step.vision else len(self._outputs),  # only chunks see images
+            runs_from=self._traits.runs_as_rows_from,
+        )
+        behind, decodes = layout.behind, len(rows.decode_slots)
+        if len(moved := layout.moved):
+            slots = rows.others.slots[moved].astype(np.int64)
+            pairs.append((self.layout.lengths + slots, layout.lengths[moved]))
+            pairs.append((self.layout.frozen + slots, np.zeros(len(slots), np.int64)))
+        if rows.decode_slots is not self._decode or len(behind.slots) or self._continued:
+            pairs += self._change_rows(rows.decode_slots, behind)
+        slots, positions, numbers = layout.samplers
+        fallback = self._fallback_rows(layout, slots, positions)
+        scored, results = self._scored(step.token_ids, layout, slots, numbers)
+        return Update(
+            step.step,
+            Inputs(
+                changes=_joined(pairs),
+                prefill=self._prefill(step.token_ids, layout) if len(layout.chunks) else None,
+                fallback=fallback,
+                copies=_copies(step.copies),
+                slot_copies=_copies(step.slot_copies),
+                admitted=self._admitted(step),
+                kept=_kept(layout),
+                choices=self._choices(len(slots) - len(layout.choices), slots, positions, masks),
+                scored=scored,
+            ),
+            positions,
+            decodes,
+            lengths=self._host_seq_lens(layout),
+            continued=len(behind.slots),
+            resumed=len(behind.resumed),
+            order=np.argsort(numbers) if len(numbers) > decodes else None,
+            counts=rows.counts,
+            scored=results,
+            pooled=self._pooled(layout) if len(layout.pooled) else None,
+        )
+
+    def _admit(self, new: Admissions) -> list[_Pair]:
+        """Admit new sequences; return their changes to the array."""
+        self.sampling.admit(new)
+        self._scores.admit(new.slots, new.prompt_lengths, new.scores)
+        self._outputs[new.slots] = new.prompt_lengths
+        columns = np.arange(self.layout.rope_deltas, self.layout.rows, self.layout.slots)
+        rows = new.rope_deltas[:, None], new.prompt_lengths[:, None], new.freeze_ids, new.sampling
+        return [((columns + new.slots[:, None]).ravel(), np.concatenate(rows, axis=1).ravel())]
+
+    def _table_indices(self, step: Step) -> Int64:
+        firsts = step.table_slots.astype(np.int64) * self.layout.max_blocks + step.table_starts
+        if len(firsts) == len(step.table_blocks):  # each grows by one, as decodes do
+            return firsts
+        return counted_up(firsts, step.table_counts.astype(np.int64))
+
+    def _change_rows(self, decode: Long, behind: Continued) -> list[_Pair]:
+        """Return the part of the list of rows that changes; others follow the decode batch."""
+        before, first = len(self._decode) + self._continued, len(self._decode)
+        if decode is not self._decode:
+            self._decode, self._fallback, first = decode, None, 0
+        decodes, known = len(decode), len(decode) + len(behind.slots)
+        rows = np.full(max(before, known), self.layout.dummy, np.int64)
+        rows[:decodes], rows[decodes:known] = decode, behind.slots
+        places, layout = np.arange(first, len(rows)), self.layout
+        pairs: list[_Pair] = [(layout.rows + places, rows[first:])]
+        if len(behind.slots) or self._continued:
+            positions = np.full(len(rows), -1, np.int64)
+            positions[decodes:known] = behind.positions
+            pairs.append((layout.row_positions + places, positions[first:]))
+            own = np.arange(decodes, known)
+            pairs.append((layout.row_token_ids + own, behind.token_ids.astype(np.int64)))
+        self._continued = len(behind.slots)
+        return pairs
+
+    def _prefill(self, token_ids: Int32, layout: StepLayout) -> Prefill[Array]:
+        rows = layout.rows.others.take(layout.chunks)
+        counts, contexts = rows.counts, rows.starts + rows.counts
+        ends_at = counts.cumsum()
+        firsts = (ends_at - counts).astype(np.int32)
+        row_of = np.arange(len(counts)).repeat(counts)
+        per_program = self._traits.tokens_per_program
+        groups = -(-counts // per_program)
+        tile_rows = np.arange(len(groups), dtype=np.int32).repeat(groups)
+        tile_numbers = counted_up(np.zeros(len(groups), np.int64), groups)
+        # Longest first, so that the device does not wait for them at the end.
+        ends_in_row = np.minimum(counts[tile_rows], (tile_numbers + 1) * per_program)
+        longest_first = np.argsort(-(rows.starts[tile_rows] + ends_in_row), kind="stable")
+        ends = layout.chunks.searchsorted(layout.ends)
+        if len(token_ids) == ends_at[-1]:
+            own_ids = token_ids.copy()  # the copy outlives the message
+        else:  # some belong to other rows, or are successors
+            own_ids = token_ids[counted_up(layout.firsts[layout.chunks], counts)]
+        return Prefill(
+            own_ids,
+            positions=counted_up(rows.starts, counts).astype(np.int32),
+            slots=rows.slots[row_of],
+            rows=np.stack((rows.slots, firsts, counts, contexts)).astype(np.int32),
+            tiles=np.stack((tile_rows, tile_numbers))[:, longest_first].astype(np.int32),
+            ends=self._read_tokens(firsts, counts, ends, len(layout.pooled)),
+            sampling=layout.rows.others.slots[layout.sampled],
+        )
+
+    def _read_tokens(self, firsts: Int32, counts: Int32, ends: Long, pooled: int) -> Int32:
+        """Return the token of each chunk at which the state is read; the last chunks pool."""
+        read: Int32 = (firsts + counts - 1)[ends].astype(np.int32)
+        if pooled and self._pooling == "cls":
+            read[-pooled:] = firsts[ends[-pooled:]]
+        return read
+
+    def _pooled(self, layout: StepLayout) -> PooledRows:
+        """Return the rows that pool."""
+        numbers = (layout.pooled + len(layout.rows.decode_slots)).astype(np.int32)
+        if self._pooling != "mean":
+            return PooledRows(numbers, (), ())
+        counts = layout.rows.others.counts[layout.chunks]
+        firsts, mine = counts.cumsum() - counts, layout.chunks.searchsorted(layout.pooled)
+        return PooledRows(numbers, tuple(map(int, firsts[mine])), tuple(map(int, counts[mine])))
+
+    def _host_seq_lens(self, layout: StepLayout) -> HostSeqLens:
+        if not self._traits.needs_host_seq_lens:
+            return NO_SEQ_LENS
+        counts = layout.rows.others.counts[layout.chunks].tolist()
+        contexts = layout.lengths[layout.chunks].tolist()
+        decodes = np.concatenate((layout.rows.decode_starts, layout.behind.positions)) + 1
+        return HostSeqLens(counts, contexts, decodes.tolist())
+
+    def _admitted(self, step: Step) -> Long | None:
+        """Return the slots with states to be reset; None if there are none."""
+        slots = step.admissions.slots
+        return slots.astype(np.int64) if self._traits.slot_state and len(slots) else None
+
+    # -- sampling -------------------------------------------------------------------------
+
+    def _fallback_rows(
+        self, layout: StepLayout, slots: Long, positions: Long
+    ) -> tuple[SampledRows[Array], ...]:
+        """Return the samplers that `BatchOperators.sample_rows` does not handle, except choices."""
+        first, decodes = len(layout.sampled), len(layout.rows.decode_slots)
+        last = len(slots) - len(layout.choices)
+        at = slice(first, first + decodes)
+        rows, masking = self._fallback_decodes(slots[at], positions[at])
+        if last == decodes and not masking:
+            parts = self._parts
+        else:
+            cut = self._cut(slots[:last], positions[:last])
+            cut[at] = False
+            cut[rows + first] = True
+            rows = np.flatnonzero(cut)
+            parts = self._sampled(slots, rows)
+            parts = tuple(self.sampling.masked(part, positions[part.index]) for part in parts)
+        return tuple(_reaching(part, positions[part.index]) for part in parts)
+
+    def _choices(
+        self, first: int, slots: Long, positions: Long, masks: Int32
+    ) -> tuple[SampledRows[Array], ...]:
+        """Return the choices of the samplers from `first` on, made from the states of their
+        slots."""
+        most, parts = self._traits.fallback_at_once, []
+        for at in range(first, len(slots), most):
+            part, where = slots[at : at + most], positions[at : at + most]
+            rows = self.sampling.masked(self.sampling.rows(part, part), where)
+            mine = masks[at - first : at - first + most]
+            fused = not self._cut(part, where).any()
+            parts.append(_reaching(dataclasses.replace(rows, masks=mine, fused=fused), where))
+        return tuple(parts)
+
+    def _cut(self, slots: Long, positions: Long) -> NDArray[np.bool_]:
+        """Select the rows that the fused sampler does not handle at these positions."""
+        never = self.sampling.never_fused(slots, self._traits.fused_sampling)
+        return never | self.sampling.masking(slots, positions)
+
+    def _sampled(self, slots: Long, rows: Long) -> tuple[SampledRows[Array], ...]:
+        """Return the sampling of these samplers, a few at a time."""
+        most = self._traits.fallback_at_once
+        parts = (rows[at : at + most] for at in range(0, len(rows), most))
+        return tuple(self.sampling.rows(slots[part], part) for part in parts)
+
+    def _fallback_decodes(self, decode: Long, positions: Long) -> tuple[Long, bool]:
+        """Return the rows of the decode batch that are not fused in this step, and whether some of
+        the set may not sample some ids yet."""
+        if self._fallback is None:
+            never = self.sampling.never_fused(decode, self._traits.fused_sampling)
+            self._fallback = np.flatnonzero(never)
+            self._asking = self._scores.asking(decode)
+            self._parts = self._sampled(decode, self._fallback)
+            self._masked_steps = self.sampling.masked_steps(decode, positions)
+        if self._masked_steps <= 0:
+            return self._fallback, False
+        self._masked_steps -= 1
+        masking = self.sampling.masking(decode, positions)
+        masking[self._fallback] = True
+        return np.flatnonzero(masking), True
+
+    def _scored(
+        self, token_ids: Int32, layout: StepLayout, slots: Long, numbers: Long
+    ) -> tuple[ScoredRows[Array] | None, ScoredResults | None]:
+        """Return the step's scoring for samplers in these slots and rows; the decode batch's
+        requests are known by then."""
+        asking, first = self._asking, len(layout.sampled)
+        if len(slots) > len(layout.rows.decode_slots):
+            late = first + len(layout.rows.decode_slots)
+            parts = self._scores.asking(slots[:first]), self._scores.asking(slots[late:])
+            asking = np.concatenate((parts[0], asking + first, parts[1] + late))
+        prompts, targets, counts = self._scores.prompts(token_ids, layout)
+        if not len(asking) and not len(prompts):
+            return None, None
+        counts = np.concatenate((counts, self._scores.output[slots[asking]]))
+        rows = numbers[asking].astype(np.int32)
+        return ScoredRows(prompts, targets, asking), ScoredResults(rows, counts)
+
+
+def _copies(copies: Copies | None) -> tuple[Array, ...]:
+    if copies is None:
+        return ()
+    return copies.sources.astype(np.int64), copies.targets.astype(np.int64)
+
+
+def _kept(layout: StepLayout) -> KeptRows[Array] | None:
+    """Return the slots that keep a state; None if there are none."""
+    if not len(layout.kept) and not len(layout.behind.kept):
+        return None
+    return KeptRows(layout.rows.others.slots[layout.kept].astype(np.int64), layout.behind.kept)
+
+
+def _reaching(part: SampledRows[Array], positions: Long) -> SampledRows[Array]:
+    """Return the rows with the length of the longest sequence that penalties count."""
+    if part.rules is None or not len(part.rules.penalized):
+        return part
+    longest = int(positions[part.rules.penalized].max())
+    return dataclasses.replace(part, rules=dataclasses.replace(part.rules, longest=longest))
+
+
+def _joined(pairs: list[_Pair]) -> tuple[Array, ...]:
+    if not pairs:
+        return ()
+    indices = np.concatenate([pair[0] for pair in pairs]).astype(np.int64)
+    return indices, np.concatenate([pair[1] for pair in pairs]).astype(np.int32)

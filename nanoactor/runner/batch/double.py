@@ -1,0 +1,31 @@
+"""A batch for a runner's rehearsals, which lays out the same dummy step each time."""
+
+from __future__ import annotations
+
+import functools
+
+from nanoactor.messages.engine import Step
+from nanoactor.runner.batch.batch import BatchTraits, HostBatch
+from nanoactor.runner.batch.inputs import Update
+from nanoactor.scheduling.rehearsal import first_step
+
+
+class BatchDouble:
+    """A small `HostBatch`, made on first use."""
+
+    def __init__(self, traits: BatchTraits, block_size: int) -> None:
+        self._traits, self._block_size = traits, block_size
+
+    @functools.cached_property
+    def _step(self) -> Step:
+        return first_step(self._block_size)
+
+    @functools.cached_property
+    def _batch(self) -> HostBatch:
+        return HostBatch(
+            int(self._step.rows.slots.max()) + 1, len(self._step.table_blocks), self._traits
+        )
+
+    def update(self) -> Update:
+        """Lay out a prompt that ends in its step."""
+        return self._batch.update(self._step)

@@ -1,0 +1,78 @@
+"""Masks of constrained sequences on a runner's host, until a step uses them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from nanoactor.errors import ProtocolBug
+from nanoactor.messages.engine import Step
+from nanoactor.messages.grammar import DropMasks, Int32, Masks
+
+_NO_MASKS = np.empty((0, 0), np.int32)
+
+
+class MaskStore:
+    """At most one mask per sequence: the next arrives once its token is known.
+
+    A sequence ends twice, in either order: when the grammar has sent its last message, and when the
+    scheduler reports that no later step names it. Masks in between are dropped.
+    """
+
+    def __init__(self) -> None:
+        self._masks: dict[int, tuple[int, Int32]] = {}
+        """By sequence: the position that the mask is for, and the mask."""
+        self._uids: dict[int, int] = {}
+        """The sequence in each slot."""
+        self._closed: set[int] = set()
+        """Ended by the grammar only."""
+        self._dropped: set[int] = set()
+        """Ended by the scheduler only."""
+
+    def __len__(self) -> int:
+        """Return the number of sequences that have a mask or have ended once, but not twice."""
+        return len(self._masks.keys() | self._closed | self._dropped)
+
+    def add(self, event: Masks) -> tuple[list[int], list[int]]:
+        """Add masks; return the sequences and positions of those that are wanted."""
+        uids: list[int] = []
+        positions: list[int] = []
+        rows = zip(event.uids.tolist(), event.positions.tolist(), event.masks, strict=True)
+        for uid, position, mask in rows:
+            if uid not in self._dropped:
+                self._masks[uid] = position, mask.copy()
+                uids.append(uid)
+                positions.append(position)
+        for uid in event.closed.tolist():
+            self._end(uid, self._dropped, self._closed)
+        return uids, positions
+
+    def drop(self, event: DropMasks) -> None:
+        """Drop sequences that no later step names."""
+        for uid in event.uids.tolist():
+            self._masks.pop(uid, None)
+            self._end(uid, self._closed, self._dropped)
+
+    def _end(self, uid: int, other: set[int], mine: set[int]) -> None:
+        if uid in other:
+            other.remove(uid)
+        else:
+            mine.add(uid)
+
+    def take(self, step: Step) -> Int32:
+        """Remove and return the masks of a step's choices, (rows, words). Raises `ProtocolBug` if
+        one is missing: a row without its mask would choose any token."""
+        new = zip(step.admissions.slots.tolist(), step.admissions.uids.tolist(), strict=True)
+        self._uids.update(new)
+        if not len(step.rows):
+            return _NO_MASKS
+        choices, masks = step.rows.take(step.rows.choices), []
+        for slot, position in zip(choices.slots.tolist(), choices.starts.tolist(), strict=True):
+            uid = self._uids[slot]
+            found, mask = self._masks.pop(uid, (-1, _NO_MASKS))
+            if found != position:
+                held = f"it holds that for {found}" if found >= 0 else "it holds none"
+                raise ProtocolBug(
+                    f"step {step.step} needs the mask of request {uid} for {position}: {held}"
+                )
+            masks.append(mask)
+        return np.stack(masks) if masks else _NO_MASKS

@@ -1,0 +1,135 @@
+"""Sampling parameters by slot on the runner's host, and a step's rows grouped by them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanoactor.messages.engine import Admissions, Int32, TokenRules
+from nanoactor.models.limits import CANDIDATES
+from nanoactor.models.options import FusedSampling
+from nanoactor.models.sampling.columns import NEUTRAL, NOT_FUSED, WORDS, columns_of
+from nanoactor.models.sampling.rows import LogitRules, SamplingGroups
+from nanoactor.runner.batch.inputs import NONE, Array, Long, SampledRows
+from nanoactor.runner.batch.ruled_rows import lay_out
+from nanoactor.runtime.codec import copied
+
+Flags = NDArray[np.bool_]
+
+
+class SamplingTable:
+    """Sampling parameters by slot."""
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self.words: Int32 = np.zeros((WORDS, max_num_seqs), np.int32)
+        """By column, see `nanoactor.models.sampling.columns`."""
+        self.columns = columns_of(self.words, np.float32)
+        self._unmasked_from = np.zeros(max_num_seqs, np.int64)
+        self._masked: dict[int, Long] = {}
+        self._rules: dict[int, TokenRules] = {}
+        self._ruled = np.zeros(max_num_seqs, np.bool_)
+        """By slot: whether it has rules of either kind, penalties included."""
+
+    def admit(self, new: Admissions) -> None:
+        """Take the parameters of new sequences."""
+        slots = new.slots
+        self.words[:, slots] = new.sampling.T
+        # Rows without masked ids need no masking.
+        self._unmasked_from[slots] = np.where(new.masked_counts > 0, new.unmasked_from, 0)
+        ends = np.cumsum(new.masked_counts)
+        for slot, end, count in zip(
+            slots.tolist(), ends.tolist(), new.masked_counts.tolist(), strict=True
+        ):
+            self._masked[slot] = new.masked_ids[end - count : end].astype(np.int64)
+            self._rules.pop(slot, None)
+        for slot, rules in zip(slots[new.rule_rows].tolist(), new.rules, strict=True):
+            self._rules[slot] = copied(rules)
+        self._ruled[slots] = self._penalized(slots)
+        self._ruled[slots[new.rule_rows]] = True
+
+    def _penalized(self, slots: NDArray[np.integer]) -> Flags:
+        """Select the rows that use a column which no fused sampler reads."""
+        penalized = np.zeros(len(slots), np.bool_)
+        for name in NOT_FUSED:
+            penalized |= getattr(self.columns, name)[slots] != NEUTRAL[name]
+        return penalized
+
+    def seeds(self, slots: Long) -> Long:
+        """Return the bits of the unsigned 64-bit seeds."""
+        low, high = self.columns.seed[:, slots].astype(np.int64)
+        seeds: Long = (low & 0xFFFFFFFF) | (high << 32)
+        return seeds
+
+    def rows(self, slots: Long, index: Long) -> SampledRows[Array]:
+        """Return the sampling parameters of these slots, without masks."""
+        greedy = self.columns.temperature[slots] == 0
+        few, cut = self._few(slots), self._cut(slots)
+        unlimited = self.columns.top_k[slots] > CANDIDATES
+        return SampledRows(
+            slots,
+            index,
+            SamplingGroups(
+                greedy=np.flatnonzero(greedy),
+                plain=np.flatnonzero(~greedy & ~few & ~cut),
+                limited=np.flatnonzero(~greedy & few),
+                unlimited=np.flatnonzero(~greedy & unlimited),
+                nucleus=np.flatnonzero(~greedy & ~few & ~unlimited & cut),
+                masked_rows=NONE,
+                masked_ids=NONE,
+            ),
+            rules=self._rules_of(slots) if self._ruled[slots].any() else None,
+        )
+
+    def _rules_of(self, slots: Long) -> LogitRules[Array]:
+        known = [(row, self._rules.get(slot)) for row, slot in enumerate(slots.tolist())]
+        found = [(row, rules) for row, rules in known if rules is not None]
+        return lay_out(found, np.flatnonzero(self._penalized(slots)))
+
+    def _few(self, slots: Long) -> Flags:
+        """Select the rows that are cut to few candidates first."""
+        top_k = self.columns.top_k[slots]
+        few: Flags = (top_k > 0) & (top_k <= CANDIDATES)
+        return few
+
+    def _cut(self, slots: Long) -> Flags:
+        """Select the rows that are cut otherwise, however many candidates that leaves."""
+        columns = self.columns
+        cut: Flags = columns.top_k[slots] > CANDIDATES
+        return cut | (columns.top_p[slots] < 1) | (columns.min_p[slots] > 0)
+
+    def never_fused(self, slots: Long, fused: FusedSampling) -> Flags:
+        """Select the rows that a fused sampler of this kind never handles, and those with rules."""
+        if fused == "none":
+            return np.ones(len(slots), np.bool_)
+        drawn: Flags = self.columns.temperature[slots] > 0
+        ruled: Flags = self._ruled[slots]
+        if fused == "greedy":
+            return drawn | ruled
+        many = self.columns.top_k[slots] > CANDIDATES
+        return ruled | (many & drawn & (fused != "every"))
+
+    def masking(self, slots: Long, positions: Long) -> Flags:
+        """Select the rows that may not sample some ids yet (`min_tokens`)."""
+        early: Flags = positions < self._unmasked_from[slots]
+        return early
+
+    def masked_steps(self, slots: Long, positions: Long) -> int:
+        """Return the number of tokens until all of these slots may sample every id."""
+        return max(0, int((self._unmasked_from[slots] - positions).max(initial=0)))
+
+    def masked(self, rows: SampledRows[Array], positions: Long) -> SampledRows[Array]:
+        """Return the rows with the ids that must not be chosen at these positions."""
+        masking = self.masking(rows.slots, positions)
+        if not masking.any():
+            return rows
+        numbers, ids = [], []
+        for row in np.flatnonzero(masking).tolist():
+            masked = self._masked[int(rows.slots[row])]
+            numbers.append(np.full(len(masked), row, np.int64))
+            ids.append(masked)
+        groups = dataclasses.replace(
+            rows.groups, masked_rows=np.concatenate(numbers), masked_ids=np.concatenate(ids)
+        )
+        return dataclasses.replace(rows, groups=groups)

@@ -1,0 +1,54 @@
+"""Requested log-probabilities, by slot on the runner's host."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from nanoactor.messages.engine import Int32
+from nanoactor.messages.rows import SCORE, counted_up
+from nanoactor.messages.scores import ScoreRequests
+from nanoactor.runner.batch.inputs import NONE, Long
+from nanoactor.runner.batch.row_layout import StepLayout
+
+_NOT_ASKED = -1
+_NO_COUNTS: Int32 = np.empty(0, np.int32)
+
+
+class ScoreTable:
+    """Number of top tokens that each slot requests with a token; -1 for no scores."""
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self.output = np.full(max_num_seqs, _NOT_ASKED, np.int32)
+        self._prompt = np.full(max_num_seqs, _NOT_ASKED, np.int32)
+        self._last = np.zeros(max_num_seqs, np.int32)
+        """The last position of each prompt."""
+        self._asked = False
+        """True once any request has asked; until then, steps do not check."""
+
+    def admit(self, slots: Int32, prompt_lengths: Int32, wanted: ScoreRequests | None) -> None:
+        """Record what new sequences request."""
+        if wanted is None and not self._asked:
+            return
+        self.output[slots] = self._prompt[slots] = _NOT_ASKED
+        self._last[slots] = prompt_lengths - 1
+        if wanted is not None:
+            self._asked = True
+            self.output[slots[wanted.rows]] = wanted.output
+            self._prompt[slots[wanted.rows]] = wanted.prompt
+
+    def asking(self, slots: Long) -> Long:
+        """Select the rows of these slots that want scores of their output."""
+        return np.flatnonzero(self.output[slots] >= 0) if self._asked else NONE
+
+    def prompts(self, token_ids: Int32, layout: StepLayout) -> tuple[Long, Long, Int32]:
+        """Return the tokens of a step's chunks that are scored, their successors, and the number
+        of top tokens requested with each successor."""
+        if not self._asked or not len(layout.chunks):
+            return NONE, NONE, _NO_COUNTS
+        rows = layout.rows.others.take(layout.chunks)
+        scored = np.flatnonzero(rows.wants & SCORE)
+        firsts = (np.cumsum(rows.counts) - rows.counts)[scored]
+        slots, ids = rows.slots[scored], layout.firsts[layout.chunks[scored]]
+        counts = np.minimum(rows.counts[scored], self._last[slots] - rows.starts[scored])
+        targets = token_ids[counted_up(ids + 1, counts)].astype(np.int64)
+        return counted_up(firsts, counts), targets, np.repeat(self._prompt[slots], counts)

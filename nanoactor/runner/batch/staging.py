@@ -1,0 +1,94 @@
+"""A step's arrays on their way to the device: packed into one page-locked buffer, one copy."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from nanoactor.models.devices.protocols import Device
+from nanoactor.runner.batch.inputs import Array, Inputs
+
+_FIRST_WORDS = 1 << 16
+_ALIGNMENT = 4
+"""In int32 words: packed arrays are aligned to 16 bytes."""
+
+
+class Staging:
+    """Buffers on the host, used in turn; the device needs only one, as it works in order."""
+
+    def __init__(self, device: Device, in_flight: int) -> None:
+        """At most `in_flight` steps may run at once."""
+        self._device = device
+        self._host = [device.pinned(_FIRST_WORDS, dtype=torch.int32) for _ in range(in_flight)]
+        self._there = device.zeros(_FIRST_WORDS, dtype=torch.int32)
+        self._current = 0
+        self._used = 0
+
+    def begin(self, words: int) -> None:
+        """Take the next buffer, which no running step uses, for up to `words` int32 numbers."""
+        self._current = (self._current + 1) % len(self._host)
+        self._used = 0
+        if words > len(self._host[self._current]):
+            size = 1 << words.bit_length()
+            self._host[self._current] = self._device.pinned(size, dtype=torch.int32)
+        if words > len(self._there):
+            # The allocator does not reuse the old buffer's memory before the queue is done with it.
+            self._there = self._device.zeros(1 << words.bit_length(), dtype=torch.int32)
+        self._array: NDArray[np.int32] = self._host[self._current].numpy()
+
+    def put(self, array: NDArray[np.generic]) -> torch.Tensor:
+        """Pack a contiguous array of 4- or 8-byte numbers; returns where it will be on the device,
+        of the same shape, once `send` is done."""
+        words = array.reshape(-1).view(np.int32)
+        begin, end = self._used, self._used + len(words)
+        self._array[begin:end] = words
+        self._used = -(-end // _ALIGNMENT) * _ALIGNMENT
+        kind = _TORCH[array.dtype.str]
+        return self._there[begin:end].view(kind).view(array.shape)
+
+    def put_inputs(self, inputs: Inputs[Array]) -> Inputs[torch.Tensor]:
+        """Pack all arrays of a step."""
+        self.begin(words_of(inputs))
+        return cast("Inputs[torch.Tensor]", self._put(inputs))
+
+    def _put(self, value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            return self.put(value)
+        if isinstance(value, tuple):
+            return tuple(map(self._put, value))
+        if names := _names(type(value)):
+            return type(value)(*(self._put(getattr(value, name)) for name in names))
+        return value
+
+    def send(self) -> None:
+        """Queue the copy."""
+        if self._used:
+            used = min(self._used, len(self._there))
+            self._there[:used].copy_(self._host[self._current][:used], non_blocking=True)
+
+
+def words_of(value: Any) -> int:
+    """Return a bound on the int32 words that all arrays in a value take when packed."""
+    if isinstance(value, np.ndarray):
+        return value.nbytes // 4 + _ALIGNMENT
+    if names := _names(type(value)):
+        value = tuple(getattr(value, name) for name in names)
+    return sum(map(words_of, value)) if isinstance(value, tuple) else 0
+
+
+def _names(of: type) -> tuple[str, ...]:
+    return _NAMES.get(of) or _NAMES.setdefault(of, _fields(of))
+
+
+_NAMES: dict[type, tuple[str, ...]] = {}
+
+
+def _fields(of: type) -> tuple[str, ...]:
+    return tuple(f.name for f in dataclasses.fields(of)) if dataclasses.is_dataclass(of) else ()
+
+
+_TORCH = {"<i4": torch.int32, "<i8": torch.int64, "<f4": torch.float32}

@@ -1,0 +1,1 @@
+"""A model and its batch on the device."""

@@ -1,0 +1,131 @@
+"""Image encoding on the device: in slices, into a cache of rows that prompts read."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from nanoactor.media.units import EncodeUnits
+from nanoactor.models.batch import VisualTokens
+from nanoactor.models.devices.protocols import Device
+from nanoactor.models.vision.config import VisionConfig
+from nanoactor.models.vision.image_config import ImageConfig
+from nanoactor.models.vision.patches import PatchMaker
+from nanoactor.models.vision.tower import TowerState, VisionTower
+from nanoactor.models.vision.video_config import VideoConfig
+from nanoactor.runner.batch.inputs import EncodeTask, Encoding
+from nanoactor.setup.actors import ENCODER_PAGE_ROWS
+
+
+class Encoder:
+    """The vision tower, and the cache of its results."""
+
+    def __init__(
+        self,
+        tower: VisionTower,
+        vision: VisionConfig,
+        images: ImageConfig,
+        device: Device,
+        dtype: torch.dtype,
+        *,
+        videos: VideoConfig | None,
+        pages: int,
+        budget: int,
+    ) -> None:
+        """`pages` is the cache's size; `budget` is the maximum of rows that a step encodes."""
+        self._tower, self._vision, self._images, self._videos = tower, vision, images, videos
+        self._dtype, self._device, self._budget = dtype, device, budget
+        self._patches = PatchMaker(vision, images, device.torch_device)
+        self.pages = pages
+        shape = pages * ENCODER_PAGE_ROWS, vision.feature_size
+        self._rows = device.zeros(*shape, dtype=dtype)
+        self._half: dict[int, TowerState] = {}
+        """By number of pixels: state of partly encoded temporal patches."""
+
+    @property
+    def nbytes(self) -> int:
+        """Return the size of the cache in bytes."""
+        return self._rows.nbytes
+
+    def read(self, rows: torch.Tensor) -> VisualTokens:
+        """Return the visual tokens of prompt tokens, given their rows of the cache, int32
+        (tokens,), -1 for text."""
+        seen = (rows >= 0)[:, None]
+        features = self._rows.index_select(0, rows.clamp(min=0))
+        return VisualTokens(seen, torch.where(seen, features, 0))
+
+    def apply(self, work: Encoding) -> None:
+        """Encode the items of a step."""
+        for number in work.dropped:
+            self._half.pop(number, None)
+        for task in work.tasks:
+            self.run(task)
+
+    def forget(self) -> None:
+        """Drop partial encodings."""
+        self._half.clear()
+
+    def largest(self, longest: int) -> int:
+        """Return the largest number of rows of an image, or of a video part that is encoded at
+        once, in a sequence of `longest` tokens."""
+        most = self._images.max_pixels // self._images.factor**2
+        if self._videos is not None:
+            # A slice has as many temporal patches as fit the budget, or a single larger one.
+            most = max(most, self._videos.max_rows, self._budget)
+        return min(most, self.pages * ENCODER_PAGE_ROWS, longest)
+
+    def run(self, task: EncodeTask) -> None:
+        """Encode some units of an item; write the rows of finished temporal patches."""
+        units = self.units(task.pixels)
+        places = self._upload(task.places)
+        if units.parts == 1:
+            self._write(task, task.first, task.count, places)
+            return
+        for unit in range(task.first, task.first + task.count):
+            frame, part = divmod(unit, units.parts)
+            if not part:
+                self._half[task.number] = self._begin(task.pixels, frame, 1)
+            state = self._half[task.number]
+            self._tower.run(state, units.blocks(part, self._vision.depth))
+            if part == units.parts - 1:
+                rows = self._tower.finish(self._half.pop(task.number))
+                self._rows[places[frame * units.rows : (frame + 1) * units.rows]] = rows
+
+    def units(self, pixels: NDArray[np.uint8]) -> EncodeUnits:
+        """Divide the work on an item of (frames, height, width, channels) into units."""
+        return EncodeUnits.of_pixels(pixels.shape, self._images, self._vision, self._budget)
+
+    def _begin(self, pixels: NDArray[np.uint8], frame: int, count: int) -> TowerState:
+        together = self._vision.temporal_patch_size
+        some = pixels[frame * together : (frame + count) * together]
+        patches, grid = self._patches(self._upload(some))
+        return self._tower.begin(patches.to(self._dtype), [grid])
+
+    def _upload(self, array: NDArray[Any]) -> torch.Tensor:
+        """Queue a copy to the device. From pageable memory it would wait for all earlier steps."""
+        given = torch.from_numpy(array)
+        if not self._device.traits.asynchronous:
+            return given
+        locked = self._device.pinned(*given.shape, dtype=given.dtype)
+        return locked.copy_(given).to(self._device.torch_device, non_blocking=True)
+
+    def _write(self, task: EncodeTask, first: int, count: int, places: torch.Tensor) -> None:
+        state = self._begin(task.pixels, first, count)
+        self._tower.run(state, range(self._vision.depth))
+        each = self.units(task.pixels).rows
+        self._rows[places[first * each : (first + count) * each]] = self._tower.finish(state)
+
+    def warm_up(self, rows: int) -> None:
+        """Encode an image of this many rows, without lasting effect."""
+        side = self._images.factor
+        height = next(n for n in range(math.isqrt(rows), 0, -1) if rows % n == 0)
+        shape = 1, height * side, rows // height * side, self._vision.channels
+        pixels = np.zeros(shape, np.uint8)
+        units = self.units(pixels)
+        places = np.arange(units.rows, dtype=np.int64)
+        self.run(EncodeTask(pixels, 0, 0, units.count, places))
+        self._device.synchronize()

@@ -1,0 +1,287 @@
+"""A model loaded on a device, and the number of blocks that fit alongside it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from nanoactor.models.batch import RowBuffers, SamplingBatch
+from nanoactor.models.collective import Group, RankGroup, SingleRank
+from nanoactor.models.decoder import Decoder
+from nanoactor.models.devices.protocols import Device, WholeStep, WholeSteps
+from nanoactor.models.errors import NotEnoughMemory, RanksDisagree
+from nanoactor.models.families.registry import family_of
+from nanoactor.models.layers.state import LayerState, paged
+from nanoactor.models.model_config import ModelConfig
+from nanoactor.models.options import FusedSampling
+from nanoactor.models.sampling.sharded import ShardedSampler, whole_logits
+from nanoactor.models.vision.tower import VisionTower
+from nanoactor.models.weights.checkpoint import RandomWeights, Weights, format_of
+from nanoactor.runner.batch.batch import FALLBACK_AT_ONCE, BatchTraits
+from nanoactor.runner.config import RankConfig, check_cache, check_weights
+from nanoactor.runner.model.encoder import Encoder
+from nanoactor.runner.model.layer_states import block_bytes, slot_bytes
+from nanoactor.runner.timing.threads import usable_cores
+from nanoactor.setup.actors import encoder_pages
+
+log = logging.getLogger("nanoactor.runner")
+
+_MIB = 1 << 20
+
+
+class LoadedModel:
+    """Model of one rank."""
+
+    def __init__(self, config: RankConfig, device: Device) -> None:
+        """Load the weights. Raises `ModelError` if the model's files are malformed."""
+        self._config = config
+        self.device = device
+        engine, files = config.engine, config.files
+        self.threads = engine.threads or max(1, usable_cores() // engine.tensor_parallel_size)
+        device.prepare_thread(self.threads)
+        self.config: ModelConfig = files.config
+        self.pooling = files.pooling
+        """Pooling configuration; None if the model does not pool."""
+        self.dtype = self._choose_dtype()
+        self.dtype_name = str(self.dtype).removeprefix("torch.")
+        self.block_size = engine.block_size or device.traits.default_block_size
+        device.check(self.dtype, self.block_size, self.config.head_dim)
+        begin = time.monotonic()
+        self.free = device.memory().free
+        """Free bytes before anything was loaded."""
+        self.group = self._meet()
+        with torch.inference_mode(), self._open_weights() as weights:
+            self._check_weights(weights)
+            self.network = Decoder(
+                self.config,
+                weights,
+                device,
+                files.max_model_len,
+                self.group,
+                headless=not files.generates,
+            )
+            self.encoder = self._load_encoder(weights)
+            if config.rank == 0:
+                weights.warn_of_unused(self._spare())
+        self._whole: WholeSteps | None = None
+        self._sample = device.sample if self.group.size == 1 else self._sharded_sampler()
+        device.synchronize()
+        seconds = time.monotonic() - begin
+        log.info("loaded %s as %s in %.1f s", files.directory, self.dtype, seconds)
+
+    def batch_traits(self, fused: FusedSampling, rows: int) -> BatchTraits:
+        """Return the layout traits of steps with at most `rows` decode rows."""
+        heads, kv_heads = self.network.shard.heads.size, self.network.shard.kv_heads.size
+        slot_state = slot_bytes(self.network.states) > 0
+        return BatchTraits(
+            self.device.tokens_per_program(heads, kv_heads),
+            self.device.traits.needs_host_seq_lens,
+            fused,
+            FALLBACK_AT_ONCE if self.device.traits.asynchronous else rows,
+            # Rows of one sequence in the same step would all start from the same state.
+            1 << 30 if slot_state else self.device.traits.runs_as_rows_from,
+            slot_state,
+        )
+
+    def make_whole_steps(self, sizes: Sequence[int]) -> None:
+        """Compile fused decode steps for these numbers of rows, if the device supports them."""
+        engine = self._config.engine
+        weights = self.network.weights()
+        if weights is None or self.group.size > 1 or not engine.decode_kernel:
+            return
+        begin = time.monotonic()
+        self._whole = self.device.whole_steps(self.config, weights, sizes, self.block_size)
+        if self._whole is not None:
+            log.info("made whole decode steps in %.1f s", time.monotonic() - begin)
+
+    def whole_step(
+        self,
+        rows: RowBuffers,
+        slots: torch.Tensor,
+        tables: torch.Tensor,
+        states: list[LayerState],
+        into: torch.Tensor | None,
+    ) -> WholeStep | None:
+        """Queue a decode step as one operator, see `WholeSteps.run`; None if there is none."""
+        if self._whole is None:
+            return None
+        caches = paged(states)
+        assert caches is not None, "only layers with pages have weights for it"
+        return self._whole.run(rows, slots, tables, caches, into)
+
+    @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Add the failed operator, if it is known, to errors of the device."""
+        try:
+            yield
+        except RuntimeError:
+            if self._whole is not None:
+                self._whole.check()
+            raise
+
+    def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        """Return sampled ids, int64 (rows,), from this rank's logits."""
+        return self._sample(logits, batch)
+
+    def whole_logits(self, hidden: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the logits of all ranks, (rows, vocabulary); with one rank, written to `into`."""
+        logits = self.network.logits(hidden, into)
+        if self.group.size == 1:
+            return logits
+        return whole_logits(self.group, logits, self.config.vocab_size)
+
+    def logits_of(self, hidden: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
+        """Return the logits of some ids, float32 (rows, ids)."""
+        return self.whole_logits(hidden)[:, list(ids)].float()
+
+    def highest(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the maximum of all ranks' logits in each row; NaN if any is NaN."""
+        return self.group.all_gather(logits.amax(-1)).amax(0)
+
+    def _spare(self) -> list[str]:
+        """Return the weights that may exist but are not used."""
+        # Some tied checkpoints store the head nevertheless.
+        return ["lm_head.weight"] if self.config.tie_embeddings else []
+
+    def _load_encoder(self, weights: Weights) -> Encoder | None:
+        vision, images = self.config.vision, self._config.files.images
+        if vision is None or images is None:
+            return None
+        prefix = family_of(self.config.architecture).vision_prefix
+        assert prefix is not None
+        tower = VisionTower(vision, weights, self.device, prefix)
+        pages = encoder_pages(self._config.engine, self._config.files)
+        budget = self._config.engine.max_num_batched_tokens
+        return Encoder(
+            tower,
+            vision,
+            images,
+            self.device,
+            self.dtype,
+            videos=self._config.files.videos,
+            pages=pages,
+            budget=budget,
+        )
+
+    def _meet(self) -> Group:
+        config = self._config
+        size = config.engine.tensor_parallel_size
+        if size == 1:
+            return SingleRank()
+        port, listener = config.rendezvous_port, config.rendezvous_socket
+        backend, where = self.device.traits.collective_backend, self.device.torch_device
+        return RankGroup(config.rank, size, backend, port, listener, where)
+
+    def _sharded_sampler(self) -> ShardedSampler:
+        vocabulary = self.network.shard.vocabulary
+        return ShardedSampler(self.group, vocabulary.start, self.config.vocab_size)
+
+    def _open_weights(self) -> Weights:
+        engine, directory = self._config.engine, self._config.files.directory
+        kind = RandomWeights if engine.load_format == "dummy" else Weights
+        return kind(
+            directory,
+            self.dtype,
+            self.device.torch_device,
+            engine.check_weights,
+            packed=format_of(self.config.quantization),
+        )
+
+    def _choose_dtype(self) -> torch.dtype:
+        if self._config.engine.dtype != "auto":
+            return getattr(torch, self._config.engine.dtype)  # type: ignore[no-any-return]
+        stored: torch.dtype = getattr(torch, self.config.dtype)
+        if self.device.supports(stored):
+            return stored
+        fallback = self.device.traits.default_dtype
+        log.warning("the checkpoint is %s, which is slow here: computing in %s", stored, fallback)
+        return fallback
+
+    # -- memory ---------------------------------------------------------------------------
+
+    def _check_weights(self, weights: Weights) -> None:
+        """Raise `NotEnoughMemory` before minutes of loading if the weights cannot fit."""
+        config = self.config
+        each = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+        check_weights(
+            weights.least_bytes(self._spare()),
+            each * self._config.files.max_model_len * torch.empty(0, dtype=self.dtype).itemsize,
+            self.free,
+            self.group.size,
+            shared=self.device.traits.shared_memory,
+            what=f"{self.dtype_name} or packed" if config.quantization else self.dtype_name,
+        )
+
+    def block_bytes(self) -> int:
+        """Return the bytes that one block takes in all layers, and the ids of its tokens."""
+        return block_bytes(self.network.states, self.block_size)
+
+    def slots_bytes(self) -> int:
+        """Return the bytes of all slot states besides blocks, one dummy included."""
+        return slot_bytes(self.network.states) * (self._config.engine.max_num_seqs + 1)
+
+    def size_cache(self, used: int, peak: int) -> int:
+        """Return the number of cache blocks: as given, or as many as fit and can be used. `used` is
+        the size of the weights, `peak` the memory of steps besides them, in bytes. Raises
+        `NotEnoughMemory`, with the arithmetic, if one sequence would not fit."""
+        config, files = self._config.engine, self._config.files
+        needed = -(-files.max_model_len // self.block_size)
+        by_slot = self.slots_bytes()
+        if config.num_kv_blocks is not None:
+            blocks, arithmetic = config.num_kv_blocks, "num_kv_blocks"
+            self._check_room(blocks, used, peak)
+        else:
+            share = config.memory_utilization or self.device.traits.default_memory_utilization
+            if self.device.traits.shared_memory:  # and so are the figures of what is free and used
+                share, used = share / self.group.size, used // self.group.size
+            left = int(self.free * share) - used - peak - by_slot
+            blocks = min(left // self.block_bytes(), config.max_num_seqs * needed)
+            arithmetic = (
+                f"{share:.0%} of {self.free // _MIB} MiB free - {used // _MIB} MiB of weights - "
+                f"{peak // _MIB} MiB for a step{self._of_slots()} = {left // _MIB} MiB in blocks "
+                f"of {self.block_bytes() / _MIB:.2f} MiB"
+            )
+        check_cache(blocks, files, self.block_size, arithmetic)
+        blocks = self.group.all_reduce_min(blocks)
+        log.info("KV cache: %d blocks of %d tokens", blocks, self.block_size)
+        return blocks
+
+    def _check_room(self, blocks: int, used: int, peak: int) -> None:
+        """Raise `NotEnoughMemory` for a cache that memory cannot hold once it fills."""
+        share = self.group.size if self.device.traits.shared_memory else 1
+        free = self.free // share - used // share - peak - self.slots_bytes()
+        if blocks * self.block_bytes() > free:
+            raise NotEnoughMemory(
+                f"num_kv_blocks {blocks}: {blocks} blocks of {self.block_bytes() / _MIB:.2f} MiB "
+                f"take {blocks * self.block_bytes() // _MIB} MiB, but {self.free // _MIB} MiB free "
+                f"- {used // _MIB} MiB of weights - {peak // _MIB} MiB for a step"
+                f"{self._of_slots()} leave "
+                f"{max(0, free) // _MIB} MiB, or {max(0, free) // self.block_bytes()} blocks"
+            )
+
+    def _of_slots(self) -> str:
+        """Name the slot states besides blocks, as part of the arithmetic."""
+        each = slot_bytes(self.network.states)
+        if not each:
+            return ""
+        sequences = self._config.engine.max_num_seqs
+        return (
+            f" - {self.slots_bytes() // _MIB} MiB of states ({each / _MIB:.2f} MiB for each of "
+            f"max_num_seqs {sequences} and one more)"
+        )
+
+    def allocate(self, blocks: int, slots: int) -> list[LayerState]:
+        """Allocate the state of all layers for this many blocks and sequences."""
+        zeros, size = self.device.zeros, self.block_size
+        return [state.allocate(zeros, blocks, size, slots) for state in self.network.states]
+
+    def check_agreement(self, step: int, chosen: torch.Tensor) -> None:
+        """Raise `RanksDisagree` if another rank has chosen other tokens."""
+        weights = torch.arange(1, len(chosen) + 1, device=chosen.device) * 2654435761
+        hashes = self.group.all_gather(((chosen + 1) * weights).sum()[None])
+        if (hashes != hashes[0]).any():
+            raise RanksDisagree(f"step {step}: the ranks' choices hash to {hashes.tolist()}")

@@ -1,0 +1,74 @@
+"""The batch on the device: tables by slot, token ids, keys and values."""
+
+from __future__ import annotations
+
+import torch
+
+from nanoactor.models.batch import DecodeRows, SlotTables
+from nanoactor.models.layers.state import LayerState, SlotArrays
+from nanoactor.models.limits import FREEZE_IDS
+from nanoactor.models.sampling.columns import WORDS
+from nanoactor.models.sampling.logit_rules import TokenIds
+from nanoactor.runner.batch.batch import StateLayout
+from nanoactor.runner.batch.inputs import Inputs
+from nanoactor.runner.model.layer_states import copy_blocks
+from nanoactor.runner.model.model import LoadedModel
+
+
+class ResidentBatch:
+    """One rank's batch. Its tables are parts of one int32 array, which steps change by index and
+    value."""
+
+    def __init__(self, model: LoadedModel, layout: StateLayout, blocks: int) -> None:
+        """Allocate tables, and a cache of `blocks` blocks plus those that padded rows write to."""
+        device, self._layout, self._blocks = model.device, layout, blocks
+        every = blocks + device.dummy_blocks(layout.slots - 1, model.block_size)
+        self.states: list[LayerState] = model.allocate(every, layout.slots)
+        self._by_slot = [state for state in self.states if isinstance(state, SlotArrays)]
+        self._state = device.zeros(layout.size, dtype=torch.int32)
+        self.tables = SlotTables(
+            blocks=self._state[: layout.lengths].view(layout.slots, layout.max_blocks),
+            lengths=self._column(layout.lengths),
+            last_tokens=self._column(layout.last_tokens),
+            rope_deltas=self._column(layout.rope_deltas) if model.encoder else None,
+            words=self._column(layout.sampling, WORDS).view(WORDS, layout.slots),
+            block_size=model.block_size,
+            frozen=self._column(layout.frozen),
+            freeze_ids=self._column(layout.freeze_ids, FREEZE_IDS).view(FREEZE_IDS, layout.slots),
+        )
+        ids = device.zeros(every * model.block_size, dtype=torch.int32)
+        self.tokens = TokenIds(ids, self._column(layout.prompt_lengths), self.tables)
+        rows = layout.rows, layout.row_positions, layout.row_token_ids
+        self.rows = DecodeRows(*map(self._column, rows))
+        self._reset()
+
+    def _column(self, start: int, columns: int = 1) -> torch.Tensor:
+        return self._state[start : start + columns * self._layout.slots]
+
+    def _reset(self) -> None:
+        self.tables.blocks[self.dummy] = self._blocks
+        self.rows.slots.fill_(self.dummy)
+        self.rows.positions.fill_(-1)
+        self.tables.freeze_ids.fill_(-1)
+
+    @property
+    def dummy(self) -> int:
+        """The slot of padded rows."""
+        return self._layout.dummy
+
+    def renew(self) -> None:
+        """Forget all sequences; the contents of blocks stay."""
+        self._state.zero_()
+        self._reset()
+
+    def apply(self, inputs: Inputs[torch.Tensor]) -> None:
+        """Queue the changes and the copies that come before a step."""
+        if inputs.changes:
+            self._state[inputs.changes[0]] = inputs.changes[1]
+        if inputs.copies:
+            copy_blocks(self.states, self.tokens, *inputs.copies)
+        for arrays in self._by_slot:  # a copy's source slot may get a new sequence in this step
+            if inputs.slot_copies:
+                arrays.copy(*inputs.slot_copies)
+            if inputs.admitted is not None:
+                arrays.zero(inputs.admitted)

@@ -1,0 +1,1 @@
+"""Steps on the device, captured or operator by operator, and their results."""

@@ -1,0 +1,162 @@
+"""The choice of the next tokens: in the captured step if the device has a sampler for them, after
+the step for all other rows."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from nanoactor.models.batch import RowChoice, SamplingBatch, SlotTables
+from nanoactor.models.limits import FROZEN, NO_TOKEN, NOTHING_ALLOWED
+from nanoactor.models.options import FusedSampling
+from nanoactor.models.sampling.logit_rules import TokenIds, apply_rules
+from nanoactor.models.sampling.token_masks import BITS, TokenMasks
+from nanoactor.runner.batch.inputs import SampledRows
+from nanoactor.runner.model.model import LoadedModel
+from nanoactor.runner.steps.graphs import MOST_PROMPTS
+
+
+def place(index: torch.Tensor, prompts: tuple[int, int]) -> torch.Tensor:
+    """Return the positions of sampling rows in a captured step; `prompts` are the rows that end a
+    prompt, `index` is padded to their number."""
+    ended, padded = prompts
+    return torch.where(index < ended, index, index + (padded - ended)) if padded > ended else index
+
+
+class Kept(NamedTuple):
+    """Results of the last position in each slot, which wait for a mask."""
+
+    states: torch.Tensor
+    """Hidden state of each slot, (slots, hidden)."""
+    logits: torch.Tensor | None
+    """Logits of each slot, (slots, vocabulary); None if they are recomputed."""
+
+
+class TokenChooser:
+    """One rank's choices of tokens, with buffers for one set of tables."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        fused: FusedSampling,
+        tokens: TokenIds,
+        *,
+        max_num_seqs: int,
+        debug: bool,
+        constrains: bool = False,
+    ) -> None:
+        """With `debug`, ranks compare their chosen tokens; with `constrains`, rows may be
+        constrained."""
+        device, config = model.device, model.config
+        self._model, self._device, self._fused = model, device, fused
+        self._compares = debug and model.group.size > 1
+        self._constrains = constrains
+        self._tokens, self._masks = tokens, TokenMasks(device.torch_device)
+        self._tables: SlotTables = tokens.tables
+        rows = max_num_seqs + MOST_PROMPTS
+        self.chosen = device.zeros(rows, dtype=torch.int32)
+        """By row of the step's logits."""
+        self.logits: torch.Tensor | None = None
+        """Logits of the latest step, if rows may keep them."""
+        if constrains and device.traits.keeps_logits and model.group.size == 1:
+            self.logits = device.zeros(rows, config.vocab_size, dtype=model.dtype)
+        heads, kv_heads = model.network.shard.heads.size, model.network.shard.kv_heads.size
+        self.scratch = device.scratch(rows, heads, kv_heads, config.head_dim, config.vocab_size)
+        """The kernels' memory."""
+
+    def room(self, rows: int) -> torch.Tensor | None:
+        """Return the buffer for the logits of this many rows; None if any will do."""
+        return None if self.logits is None else self.logits[:rows]
+
+    def choose(
+        self, hidden: torch.Tensor, slots: torch.Tensor, logits: torch.Tensor | None = None
+    ) -> None:
+        """Choose for all rows that the fused sampler handles, from `logits` in `room` if they are
+        computed already; part of a captured step."""
+        if self._fused != "none":
+            if logits is None:
+                logits = self._model.whole_logits(hidden, self.room(len(slots)))
+            chosen = self.chosen[: len(slots)]
+            self._device.sample_rows(self._choice(logits, slots, chosen))
+
+    def _choice(self, logits: torch.Tensor, slots: torch.Tensor, chosen: torch.Tensor) -> RowChoice:
+        return RowChoice(logits, slots, self._tables, self.scratch, chosen)
+
+    def choose_behind(
+        self, hidden: torch.Tensor, rows: SampledRows[torch.Tensor], prompts: tuple[int, int]
+    ) -> None:
+        """Choose for rows that the fused sampler does not handle; for all if there is none.
+
+        `prompts` are the number of rows that end a prompt, and the padded number.
+        """
+        index, slots = place(rows.index, prompts), rows.slots
+        logits = self._model.network.logits(hidden.index_select(0, index))
+        chosen = self._sample(logits, rows).int()
+        frozen = self._tables.frozen.index_select(0, slots) > 0
+        self.chosen[index] = torch.where(frozen, FROZEN, chosen)
+        self._tables.last_tokens[slots] = chosen.clamp_min(0)
+
+    def choose_from(self, kept: Kept, rows: SampledRows[torch.Tensor]) -> torch.Tensor:
+        """Choose from the states kept in the slots `rows.index`; int32 (rows,)."""
+        masks = rows.masks if rows.fused else None
+        if kept.logits is not None and masks is not None:
+            slots = rows.slots.int()
+            chosen = torch.empty_like(slots)
+            self._device.sample_masked_rows(self._choice(kept.logits, slots, chosen), masks)
+            return chosen
+        if masks is not None:
+            hidden = kept.states.index_select(0, rows.index)
+            return self._choose_masked(hidden, masks, rows.slots.int())
+        if kept.logits is not None:
+            logits = kept.logits.index_select(0, rows.index)
+        else:
+            logits = self._model.network.logits(kept.states.index_select(0, rows.index))
+        chosen = self._sample(logits, rows).int()
+        self._tables.last_tokens[rows.slots] = chosen.clamp_min(0)
+        return chosen
+
+    def _choose_masked(
+        self, hidden: torch.Tensor, masks: torch.Tensor, slots: torch.Tensor
+    ) -> torch.Tensor:
+        """Choose with the fused sampler, int32 (rows,)."""
+        logits = self._model.whole_logits(hidden)
+        masked = self._masks.apply(logits, masks)
+        chosen = torch.empty_like(slots)
+        self._device.sample_rows(self._choice(masked, slots, chosen))
+        none = torch.where(logits.amax(-1).isfinite(), NOTHING_ALLOWED, NO_TOKEN).int()
+        return torch.where(masked.amax(-1).isfinite(), chosen, none)
+
+    def warm_up(self) -> None:
+        """Choose for the dummy under a mask, so that no constrained row waits for compilation."""
+        if self._fused == "none" or not self._constrains:
+            return
+        model, last = self._model, len(self._tables.last_tokens) - 1
+        kind: dict[str, Any] = {"dtype": torch.int32, "device": self._device.torch_device}
+        slots = torch.full((1,), last, **kind)
+        masks = torch.full((1, -(-model.config.vocab_size // BITS)), -1, **kind)
+        if self.logits is not None:
+            chosen = torch.empty_like(slots)
+            self._device.sample_masked_rows(self._choice(self.logits, slots, chosen), masks)
+        else:
+            hidden = self._device.zeros(1, model.config.hidden_size, dtype=model.dtype)
+            self._choose_masked(hidden, masks, slots)
+
+    def compare(self, step: int, *chosen: torch.Tensor) -> None:
+        """In debug mode, raise `RanksDisagree` if another rank has chosen other tokens."""
+        if self._compares and chosen:
+            self._model.check_agreement(step, torch.cat(chosen).long())
+
+    def _sample(self, logits: torch.Tensor, rows: SampledRows[torch.Tensor]) -> torch.Tensor:
+        """Return the chosen ids, int64 (rows,), under the rows' masks and rules."""
+        batch, rules = SamplingBatch.of(self._tables, rows.slots, rows.groups), rows.rules
+        if rules is None and rows.masks is None:
+            return self._model.sample(logits, batch)
+        sound = self._model.highest(logits).isfinite()
+        start = self._model.network.shard.vocabulary.start
+        if rows.masks is not None:
+            logits = self._masks.apply(logits, rows.masks, start)
+        if rules is not None:
+            logits = apply_rules(logits, rules, batch.sampling, rows.slots, self._tokens, start)
+        chosen = self._model.sample(logits, batch)
+        return torch.where((chosen == NO_TOKEN) & sound, NOTHING_ALLOWED, chosen)

@@ -1,0 +1,137 @@
+"""Runs steps: replays captured ones, and queues others operator by operator."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable
+
+import torch
+from tqdm import tqdm
+
+from nanoactor.models.seq_lens import HostSeqLens
+from nanoactor.options.config import EngineConfig
+from nanoactor.runner.batch.inputs import Inputs, Update
+from nanoactor.runner.model.model import LoadedModel
+from nanoactor.runner.steps.forward import StepForward
+from nanoactor.runner.steps.graphs import CapturedSteps, MixedSize, MixedSizes, decode_sizes
+from nanoactor.runner.steps.mixed import MixedInputs
+
+log = logging.getLogger("nanoactor.runner")
+
+_MIB = 1 << 20
+
+
+class GraphRunner:
+    """One rank's captured steps. A step is padded to the next size that was captured."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: LoadedModel,
+        forward: StepForward,
+        mixed: MixedSizes,
+        in_flight: int,
+    ) -> None:
+        """Capture nothing yet; `mixed` are the sizes with prompts."""
+        device = model.device
+        self._device, self._model, self._forward = device, model, forward
+        self._sizes = decode_sizes(config.max_num_seqs)
+        self._mixed, self._in_flight = mixed, in_flight
+        self._captured = CapturedSteps(device, model.group, in_flight)
+        self._inputs = MixedInputs(device, mixed, in_flight + 2)
+        self.too_large = self.uncaptured = 0
+
+    @property
+    def captures_prompts(self) -> bool:
+        """Return True if steps with prompts were captured."""
+        return self._inputs.longest > 0
+
+    def __len__(self) -> int:
+        """Return the number of graphs that `capture` records."""
+        # If the host writes lengths into a graph, each step in flight needs its own.
+        in_flight = self._in_flight if self._device.traits.needs_host_seq_lens else 1
+        return in_flight * len(self._sizes) + len(self._mixed)
+
+    def capture(
+        self, tokens_per_program: int, dummy: int, longest: Callable[[int], HostSeqLens]
+    ) -> None:
+        """Capture all steps, largest first, so that smaller ones fit into the same memory.
+
+        `longest` returns the maximum lengths for a number of rows.
+        """
+        self._model.make_whole_steps(self._sizes)
+        begin, before = time.monotonic(), self._device.memory().free
+        work = [
+            functools.partial(self._capture_mixed, size)
+            for size in self._inputs.make(tokens_per_program, dummy)
+        ]
+        work += [
+            functools.partial(self._capture_decode, rows, longest(rows))
+            for rows in self._sizes[::-1]
+        ]
+        for capture in tqdm(work, desc="capturing steps", disable=None, leave=False):
+            capture()
+        seconds, taken = time.monotonic() - begin, before - self._device.memory().free
+        log.info(
+            "captured %d of %d steps in %.1f s: decode up to %d rows%s; they take %d MiB",
+            len(work) - self._captured.failed,
+            len(work),
+            seconds,
+            self._sizes[-1],
+            f", prompts up to {self._inputs.longest} tokens" if self._inputs.longest else "",
+            taken // _MIB,
+        )
+
+    def _capture_decode(self, rows: int, longest: HostSeqLens) -> None:
+        step = functools.partial(self._forward.decode, rows)
+        self._captured.add_decode(rows, step, longest)
+
+    def _capture_mixed(self, size: MixedSize) -> None:
+        prefill, seen = self._inputs.of(size)
+        kept = self._forward.kept
+        step = functools.partial(self._forward.mixed, prefill, size.rows, seen, kept=kept)
+        self._captured.add_mixed(size, step)
+
+    # -- running --------------------------------------------------------------------------
+
+    def fit(self, update: Update) -> MixedSize | None:
+        """Return the captured mixed step that holds this one."""
+        fits = self._inputs.fit(update)
+        if fits is None and update.prefill is not None and self._inputs.longest:
+            self.too_large += 1
+        if fits is not None and not self._captured.has_mixed(fits):
+            self.uncaptured += 1
+            return None
+        return fits
+
+    def fill(self, size: MixedSize, update: Update) -> None:
+        """Queue the copy of the inputs that the captured step of this size reads."""
+        self._inputs.fill(size, update)
+
+    def run(
+        self, update: Update, inputs: Inputs[torch.Tensor], fits: MixedSize | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Queue a step; return the hidden states of prompt tokens, if they are needed, and of the
+        rows that sample."""
+        forward = self._forward
+        forward.prompts = None
+        if inputs.prefill is not None:
+            narrows = self._device.traits.narrows_last_layer and inputs.seen is None
+            final = update.final_lengths if narrows else None
+            rows = update.decode_rows
+            hidden = forward.mixed(inputs.prefill, rows, inputs.seen, update.lengths, final=final)
+            return forward.prompts, hidden
+        if fits:
+            return forward.kept, self._captured.mixed(fits)
+        if not update.decode_rows:  # a step that only encodes, or chooses from kept states
+            return None, forward.no_rows
+        return None, self._decode(update)
+
+    def _decode(self, update: Update) -> torch.Tensor:
+        replayed = self._captured.decode(update.decode_rows, update.lengths)
+        if replayed is not None:
+            return replayed
+        self.uncaptured += self._captured.failed > 0
+        return self._forward.decode(update.decode_rows, update.lengths)

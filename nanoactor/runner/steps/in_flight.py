@@ -1,0 +1,115 @@
+"""The buffers of a step in flight: events, and page-locked memory for its ids."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from nanoactor.messages.pooling import StepVectors
+from nanoactor.messages.scores import StepScores
+from nanoactor.models.devices.protocols import Device, TimedEvent
+from nanoactor.runner.batch.inputs import PooledRows, ScoredResults, Update
+from nanoactor.runner.protocol import Computed
+from nanoactor.runner.steps.published import Published
+from nanoactor.runner.timing.clock import DeviceClock
+
+
+@dataclasses.dataclass(slots=True)
+class InFlight:
+    """Buffers of a step, reused once the step after it has finished."""
+
+    begin: TimedEvent
+    encoded: TimedEvent
+    forwarded: TimedEvent
+    sampled: TimedEvent
+    end: TimedEvent
+    ids: torch.Tensor
+    """Sampled ids, int32 (rows,), page-locked."""
+    rows: int = 0
+    """Number of valid ids."""
+    update: Update | None = None
+    """Update of the step."""
+    published: Published | None = None
+    """Target of the ids if the step writes them itself."""
+    scored: ScoredResults | None = None
+    """Layout of `scores`; None without scores."""
+    scores: torch.Tensor | None = None
+    """int32, page-locked, as large as has been needed."""
+    _shape: tuple[int, ...] = (0, 0)
+    _width: int = 0
+    pooled: PooledRows | None = None
+    """Layout of `vectors`; None without vectors."""
+    vectors: torch.Tensor | None = None
+    """float32, page-locked, as large as has been needed."""
+
+    @classmethod
+    def make(cls, device: Device, rows: int) -> InFlight:
+        """Make buffers for steps that sample at most this many rows."""
+        event = device.timed_event
+        ids = device.pinned(rows, dtype=torch.int32)
+        return cls(event(), event(), event(), event(), event(), ids)
+
+    def take_ids(
+        self, update: Update, chosen: list[torch.Tensor], published: Published | None
+    ) -> None:
+        """Queue the copy of a step's ids, unless the step publishes them itself."""
+        self.update, self.published, self.rows = update, published, sum(map(len, chosen))
+        begin = 0
+        for part in chosen if published is None else ():
+            self.ids[begin : begin + len(part)].copy_(part, non_blocking=True)
+            begin += len(part)
+
+    def take_scores(self, device: Device, scored: ScoredResults, table: torch.Tensor) -> None:
+        """Queue the copy of a step's scores."""
+        if self.scores is None or len(self.scores) < table.numel():
+            self.scores = device.pinned(1 << table.numel().bit_length(), dtype=torch.int32)
+        self.scored, self._shape = scored, tuple(table.shape)
+        self.scores[: table.numel()].copy_(table.flatten(), non_blocking=True)
+
+    def _score_message(self) -> StepScores | None:
+        if self.scored is None or self.scores is None:
+            return None
+        rows, columns = self._shape
+        table = self.scores[: rows * columns].view(rows, columns).numpy()
+        message = self.scored.message(table)
+        self.scored = None
+        return message
+
+    def take_vectors(self, device: Device, pooled: PooledRows, values: torch.Tensor) -> None:
+        """Queue the copy of the results of a step's pooling rows, float32 (rows, width)."""
+        if self.vectors is None or len(self.vectors) < values.numel():
+            self.vectors = device.pinned(1 << values.numel().bit_length(), dtype=torch.float32)
+        self.pooled, self._width = pooled, values.shape[1]
+        self.vectors[: values.numel()].copy_(values.flatten(), non_blocking=True)
+
+    def _vector_message(self) -> StepVectors | None:
+        if self.pooled is None or self.vectors is None:
+            return None
+        pooled, self.pooled = self.pooled, None
+        rows = len(pooled.numbers)
+        width = self._width
+        return pooled.message(self.vectors[: rows * width].view(rows, width).numpy().copy())
+
+    def collect(self, clock: DeviceClock, split: bool) -> Computed:
+        """Wait for the step; `split`: events were recorded within it."""
+        self.end.wait()
+        assert self.update is not None
+        begin, end = clock.step(self.begin, self.end)
+
+        def when(event: TimedEvent) -> int:
+            return begin + round(self.begin.milliseconds_until(event) * 1e6)
+
+        encodes = self.update.encoding is not None and self.update.encoding.tasks
+        ids = self.published.ids() if self.published else self.ids[: self.rows].numpy().copy()
+        return Computed(
+            self.update.counts,
+            ids if self.update.order is None else ids[self.update.order],
+            begin,
+            forwarded=when(self.forwarded) if split else end,
+            sampled=when(self.sampled) if split else end,
+            end=end,
+            encoded=when(self.encoded) if encodes else 0,
+            scores=self._score_message(),
+            vectors=self._vector_message(),
+        )

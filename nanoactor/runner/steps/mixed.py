@@ -1,0 +1,131 @@
+"""Inputs of captured steps with prompts, which always read them from the same place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from nanoactor.models.devices.protocols import Device
+from nanoactor.runner.batch.inputs import Prefill, SeenPictures, Update
+from nanoactor.runner.steps.graphs import MixedSize, MixedSizes, most_prompts
+
+D = TypeVar("D", Prefill[torch.Tensor], SeenPictures[torch.Tensor])
+Padding = int | list[list[int]]
+"""A number, or a column of them."""
+
+
+class FixedInputs(Generic[D]):
+    """The int32 arrays of a dataclass at a fixed place on the device, padded with values that have
+    no effect, and a page-locked copy for each step in flight."""
+
+    def __init__(
+        self,
+        device: Device,
+        kind: type[D],
+        arrays: dict[str, tuple[tuple[int, ...], Padding]],
+        in_flight: int,
+    ) -> None:
+        """`arrays` are the shape and the padding of each field; at most `in_flight` steps may run
+        at once."""
+        self._arrays = arrays
+        words = sum(int(np.prod(shape)) for shape, _ in arrays.values())
+        self._host = [device.pinned(words, dtype=torch.int32) for _ in range(in_flight)]
+        self._there = device.zeros(words, dtype=torch.int32)
+        self._current = 0
+        self.inputs: D = kind(**self._views(self._there))
+        self.fill(None)
+
+    def _views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+        views, at = {}, 0
+        for name, (shape, _) in self._arrays.items():
+            size = int(np.prod(shape))
+            views[name] = buffer[at : at + size].view(shape)
+            at += size
+        return views
+
+    def fill(
+        self, given: Prefill[NDArray[np.int32]] | SeenPictures[NDArray[np.int32]] | None
+    ) -> None:
+        """Queue the copy of a step's inputs."""
+        self._current = (self._current + 1) % len(self._host)
+        for name, view in self._views(self._host[self._current]).items():
+            array = view.numpy()
+            values = getattr(given, name) if given is not None else array[..., :0]
+            array[..., : values.shape[-1]] = values
+            array[..., values.shape[-1] :] = self._arrays[name][1]
+        self._there.copy_(self._host[self._current], non_blocking=True)
+
+
+def fixed_prefill(
+    device: Device, tokens: int, tokens_per_program: int, dummy: int, in_flight: int
+) -> FixedInputs[Prefill[torch.Tensor]]:
+    """Make the inputs of steps with `tokens` prompt tokens; `dummy` is the slot of padded ones."""
+    rows = most_prompts(tokens)
+    tiles = -(-tokens // tokens_per_program) + rows
+    arrays: dict[str, tuple[tuple[int, ...], Padding]] = {
+        "token_ids": ((tokens,), 0),
+        "positions": ((tokens,), 0),
+        "slots": ((tokens,), dummy),
+        "rows": ((4, rows), [[dummy], [0], [0], [0]]),
+        "tiles": ((2, tiles), -1),
+        "ends": ((rows,), 0),
+        "sampling": ((rows,), dummy),
+    }
+    return FixedInputs(device, Prefill, arrays, in_flight)
+
+
+class MixedInputs:
+    """The inputs of all captured mixed steps."""
+
+    def __init__(self, device: Device, sizes: MixedSizes, in_flight: int) -> None:
+        """At most `in_flight` steps may run at once."""
+        self._device, self._sizes, self._in_flight = device, sizes, in_flight
+        self._prefills: dict[int, FixedInputs[Prefill[torch.Tensor]]] = {}
+        self._pictures: dict[int, FixedInputs[SeenPictures[torch.Tensor]]] = {}
+
+    @property
+    def longest(self) -> int:
+        """Return the maximum prompt tokens of a captured step; 0 if there is none."""
+        return max(self._prefills, default=0)
+
+    def make(self, tokens_per_program: int, dummy: int) -> Iterator[MixedSize]:
+        """Yield the sizes to capture, largest first, after making their inputs."""
+        for tokens in self._sizes.tokens[::-1]:
+            limits = tokens, tokens_per_program, dummy, self._in_flight
+            self._prefills[tokens] = fixed_prefill(self._device, *limits)
+            if self._sizes.sees:
+                arrays: dict[str, tuple[tuple[int, ...], Padding]] = {
+                    "rows": ((tokens,), -1),
+                    "positions": ((3, tokens), 0),
+                }
+                self._pictures[tokens] = FixedInputs(
+                    self._device, SeenPictures, arrays, self._in_flight
+                )
+            for rows in self._sizes.rows[::-1]:
+                for sees in (True, False) if self._sizes.sees else (False,):
+                    yield MixedSize(tokens, rows, sees)
+
+    def of(
+        self, size: MixedSize
+    ) -> tuple[Prefill[torch.Tensor], SeenPictures[torch.Tensor] | None]:
+        """Return the inputs that steps of this size read."""
+        seen = self._pictures[size.tokens].inputs if size.sees else None
+        return self._prefills[size.tokens].inputs, seen
+
+    def fit(self, update: Update) -> MixedSize | None:
+        """Return the size of the smallest captured step that fits this one."""
+        if not self._prefills or (prefill := update.prefill) is None:
+            return None
+        sees = update.inputs.seen is not None
+        rows = max(prefill.rows.shape[1], len(prefill.ends))
+        return self._sizes.fit(len(prefill.token_ids), rows, update.decode_rows, sees=sees)
+
+    def fill(self, size: MixedSize, update: Update) -> None:
+        """Queue the copy of a step's inputs."""
+        self._prefills[size.tokens].fill(update.prefill)
+        if size.sees:
+            self._pictures[size.tokens].fill(update.inputs.seen)

@@ -1,0 +1,32 @@
+"""Results of pooling rows, on the device."""
+
+from __future__ import annotations
+
+import torch
+
+from nanoactor.options.pooling import PoolingConfig
+from nanoactor.runner.batch.inputs import PooledRows
+from nanoactor.runner.model.model import LoadedModel
+
+
+class StepPooler:
+    """Pooling on one rank."""
+
+    def __init__(self, model: LoadedModel, config: PoolingConfig) -> None:
+        self._model, self._config = model, config
+
+    def pool(
+        self, prompts: torch.Tensor | None, hidden: torch.Tensor, rows: PooledRows
+    ) -> torch.Tensor:
+        """Return the result of each row, float32 (rows, width). `hidden` are the states of the
+        rows, (rows, hidden); `prompts` are the states of all tokens of the step's chunks. Means are
+        returned as sums, accumulated in float32."""
+        if self._config.token_ids:
+            return self._model.logits_of(hidden, self._config.token_ids)
+        if not rows.counts:
+            return hidden.float()
+        assert prompts is not None
+        spans = zip(rows.firsts, rows.counts, strict=True)
+        return torch.stack(
+            [prompts[first : first + count].sum(0, dtype=torch.float32) for first, count in spans]
+        )

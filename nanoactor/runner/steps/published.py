@@ -1,0 +1,67 @@
+"""Ids that decode steps write to host memory themselves, if the device can: a copy after a step
+would delay the next step's graph."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from nanoactor.messages.engine import Int32
+from nanoactor.models.devices.protocols import Device
+
+_WORD = 1 << 32
+
+
+class WrongStep(RuntimeError):
+    """The published ids belong to a different step than the host expects."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Published:
+    """The ids of one step, to be read once it is done."""
+
+    number: int
+    place: Int32
+    """(1 + rows,): the step's number, and the ids."""
+
+    def ids(self) -> Int32:
+        """Copy them. Raises `WrongStep`."""
+        found = int(self.place[0]) % _WORD
+        if found != self.number:
+            raise WrongStep(f"ids of decode step {found} lie where those of {self.number} should")
+        return self.place[1:].copy()
+
+
+class PublishedIds:
+    """A ring in page-locked memory; host and device count its steps in parallel."""
+
+    def __init__(self, device: Device, in_flight: int, rows: int) -> None:
+        """At most `in_flight` steps, of at most `rows` rows, may run at once."""
+        self._publishes = device.traits.publishes_ids
+        places = 1 << (in_flight - 1).bit_length()
+        self._device = device
+        self._ring = device.pinned(places, 1 + rows, dtype=torch.int32)
+        self._places: Int32 = self._ring.numpy()
+        self._count = device.zeros(1, dtype=torch.int32)
+        self._next = 0
+
+    def publish(self, ids: torch.Tensor) -> None:
+        """Queue the writing of a step's ids, int32 (rows,), to the ring; part of a captured
+        step."""
+        if self._publishes:
+            self._device.publish(ids, self._ring, self._count)
+
+    def restart(self) -> None:
+        """Reset the count to 0, after steps with ids that were not taken."""
+        self._count.zero_()
+        self._next = 0
+
+    def take(self, rows: int) -> Published | None:
+        """Return the place of the next step that publishes, of which `rows` rows are valid; None
+        if the device cannot publish."""
+        if not self._publishes:
+            return None
+        number = self._next
+        self._next = (number + 1) % _WORD
+        return Published(number, self._places[number % len(self._places), : 1 + rows])

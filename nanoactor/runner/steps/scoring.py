@@ -1,0 +1,63 @@
+"""Log-probabilities after a step, for the rows that request them, a few rows at a time."""
+
+from __future__ import annotations
+
+import torch
+
+from nanoactor.models.sampling.token_scores import FIXED_WORDS, TokenScorer
+from nanoactor.runner.batch.inputs import ScoredRows
+from nanoactor.runner.model.model import LoadedModel
+
+# Logits are whole rows of the vocabulary: 128 of 152 k are 78 MB, and as much again for sorting.
+AT_ONCE = 128
+
+
+class StepScorer:
+    """Scoring on one rank."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self._model = model
+        shard = model.network.shard.vocabulary
+        self._score = TokenScorer(model.group, shard.start, model.config.vocab_size)
+
+    def score(
+        self,
+        prompts: torch.Tensor | None,
+        hidden: torch.Tensor,
+        rows: ScoredRows[torch.Tensor],
+        places: torch.Tensor,
+        chosen: torch.Tensor,
+        *,
+        most: int,
+    ) -> torch.Tensor:
+        """Score the rows of a step, int32 (rows, 2 + 2 * most) as `TokenScorer` returns.
+
+        `prompts` are the hidden states of its prompt tokens, `hidden` those of the rows that
+        sample, `places` the indices of the scored rows in these, and `chosen` all chosen tokens.
+        """
+        parts = []
+        if prompts is not None and len(rows.prompt_rows):
+            parts += self._parts(prompts, rows.prompt_rows, rows.targets, most)
+        # Scores of rows without a token are not read.
+        targets = chosen[places].long().clamp_min(0)
+        parts += self._parts(hidden, places, targets, most)
+        return torch.cat(parts)
+
+    def _parts(
+        self, hidden: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor, most: int
+    ) -> list[torch.Tensor]:
+        parts = []
+        for at in range(0, len(rows), AT_ONCE):
+            part = slice(at, at + AT_ONCE)
+            logits = self._model.network.logits(hidden.index_select(0, rows[part]))
+            parts.append(self._score(logits, targets[part], most))
+        return parts
+
+    def warm_up(self, rows: int, most: int) -> None:
+        """Score this many rows, to compile and to measure."""
+        device, config = self._model.device, self._model.config
+        places = device.zeros(rows, dtype=torch.int64)
+        hidden = device.zeros(1, config.hidden_size, dtype=self._model.dtype)
+        self._parts(hidden, places, places, most)
+        device.zeros(rows, FIXED_WORDS + 2 * most, dtype=torch.int32)
+        device.synchronize()

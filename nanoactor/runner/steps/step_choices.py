@@ -1,0 +1,95 @@
+"""The choices of a step after its layers, and their log-probabilities."""
+
+from __future__ import annotations
+
+import torch
+
+from nanoactor.runner.batch.inputs import Inputs, KeptRows, SampledRows, Update
+from nanoactor.runner.model.model import LoadedModel
+from nanoactor.runner.steps.choosing import Kept, TokenChooser, place
+from nanoactor.runner.steps.in_flight import InFlight
+from nanoactor.runner.steps.pooling import StepPooler
+from nanoactor.runner.steps.scoring import StepScorer
+
+
+class StepChoices:
+    """One rank's choices. Rows that still lack a mask leave their states in their slots, to choose
+    from later."""
+
+    def __init__(self, model: LoadedModel, chooser: TokenChooser, slots: int) -> None:
+        self._device = model.device
+        self._chooser = chooser
+        self._scorer = StepScorer(model)
+        self._pooler = None if model.pooling is None else StepPooler(model, model.pooling)
+        shape = slots, model.config.hidden_size
+        states = model.device.zeros(*shape, dtype=model.dtype)
+        logits = None
+        if chooser.logits is not None:
+            shape = slots, model.config.vocab_size
+            logits = model.device.zeros(*shape, dtype=model.dtype)
+        self.kept = Kept(states, logits)
+
+    def warm_up(self, rows: int, most: int) -> None:
+        """Run a choice under a mask, and score `rows` tokens with `most` top tokens each."""
+        self._chooser.warm_up()
+        self._scorer.warm_up(rows, most)
+
+    def choose(
+        self,
+        update: Update,
+        inputs: Inputs[torch.Tensor],
+        states: tuple[torch.Tensor | None, torch.Tensor],
+        buffers: InFlight,
+        *,
+        room: int | None,
+    ) -> list[torch.Tensor]:
+        """Return all tokens, int32, in the order of the step's samplers.
+
+        `states` are the hidden states of the prompts' tokens, and of the rows that sample; a
+        captured step has room for `room` prompts.
+        """
+        of_prompts, hidden = states
+        prompts = padded = 0
+        if update.prefill:
+            prompts, padded = len(update.prefill.sampling), len(update.prefill.ends)
+        if room is not None:
+            padded = room
+        for part in inputs.fallback:
+            self._chooser.choose_behind(hidden, part, (prompts, padded))
+        if update.pooled and self._pooler:
+            first = prompts + (len(inputs.kept.prompts) if inputs.kept else 0)
+            read = hidden[first : first + len(update.pooled.numbers)]
+            vectors = self._pooler.pool(of_prompts, read, update.pooled)
+            buffers.take_vectors(self._device, update.pooled, vectors)
+        if inputs.kept:
+            self._keep(inputs.kept, hidden, prompts, padded + update.decode_rows)
+        chosen, rows = self._chooser.chosen, padded + update.decodes + update.resumed
+        late = [self._chooser.choose_from(self.kept, part) for part in inputs.choices]
+        if inputs.scored and update.scored:
+            hidden = self._with_kept(hidden[:rows], inputs.choices)
+            places = place(inputs.scored.samplers, (prompts, padded))
+            every, most = torch.cat((chosen[:rows], *late)), update.scored.most
+            table = self._scorer.score(of_prompts, hidden, inputs.scored, places, every, most=most)
+            buffers.take_scores(self._device, update.scored, table)
+        parts = [part for part in (chosen[:prompts], chosen[padded:rows], *late) if len(part)]
+        self._chooser.compare(update.step, *parts)
+        return parts
+
+    def _keep(
+        self, kept: KeptRows[torch.Tensor], hidden: torch.Tensor, first: int, end: int
+    ) -> None:
+        """Keep the states of rows: of prompts from row `first` on, of others up to row `end`."""
+        for slots, begin in ((kept.prompts, first), (kept.continued, end - len(kept.continued))):
+            if not (count := len(slots)):
+                continue
+            at = slice(begin, begin + count)
+            self.kept.states.index_copy_(0, slots, hidden[at])
+            if self.kept.logits is not None and self._chooser.logits is not None:
+                self.kept.logits.index_copy_(0, slots, self._chooser.logits[at])
+
+    def _with_kept(
+        self, hidden: torch.Tensor, parts: tuple[SampledRows[torch.Tensor], ...]
+    ) -> torch.Tensor:
+        """Return `hidden` with the states that choices were made from, (rows + choices, hidden)."""
+        kept = [self.kept.states.index_select(0, part.index) for part in parts]
+        return torch.cat((hidden, *kept)) if kept else hidden

@@ -1,0 +1,95 @@
+"""Warm-up steps of the largest sizes, to compile and to measure."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from nanoactor.messages.engine import Admissions, Int32, Step
+from nanoactor.messages.rows import Rows, Want
+from nanoactor.models.limits import FREEZE_IDS
+from nanoactor.models.sampling.columns import WORDS, pack
+from nanoactor.models.seq_lens import HostSeqLens
+from nanoactor.runner.batch.batch import BatchTraits
+from nanoactor.runner.batch.inputs import Array, Inputs, SampledRows, Update
+from nanoactor.runner.batch.sampling_table import SamplingTable
+
+_NONE: Int32 = np.empty(0, np.int32)
+
+
+def admissions(slots: Int32, **sampling: float) -> Admissions:
+    """Return admissions with these sampling parameters, and neutral values for the others."""
+    rows = np.frombuffer(pack(sampling) * len(slots), np.int32).reshape(-1, WORDS)
+    whole = np.zeros(len(slots), np.int32)
+    return Admissions(
+        slots,
+        slots.astype(np.int64),
+        rows,
+        unmasked_from=whole,
+        masked_ids=_NONE,
+        masked_counts=whole,
+        freeze_ids=np.full((len(slots), FREEZE_IDS), -1, np.int32),
+        rope_deltas=whole,
+        prompt_lengths=whole,
+        rule_rows=_NONE,
+        rules=(),
+    )
+
+
+def prefill_step(tokens: int, rows: int, block_size: int) -> Step:
+    """Return a step of `rows` prompts with `tokens` tokens in total, each of which samples."""
+    counts = np.full(rows, tokens // rows, np.int32)
+    counts[: tokens % rows] += 1
+    slots = np.arange(rows, dtype=np.int32)
+    # Room for one more token each, which a decode step may then add.
+    blocks = (counts // block_size + 1).astype(np.int32)
+    return Step(
+        1,
+        rows=Rows(
+            slots,
+            np.zeros(rows, np.int32),
+            counts,
+            np.full(rows, Want.SAMPLE, np.uint8),
+            sources=_NONE,
+        ),
+        leaves=_NONE,
+        token_ids=np.zeros(tokens, np.int32),
+        table_slots=slots,
+        table_starts=np.zeros(rows, np.int32),
+        table_counts=blocks,
+        table_blocks=np.arange(int(blocks.sum()), dtype=np.int32),
+        admissions=admissions(slots),
+    )
+
+
+def decode_update(
+    rows: int, dummy: int, traits: BatchTraits, longest: int, **sampling: float
+) -> Update:
+    """Return a step of one token for each of `rows` rows of the dummy slot, each with its own place
+    to write to. With sampling parameters, all are sampled after the step, and penalties cover
+    `longest` tokens."""
+    table, slots = SamplingTable(rows), np.arange(rows)
+    table.admit(admissions(slots.astype(np.int32), **sampling))
+    fallback: list[SampledRows[Array]] = []
+    if sampling or traits.fused_sampling == "none":
+        for at in range(0, rows, traits.fallback_at_once):
+            part = slots[at : at + traits.fallback_at_once]
+            sampled = table.rows(part, part)
+            rules = sampled.rules and dataclasses.replace(sampled.rules, longest=longest)
+            all_slots = np.full(len(part), dummy)
+            fallback.append(dataclasses.replace(sampled, slots=all_slots, rules=rules))
+    inputs: Inputs[Array] = Inputs((), None, tuple(fallback))
+    return Update(0, inputs, slots, rows, HostSeqLens([], [], [1] * rows))
+
+
+def longest_lengths(rows: int, blocks: int, block_size: int, most: int) -> HostSeqLens:
+    """Return the maximum lengths of `rows` decode rows in a cache of `blocks` blocks: the first
+    rows as long as allowed, all together as long as fits. Captured steps must be no shorter, and
+    operators need as many blocks as all rows have in total."""
+    lengths, left = [], blocks
+    for after in range(rows - 1, -1, -1):
+        own = max(1, min(-(-most // block_size), left - after))
+        lengths.append(min(most, own * block_size))
+        left -= own
+    return HostSeqLens([], [], lengths)

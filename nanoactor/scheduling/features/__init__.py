@@ -1,0 +1,1 @@
+"""The parts of the scheduler that only some requests need."""

@@ -1,0 +1,274 @@
+"""Constrained sequences: a grammar determines their next tokens, and that takes time.
+
+No other sequence waits for it. A constrained sequence never decodes: its token is sampled once
+every rank holds the mask for it, and is then known, so its position is computed like a prompt's.
+The token goes to the grammar, which sends the next mask to the ranks; these report that they hold
+it.
+
+A sequence may switch between free text and text under its grammar. It then continues in its new
+state after its newest known token, and its results from steps in flight are discarded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import numpy as np
+
+from nanoactor.errors import ProtocolBug
+from nanoactor.messages.engine import Int32
+from nanoactor.messages.grammar import (
+    BeginGrammar,
+    CloseGrammars,
+    DropMasks,
+    ForcedTokens,
+    GrammarsFailed,
+    GrammarTokens,
+    MaskClock,
+    MasksReady,
+    OpenGrammar,
+)
+from nanoactor.messages.rows import SAMPLE
+from nanoactor.scheduling.edges import GRAMMAR, Send
+from nanoactor.scheduling.features.feature import Ending, Feature, Handlers
+from nanoactor.scheduling.resources.rank_resources import RankResources
+from nanoactor.scheduling.sequences import ends
+from nanoactor.scheduling.sequences.free_text import NO_GATE
+from nanoactor.scheduling.sequences.grammar_state import GrammarState
+from nanoactor.scheduling.sequences.sequence import Phase, Sequence
+from nanoactor.scheduling.steps.planned import PlannedRow, as_int32, as_int64
+from nanoactor.scheduling.steps.queues import RunningBatch
+from nanoactor.scheduling.steps.turns import TurnBuilder
+
+
+class Constraints(Feature):
+    """Opens grammars, and lets sequences sample once every rank holds their masks."""
+
+    def __init__(
+        self,
+        running: RunningBatch,
+        lower: Callable[[Sequence], None],
+        *,
+        ranks: int,
+        jumps: bool = True,
+    ) -> None:
+        """`lower` makes a sequence continue after its newest known token and discards its results
+        from steps in flight. With `jumps`, forced tokens are not sampled."""
+        self._running, self._lower, self._jumps = running, lower, jumps
+        self._out: list[Send] = []
+        self._over: list[int] = []
+        """Sequences that no later step names."""
+        self._open: dict[int, Sequence] = {}
+        """Sequences with an open grammar, by uid."""
+        self._masks = RankResources("mask", ranks, periods=2)
+        """By sequence, the position of the next mask; none while its text is free."""
+        self._forced = 0
+        """Number of pending runs of forced tokens."""
+        self._used = [0, 0, 0]
+        """Masks by the number of steps that were planned without them: none, one, or more."""
+        self._jumped = 0
+        """Tokens that were forced."""
+
+    @property
+    def waits(self) -> bool:
+        """Return True if any mask is under way."""
+        return self._masks.missing > 0
+
+    def admit(self, sequence: Sequence, turn: int) -> None:
+        """Open the grammar of a sequence that is about to run, unless it is open; if it applies
+        already, request its first mask."""
+        uid, grammar = sequence.uid, sequence.grammar
+        if grammar is None or uid in self._open:
+            return
+        self._open[uid] = sequence
+        told = as_int32(grammar.told if grammar.holds else ())
+        first = sequence.length - len(told) if grammar.holds else -1
+        # Output logprobs come from sampling; prompt logprobs must come before the output ends.
+        jumps = self._jumps and max(sequence.spec.logprobs, sequence.prompt_logprobs) < 0
+        told_first = (uid, sequence.spec.grammar, first, told, jumps, sequence.limit)
+        self._out.append((GRAMMAR, OpenGrammar(*told_first)))
+        if grammar.holds:
+            self._masks.want(uid, sequence.length)
+
+    def close(self, sequence: Sequence) -> None:
+        """Close the grammar of a finished sequence; its mask may still be in flight."""
+        if self._open.pop(sequence.uid, None) is None:
+            return
+        self._masks.drop(sequence.uid)
+        assert sequence.grammar is not None
+        self._forced -= sequence.grammar.run is not None
+        self._over.append(sequence.uid)
+
+    # -- between free text and the grammar ------------------------------------------------
+
+    def go_on(self, sequence: Sequence) -> None:
+        """Update the state: other free text may follow, or the grammar start or cease to apply."""
+        if (grammar := sequence.grammar) is None:
+            return
+        token, before = int(sequence.tokens[-1]), grammar.gate
+        grammar.gate = grammar.gate_behind(sequence.length - sequence.prompt_length - 1, token)
+        if grammar.holds and before != NO_GATE:
+            self._begin(sequence, grammar, [token])
+        elif not grammar.holds and before == NO_GATE:
+            self._masks.drop(sequence.uid)
+            grammar.told = [token]
+            self._lower(sequence)
+        elif not grammar.holds and token == grammar.last_gate:  # the device has frozen it
+            self._lower(sequence)
+
+    def note_refused(self, sequences: list[Sequence]) -> None:
+        """End the reasoning of sequences that would have ended in it: their grammars take over."""
+        for sequence in sequences:
+            assert sequence.grammar is not None
+            sequence.grammar.gate = NO_GATE
+            self._begin(sequence, sequence.grammar, [])
+
+    def _begin(self, sequence: Sequence, grammar: GrammarState, tokens: list[int]) -> None:
+        """Request the next mask of a sequence after its free text; `tokens` ended that, and go to
+        the grammar."""
+        told = as_int32(grammar.told + tokens)
+        self._out.append((GRAMMAR, BeginGrammar(sequence.uid, sequence.length, told)))
+        self._masks.want(sequence.uid, sequence.length)
+        self._lower(sequence)
+
+    # -- masks and forced tokens ----------------------------------------------------------
+
+    def note_results(self, rows: list[PlannedRow]) -> None:
+        """Schedule the positions of sampled tokens, pass the tokens on, and request the next
+        masks."""
+        chosen = (row.sequence for row in rows if row.is_choice)
+        living = [s for s in chosen if s.phase is not Phase.FINISHED and s.is_constrained]
+        for sequence in living:
+            self._running.resume(sequence)
+        living = [sequence for sequence in living if sequence.uid in self._masks]
+        if not living:
+            return
+        message = GrammarTokens(
+            as_int64(sequence.uid for sequence in living),
+            as_int32(sequence.length - 1 for sequence in living),
+            as_int32(int(sequence.tokens[-1]) for sequence in living),
+        )
+        self._out.append((GRAMMAR, message))
+        for sequence in living:
+            self._want(sequence, sequence.length)
+
+    def _want(self, sequence: Sequence, position: int) -> None:
+        assert sequence.grammar is not None
+        sequence.grammar.run, sequence.grammar.due = None, 0
+        self._masks.want(sequence.uid, position)
+
+    def _on_ready(self, event: MasksReady) -> tuple[Ending, ...]:
+        """Record that a rank holds some masks; those of finished sequences are ignored."""
+        for uid, position in zip(event.uids.tolist(), event.positions.tolist(), strict=True):
+            self._masks.note_ready(event.rank, uid, position)
+        return ()
+
+    def _on_forced(self, event: ForcedTokens) -> tuple[Ending, ...]:
+        """Take forced tokens; those of finished sequences are ignored."""
+        stops = np.cumsum(event.counts)
+        runs = np.split(event.token_ids.copy(), stops[:-1])
+        for uid, position, run in zip(
+            event.uids.tolist(), event.positions.tolist(), runs, strict=True
+        ):
+            if uid not in self._masks:
+                continue
+            grammar = self._open[uid].grammar
+            due = self._masks.wanted(uid)
+            if grammar is None or due != position:
+                raise ProtocolBug(f"request {uid} is forced at {position}; due is {due}")
+            self._masks.withdraw(uid)
+            grammar.run = run
+            self._forced += 1
+        return ()
+
+    def forced(self) -> list[tuple[Sequence, Int32]]:
+        """Return the forced tokens of sequences with all positions planned; they are known from
+        now on."""
+        if not self._forced:
+            return []
+        found = []
+        for sequence in self._running.constrained:
+            assert sequence.grammar is not None
+            run = sequence.grammar.run
+            computed = sequence.phase is Phase.RUNNING and sequence.scheduled == sequence.length
+            if run is not None and computed:
+                found.append((sequence, run))
+                self._want(sequence, sequence.length + len(run))
+                self._forced -= 1
+                self._jumped += len(run)
+        return found
+
+    def choose(self, step: int, rows: list[PlannedRow]) -> list[PlannedRow]:
+        """Sample a token in this step for each constrained sequence that is ready: all earlier
+        positions are planned, and every rank holds its mask."""
+        chosen: list[PlannedRow] = []
+        for sequence in self._running.constrained:
+            grammar = sequence.grammar
+            if grammar is None or not _is_due(sequence, grammar):
+                continue
+            grammar.due = grammar.due or step
+            if self._masks.is_ready(sequence.uid):
+                grammar.asked = sequence.length
+                self._used[min(step - grammar.due, 2)] += 1
+                row = sequence, sequence.slot, sequence.length, 0
+                chosen.append(PlannedRow(*row, wants=SAMPLE))
+        return chosen
+
+    # -- failures and figures -------------------------------------------------------------
+
+    def _on_failed(self, event: GrammarsFailed) -> list[Ending]:
+        """End the sequences with a grammar that cannot be compiled or applied."""
+        return [
+            (sequence, ends.rejected(error, refused=uid in event.refused))
+            for uid, error in zip(event.uids.tolist(), event.errors, strict=True)
+            if (sequence := self._open.get(uid)) is not None
+        ]
+
+    def _on_tick(self, event: MaskClock) -> list[Ending]:
+        """End the sequences that lacked a mask for at least one whole period."""
+        return [(self._open[uid], ends.NO_MASK) for uid in self._masks.tick()]
+
+    def flush(self, turn: TurnBuilder) -> list[Send]:
+        """Return the messages to the grammar actor, and drop the masks of finished sequences on the
+        runners."""
+        out, self._out = self._out, []
+        if not self._over:
+            return out
+        over, self._over = as_int64(self._over), []
+        turn.drop_masks(DropMasks(over))
+        return [*out, (GRAMMAR, CloseGrammars(over))]
+
+    def check_idle(self) -> None:
+        """Raise `ProtocolBug` if any grammar is open."""
+        self._masks.check_idle()
+        if self._open or self._forced:
+            raise ProtocolBug(f"grammars of {sorted(self._open)} are open, though nobody lives")
+
+    def figures(self) -> dict[str, int]:
+        """Return the number of open grammars; counts since the start of masks used in the step that
+        computes the previous position, in the next step, and later; and the number of forced
+        tokens, which need no mask."""
+        at_once, next_step, later = self._used
+        return {
+            "constrained": len(self._open),
+            "masks_at_once": at_once,
+            "masks_next_step": next_step,
+            "masks_later": later,
+            "forced_tokens": self._jumped,
+        }
+
+    HANDLERS: ClassVar[Handlers] = {
+        MasksReady: _on_ready,
+        ForcedTokens: _on_forced,
+        GrammarsFailed: _on_failed,
+        MaskClock: _on_tick,
+    }
+
+
+def _is_due(sequence: Sequence, grammar: GrammarState) -> bool:
+    """Return True if a sequence could sample in this step if its mask were there."""
+    length = sequence.length
+    if grammar.asked >= length or sequence.phase is not Phase.RUNNING:
+        return False
+    return sequence.scheduled == length

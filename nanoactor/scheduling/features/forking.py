@@ -1,0 +1,68 @@
+"""Several sequences of one prompt: it is computed once, then the others start as copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from nanoactor.messages.rows import KEEP, SAMPLE
+from nanoactor.scheduling.features.feature import Feature
+from nanoactor.scheduling.resources.room import Room
+from nanoactor.scheduling.sequences.sequence import Sequence
+from nanoactor.scheduling.steps.planned import PlannedRow
+
+
+class Forking(Feature):
+    """Decides which sequences wait for the prompt, are forked, or prefill it themselves."""
+
+    def __init__(self, room: Room, admit: Callable[[Sequence], None]) -> None:
+        """`admit` is called with each sequence that starts as a copy."""
+        self._room, self._admit = room, admit
+
+    def arrive(self, answers: list[Sequence]) -> None:
+        """Queue the first sequence of a new request; the others follow it."""
+        for answer in answers:
+            answer.follow()
+        if answers:
+            self._room.waiting.push(answers[0].group.followers.pop(0))
+
+    def close(self, sequence: Sequence) -> None:
+        """Queue the first follower, which prefills the prompt after this sequence has ended."""
+        followers = sequence.group.followers
+        if sequence in followers:
+            followers.remove(sequence)
+        elif followers:
+            self._room.waiting.push(followers.pop(0))
+
+    def choose(self, step: int, rows: list[PlannedRow]) -> list[PlannedRow]:
+        """Start the followers of each row that ends their prompt, by priority, as far as there are
+        slots and blocks and no sequence before them waits. Queue the others."""
+        followers: list[tuple[Sequence, PlannedRow]] = []
+        for row in rows:
+            ends = row.wants & (SAMPLE | KEEP)
+            if ends and row.length and (due := row.sequence.group.followers):
+                followers += [(follower, row) for follower in due]
+                due.clear()
+        copies: list[PlannedRow] = []
+        for follower, row in sorted(followers, key=lambda each: each[0].priority_key):
+            need = int(follower.prompt_length % self._room.block_size > 0)
+            if self._may_fork(follower, need):
+                copies.append(self._begin(follower, row, need))
+            else:
+                self._room.waiting.push(follower)
+        return copies
+
+    def _may_fork(self, follower: Sequence, blocks: int) -> bool:
+        head = self._room.head
+        first = head is None or follower.priority_key < head.priority_key
+        return first and self._room.budget.free_slots > 0 and self._room.credits >= blocks
+
+    def _begin(self, follower: Sequence, row: PlannedRow, need: int) -> PlannedRow:
+        budget = self._room.budget
+        budget.debit(need)
+        slot, length = budget.take_slot(), row.sequence.prompt_length
+        self._room.running.enter_computed(follower, slot, -(-length // self._room.block_size))
+        follower.run()
+        follower.history.note_match(length)
+        self._admit(follower)
+        wants = row.wants & (SAMPLE | KEEP)
+        return PlannedRow(follower, slot, row.start, 0, wants, source=row.slot)

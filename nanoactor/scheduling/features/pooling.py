@@ -1,0 +1,53 @@
+"""Requests for vectors: they end when their last pooling row is in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from nanoactor.errors import ProtocolBug
+from nanoactor.messages.pooling import Float32
+from nanoactor.scheduling.features.feature import Ending, Feature
+from nanoactor.scheduling.sequences.ends import End
+from nanoactor.scheduling.sequences.sequence import Sequence
+from nanoactor.scheduling.steps.output import OutputBuffer
+from nanoactor.scheduling.steps.results import Results
+
+_POOLED = End("stop")
+
+
+class Pooling(Feature):
+    """Reports vectors; owns the partial sums of means over unfinished prompts."""
+
+    def __init__(self, kind: str, output: OutputBuffer) -> None:
+        """`kind` is the model's pooling method."""
+        self._kind, self._output = kind, output
+        self._sums: dict[int, Float32] = {}
+        """By uid."""
+
+    def take_results(self, results: Results, step: int) -> Iterable[Ending]:
+        """Report the complete vectors, and end their sequences."""
+        endings: list[Ending] = []
+        for row, vector in results.pooled:
+            sequence = row.sequence
+            if not sequence.counts(step):
+                continue
+            if self._kind == "mean":
+                total = self._sums.pop(sequence.uid, 0) + vector
+                if row.start + row.length < sequence.length:
+                    self._sums[sequence.uid] = total
+                    continue
+                vector = total / np.float32(sequence.length)
+            self._output.pool(sequence.uid, vector)
+            endings.append((sequence, _POOLED))
+        return endings
+
+    def close(self, sequence: Sequence) -> None:
+        """Drop the sequence's partial sum."""
+        self._sums.pop(sequence.uid, None)
+
+    def check_idle(self) -> None:
+        """Raise `ProtocolBug` if a sum is left."""
+        if self._sums:
+            raise ProtocolBug(f"sums are left of requests {[*self._sums]}")

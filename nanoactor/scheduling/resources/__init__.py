@@ -1,0 +1,1 @@
+"""What a step needs before it can be planned: slots, blocks, masks, pixels."""

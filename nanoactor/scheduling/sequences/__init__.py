@@ -1,0 +1,1 @@
+"""Sequences, and what the scheduler knows of them."""

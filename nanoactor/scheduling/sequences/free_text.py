@@ -1,0 +1,65 @@
+"""Free text before a grammar applies: reasoning, and text before a tool call.
+
+A sequence decodes like any other while its text is free. A *gate* is the id that ends the current
+free text. After the last gate the grammar applies: positions computed past it are dropped, and the
+sequence continues as a constrained one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from nanoactor.messages.engine import FreeText
+
+NO_GATE = -1
+"""The grammar applies."""
+
+
+def first_gate(free: FreeText | None) -> int:
+    """Return the token that ends the initial unconstrained text."""
+    if free is None:
+        return NO_GATE
+    return free.close_id if free.thinks else free.call_id
+
+
+def last_gate(free: FreeText | None) -> int:
+    """Return the id after which the grammar applies."""
+    if free is None:
+        return NO_GATE
+    return free.close_id if free.call_id == NO_GATE else free.call_id
+
+
+def next_gate(free: FreeText, gate: int, index: int, token: int) -> int:
+    """Return the gate after a token, which has this index in the output."""
+    if index == 0 and not free.thinks and token == free.think_id >= 0:
+        return free.close_id
+    if gate == NO_GATE or token != gate:
+        return gate
+    return free.call_id if gate == free.close_id else NO_GATE
+
+
+def restored(free: FreeText | None, output: Iterable[int]) -> tuple[int, list[int]]:
+    """Return the state of a resumed sequence: (its gate, the output tokens to replay to its
+    grammar)."""
+    gate, told = first_gate(free), list[int]()
+    for index, token in enumerate(output):
+        before = gate
+        if free is not None:
+            gate = next_gate(free, gate, index, token)
+        if NO_GATE in (before, gate):  # sampled under the grammar, or ends free text
+            told.append(token)
+    return gate, told
+
+
+def watched_ids(free: FreeText | None) -> tuple[int, ...]:
+    """Return the ids that may change the gate."""
+    if free is None:
+        return ()
+    return tuple(i for i in (free.think_id, free.close_id, free.call_id) if i != NO_GATE)
+
+
+def must_go_on(free: FreeText | None, gate: int) -> bool:
+    """Return True if unconstrained text may not end the sequence because its constrained part is
+    still to come. An end-of-sequence token then ends the reasoning instead, and is not part of the
+    output."""
+    return free is not None and gate != NO_GATE and free.call_id == NO_GATE

@@ -1,0 +1,64 @@
+"""The state of a sequence with a grammar: in free text, or under the grammar."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from nanoactor.messages.engine import FreeText, Int32
+from nanoactor.scheduling.sequences.free_text import (
+    NO_GATE,
+    last_gate,
+    must_go_on,
+    next_gate,
+    restored,
+    watched_ids,
+)
+
+
+@dataclasses.dataclass(slots=True)
+class GrammarState:
+    """The state of one sequence's grammar; `Constraints` changes it."""
+
+    free: FreeText | None
+    """Description of the free text before the grammar; None if it applies from the start."""
+    gate: int
+    """The id that ends the current free text; `NO_GATE` under the grammar."""
+    told: list[int]
+    """Tokens to send to the grammar when it is opened or starts to apply."""
+    run: Int32 | None = None
+    """Forced tokens, which are known once all positions before them are planned."""
+    asked: int = -1
+    """The last position for which a planned step samples under a mask."""
+    due: int = 0
+    """The first step that could have used the next mask; 0 before there is one."""
+
+    @classmethod
+    def restore(cls, free: FreeText | None, output: Iterable[int]) -> GrammarState:
+        """Return the state after an output."""
+        gate, told = restored(free, output)
+        return cls(free, gate, told)
+
+    @property
+    def holds(self) -> bool:
+        """Return True if the next token is sampled under a mask."""
+        return self.gate == NO_GATE
+
+    @property
+    def must_go_on(self) -> bool:
+        """Return True if an end-of-sequence token may not end the sequence here."""
+        return must_go_on(self.free, self.gate)
+
+    @property
+    def watched_ids(self) -> tuple[int, ...]:
+        """The ids that may change the gate."""
+        return watched_ids(self.free)
+
+    @property
+    def last_gate(self) -> int:
+        """The id after which the grammar applies; `NO_GATE` if it applies from the start."""
+        return last_gate(self.free)
+
+    def gate_behind(self, index: int, token: int) -> int:
+        """Return the gate after the newest token, which has this index in the output."""
+        return NO_GATE if self.free is None else next_gate(self.free, self.gate, index, token)

@@ -1,0 +1,77 @@
+"""Sets of numbers with cheap lookups: requests that were seen, tokens that may end one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanoactor.messages.engine import Int32
+
+
+class SeenNumbers:
+    """A set of numbers that fills up from 0: it stores only those above the first gap."""
+
+    def __init__(self) -> None:
+        self._below = 0
+        self._above: set[int] = set()
+
+    def add(self, number: int) -> None:
+        """Add a number to the set."""
+        self._above.add(number)
+        self._close_gap()
+
+    def _close_gap(self) -> None:
+        while self._below in self._above:
+            self._above.remove(self._below)
+            self._below += 1
+
+    def fill(self, below: int, missing: Collection[int]) -> None:
+        """Add all numbers below `below`, except those in `missing`."""
+        kept = {number for number in missing if number not in self}
+        first = min(kept, default=below)
+        if first > self._below:
+            self._above = {number for number in self._above if number >= first}
+            self._below = first
+        self._above.update(n for n in range(self._below, below) if n not in kept)
+        self._close_gap()
+
+    def __contains__(self, number: int) -> bool:
+        """Return True if a number was added."""
+        return number < self._below or number in self._above
+
+    def __len__(self) -> int:
+        """Return the number of entries that are stored individually."""
+        return len(self._above)
+
+
+class StopIds:
+    """Counts, by token id, the live sequences that it would end."""
+
+    def __init__(self) -> None:
+        self._living = 0
+        self._counts = np.zeros(64, np.int32)  # the last entry represents all larger ids: always 0
+
+    def add(self, ids: Iterable[int]) -> None:
+        """Count the ids that would end a new sequence."""
+        for token in ids:
+            if token + 2 > len(self._counts):
+                grown = np.zeros(1 << (token + 1).bit_length(), np.int32)
+                grown[: len(self._counts)] = self._counts
+                self._counts = grown
+            self._living += 1
+            self._counts[token] += 1
+
+    def remove(self, ids: Iterable[int]) -> None:
+        """Discount the ids of a sequence that has ended."""
+        for token in ids:
+            self._living -= 1
+            self._counts[token] -= 1
+
+    def among(self, tokens: Int32) -> NDArray[np.bool_]:
+        """Return for each token whether it would end any live sequence."""
+        if not self._living:
+            return np.zeros(len(tokens), np.bool_)
+        counts: NDArray[np.int32] = self._counts[np.minimum(tokens, len(self._counts) - 1)]
+        return counts > 0

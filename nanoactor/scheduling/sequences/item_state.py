@@ -1,0 +1,81 @@
+"""The pictures and videos of one sequence, and their entries in the encoder cache."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from nanoactor.media.units import EncoderLimits, EncodeUnits
+from nanoactor.messages.vision import Items
+from nanoactor.runtime.codec import copied
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class ItemWork:
+    """An entry of the encoder cache that sequences need."""
+
+    number: int
+    key: bytes
+    worker: int
+    units: EncodeUnits
+    planned: int
+    """Units that the steps planned so far encode."""
+    users: dict[int, tuple[Any, int]] = dataclasses.field(default_factory=dict)
+    """By request: the sequence, and which of its items this is."""
+    pixels: int = 0
+    """The number under which its pixels are requested; 0 if they are not."""
+    source: int = -1
+    """The request that supplies the bytes for them."""
+    retired_at: int = 0
+    """The last turn with an admission when its last user left."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Return True if the planned steps encode all of it."""
+        return self.planned == self.units.count
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class SequenceItems:
+    """The items of one sequence."""
+
+    message: Items
+    keys: list[bytes]
+    units: list[EncodeUnits]
+    spans: list[tuple[int, int, int, int]]
+    """(item, first row, first token, end token (exclusive))."""
+    stops: list[int]
+    """By item: the index after its last token."""
+    pages: int
+    short: int = 0
+    """Short side in units; see `EncoderLimits`."""
+    works: list[ItemWork | None] = dataclasses.field(default_factory=list)
+    """Empty until its lookup is answered; None for items that it no longer needs."""
+
+    @classmethod
+    def of(cls, message: Items, limits: EncoderLimits) -> SequenceItems:
+        """Return the items of a message, which is copied."""
+        message = copied(message)
+        grids = [tuple(grid) for grid in message.grids.tolist()]
+        units = [EncodeUnits.of(grid, limits.budget, limits.depth) for grid in grids]
+        spans = [
+            (item, row, start, start + units[item].rows)
+            for item, row, start in message.spans.tolist()
+        ]
+        stops = [max(stop for of, _, _, stop in spans if of == n) for n in range(len(units))]
+        pages = sum(-(-each.all_rows // limits.page_rows) for each in units)
+        keys = [bytes(key) for key in message.keys]
+        return cls(message, keys, units, spans=spans, stops=stops, pages=pages, short=limits.short)
+
+    def reach(self, start: int, target: int) -> int:
+        """Return the end of the positions from `start` on that can be computed, at most `target`:
+        all rows of a span are planned before any of its tokens."""
+        if not self.works:
+            return target
+        for item, first_row, at, stop in self.spans:
+            work = self.works[item]
+            if stop <= start or work is None:
+                continue
+            if work.units.rows_after(work.planned) < first_row + (stop - at):
+                return min(at, target) if at - start > self.short else start
+        return target

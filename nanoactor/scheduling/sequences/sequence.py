@@ -1,0 +1,404 @@
+"""One sequence of a request, as the scheduler knows it."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanoactor.messages.engine import Admit, Int32, RequestSpec
+from nanoactor.messages.rows import KEEP, POOL, SAMPLE, SCORE
+from nanoactor.models.sampling.columns import rows_of
+from nanoactor.runtime.codec import copied
+from nanoactor.scheduling.config import SchedulerConfig
+from nanoactor.scheduling.sequences.ends import End
+from nanoactor.scheduling.sequences.free_text import NO_GATE
+from nanoactor.scheduling.sequences.grammar_state import GrammarState
+from nanoactor.scheduling.sequences.group import SequenceGroup
+from nanoactor.scheduling.sequences.item_state import SequenceItems
+from nanoactor.scheduling.sequences.table import RunningTable
+
+_ALL = 2**31 - 1
+
+
+class Phase(enum.Enum):
+    """The state of a sequence."""
+
+    WAITING = "waiting"
+    """Holds nothing; new, or preempted."""
+    FOLLOWING = "following"
+    """Holds nothing, and starts when another sequence of its request has computed the prompt."""
+    MATCHING = "matching"
+    """Has a slot and its credits; the block manager's answer is outstanding."""
+    RUNNING = "running"
+    HELD = "held"
+    """Holds nothing, is in no queue, and has nothing left to compute: it waits for its caller, or
+    for a result that the caller needs. While such a sequence holds a slot, it is `RUNNING`."""
+    FINISHED = "finished"
+
+
+@dataclasses.dataclass(slots=True)
+class History:
+    """Record of a sequence's progress."""
+
+    cached_tokens: int = -1
+    """Tokens found by its first prefix-cache lookup; negative before it."""
+    preemptions: int = 0
+    began: int = -1
+    """When the device started its first step, in ns of the monotonic clock; -1 until then."""
+
+    def note_match(self, tokens: int) -> None:
+        """Record the tokens found by a lookup, if it is the first."""
+        if self.cached_tokens < 0:
+            self.cached_tokens = tokens
+
+    def note_preemption(self) -> None:
+        """Count a preemption."""
+        self.preemptions += 1
+
+    def note_begin(self, at: int) -> None:
+        """Record when a step started, if it is the first."""
+        if self.began < 0:
+            self.began = at
+
+
+@dataclasses.dataclass(slots=True)
+class PromptReading:
+    """Progress in reading the states of a prompt's positions, for scoring or pooling."""
+
+    want: int
+    """`Want.SCORE` or `Want.POOL`: the flag of rows with states that are read."""
+    last: int
+    """The number of leading positions to read."""
+    read: int = 0
+    """Number of positions that planned steps read: no state is read twice."""
+
+    @classmethod
+    def of(cls, spec: RequestSpec, prompt_length: int, kind: str) -> PromptReading | None:
+        """Return the reading that a request asks for; None if only the state of the prompt's last
+        position is read. `kind` is the model's pooling method."""
+        if spec.prompt_logprobs >= 0:
+            return cls(SCORE, prompt_length - 1)
+        if not spec.pools or kind not in ("mean", "cls"):
+            return None
+        return cls(POOL, prompt_length if kind == "mean" else 1)
+
+    @property
+    def is_done(self) -> bool:
+        """Return True if nothing is left to be read."""
+        return self.read >= self.last
+
+    def reach(self, start: int, stop: int) -> int:
+        """Return the end of a row that starts at `start`, at most `stop`: a row does not cross the
+        end of the positions that are already read."""
+        return min(stop, self.read) if start < self.read < self.last else stop
+
+    def wants(self, start: int, stop: int) -> int:
+        """Return the flag of a row of these positions and count them as read; 0 if it reads
+        none."""
+        if start < self.read or self.is_done:
+            return 0
+        self.read = stop
+        return self.want
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Sequence:
+    """One sequence's tokens and counters. *Known* tokens are those that the host has seen;
+    *scheduled* positions are those that planned steps compute, and may be ahead of the known ones.
+
+    While it holds a slot, both are in the slot's row of the table.
+    """
+
+    uid: int
+    spec: RequestSpec
+    """Specification of the request, shared by all of its sequences, except `sampling`, which is per
+    sequence. Only the first sequence has its prompt scored."""
+    priority_key: tuple[int, int]
+    """Lower goes first and is preempted last."""
+    table: RunningTable
+    kept: Int32
+    """Known tokens of prompt and output, while it holds no slot."""
+    prompt_length: int
+    limit: int
+    """Largest number of tokens, prompt included."""
+    hashes: NDArray[np.uint8]
+    sampling: bytes
+    group: SequenceGroup[Sequence]
+    reading: PromptReading | None = None
+    """The reading of its prompt, if more than the last state is read."""
+    grammar: GrammarState | None = None
+    items: SequenceItems | None = None
+    """Its pictures and videos."""
+    void_until: int = 0
+    """The last step with results to discard, as they are past the end of free text."""
+    resumed_to: int = 0
+    """Number of tokens at admission if it resumed with output; else 0."""
+    told: int = -1
+    """The last position with a token that was reported to its caller; held sequences only."""
+    phase: Phase = Phase.WAITING
+    slot: int = -1
+    starved_since: int = 0
+    """The first step that it skips for want of a block; 0 if it has one."""
+    last_step: int = 0
+    """The last step in flight with a row of it when it was preempted."""
+    history: History = dataclasses.field(default_factory=History)
+
+    @classmethod
+    def answers(
+        cls,
+        event: Admit,
+        table: RunningTable,
+        config: SchedulerConfig,
+    ) -> list[Sequence]:
+        """Return the sequences of a request that the tokenizer has admitted.
+
+        Each degree of priority counts as `priority_window` places in the order of arrival, so at
+        most that many later requests pass a sequence for each degree between them.
+        """
+        tokens, hashes, spec = event.token_ids.copy(), event.hashes.copy(), copied(event.spec)
+        samplings, output = rows_of(spec.sampling), tokens[event.prompt_length :].tolist()
+        group: SequenceGroup[Sequence] = SequenceGroup(range(event.uid, event.uid + len(samplings)))
+        reading = PromptReading.of(spec, event.prompt_length, config.pooling)
+        return [
+            cls(
+                uid=uid,
+                spec=spec,
+                priority_key=(uid + spec.priority * config.priority_window, uid),
+                table=table,
+                kept=tokens,
+                prompt_length=event.prompt_length,
+                limit=min(event.prompt_length + spec.stopping.max_tokens, config.max_model_len),
+                hashes=hashes,
+                sampling=sampling,
+                group=group,
+                reading=reading if uid == event.uid else None,
+                grammar=GrammarState.restore(event.free, output) if spec.grammar else None,
+                resumed_to=len(tokens) if len(tokens) > event.prompt_length else 0,
+                items=SequenceItems.of(event.items, config.encoder) if event.items else None,
+            )
+            for uid, sampling in zip(group.uids, samplings, strict=True)
+        ]
+
+    # -- phases ---------------------------------------------------------------------------
+
+    def follow(self) -> None:
+        """Wait for another answer to compute the prompt."""
+        self.phase = Phase.FOLLOWING
+        self.group.followers.append(self)
+
+    def wait(self) -> None:
+        """Wait in the queue."""
+        self.phase = Phase.WAITING
+
+    def take_slot(self, slot: int) -> None:
+        """Take a slot; the block manager's answer is outstanding."""
+        self.phase, self.slot = Phase.MATCHING, slot
+
+    def run(self) -> None:
+        """Start running: the lookup's result is known, or does not matter."""
+        self.phase = Phase.RUNNING
+
+    def give_up_slot(self) -> None:
+        """Give up the slot and keep the known tokens; the caller sets the next phase."""
+        self.kept, self.slot, self.starved_since = self.tokens.copy(), -1, 0
+
+    def hold(self) -> None:
+        """Mark the sequence as held without a slot."""
+        self.phase = Phase.HELD
+
+    def finish(self) -> None:
+        """Mark the sequence as finished."""
+        self.phase = Phase.FINISHED
+
+    def replace_tokens(self, tokens: Int32) -> None:
+        """Replace the tokens while it holds no slot."""
+        self.kept = tokens
+
+    def starve(self, step: int) -> None:
+        """Skip a step for want of a block; 0: it got one."""
+        self.starved_since = (self.starved_since or step) if step else 0
+
+    def note_preemption(self, last_step: int) -> None:
+        """Record a preemption; `last_step` is the last step with a row of it."""
+        self.last_step = last_step
+        self.history.note_preemption()
+
+    def void(self, step: int) -> None:
+        """Discard results of steps up to this one."""
+        self.void_until = step
+
+    def tell(self) -> int:
+        """Record that the token after the known ones is reported to the caller; return its index in
+        the output."""
+        self.told = self.length
+        return self.length - self.prompt_length
+
+    # -- properties -----------------------------------------------------------------------
+
+    @property
+    def is_constrained(self) -> bool:
+        """Return True if its tokens are sampled under masks. Such a sequence never decodes: each
+        position is computed once its token is known."""
+        return self.grammar is not None and self.grammar.holds
+
+    @property
+    def is_stepwise(self) -> bool:
+        """Return True if it never decodes: its next token is chosen outside the decode loop."""
+        return self.is_constrained or self.spec.held
+
+    @property
+    def is_held(self) -> bool:
+        """Return True if it waits only for its caller. Then no step in flight has a row of it."""
+        return self.spec.held and self.told == self.length
+
+    @property
+    def is_computed(self) -> bool:
+        """Return True if its caller decides what is computed next, now or once results are in."""
+        return self.spec.held and self.scheduled == self.length
+
+    @property
+    def continues(self) -> bool:
+        """Return True if positions of its output are computed like a prompt's."""
+        return self.is_stepwise and self.scheduled >= self.prompt_length
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """The tokens that end it."""
+        return (*self.spec.stopping.eos_ids, *self.spec.stopping.stop_ids)
+
+    @property
+    def watched_ids(self) -> tuple[int, ...]:
+        """The tokens after which it may end or change its grammar's state."""
+        return (*self.end_ids, *(self.grammar.watched_ids if self.grammar else ()))
+
+    @property
+    def freeze_ids(self) -> tuple[int, ...]:
+        """The tokens after which it stops decoding: it ends, or samples under masks."""
+        gate = self.grammar.last_gate if self.grammar else NO_GATE
+        return self.end_ids if gate == NO_GATE else (gate, *self.end_ids)
+
+    def takes(self, token: int, step: int) -> bool:
+        """Return True if a token sampled by a step is appended: the step counts, and the token does
+        not end a sequence that must continue."""
+        return self.counts(step) and not self.refuses(token)
+
+    def counts(self, step: int) -> bool:
+        """Return True if the step's results count: the sequence has not ended, and the step is not
+        past the end of its unconstrained text."""
+        return self.phase is not Phase.FINISHED and step > self.void_until
+
+    def refuses(self, token: int) -> bool:
+        """Return True if a token would end it during reasoning, before its constrained output."""
+        must_go_on = self.grammar is not None and self.grammar.must_go_on
+        if not must_go_on or token not in self.spec.stopping.eos_ids:
+            return False
+        return self.length + 1 - self.prompt_length >= self.spec.stopping.min_tokens
+
+    @property
+    def length(self) -> int:
+        """Return the number of known tokens."""
+        return int(self.table.known[self.slot]) if self.slot >= 0 else len(self.kept)
+
+    @property
+    def tokens(self) -> Int32:
+        """The known tokens; a view while it holds a slot."""
+        return self.table.tokens[self.slot, : self.length] if self.slot >= 0 else self.kept
+
+    @property
+    def target(self) -> int:
+        """Return the number of positions to prefill before it decodes; it holds a slot."""
+        return int(self.table.targets[self.slot])
+
+    @property
+    def reach(self) -> int:
+        """The end of the positions that can be prefilled now, limited by its blocks and its encoded
+        pictures."""
+        target = min(self.target, int(self.table.room[self.slot]))
+        return target if self.items is None else self.items.reach(self.scheduled, target)
+
+    @property
+    def is_starving(self) -> bool:
+        """Return True if its next known token needs a new block."""
+        return (
+            self.phase is Phase.RUNNING
+            and self.scheduled == int(self.table.room[self.slot]) < self.target
+        )
+
+    @property
+    def pages(self) -> int:
+        """Number of pages of the encoder cache that its items take."""
+        return 0 if self.items is None else self.items.pages
+
+    @property
+    def scheduled(self) -> int:
+        """Return the number of positions that the planned steps compute; 0 without a slot."""
+        return self.table.scheduled_at(self.slot) if self.slot >= 0 else 0
+
+    @property
+    def blocks(self) -> int:
+        """Return the number of blocks it holds."""
+        return self.table.blocks_at(self.slot) if self.slot >= 0 else 0
+
+    @property
+    def gives_back(self) -> int:
+        """Return the number of blocks that would be freed if it released all of its own."""
+        return self.blocks - int(self.table.shared[self.slot])
+
+    @property
+    def most_hits(self) -> int:
+        """Number of leading positions that may come from the cache: those still to be scored must
+        be computed."""
+        return _ALL if self.is_read or self.reading is None else self.reading.read
+
+    @property
+    def is_read(self) -> bool:
+        """Return True if nothing of its prompt is left to be scored or pooled."""
+        return self.reading is None or self.reading.is_done
+
+    @property
+    def prompt_logprobs(self) -> int:
+        """Number of top log-probabilities requested for each prompt position; -1: none."""
+        return -1 if self.reading is None else self.spec.prompt_logprobs
+
+    @property
+    def last_want(self) -> int:
+        """Return the flag of the row that reaches its target."""
+        if self.spec.pools:
+            return POOL if self.reading is None else 0
+        return KEEP if self.is_constrained else SAMPLE
+
+    def append(self, token: int) -> int:
+        """Append a token; return its index in the output."""
+        index = self.length - self.prompt_length
+        if self.slot >= 0:
+            self.table.append_one(self.slot, token)
+        else:
+            self.kept = np.append(self.kept, np.int32(token))
+        return index
+
+    def end_reached(self) -> End | None:
+        """Return the end reason if the newest known token ends the sequence, else None."""
+        tokens, stopping = self.tokens, self.spec.stopping
+        token = int(tokens[-1])
+        if len(tokens) - self.prompt_length >= stopping.min_tokens:
+            if token in stopping.eos_ids:
+                return End("stop", hide_last=True)
+            if token in stopping.stop_ids:
+                return End("stop", token, hide_last=True)
+        return End("length") if len(tokens) >= self.limit else None
+
+    def end_restored(self) -> End | None:
+        """Return the end reason if the last emitted token of a resumed sequence had ended it, else
+        None."""
+        return self.end_reached() if self.length > self.prompt_length else None
+
+    def describe(self) -> str:
+        """Return its counters, for error messages."""
+        return (
+            f"request {self.uid} ({self.phase.value}, slot {self.slot}): {self.length} known of at "
+            f"most {self.limit}, {self.scheduled} scheduled, {self.blocks} blocks, "
+            f"{self.history.preemptions} preemptions"
+        )

@@ -1,0 +1,279 @@
+"""The running sequences' counters as arrays: a step of hundreds takes only a few operations."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanoactor.messages.engine import Int32
+
+Slots = NDArray[np.int64]
+"""Slot numbers, ascending."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DecodeBatch:
+    """The slots that decode in a step. Batches of one table with equal versions are the same."""
+
+    version: int
+    slots: Slots
+    members: NDArray[np.bool_]
+    """By slot: whether it is in the batch."""
+
+
+class RunningTable:
+    """One row for each slot. A row is valid while its slot is occupied."""
+
+    def __init__(self, slots: int, max_model_len: int, block_size: int) -> None:
+        self._block_size = block_size
+        self.occupied = np.zeros(slots, np.bool_)
+        self.running = np.zeros(slots, np.bool_)
+        """Occupied, with an answered admission or one that needs no answer."""
+        self.stepwise = np.zeros(slots, np.bool_)
+        """Never in a decode batch."""
+        self.uids = np.zeros(slots, np.int64)
+        self.prompts = np.zeros(slots, np.int64)
+        """Length of the prompt: the index of the first output token."""
+        self.limits = np.zeros(slots, np.int64)
+        self.targets = np.zeros(slots, np.int64)
+        self.known = np.zeros(slots, np.int64)
+        self.room = np.zeros(slots, np.int64)
+        """Positions that its blocks hold."""
+        self.shared = np.zeros(slots, np.int64)
+        """Number of its blocks that others also hold, by the block manager's latest answer."""
+        self.admitted = np.zeros(slots, np.int64)
+        """The turn in which the slot was given to its sequence."""
+        self.tokens = np.empty((slots, max_model_len), np.int32)
+        """Every known token; memory that is never written costs nothing."""
+
+        self._scheduled = np.zeros(slots, np.int64)
+        """Number of positions that the planned steps compute, without those counted in
+        `_ahead`."""
+        self._versions = 0
+        self._batch = DecodeBatch(0, np.empty(0, np.int64), np.zeros(slots, np.bool_))
+        """The latest decode batch, ..."""
+        self._steady = 0
+        """... how many more steps it stays as it is unless something happens, ..."""
+        self._ahead = 0
+        """... and how many steps of it `_scheduled` does not count yet."""
+        self._columns: BatchColumns | None = None
+
+    def enter(
+        self,
+        slot: int,
+        *,
+        uid: int,
+        prompt_length: int,
+        limit: int,
+        tokens: Int32,
+        blocks: int,
+        stepwise: bool = False,
+    ) -> None:
+        """Give a slot to a sequence; all of its known tokens are to be prefilled. A `stepwise`
+        sequence never decodes.
+
+        `tokens` are the known ones (int32), `limit` is the most it may have in total, and `blocks`
+        is the number of blocks it holds.
+        """
+        self.occupied[slot], self.running[slot] = True, False
+        self.stepwise[slot] = stepwise
+        self.uids[slot], self.prompts[slot], self.limits[slot] = uid, prompt_length, limit
+        self.targets[slot] = self.known[slot] = len(tokens)
+        self.room[slot], self._scheduled[slot] = blocks * self._block_size, 0
+        self.tokens[slot, : len(tokens)] = tokens
+
+    def copy(self, slot: int, tokens: Int32, blocks: int) -> None:
+        """Replace the tokens and blocks of a slot that never decodes; all of them are computed."""
+        self.targets[slot] = self.known[slot] = self._scheduled[slot] = len(tokens)
+        self.tokens[slot, : len(tokens)] = tokens
+        self.room[slot] = blocks * self._block_size
+
+    def start(self, slot: int, computed: int) -> None:
+        """Mark a slot as running after its lookup, with `computed` positions computed."""
+        self.running[slot], self._scheduled[slot] = True, computed
+
+    def share(self, slots: Int32, shared: Int32, turn: int) -> None:
+        """Record how many blocks of these slots others also hold, as of this turn; slots that were
+        reassigned since are ignored."""
+        known = self.occupied[slots] & (self.admitted[slots] <= turn)
+        self.shared[slots[known]] = shared[known]
+
+    def leave(self, slot: int) -> None:
+        """Take a slot back from its sequence."""
+        if self.stepwise[slot]:  # no decode batch has it
+            self.occupied[slot] = self.running[slot] = False
+            return
+        self._catch_up()
+        self._steady = 0
+        self.occupied[slot] = self.running[slot] = False
+        self._columns = None
+
+    def lower(self, slot: int, length: int, *, stepwise: bool) -> None:
+        """Recompute a slot's positions from `length` to the last known token before it decodes or
+        samples; results of planned steps there are overwritten."""
+        self._catch_up()
+        self._steady = 0
+        self._columns = None
+        self._scheduled[slot] = min(int(self._scheduled[slot]), length)
+        self.targets[slot] = self.known[slot]
+        self.stepwise[slot] = stepwise
+
+    # -- what planned steps compute -------------------------------------------------------
+
+    @property
+    def scheduled(self) -> NDArray[np.int64]:
+        """Number of positions that the planned steps compute, by slot (int64); read-only."""
+        if not self._ahead:
+            return self._scheduled
+        return self._scheduled + self._ahead * self._batch.members
+
+    def scheduled_at(self, slot: int) -> int:
+        """Return the number of a slot's positions that the planned steps compute."""
+        scheduled = int(self._scheduled[slot])
+        return scheduled + self._ahead if self._batch.members[slot] else scheduled
+
+    def demand(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Return by slot whether it can decode, and whether it only lacks a block to do so.
+
+        Its prompt must be computed, and one more token within its limit: position p samples
+        token p + 1.
+        """
+        scheduled = self.scheduled
+        able = self.running & (scheduled >= self.targets) & (scheduled + 2 <= self.limits)
+        able &= ~self.stepwise
+        starving = able & (scheduled == self.room)
+        return able ^ starving, starving
+
+    @property
+    def lacks_block(self) -> NDArray[np.bool_]:
+        """Return by slot whether the next known token of a running sequence needs a block."""
+        lacks: NDArray[np.bool_] = self.running & (self.scheduled == self.room)
+        return lacks & (self.room < self.targets)
+
+    def blocks_at(self, slot: int) -> int:
+        """Return the number of blocks that a slot holds."""
+        return int(self.room[slot]) // self._block_size
+
+    def grow(self, slots: list[int]) -> None:
+        """Add one block to what each of these slots holds."""
+        self.room[slots] += self._block_size
+
+    def prefill(self, slot: int, count: int) -> None:
+        """Compute `count` more positions of a prompt; its slot may decode in the next step."""
+        if not self.stepwise[slot]:
+            self._steady = 0
+        self._scheduled[slot] += count
+
+    def interrupt(self) -> None:
+        """Rebuild the decode batch in the next step."""
+        self._steady = 0
+
+    def decode_again(self) -> DecodeBatch | None:
+        """Decode the previous step's batch again, one position further; None if it may differ.
+
+        Most steps are such: no sequence arrives, ends or needs a block. So no row is written: these
+        steps are counted, and added to the rows when the batch changes.
+        """
+        if not self._steady:
+            self._catch_up()
+            return None
+        self._steady -= 1
+        self._ahead += 1
+        return self._batch
+
+    def decode(self, slots: Slots, all_fed: bool) -> DecodeBatch:
+        """Decode one position of each of these slots, after `decode_again` returned None.
+
+        `all_fed`: no other sequence waits to decode.
+        """
+        scheduled = self._scheduled[slots] + 1
+        self._scheduled[slots] = scheduled
+        if not np.array_equal(slots, self._batch.slots):
+            self._batch = self.batch_of(slots)
+        self._steady = 0
+        if all_fed and len(slots):
+            ends = np.minimum(self.room[slots], self.limits[slots] - 1)
+            self._steady = int((ends - scheduled).min())
+        return self._batch
+
+    def batch_of(self, slots: Slots) -> DecodeBatch:
+        """Return a batch of these slots, with a new version."""
+        self._versions += 1
+        members = np.zeros(len(self.occupied), np.bool_)
+        members[slots] = True
+        return DecodeBatch(self._versions, slots, members)
+
+    def _catch_up(self) -> None:
+        if self._ahead:
+            self._scheduled += self._ahead * self._batch.members
+            self._ahead = 0
+
+    # -- what is known --------------------------------------------------------------------
+
+    def all_occupied(self, batch: DecodeBatch) -> bool:
+        """Return True if the sequences of a batch still have their slots."""
+        if self._columns is not None and self._columns.version == batch.version:
+            return True
+        return bool(self.occupied[batch.slots].all())
+
+    def append(self, batch: DecodeBatch, tokens: Int32) -> BatchColumns:
+        """Append a token to each slot of a batch, all occupied; return their columns."""
+        columns = self._columns
+        if columns is None or columns.version != batch.version:
+            columns = self._columns = BatchColumns.of(self, batch)
+        self.tokens[batch.slots, columns.known] = tokens
+        columns.known = columns.known + 1
+        self.known[batch.slots] = columns.known
+        return columns
+
+    def append_one(self, slot: int, token: int) -> None:
+        """Append a token to one slot; a stepwise one computes its position next."""
+        self.tokens[slot, self.known[slot]] = token
+        self.known[slot] += 1
+        if self.stepwise[slot]:
+            self.targets[slot] = self.known[slot]
+        else:
+            self._columns = None
+
+
+@dataclasses.dataclass(slots=True)
+class BatchColumns:
+    """Columns of the batch that got tokens last, cached because the next step mostly has the same.
+
+    All of its slots are occupied; when a sequence leaves one, the columns are dropped.
+    """
+
+    version: int
+    known: Int32
+    prompts: Int32
+    limits: Int32
+    uids: NDArray[np.int64]
+    slots32: Int32
+
+    @classmethod
+    def of(cls, table: RunningTable, batch: DecodeBatch) -> BatchColumns:
+        """Gather the columns of a batch."""
+        slots = batch.slots
+        columns = (table.known, table.prompts, table.limits)
+        known, prompts, limits = (column[slots].astype(np.int32) for column in columns)
+        return cls(
+            batch.version,
+            known,
+            prompts,
+            limits,
+            uids=table.uids[slots],
+            slots32=slots.astype(np.int32),
+        )
+
+    @property
+    def indices(self) -> Int32:
+        """The index of each row's newest token in its output."""
+        return self.known - self.prompts - np.int32(1)
+
+    @property
+    def full(self) -> NDArray[np.bool_]:
+        """Return whether each row has reached its limit, (rows,)."""
+        full: NDArray[np.bool_] = self.known >= self.limits
+        return full

@@ -1,0 +1,1 @@
+"""From waiting sequences to planned steps, and from results to tokens."""

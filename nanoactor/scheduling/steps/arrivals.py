@@ -1,0 +1,67 @@
+"""Arriving requests, and aborts that overtook them."""
+
+from __future__ import annotations
+
+from nanoactor.messages.engine import Abort, Admit, Open, Reject
+from nanoactor.messages.resuming import Resume
+from nanoactor.scheduling.edges import TEXT, Send
+from nanoactor.scheduling.sequences.ends import End, rejected
+from nanoactor.scheduling.sequences.ids import SeenNumbers
+from nanoactor.scheduling.sequences.sequence import Sequence
+from nanoactor.scheduling.statistics import SchedulerStatistics
+from nanoactor.scheduling.steps.output import OutputBuffer
+from nanoactor.scheduling.steps.planned import as_int32
+
+_NO_TOKENS = as_int32(())
+
+
+class Arrivals:
+    """Knows which requests have arrived. An abort that overtakes its request leaves a tombstone,
+    which swallows it."""
+
+    def __init__(self, output: OutputBuffer, statistics: SchedulerStatistics) -> None:
+        self._output = output
+        self._statistics = statistics
+        self.seen = SeenNumbers()
+        self.tombstones: set[int] = set()
+
+    def admit(self, event: Admit, answers: list[Sequence]) -> tuple[list[Sequence], list[Send]]:
+        """Take a request's sequences; return the live ones and the messages to send about them."""
+        living = [answer for answer in answers if not self._swallowed(answer.uid)]
+        out: list[Send] = []
+        for sequence in living:
+            self._output.stop_ids.add(sequence.watched_ids)
+            # Only the first carries the tokenized prompt.
+            first = sequence is living[0]
+            prompt = (event.token_ids.copy(), event.prompt_length) if first else (_NO_TOKENS, 0)
+            out.append((TEXT, Open(sequence.uid, *prompt, event.spec.text_options)))
+        return living, out
+
+    def reject(self, event: Reject) -> None:
+        """Take a request that cannot run."""
+        for uid in range(event.uid, event.uid + event.answers):
+            if not self._swallowed(uid):
+                if not event.text:
+                    self._statistics.count_abort()
+                self._output.finish(uid, rejected(event.text, refused=event.refused))
+
+    def resume(self, event: Resume) -> None:
+        """Mark the finished requests as seen after a restart: they do not arrive again."""
+        self.seen.fill(event.below, event.living.tolist())
+
+    def _swallowed(self, uid: int) -> bool:
+        """Record that a request has arrived; return True if its abort arrived first."""
+        self.seen.add(uid)
+        if uid not in self.tombstones:
+            return False
+        self.tombstones.remove(uid)
+        self._statistics.count_abort()
+        self._output.finish(uid, End("abort"))
+        return True
+
+    def overtaken(self, event: Abort) -> bool:
+        """Return True if a request was aborted before it arrived; the abort is remembered."""
+        if event.uid not in self.seen:
+            self.tombstones.add(event.uid)
+            return True
+        return False

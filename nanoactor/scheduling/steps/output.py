@@ -1,0 +1,217 @@
+"""Buffer of step results for the detokenizer."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanoactor.messages.engine import Finish, Int32, Int64, StepDone, Tokens
+from nanoactor.messages.pooling import Float32, RequestVectors
+from nanoactor.messages.scores import RequestScores, TokenScores
+from nanoactor.runtime.codec import copied
+from nanoactor.scheduling.sequences.ends import End
+from nanoactor.scheduling.sequences.ids import StopIds
+from nanoactor.scheduling.sequences.sequence import History, Sequence
+from nanoactor.scheduling.sequences.table import DecodeBatch, Slots
+from nanoactor.scheduling.statistics import SchedulerStatistics
+from nanoactor.scheduling.steps.planned import PlannedStep, as_int32, as_int64
+from nanoactor.scheduling.steps.queues import RunningBatch
+from nanoactor.scheduling.steps.results import Results
+
+NO_TOKEN = -1
+_NOTHING = (as_int64(()), as_int32(()), as_int32(()))
+
+
+class OutputBuffer:
+    """Appends sampled tokens to their sequences; keeps tokens and ends until they are reported."""
+
+    def __init__(self, running: RunningBatch, statistics: SchedulerStatistics) -> None:
+        self.stop_ids = StopIds()
+        self._running = running
+        self._table = running.table
+        self._statistics = statistics
+        self._new: list[tuple[Int64, Int32, Int32]] = []
+        """(uids, indices, tokens) that are not reported."""
+        self._finishes: list[Finish] = []
+        self._scores: RequestScores | None = None
+        self._vectors: list[tuple[int, Float32]] = []
+        """(uid, vector) that are not reported."""
+        self._step = self._void_until = 0
+        """The step being processed, and the last step with discarded results."""
+        self._refusing: list[Sequence] = []
+        """Sequences with a token that would have ended them before their constrained output."""
+
+    def take_scores(self, done: PlannedStep, event: StepDone) -> None:
+        """Take a step's log-probabilities, before its tokens; finished sequences need none."""
+        self._step = done.step
+        if (found := event.scores) is None:
+            return
+        runs = [(row.sequence, True, row.scores) for row in done.rows if row.scores]
+        alive = [sequence.takes(NO_TOKEN, done.step) for sequence, _, _ in runs]
+        decode, first = done.decode_batch.slots, len(done.decode_batch.slots)
+        samplers = [*range(first), *(first + n for n, row in enumerate(done.rows) if row.samples)]
+        tokens = event.token_ids[np.searchsorted(samplers, found.rows)].tolist()
+        for number, token in zip(found.rows.tolist(), tokens, strict=True):
+            if number < first:
+                (sequence,) = self._running.owners(decode[number : number + 1])
+            else:
+                sequence = done.rows[number - first].sequence
+            runs.append((sequence, False, 1))
+            alive.append(sequence.takes(token, done.step))
+        scores = _selected(found.scores, np.repeat(alive, [count for _, _, count in runs]))
+        if runs := [run for run, lives in zip(runs, alive, strict=True) if lives]:
+            sequences, prompts, counts = map(list, zip(*runs, strict=True))
+            uids = as_int64(sequence.uid for sequence in sequences)
+            flags = np.array(prompts, np.bool_)
+            self._scores = RequestScores(uids, flags, as_int32(counts), scores)
+
+    def pool(self, uid: int, vector: Float32) -> None:
+        """Report a request's vector."""
+        self._vectors.append((uid, vector))
+
+    def take(self, results: Results) -> tuple[list[tuple[Int32, Int32]], list[Sequence]]:
+        """Take a step's tokens.
+
+        Returns (slots, tokens) of the sequences that still hold a slot, and the sequences with a
+        new token that may end them or their free text.
+        """
+        self._statistics.count_overrun(results.frozen)
+        singly = self._take_singly(
+            [row.sequence for row, _ in results.singles], [token for _, token in results.singles]
+        )
+        slots, tokens, due = self._take_decodes(results.batch, results.tokens)
+        known = [(s.slot, token) for s, token in singly if s.slot >= 0]
+        single_slots, single_tokens = zip(*known, strict=True) if known else ((), ())
+        return (
+            [(as_int32(single_slots), as_int32(single_tokens)), (slots, tokens)],
+            [sequence for sequence, _ in singly] + due,
+        )
+
+    def _take_singly(
+        self, sequences: list[Sequence], tokens: list[int]
+    ) -> list[tuple[Sequence, int]]:
+        """Append each token to its sequence, or report it to the caller if that is held; return the
+        sequences that were extended, with their tokens."""
+        taken: list[tuple[Sequence, int]] = []
+        for sequence, token in zip(sequences, tokens, strict=True):
+            if not sequence.takes(token, self._step):
+                self._drop(sequence, token)
+            elif sequence.spec.held:
+                self._tell(sequence, token)
+            else:
+                self.append(sequence, token)
+                taken.append((sequence, token))
+        return taken
+
+    def _drop(self, sequence: Sequence, token: int) -> None:
+        """Drop a sampled token."""
+        self._statistics.count_overrun()
+        if sequence.counts(self._step):
+            self._refusing.append(sequence)
+
+    def _tell(self, sequence: Sequence, token: int) -> None:
+        """Report a token without appending it: the caller chooses the one to append."""
+        uids, indices = as_int64([sequence.uid]), as_int32([sequence.tell()])
+        self._new.append((uids, indices, as_int32([token])))
+
+    def append(self, sequence: Sequence, token: int) -> None:
+        """Append a token and queue it for reporting."""
+        index = sequence.append(token)
+        self._new.append((as_int64([sequence.uid]), as_int32([index]), as_int32([token])))
+
+    def append_run(self, sequence: Sequence, run: Int32) -> tuple[Int32, End | None]:
+        """Append tokens up to one that ends the sequence; return (tokens appended, end)."""
+        count, end = 0, None
+        while count < len(run) and end is None:
+            self.append(sequence, int(run[count]))
+            count, end = count + 1, sequence.end_reached()
+        return run[:count], end
+
+    def _take_decodes(
+        self, batch: DecodeBatch, tokens: Int32
+    ) -> tuple[Int32, Int32, list[Sequence]]:
+        """Append the tokens of a decode batch; returns as `take` does."""
+        due: list[Sequence] = []
+        if self._step <= self._void_until or not self._table.all_occupied(batch):
+            owners = self._running.owners(batch.slots)
+            stays = self._table.occupied[batch.slots]
+            stays &= np.array([owner.counts(self._step) for owner in owners], np.bool_)
+            gone = [owners[row] for row in np.flatnonzero(~stays)]
+            due = [s for s, _ in self._take_singly(gone, tokens[~stays].tolist())]
+            batch, tokens = self._table.batch_of(batch.slots[stays]), tokens[stays]
+        watched = self.stop_ids.among(tokens)
+        if watched.any():
+            refused = watched & self._refused(batch.slots, tokens, watched)
+            if refused.any():
+                self._take_singly(
+                    self._running.owners(batch.slots[refused]), tokens[refused].tolist()
+                )
+                batch = self._table.batch_of(batch.slots[~refused])
+                tokens, watched = tokens[~refused], watched[~refused]
+        columns = self._table.append(batch, tokens)
+        self._new.append((columns.uids, columns.indices, tokens))
+        ends = columns.full | watched
+        if ends.any():
+            due += self._running.owners(batch.slots[ends])
+        return columns.slots32, tokens, due
+
+    def void(self, sequence: Sequence, step: int) -> None:
+        """Discard the sequence's results of steps up to this one."""
+        self._void_until = step
+        sequence.void(step)
+
+    def take_refused(self) -> list[Sequence]:
+        """Return the sequences that refused a token since the last call."""
+        refused, self._refusing = self._refusing, []
+        return refused
+
+    def _refused(
+        self, slots: Slots, tokens: Int32, watched: NDArray[np.bool_]
+    ) -> NDArray[np.bool_]:
+        """Return which tokens their sequences refuse; only watched ones can be refused."""
+        refused = np.zeros(len(slots), np.bool_)
+        owners = self._running.owners(slots[watched])
+        ids = tokens[watched].tolist()
+        refused[watched] = [s.refuses(token) for s, token in zip(owners, ids, strict=True)]
+        return refused
+
+    def finish(self, uid: int, end: End, sequence: Sequence | None = None) -> None:
+        """Report the end of a request, with the history of its `sequence`, if it has one."""
+        history = sequence.history if sequence else History()
+        finish = Finish(
+            uid,
+            **end._asdict(),
+            cached_tokens=max(0, history.cached_tokens),
+            preemptions=history.preemptions,
+            began=history.began,
+        )
+        self._finishes.append(finish)
+
+    def flush(self, step: int) -> Tokens | None:
+        """Return the new output since the last call, or None if there is none; `step` is the last
+        finished one."""
+        if not self._new and not self._finishes and self._scores is None:
+            return None
+        new = self._new or [_NOTHING]
+        uids, indices, ids = (
+            new[0] if len(new) == 1 else map(np.concatenate, zip(*new, strict=True))
+        )
+        finishes, vectors = tuple(self._finishes), RequestVectors.of(self._vectors)
+        tokens = Tokens(step, uids, indices, ids, finishes, scores=self._scores, vectors=vectors)
+        self._statistics.output_tokens += len(uids)
+        self._new, self._finishes, self._scores, self._vectors = [], [], None, []
+        return tokens
+
+
+def _selected(scores: TokenScores, kept: NDArray[np.bool_]) -> TokenScores:
+    """Return a copy of some of a step's scores."""
+    if kept.all():
+        return copied(scores)
+    tops = np.repeat(kept, scores.counts)
+    return TokenScores(
+        scores.logprobs[kept],
+        scores.ranks[kept],
+        scores.counts[kept],
+        scores.top_ids[tops],
+        scores.top_logprobs[tops],
+    )

@@ -1,0 +1,124 @@
+"""A planned step, until its results are in."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from nanoactor.messages.engine import Int32, Int64
+from nanoactor.messages.rows import KEEP, NO_ROWS, POOL, SAMPLE, SCORE, Rows
+from nanoactor.scheduling.sequences.sequence import Sequence
+from nanoactor.scheduling.sequences.table import DecodeBatch
+
+
+def as_int32(values: Iterable[int]) -> Int32:
+    """Return a new int32 array."""
+    return np.array(list(values), np.int32)
+
+
+def as_int64(values: Iterable[int]) -> Int64:
+    """Return a new int64 array."""
+    return np.array(list(values), np.int64)
+
+
+class PlannedRow(NamedTuple):
+    """A row that does not decode."""
+
+    sequence: Sequence
+    slot: int
+    """The sequence's slot when the step is planned."""
+    start: int
+    length: int
+    wants: int
+    """Flags of `nanoactor.messages.rows.Want`, as a plain number."""
+    source: int = -1
+    """The slot of the row that this one copies; -1: none."""
+
+    @property
+    def samples(self) -> bool:
+        """Return True if the row yields a token."""
+        return self.wants & SAMPLE > 0
+
+    @property
+    def pools(self) -> bool:
+        """Return True if the row yields a vector."""
+        return self.wants & POOL > 0
+
+    @property
+    def is_choice(self) -> bool:
+        """Return True if the row samples from the state that its slot keeps."""
+        return not self.length and self.source < 0
+
+    @property
+    def scores(self) -> int:
+        """Number of its positions with successors that are scored."""
+        last = self.sequence.prompt_length - 1
+        return min(self.length, last - self.start) if self.wants & SCORE else 0
+
+    @property
+    def may_decode(self) -> bool:
+        """Return True if the runners may compute it as decode rows."""
+        short = self.length <= 1 or self.wants & KEEP > 0
+        return short and self.start >= self.sequence.prompt_length
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """The rows of a step: one for each slot that decodes, by slot, then the others."""
+
+    step: int
+    decode_batch: DecodeBatch
+    rows: list[PlannedRow]
+    encodes: bool = False
+    """True if the step encodes any part of an image."""
+
+    @property
+    def is_decode_step(self) -> bool:
+        """Return True if it has decode rows, computes no prompt positions, and encodes nothing."""
+        if not len(self.decode_batch.slots) or self.encodes:
+            return False
+        return all(row.may_decode for row in self.rows)
+
+    @property
+    def counts(self) -> Int32:
+        """Number of tokens that each row yields; empty if each yields one."""
+        if all(row.samples for row in self.rows):
+            return NO_ROWS.slots
+        return as_int32([*[1] * len(self.decode_batch.slots), *(row.samples for row in self.rows)])
+
+    @property
+    def sampling(self) -> int:
+        """Return the number of tokens that the step yields."""
+        return len(self.decode_batch.slots) + sum(row.samples for row in self.rows)
+
+    @property
+    def positions(self) -> int:
+        """Number of positions that it computes in rows that do not decode."""
+        return sum(row.length for row in self.rows)
+
+    def note_begin(self, at: int) -> None:
+        """Record when it started in the history of those sequences that had no step before."""
+        for row in self.rows:
+            row.sequence.history.note_begin(at)
+
+    def has_row(self, slot: int) -> bool:
+        """Return True if it has a row of the sequence that held this slot at the time."""
+        return bool(self.decode_batch.members[slot]) or any(row.slot == slot for row in self.rows)
+
+
+def as_rows(planned: list[PlannedRow]) -> Rows:
+    """Return the columns of rows."""
+    if not planned:
+        return NO_ROWS
+    slots, starts, counts, wants, sources = zip(*(row[1:] for row in planned), strict=True)
+    has_copies = any(source >= 0 for source in sources)
+    return Rows(
+        as_int32(slots),
+        as_int32(starts),
+        as_int32(counts),
+        np.array(wants, np.uint8),
+        as_int32(sources if has_copies else ()),
+    )

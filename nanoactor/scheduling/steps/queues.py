@@ -1,0 +1,325 @@
+"""The queue of waiting sequences, and the batch of running ones."""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import itertools
+import operator
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+
+from nanoactor.scheduling.sequences.sequence import Phase, Sequence
+from nanoactor.scheduling.sequences.table import RunningTable, Slots
+from nanoactor.scheduling.steps.planned import PlannedRow, PlannedStep
+
+
+class WaitingQueue:
+    """Sequences that wait for a slot, by priority.
+
+    A sequence that ends while it waits stays until it would come up, or until most of the queue has
+    ended: searching for it would take longer.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[tuple[int, int], Sequence]] = []
+        """The first entry has not ended."""
+        self._ended = 0
+
+    def __len__(self) -> int:
+        """Return the number of waiting sequences."""
+        return len(self._heap) - self._ended
+
+    @property
+    def head(self) -> Sequence | None:
+        """The sequence that comes next; None if the queue is empty."""
+        return self._heap[0][1] if self._heap else None
+
+    def push(self, sequence: Sequence) -> None:
+        """Add a sequence to the queue."""
+        heapq.heappush(self._heap, (sequence.priority_key, sequence))
+
+    def pop(self) -> None:
+        """Remove the head."""
+        heapq.heappop(self._heap)
+        self._drop_ended()
+
+    def note_end(self) -> None:
+        """Take notice that one of the sequences here has ended."""
+        self._ended += 1
+        if 2 * self._ended > len(self._heap):
+            self._heap = [entry for entry in self._heap if entry[1].phase is not Phase.FINISHED]
+            heapq.heapify(self._heap)
+            self._ended = 0
+        self._drop_ended()
+
+    def _drop_ended(self) -> None:
+        while self._heap and self._heap[0][1].phase is Phase.FINISHED:
+            heapq.heappop(self._heap)
+            self._ended -= 1
+
+
+class WaitingLine:
+    """All waiting sequences. One that waits for pages of the encoder cache is parked, as are all
+    after it that need any: pictures do not pass pictures, and do not hold up text."""
+
+    def __init__(self) -> None:
+        self._ready, self._parked = WaitingQueue(), WaitingQueue()
+        self._parked_uids: set[int] = set()
+
+    def __len__(self) -> int:
+        """Return the number of waiting sequences."""
+        return len(self._ready) + len(self._parked)
+
+    def push(self, sequence: Sequence) -> None:
+        """Add a sequence to its queue."""
+        sequence.wait()
+        self._ready.push(sequence)
+
+    def head(self, pages: int) -> Sequence | None:
+        """Return the next sequence given the available pages, or None."""
+        while (head := self._ready.head) is not None and head.pages:
+            if not self._parked and head.pages <= pages:
+                return head
+            self._ready.pop()
+            self._parked.push(head)
+            self._parked_uids.add(head.uid)
+        parked = self._parked.head
+        if parked is None or parked.pages > pages:
+            return head
+        return parked if head is None or parked.priority_key < head.priority_key else head
+
+    def pop(self, sequence: Sequence) -> None:
+        """Remove the sequence that `head` returned."""
+        self._queue_of(sequence).pop()
+
+    def note_end(self, sequence: Sequence) -> None:
+        """Take notice that one of the sequences here has ended."""
+        self._queue_of(sequence).note_end()
+
+    def is_parked(self, sequence: Sequence) -> bool:
+        """Return True if a sequence waits for pages."""
+        return sequence.uid in self._parked_uids
+
+    def _queue_of(self, sequence: Sequence) -> WaitingQueue:
+        """Return the queue that a sequence is about to leave."""
+        if sequence.uid not in self._parked_uids:
+            return self._ready
+        self._parked_uids.remove(sequence.uid)
+        return self._parked
+
+
+class RunningBatch:
+    """Sequences that run or wait for their lookup; their counters are in `table`."""
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+        self.table = RunningTable(max_num_seqs, max_model_len, block_size)
+        self._block_size = block_size
+        self._sequences: list[Sequence] = []
+        """By priority."""
+        self._prefills: list[Sequence] = []
+        """Sequences with positions left to prefill, by priority."""
+        self._beginnings: Counter[bytes] = Counter()
+        """Number of these by the hash of their first block: if it differs, no block is shared."""
+        self.progress = 0
+        """Changes whenever the number of positions left to prefill may have dropped."""
+        self.stepwise: list[Sequence] = []
+        """Sequences that never decode: constrained or held ones."""
+        self._owners: dict[int, Sequence] = {}
+        """The present or last owner of each slot: results in flight still find their sequence."""
+
+    def __len__(self) -> int:
+        """Return the number of running sequences."""
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Iterate over the running sequences by priority."""
+        return iter(self._sequences)
+
+    @property
+    def youngest(self) -> Sequence:
+        """The sequence to preempt first."""
+        return self._sequences[-1]
+
+    @property
+    def left_to_prefill(self) -> int:
+        """Number of prompt positions that could be computed but are not planned yet."""
+        return sum(s.reach - s.scheduled for s in self._prefills)
+
+    @property
+    def prefilling(self) -> list[Sequence]:
+        """Running sequences with positions left to prefill, by priority."""
+        return [s for s in self._prefills if s.phase is Phase.RUNNING]
+
+    def owners(self, slots: Slots) -> list[Sequence]:
+        """Return the present or last owner of each slot."""
+        return [self._owners[slot] for slot in slots.tolist()]
+
+    def rows(self, planned: PlannedStep) -> list[Sequence]:
+        """Return all sequences with a row in a step that is planned and not done."""
+        decoding = self.owners(planned.decode_batch.slots)
+        return [*decoding, *(row.sequence for row in planned.rows)]
+
+    def enter(self, sequence: Sequence, slot: int, blocks: int) -> None:
+        """Give a sequence a slot and this many blocks."""
+        self.table.enter(
+            slot,
+            uid=sequence.uid,
+            prompt_length=sequence.prompt_length,
+            limit=sequence.limit,
+            tokens=sequence.kept,
+            blocks=blocks,
+            stepwise=sequence.is_stepwise,
+        )
+        if sequence.is_stepwise:
+            self.stepwise.append(sequence)
+        self.table.shared[slot] = blocks
+        sequence.take_slot(slot)
+        self._owners[slot] = sequence
+        bisect.insort(self._sequences, sequence, key=lambda s: s.priority_key)
+        self._add_prefill(sequence)
+
+    def _add_prefill(self, sequence: Sequence) -> None:
+        bisect.insort(self._prefills, sequence, key=lambda s: s.priority_key)
+        self._beginnings[_beginning(sequence)] += 1
+
+    def _note_prefilled(self, sequence: Sequence) -> None:
+        beginning = _beginning(sequence)
+        self._beginnings[beginning] -= 1
+        if not self._beginnings[beginning]:
+            del self._beginnings[beginning]
+
+    def start(self, slot: int, computed: int) -> None:
+        """Mark a slot's sequence as running, with `computed` positions already computed."""
+        self.table.start(slot, computed)
+        self.progress += 1
+
+    def enter_computed(self, sequence: Sequence, slot: int, blocks: int) -> None:
+        """Give a slot and blocks to a sequence if a planned step computes all its known
+        tokens."""
+        self.enter(sequence, slot, blocks)
+        self.table.shared[slot] = sequence.length // self._block_size
+        self._prefills.remove(sequence)
+        self._note_prefilled(sequence)
+        self.table.start(slot, sequence.length)
+
+    def leave(self, sequence: Sequence) -> None:
+        """Take a sequence's slot and blocks; it keeps its known tokens."""
+        self._sequences.remove(sequence)
+        if sequence in self._prefills:
+            self._prefills.remove(sequence)
+            self._note_prefilled(sequence)
+        self.progress += 1
+        if sequence in self.stepwise:
+            self.stepwise.remove(sequence)
+        slot = sequence.slot
+        sequence.give_up_slot()
+        self.table.leave(slot)
+
+    @property
+    def starving(self) -> list[Sequence]:
+        """Sequences that have known tokens to compute and need a block for them."""
+        return self.owners(np.flatnonzero(self.table.lacks_block))
+
+    @property
+    def constrained(self) -> list[Sequence]:
+        """Sequences that sample under masks."""
+        return [sequence for sequence in self.stepwise if sequence.is_constrained]
+
+    def resume(self, sequence: Sequence) -> None:
+        """Queue the sequence's known but uncomputed positions."""
+        if sequence.slot >= 0 and sequence not in self._prefills:
+            self._add_prefill(sequence)
+
+    def choose_rows(self, budget: int, turn: int) -> list[PlannedRow]:
+        """Choose at most `budget` positions for a step: at least one of each sequence that never
+        decodes, then prompts by priority."""
+        continued = [s for s in self.prefilling if s.continues and s.reach > s.scheduled]
+        rows: list[PlannedRow] = []
+        for index, sequence in enumerate(continued):
+            others = len(continued) - 1 - index
+            rows += (found := self._row(sequence, budget - others))
+            budget -= sum(row.length for row in found)
+        for sequence in self._prefills:
+            if budget <= 0:
+                break
+            if not sequence.continues and (
+                sequence.phase is Phase.RUNNING or self._rides(sequence, budget, turn)
+            ):
+                rows += (found := self._row(sequence, budget))
+                budget -= sum(row.length for row in found)
+        if rows:
+            self.progress += 1
+            left = [s.scheduled < s.target for s in self._prefills]
+            for sequence in itertools.compress(self._prefills, map(operator.not_, left)):
+                self._note_prefilled(sequence)
+            self._prefills = [*itertools.compress(self._prefills, left)]
+        return rows
+
+    def _rides(self, sequence: Sequence, budget: int, turn: int) -> bool:
+        """Return True if a sequence that is admitted in this turn joins its step whatever the
+        prefix-cache lookup finds; it is then running."""
+        whole = sequence.length <= budget and sequence.items is None and not sequence.resumed_to
+        whole &= not sequence.is_constrained  # forced tokens may end it before it is answered
+        unread = sequence.is_read or not sequence.most_hits
+        if self.table.admitted[sequence.slot] != turn or not whole or not unread:
+            return False
+        sequence.run()
+        self.table.start(sequence.slot, 0)
+        return True
+
+    def _row(self, sequence: Sequence, most: int) -> list[PlannedRow]:
+        """Return the row for at most `most` positions of a sequence, if it has any to compute."""
+        slot, start, reading = sequence.slot, sequence.scheduled, sequence.reading
+        length = min(most, sequence.reach - start, self._at_once(sequence, start))
+        if reading is not None:
+            length = reading.reach(start, start + length) - start
+        if not length:  # a picture is not encoded yet, or there is no block
+            return []
+        self.table.prefill(slot, length)
+        wants = 0 if reading is None else reading.wants(start, start + length)
+        if start + length == sequence.target:
+            wants |= sequence.last_want
+        return [PlannedRow(sequence, slot, start, length, wants)]
+
+    def _at_once(self, sequence: Sequence, start: int) -> int:
+        """Return the number of positions that one step may compute from here on. When an output
+        resumes after a restart, the missing tokens of its last block are computed one by one, as
+        they were at first: in bfloat16 a chunk would round differently."""
+        left = sequence.target - max(start, sequence.prompt_length)
+        resumes = sequence.target == sequence.resumed_to and not sequence.is_stepwise
+        # A block that was full when the stream broke lacks all its tokens: the last must be run.
+        if not resumes or left > self._block_size:
+            return sequence.target - start
+        return max(1, sequence.prompt_length - start)
+
+    def lower(self, sequence: Sequence) -> None:
+        """Continue a sequence in its new state after its newest known token, whatever steps in
+        flight compute beyond it."""
+        stepwise = sequence.is_stepwise
+        self.table.lower(sequence.slot, sequence.length - 1, stepwise=stepwise)
+        if (sequence in self.stepwise) is not stepwise:
+            (self.stepwise.append if stepwise else self.stepwise.remove)(sequence)
+        self.resume(sequence)
+
+    def is_about_to_compute_for(self, head: Sequence) -> bool:
+        """Return True if a running prompt is about to compute a block that `head` could share."""
+        size = self._block_size
+        useful = min(len(head.hashes), (head.length - 1) // size)
+        if not useful or _beginning(head) not in self._beginnings:
+            return False
+        for sequence in self._prefills:
+            if sequence.reach == sequence.scheduled:  # it waits for a picture, for an unknown time
+                continue
+            block = sequence.scheduled // size
+            shared = block < min(useful, len(sequence.hashes))
+            if shared and (sequence.hashes[block] == head.hashes[block]).all():
+                return True
+        return False
+
+
+def _beginning(sequence: Sequence) -> bytes:
+    """Return the hash of a sequence's first block; empty if its prompt does not fill one."""
+    return sequence.hashes[0].tobytes() if len(sequence.hashes) else b""

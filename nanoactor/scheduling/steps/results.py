@@ -1,0 +1,111 @@
+"""The results of a step by row, checked against the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Sequence_
+from typing import NamedTuple
+
+import numpy as np
+
+from nanoactor.errors import ProtocolBug
+from nanoactor.messages.engine import Int32, StepDone
+from nanoactor.messages.pooling import Float32, StepVectors
+from nanoactor.models.limits import FROZEN, NO_TOKEN, NOTHING_ALLOWED
+from nanoactor.scheduling.sequences.sequence import Sequence
+from nanoactor.scheduling.sequences.table import DecodeBatch
+from nanoactor.scheduling.steps.planned import PlannedRow, PlannedStep
+from nanoactor.scheduling.steps.queues import RunningBatch
+
+
+class Results(NamedTuple):
+    """The rows of a step that were to yield something, by outcome."""
+
+    batch: DecodeBatch
+    """Decode rows with a token."""
+    tokens: Int32
+    singles: list[tuple[PlannedRow, int]]
+    """Other rows with their tokens."""
+    failed: list[tuple[Sequence, int, int]]
+    """Rows with logits that were not finite: (sequence, slot, first position)."""
+    choiceless: list[Sequence]
+    """Sequences with rules that leave no token to choose."""
+    frozen: int = 0
+    """Decode rows of slots that the device had frozen."""
+    pooled: Sequence_[tuple[PlannedRow, Float32]] = ()
+    """Rows that pool, with their vectors."""
+
+
+def check_due(due: PlannedStep | None, event: StepDone, running: RunningBatch) -> PlannedStep:
+    """Return the oldest step in flight. Raises `ProtocolBug` if it is not the one reported, or if
+    its rows differ from the results'."""
+    right = due is not None and due.step == event.step and due.sampling == len(event.token_ids)
+    if due is not None and right and _has_vectors(due, event):
+        told = not due.rows and not len(event.counts)
+        if told or np.array_equal(due.counts, event.counts):
+            return due
+    rows = running.rows(due) if due else []
+    raise ProtocolBug(
+        f"step {event.step} is reported done with {len(event.token_ids)} tokens of rows "
+        f"{event.counts.tolist()}; "
+        f"{f'step {due.step}' if due else 'none'} was due with {due.sampling if due else 0} of "
+        f"{due.counts.tolist() if due else []}: "
+        + "; ".join(sequence.describe() for sequence in rows)
+    )
+
+
+def _has_vectors(due: PlannedStep, event: StepDone) -> bool:
+    """Return True if exactly the rows that pool have vectors."""
+    found: list[int] = [] if event.vectors is None else event.vectors.rows.tolist()
+    if not found and not due.rows:
+        return True
+    first = len(due.decode_batch.slots)
+    return found == [number for number, row in enumerate(due.rows, first) if row.pools]
+
+
+def split_rows(done: PlannedStep, event: StepDone, running: RunningBatch) -> Results:
+    """Sort the rows by outcome. Raises `ProtocolBug` if a slot is frozen although its sequence is
+    still decoding."""
+    batch, decodes = done.decode_batch, len(done.decode_batch.slots)
+    tokens = event.token_ids[:decodes].copy()
+    sampling = [row for row in done.rows if row.samples]
+    singles = list(zip(sampling, event.token_ids[decodes:].tolist(), strict=True))
+    pooled, infinite = _pooled(done, event.vectors)
+    if event.token_ids.min(initial=0) >= 0:
+        return Results(batch, tokens, singles, infinite, [], pooled=pooled)
+    kept = tokens >= 0
+    slots, codes = batch.slots[~kept], tokens[~kept].tolist()
+    owners = zip(running.owners(slots), slots.tolist(), codes, strict=True)
+    coded = [((sequence, slot, sequence.length - 1), code) for sequence, slot, code in owners]
+    coded += [
+        ((row.sequence, row.slot, row.start - row.is_choice), code)
+        for row, code in singles
+        if code < 0
+    ]
+    frozen = [sequence for (sequence, _, _), code in coded if code == FROZEN]
+    for sequence in frozen:
+        if sequence.counts(done.step):
+            raise ProtocolBug(f"step {done.step}: the slot is frozen of {sequence.describe()}")
+    return Results(
+        running.table.batch_of(batch.slots[kept]),
+        tokens[kept],
+        [(row, token) for row, token in singles if token >= 0],
+        failed=[*infinite, *(row for row, code in coded if code == NO_TOKEN)],
+        choiceless=[row[0] for row, code in coded if code == NOTHING_ALLOWED],
+        frozen=len(frozen),
+        pooled=pooled,
+    )
+
+
+def _pooled(
+    done: PlannedStep, vectors: StepVectors | None
+) -> tuple[list[tuple[PlannedRow, Float32]], list[tuple[Sequence, int, int]]]:
+    """Return the rows with finite vectors, and the others as in `Results.failed`."""
+    if vectors is None:
+        return [], []
+    rows, values = [row for row in done.rows if row.pools], vectors.values.copy()
+    sound = [bool(np.isfinite(vector).all()) for vector in values]
+    every = list(zip(rows, values, sound, strict=True))
+    return (
+        [(row, vector) for row, vector, finite in every if finite],
+        [(row.sequence, row.slot, row.start) for row, _, finite in every if not finite],
+    )

@@ -1,0 +1,52 @@
+"""A thread for work that would block a loop, in libraries that release the GIL."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from nanoactor.runtime.native import native_calls
+
+_LAST_WORK = 1.0
+"""Seconds to wait at the end for current work."""
+
+
+class WorkerThread:
+    """Runs work items in order; the thread starts with the first."""
+
+    def __init__(self, name: str) -> None:
+        """Set the `name` of the thread."""
+        self._name = name
+        self._work: queue.SimpleQueue[tuple[Callable[[], Any], Callable[[Any], None]] | None]
+        self._work = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+
+    def put(self, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
+        """Queue `work`; `done` is called on the thread with its result or the `Exception` that it
+        raises. Raises `RuntimeError` if no thread can be started."""
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            thread.start()
+            self._thread = thread
+        self._work.put((work, done))
+
+    def _run(self) -> None:
+        while (item := self._work.get()) is not None and not self._stopping:
+            work, done = item
+            try:
+                with native_calls():
+                    result = work()
+            except Exception as error:
+                result = error
+            if not self._stopping:  # the loop may be gone
+                done(result)
+
+    def close(self) -> None:
+        """End the thread after its current work, and discard the result."""
+        self._stopping = True
+        self._work.put(None)
+        if self._thread is not None:
+            self._thread.join(timeout=_LAST_WORK)
