@@ -76,8 +76,8 @@ class AttentionBatch:
     device."""
     visual: VisualTokens | None = None
     frozen: torch.Tensor | None = None
-    """int32 (slots,): 1 if a decode row must not change its slot's state. The place of its key
-    and value is already the dummy's. None: no slot is frozen."""
+    """int32 (slots,): 1 if a decode row must not change its slot's state. Its key and value are
+    already directed to the dummy slot's block. None: no slot is frozen."""
     final: FinalRows | None = None
     """None if the hidden states of all tokens are needed."""
 
@@ -202,7 +202,7 @@ class SlotTables:
 
 
 class DecodeRows(NamedTuple):
-    """Rows of one token each, int32 (rows,) each."""
+    """Rows of one token each; all fields are int32 (rows,)."""
 
     slots: torch.Tensor
     positions: torch.Tensor

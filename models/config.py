@@ -37,7 +37,7 @@ def check_file(path: Path) -> None:
     except OSError as error:  # a link to itself, say
         raise ModelError(f"{path} cannot be read: {error.strerror}") from error
     if not stat.S_ISREG(mode):
-        raise ModelError(f"{path} is no regular file")
+        raise ModelError(f"{path} is not a regular file")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except RecursionError:
         raise ModelError(f"{path} is nested too deeply") from None
     if not isinstance(content, dict):
-        raise ModelError(f"{path} holds no JSON object")
+        raise ModelError(f"{path} does not hold a JSON object")
     return content
 
 
@@ -145,7 +145,7 @@ def _read_quantization(raw: Mapping[str, Any], origin: object) -> Quantization |
         raise ModelError(f"{origin}: quantization_config must be an object, got {given!r:.50}")
     method = given.get("quant_method")
     if method not in FORMATS:
-        known = f"; known are {', '.join(FORMATS)}" if FORMATS else ""
+        known = f"; supported: {', '.join(FORMATS)}" if FORMATS else ""
         raise UnsupportedModel(
             f"{origin}: quantization_config: weights quantized by {method!r:.50} are not "
             f"supported{known}"
@@ -178,7 +178,7 @@ def as_ids(value: Any, origin: object = "eos_token_id") -> tuple[int, ...]:
 def _read_dtype(raw: Mapping[str, Any]) -> str:
     name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     if name not in DTYPES:
-        raise UnsupportedModel(f"dtype {name!r} is not supported; known are {', '.join(DTYPES)}")
+        raise UnsupportedModel(f"dtype {name!r} is not supported; supported: {', '.join(DTYPES)}")
     return name
 
 
@@ -246,7 +246,7 @@ def _read_sections(raw_rope: Mapping[str, Any], origin: object) -> tuple[int, in
     value = raw_rope.get("mrope_section", [24, 20, 20])
     sizes = value if isinstance(value, list) else []
     if len(sizes) != 3 or not all(type(size) is int and size >= 0 for size in sizes):
-        raise ModelError(f"{origin}: mrope_section must be three whole numbers, got {value!r}")
+        raise ModelError(f"{origin}: mrope_section must be three integers, got {value!r}")
     return sizes[0], sizes[1], sizes[2]
 
 

@@ -18,7 +18,7 @@ def positive(raw: Mapping[str, Any], key: str, origin: object, default: int | No
     value = raw.get(key)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        raise ModelError(f"{origin}: {key} must be a positive whole number, got {value!r}")
+        raise ModelError(f"{origin}: {key} must be a positive integer, got {value!r}")
     most = _MOST.get(key, _MOST_ELSE)
     if value > most:
         raise ModelError(f"{origin}: {key} must be {most} at most, got {value}")

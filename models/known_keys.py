@@ -1,4 +1,4 @@
-"""The keys of a `config.json`: those that are read, those that change no result, and no others."""
+"""The accepted keys of a `config.json`: those that are read, and those that change no result."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ CANDIDATES = 256
 NO_TOKEN = -1
 """Result for a row with non-finite logits, ..."""
 NOTHING_ALLOWED = -2
-"""... and for finite logits if the request's own rules leave no id."""
+"""Result for a row with finite logits if the request's own rules leave no id."""
 FROZEN = -3
 """Result for a decode row of a slot that was already frozen."""
 FREEZE_IDS = 8

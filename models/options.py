@@ -1,4 +1,4 @@
-"""Options for each kind of device; imports no torch."""
+"""Options for each kind of device; does not import torch."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ class Generate:
         is_ids = isinstance(given, list) and all(isinstance(one, int) for one in given)
         if isinstance(given, list) and not is_ids:
             if images:
-                raise InvalidRequest("a conversation has its pictures in its messages")
+                raise InvalidRequest("the pictures of a conversation must be in its messages")
             return given
         prompt = {"prompt_token_ids": given} if is_ids else {"prompt": given}
         return {**prompt, "multi_modal_data": {"image": images}} if images else prompt

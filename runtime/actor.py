@@ -208,8 +208,8 @@ class Actor:
         return FRESH
 
     def stop(self) -> None:
-        """Stop threads and release what the end of the process does not free: the system is
-        ending."""
+        """Stop threads and release what process exit does not free; called when the system shuts
+        down."""
 
     def statistics(self) -> dict[str, Any]:
         """Return the actor's own figures, for `System.statistics()`."""

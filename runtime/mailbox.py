@@ -83,7 +83,9 @@ class Mailbox:
         self._handled += 1
         handler = self._handlers.get(type(message))
         if handler is None:
-            raise RuntimeFault(f"actor {self._context.name} takes no {type(message).__name__}")
+            raise RuntimeFault(
+                f"actor {self._context.name} does not handle {type(message).__name__}"
+            )
         begin = time.monotonic_ns()
         number = port.number_of(message)  # now, as its memory is the handler's to give back
         handler(message)

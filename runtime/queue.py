@@ -96,7 +96,7 @@ class QueueSender:
         return self._end.capacity // 2
 
     def try_send(self, encoded: Encoded) -> bool:
-        """Queue one record for every reader; return False if too many bytes wait already.
+        """Queue one record for every reader; return False if too many bytes are already waiting.
 
         Raises `RecordTooLarge` for more than half the capacity.
         """

@@ -59,7 +59,8 @@ class StallDetector:
     """Judges the nodes of a system while they have something to do."""
 
     def __init__(self, nodes: Iterable[str], timeout: float) -> None:
-        """`timeout`: seconds from a node's last sign of life to the verdict, at most."""
+        """`timeout`: maximum seconds from a node's last sign of activity until it is reported as
+        stalled."""
         self.interval = timeout / _TICKS
         """Seconds between two calls of `tick`."""
         self._limit = _SHARE * timeout

@@ -102,7 +102,7 @@ class System:
         with the name of the actor or node and its traceback. Nothing is left running then.
         """
         if self._loop is not None:
-            raise RuntimeFault("a system starts once; make a new one")
+            raise RuntimeFault("a system can start only once; create a new one")
         check_surroundings()
         self._loop, self._pid = asyncio.get_running_loop(), os.getpid()
         late = self._loop.call_later(_LATE, self._tell_late)
@@ -142,7 +142,7 @@ class System:
     def _tell_late(self) -> None:
         if (late := self._late()) and not self._closing and self._dead is None:
             log.warning(
-                "not ready after %.0f s: node(s) %s; it is waited for up to %.0f s",
+                "not ready after %.0f s: node(s) %s; waiting up to %.0f s",
                 _LATE,
                 late,
                 self._options.start_timeout,
@@ -234,7 +234,7 @@ class System:
             self._die(StartupFailed(told))
 
     def _told(self, what: Callable[[], None]) -> bool:
-        """Call the system's user; return False if they cannot continue."""
+        """Call `what`, a callback of the system's user; return False if it raises."""
         try:
             what()
         except Exception as error:

@@ -78,7 +78,7 @@ class Watchdog:
         try:
             stall = self._judge()
         except OSError as refusal:  # of one look; the next may see
-            log.warning("the engine's processes could not be looked at: %s", refusal)
+            log.warning("the engine's processes could not be inspected: %s", refusal)
             stall = None
         if stall is None:
             self._timer = self._loop.call_later(self._detector.interval, self._check)
@@ -88,7 +88,7 @@ class Watchdog:
             self._timer = self._loop.call_later(last_words, self._give_up, error, stall.node)
 
     def _judge(self) -> Stall | None:
-        """Judge by the reports so far, then ping again."""
+        """Check the reports so far for a stall; if there is none, ping again."""
         if self._children.is_deaf(self._detector.interval) or not self._has_work():
             self._detector.rest()
             return None

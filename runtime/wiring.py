@@ -1,4 +1,4 @@
-"""From a topology to the ends that each node must open: creates rings and queues."""
+"""Create a topology's rings and queues, and determine which ends each node must open."""
 
 from __future__ import annotations
 

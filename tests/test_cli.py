@@ -93,7 +93,7 @@ def test_an_answer_may_be_given_its_form():
 def test_what_the_command_line_cannot_show_is_refused():
     done = run("generate", "demo", *FAST, "--logprobs", "2", "ROMEO:")
     assert (done.returncode, done.stdout) == (1, "")
-    assert "printed with --json" in done.stderr
+    assert "require --json" in done.stderr
     done = run("chat", "demo", *FAST, "--n", "2", input="Hi\n")
     assert done.returncode == 1
     assert "goes on from one answer" in done.stderr

@@ -1,4 +1,4 @@
-"""Evaluate how well a checkpoint reads held-out pictures, by transformers."""
+"""Evaluate how well a checkpoint reads held-out pictures, using transformers."""
 
 from __future__ import annotations
 

@@ -43,7 +43,9 @@ def open_device(name: str, rank: int = 0, options: DeviceOptions | None = None) 
             "which costs several times the speed"
         )
         return PortableCUDADevice(number)
-    raise UnsupportedModel(f"device {name!r} is not supported; known are {', '.join(KNOWN)}")
+    raise UnsupportedModel(
+        f"device {name!r} is not supported; the supported devices are {', '.join(KNOWN)}"
+    )
 
 
 def _open_cpu() -> Device:
@@ -68,6 +70,6 @@ def _found() -> str:
     try:
         found = load_torch_npu().npu.is_available()
     except UnsupportedModel as error:
-        log.warning("the CPU is taken, which is many times slower: %s", error)
+        log.warning("the CPU is used, which is many times slower: %s", error)
         return "cpu"
     return "npu" if found else "cpu"

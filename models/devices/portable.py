@@ -168,7 +168,7 @@ class PortableOperators:
         slot_mapping.copy_(blocks.long() * size + positions % size)
 
     def plan(self, scratch: Any, batch: AttentionBatch) -> AttentionBatch:
-        """Gather each row's blocks, from the host's lengths."""
+        """Gather each row's blocks, using the lengths known on the host."""
         lengths, size = batch.lengths, batch.block_size
         prefills, first = [], 0
         if lengths.prefill_tokens:
@@ -243,7 +243,7 @@ class PortableOperators:
         return operator
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Normalize in float32, as transformers does, and return the type of x."""
+        """Normalize in float32, as transformers does; the result has the dtype of `x`."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
         if weight.dtype == x.dtype:

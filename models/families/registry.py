@@ -44,7 +44,7 @@ def family_of(architecture: str) -> Family:
         return BARE[architecture]
     if architecture not in FAMILIES:
         raise UnsupportedModel(
-            f"architecture {architecture!r} is not supported; known are {', '.join(FAMILIES)}"
+            f"architecture {architecture!r} is not supported; supported: {', '.join(FAMILIES)}"
         )
     return FAMILIES[architecture]
 

@@ -70,7 +70,7 @@ class SlotState:
         return sum(math.prod(array.shape) * array.dtype.itemsize for array in self.arrays)
 
     def allocate(self, zeros: Zeros, blocks: int, block_size: int, slots: int) -> SlotArrays:
-        """Return zeros for `slots` slots, including the dummy of padded rows."""
+        """Return zeros for `slots` slots, including the dummy slot for padded rows."""
         arrays = (zeros(slots, *array.shape, dtype=array.dtype) for array in self.arrays)
         return SlotArrays(tuple(arrays))
 

@@ -44,7 +44,7 @@ WORDS = _ROW.size // 4
 """int32 numbers in a row."""
 NAMES = tuple(field.name for field in _FIELDS)
 NEUTRAL: dict[str, float] = {field.name: field.metadata["neutral"] for field in _FIELDS}
-"""The value of each column that changes nothing."""
+"""For each column, the value that has no effect."""
 DEFAULTS = {name: neutral for name, neutral in NEUTRAL.items() if name != "seed"}
 """Columns that a model's `generation_config.json` may set, with their neutral values."""
 NOT_FUSED = tuple(field.name for field in _FIELDS if not field.metadata["fused"])

@@ -54,7 +54,8 @@ class VisionConfig:
 def parse_vision(raw: Mapping[str, Any], origin: object) -> VisionConfig:
     """Read a tower's configuration from the whole file's JSON; defaults are transformers' own.
 
-    Raises `ModelError` if something is wrong, `UnsupportedModel` if it is not implemented.
+    Raises `ModelError` for an invalid configuration, `UnsupportedModel` for one that is not
+    implemented.
     """
     section = raw.get(_KEY)
     if not isinstance(section, dict):

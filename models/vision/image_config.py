@@ -122,7 +122,7 @@ def _area(older: Any, size: Mapping[str, Any], name: str, origin: object) -> int
     """Return an area; the min_pixels and max_pixels of older files take precedence over `size`."""
     value = size.get(name) if older is None else older
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < _MOST_PIXELS:
-        raise ModelError(f"{origin}: {name} must be a positive whole number, got {value!r}")
+        raise ModelError(f"{origin}: {name} must be a positive integer, got {value!r}")
     return value
 
 

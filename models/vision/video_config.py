@@ -54,8 +54,8 @@ class VideoConfig:
             height, width = int(height * scale), int(width * scale)
         if max(height, width) > MOST_ASPECT * min(height, width):
             raise ValueError(
-                f"a video of {shown[1]} x {shown[0]} pixels is too narrow: its longer side may be "
-                f"{MOST_ASPECT} times the shorter one at most"
+                f"a video of {shown[1]} x {shown[0]} pixels is too narrow: its longer side may "
+                f"be at most {MOST_ASPECT} times the shorter one"
             )
         most, area = self._most(frames), frames * height * width
         counted = round(frames / self.together) * self.together

@@ -103,7 +103,7 @@ class Weights:
         for name in named:
             if not name or Path(name).name != name:
                 raise WeightsError(
-                    f"{path} names {name!r}, which is no file of this directory: only names "
+                    f"{path} names {name!r}, which is not a file of this directory: only names "
                     "without a path are read"
                 )
         for name in named:
@@ -138,7 +138,7 @@ class Weights:
         if not path.exists():
             raise WeightsError(f"{path} is missing, though {INDEX} names it")
         if not path.is_file():
-            raise WeightsError(f"{path} is no regular file")
+            raise WeightsError(f"{path} is not a regular file")
         try:
             self._files[name] = self._open.enter_context(safe_open(path, framework="pt"))
         except (KeyboardInterrupt, SystemExit):
@@ -184,8 +184,8 @@ class Weights:
             found = self._files[home].get_slice(name)
             if tuple(found.get_shape()) != shape:
                 raise WeightsError(
-                    f"{path}: {name} has the shape {tuple(found.get_shape())}, "
-                    f"config.json asks for {shape}"
+                    f"{path}: {name} has shape {tuple(found.get_shape())}, but config.json "
+                    f"requires {shape}"
                 )
             wanted = _FLOATING if stored is None else (_NAMES[stored],)
             if found.get_dtype() not in wanted:

@@ -40,7 +40,7 @@ class Fp8Blocks:
     scales: torch.Tensor
     """float32 (..., groups, blocks): the scale of a group's numbers in each block of inputs."""
     block: int
-    """Inputs of a block."""
+    """Number of inputs in a block."""
     offset: int
     """Number of inputs in the first block that belong to another rank."""
     dtype: torch.dtype

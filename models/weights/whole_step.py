@@ -34,7 +34,7 @@ class Mixture:
 
     experts: int
     chosen: int
-    """Experts of each token."""
+    """Number of experts chosen for each token."""
     inner: int
     """The size between the projections of an expert."""
     normalizes: bool

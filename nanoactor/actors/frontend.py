@@ -99,7 +99,9 @@ class FrontendActor(Actor):
         if found is None:
             return 0
         culprit, death, explained = found
-        log.error("request %s has killed %s alone: it ends", culprit.request_id, death)
+        log.error(
+            "request %s killed %s while it ran alone, and is ended", culprit.request_id, death
+        )
         culprit.error, culprit.aborted = PoisonRequest(POISON.format(death)), True
         self._end_aborted(culprit)
         return explained
@@ -180,7 +182,7 @@ class FrontendActor(Actor):
         }
 
     def span_names(self) -> Mapping[type, str]:
-        """Name the spans that deliver output to readers, without the readers' own time."""
+        """Name the spans that deliver output to readers; they exclude the readers' own time."""
         return {OutputDelta: "deliver"}
 
     # -- from the user --------------------------------------------------------------------
@@ -191,28 +193,28 @@ class FrontendActor(Actor):
         charge, media = sum(e.charge for e in entries), sum(e.media_bytes for e in entries)
         if requests > config.max_waiting_requests:
             raise InvalidRequest(
-                f"{requests} answers at once, but at most {config.max_waiting_requests} requests "
-                "may wait (max_waiting_requests)"
+                f"{requests} answers were requested at once, but at most "
+                f"{config.max_waiting_requests} requests may wait (max_waiting_requests)"
             )
         if len(self._waiting_requests) + requests > config.max_waiting_requests:
             raise EngineOverloaded(
-                f"{len(self._waiting_requests)} requests wait already (max_waiting_requests)"
+                f"{len(self._waiting_requests)} requests are already waiting (max_waiting_requests)"
             )
         if self._waiting_tokens and self._waiting_tokens + charge > config.max_waiting_tokens:
             raise EngineOverloaded(
-                f"prompts of {self._waiting_tokens} tokens wait already (max_waiting_tokens is "
-                f"{config.max_waiting_tokens})"
+                f"prompts of {self._waiting_tokens} tokens are already waiting "
+                f"(max_waiting_tokens is {config.max_waiting_tokens})"
             )
         held = self._waiting_media_bytes
         if held and held + media > config.max_waiting_media_bytes:
             raise EngineOverloaded(
-                f"pictures of {held} bytes wait already (max_waiting_media_bytes is "
+                f"pictures of {held} bytes are already waiting (max_waiting_media_bytes is "
                 f"{config.max_waiting_media_bytes})"
             )
 
     def announce(self) -> None:
         """Say that a request is about to be submitted: the others wake while it is checked. Where
-        requests wait already, they are awake, or have enough to do."""
+        requests are already waiting, they are awake, or have enough to do."""
         if not self._waiting_requests:
             self.context.rouse()
 
@@ -267,7 +269,7 @@ class FrontendActor(Actor):
         self._untokenized[uid] = (tokenizer, entry.charge)
 
     def _resend(self, event: ResendMedia) -> None:
-        """Send bytes again that a worker has dropped, unless their request has finished."""
+        """Resend bytes that a worker has dropped, unless their request has finished."""
         for uid, item in zip(event.uids.tolist(), event.items.tolist(), strict=True):
             entry = self._entries.get(uid)
             if entry is not None and not self._media.is_sending(uid, item):
@@ -336,19 +338,21 @@ class FrontendActor(Actor):
     def _check_turn(self, entry: Entry, parents: Sequence[int], tokens: Sequence[int]) -> None:
         answers = entry.answers
         if not entry.is_held or entry.aborted:
-            raise InvalidRequest("the request is not held: it goes on once all answers have told")
+            raise InvalidRequest(
+                "the request is not held: it continues when each of its answers has a token"
+            )
         if not len(parents) == len(tokens) == len(answers):
             raise InvalidRequest(f"{len(answers)} answers need a parent and a token each")
         dead = {index for index, answer in enumerate(answers) if answer.terminal is not None}
         going = [index for index, parent in enumerate(parents) if parent != -1]
         if dead & {*going, *(parents[index] for index in going)}:
-            raise InvalidRequest(f"of the answers {sorted(dead)} are over")
+            raise InvalidRequest(f"answers {sorted(dead)} have ended")
         if not all(0 <= parents[index] < len(answers) for index in going):
             raise InvalidRequest(f"parents must be from -1 to {len(answers) - 1}")
         if not all(0 <= tokens[index] < self._vocabulary for index in going):
             raise InvalidRequest(f"tokens must be from 0 to {self._vocabulary - 1}")
         if going and entry.continued + 1 >= entry.submit.spec.stopping.max_tokens:
-            raise InvalidRequest("nothing can be told behind the last of max_tokens")
+            raise InvalidRequest("no token can follow the last of max_tokens")
 
     def fail_all(self, error: NanoactorError) -> None:
         """End every unfinished request with an error, as the engine is gone."""

@@ -171,7 +171,7 @@ class GrammarActor(Actor):
         try:
             with native_calls():
                 if book is not self._book:  # all actors were restarted
-                    raise InvalidRequest("it is not wanted any more")
+                    raise InvalidRequest("it is no longer needed")
                 self._read_vocabulary()
                 if isinstance(self._compiler, InvalidRequest):
                     raise self._compiler

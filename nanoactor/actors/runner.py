@@ -306,7 +306,8 @@ class RunnerActor(Actor):
         return True
 
     def _begun(self, step: int) -> None:
-        """A step runs: ask for the next one shortly before this one will have ended."""
+        """Handle the start of a step: ask for the next one shortly before this one is expected to
+        end."""
         if (wait := self._requests.wait) > 0:
             self.context.call_later(wait, lambda: self._ask(step + 1))
         else:

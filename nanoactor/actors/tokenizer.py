@@ -280,9 +280,10 @@ class TokenizerActor(Actor):
         return self._admission.admit(event, spec, tokens, items, free)
 
     def _freed(self, grammar: str) -> tuple[str, FreeText | None]:
-        """Return a grammar without the free text before it, and where that ends. Where layers keep
-        states, free text is chosen under masks: an end that is refused goes back to a position that
-        the device has computed, which a state would count twice."""
+        """Return a grammar without its leading free text, and where that text ends. If layers keep
+        states, the grammar is returned unchanged and free text is chosen under masks: rejecting an
+        end means going back to a position that the device has already computed, which a state would
+        count twice."""
         if not grammar or self._config.files.has_slot_state:
             return grammar, None
         return freed(grammar, self._id_of)
@@ -292,8 +293,8 @@ class TokenizerActor(Actor):
             id_ = self._tags[tag] = self._encoder.id_of(tag)
             if id_ is None:
                 log.warning(
-                    "%s is no token of its own: text before it is chosen under masks, at a third "
-                    "of the pace",
+                    "%s is not a single token: text before it is chosen under masks, at a third "
+                    "of the speed",
                     tag,
                 )
         return self._tags[tag]

@@ -216,7 +216,7 @@ class VisionActor(Actor):
         self.context.call_soon(self._decoded, number, result)
 
     def _note_header(self) -> None:
-        """Before each frame of a video: there is progress."""
+        """Record progress; called before each frame of a video."""
         self._frames += 1
 
     def _note_frame(self, number: int) -> None:

@@ -96,9 +96,8 @@ class Request:
         if cut and isinstance(most, DefaultTokens) and not _WARNED:
             _WARNED.append(self._entry.request_id)
             log.warning(
-                "request %s has ended after %d tokens: that is max_tokens where "
-                "SamplingParams(...) does not give it, as in vLLM; None is as many as fit (said "
-                "once)",
+                "request %s ended after %d tokens, the default of max_tokens, as in vLLM; "
+                "max_tokens=None allows as many as fit (logged once)",
                 self._entry.request_id,
                 most,
             )

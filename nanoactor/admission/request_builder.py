@@ -47,7 +47,7 @@ _MOVED_FIRST = 2**32
 def check_name(request_id: object) -> None:
     """Raise `InvalidRequest` for an invalid request id."""
     if not isinstance(request_id, str):
-        raise InvalidRequest(f"request_id must be a text, got {request_id!r:.100}")
+        raise InvalidRequest(f"request_id must be a string, got {request_id!r:.100}")
 
 
 def check_numbers(**values: object) -> None:
@@ -55,7 +55,7 @@ def check_numbers(**values: object) -> None:
     to other processes."""
     for name, value in values.items():
         if not isinstance(value, int) or not 0 <= value < 2**63:
-            raise InvalidRequest(f"{name} must be a whole number from 0 on, got {value!r:.100}")
+            raise InvalidRequest(f"{name} must be an integer of at least 0, got {value!r:.100}")
 
 
 def held(params: SamplingParams, submit: Submit, media: Sequence[Media]) -> Submit:
@@ -66,7 +66,7 @@ def held(params: SamplingParams, submit: Submit, media: Sequence[Media]) -> Subm
     spec = submit.spec
     if media or spec.grammar or spec.prompt_logprobs >= 0 or spec.text_options.stop:
         raise InvalidRequest(
-            "held answers do not go with pictures and videos, structured_outputs, "
+            "held answers cannot be combined with pictures and videos, structured_outputs, "
             "prompt_logprobs and stop strings"
         )
     return dataclasses.replace(submit, spec=dataclasses.replace(spec, held=True))
@@ -75,7 +75,8 @@ def held(params: SamplingParams, submit: Submit, media: Sequence[Media]) -> Subm
 class RequestBuilder:
     """Makes requests for one engine; every method raises `InvalidRequest`, naming what is wrong.
 
-    Checks that need the tokenizer (the number of tokens in a text, say) are made there.
+    Checks that need the tokenizer (of the number of tokens in a text, say) are made by the
+    tokenizer actor.
     """
 
     def __init__(self, config: EngineConfig, files: ModelFiles, seeds: random.Random) -> None:
@@ -125,7 +126,7 @@ class RequestBuilder:
         text, chat, token_ids = self._read_prompt(prompt, keep_last)
         options = self._check_options(chat_template_kwargs)
         if chat_template_kwargs and chat is None:
-            raise InvalidRequest("chat_template_kwargs go with a list of messages")
+            raise InvalidRequest("chat_template_kwargs require a list of messages")
         self._check_params(params)
         spec = RequestSpec(
             priority=priority,
@@ -178,7 +179,9 @@ class RequestBuilder:
         if not isinstance(so_far, OutputSoFar):
             raise InvalidRequest(f"so_far must be OutputSoFar or None, got {so_far!r:.100}")
         if params.n != 1:
-            raise InvalidRequest(f"so_far is of one answer, but n is {params.n}: continue each")
+            raise InvalidRequest(
+                f"so_far belongs to one answer, but n is {params.n}: continue each"
+            )
         ids = _flat_ids("so_far.token_ids", so_far.token_ids)
         if len(ids) and ids.max() >= (vocabulary := self._files.config.vocab_size):
             raise InvalidRequest(
@@ -187,7 +190,7 @@ class RequestBuilder:
         characters = plain_number(so_far.characters)
         if type(characters) is not int or not 0 <= characters < 2**31:
             raise InvalidRequest(
-                f"so_far.characters must be a whole number from 0 on, got {characters!r:.100}"
+                f"so_far.characters must be an integer of at least 0, got {characters!r:.100}"
             )
         spec = dataclasses.replace(
             submit.spec,
@@ -227,12 +230,13 @@ class RequestBuilder:
             return 0
         if media:
             raise InvalidRequest(
-                "truncate_prompt_tokens does not go with pictures and videos: it could cut one"
+                "truncate_prompt_tokens cannot be combined with pictures and videos: it could cut "
+                "into one"
             )
         if asked >= limit:
             raise InvalidRequest(
-                f"truncate_prompt_tokens is {asked}, but max_model_len is {limit}: at most "
-                f"{limit - 1} leave room for one token of output"
+                f"truncate_prompt_tokens is {asked}, but max_model_len is {limit}: it may be "
+                f"at most {limit - 1}, to leave room for one output token"
             )
         room = max(1, params.max_tokens or params.min_tokens)
         return asked if asked > 0 else max(1, limit - room)
@@ -384,7 +388,7 @@ def _check_priority(priority: Any) -> int:
     number = plain_number(priority)
     whole = isinstance(number, int) and not isinstance(number, bool)
     if not whole or not -(2**31) <= number < 2**31:
-        raise InvalidRequest(f"priority must be a whole number of 32 bits, got {number!r}")
+        raise InvalidRequest(f"priority must be a 32-bit integer, got {number!r}")
     return int(number)
 
 
@@ -425,7 +429,7 @@ def _flat_ids(name: str, values: Any) -> Int32:
     except ValueError:
         ids = np.asarray(["ragged"])
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise InvalidRequest(f"{name} must be a flat list of whole numbers")
+        raise InvalidRequest(f"{name} must be a flat list of integers")
     if not ids.size:
         return _NO_TOKENS
     with contextlib.suppress(OverflowError):

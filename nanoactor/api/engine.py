@@ -150,7 +150,7 @@ class AsyncLLM(Controlled, Pooled):
     async def start(self) -> AsyncLLM:
         """Start all processes, load the model, warm up. The running loop becomes the engine's."""
         if self._started or self._closed:
-            raise EngineClosed("an engine starts once; make a new one")
+            raise EngineClosed("an engine can start only once; create a new one")
         self._started = True
         begin = time.monotonic()
         try:

@@ -143,7 +143,7 @@ class LLM:
         all prompts, or one for each. The first invalid request raises, and ends the others. For
         conversations see `chat`.
         """
-        wanted = _several(prompts, "prompts", "a text, a dict, or a list of them")
+        wanted = _several(prompts, "prompts", "a string, a dict, or a list of them")
         return self._call(self._generate(wanted, sampling_params, use_tqdm, None))
 
     @public
@@ -208,7 +208,7 @@ class LLM:
         Runs all prompts at once, or at most `concurrency_limit` of them. The first invalid
         prompt raises, and ends the others.
         """
-        wanted = _several(prompts, "prompts", "a text, a dict, or a list of them")
+        wanted = _several(prompts, "prompts", "a string, a dict, or a list of them")
         limit = concurrency_limit
         if limit is not None and (not isinstance(limit, int) or limit < 1):
             raise InvalidRequest(f"concurrency_limit must be 1 or more, got {limit!r}")
@@ -225,7 +225,7 @@ class LLM:
 
         The first invalid text raises, and ends the others.
         """
-        wanted = _several(prompts, "prompts", "a text, a dict, or a list of them")
+        wanted = _several(prompts, "prompts", "a string, a dict, or a list of them")
         calls = (functools.partial(self._llm.embed, one, pooling_params) for one in wanted)
         return self._call(self._pool(list(calls), use_tqdm))
 

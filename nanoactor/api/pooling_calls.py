@@ -91,7 +91,7 @@ class Pooled(abc.ABC):
         of `embed`."""
         for name, text in (("query", query), ("document", document), ("instruction", instruction)):
             if not isinstance(text, str) and (name != "instruction" or text is not None):
-                raise InvalidRequest(f"{name} must be a text, got {text!r:.100}")
+                raise InvalidRequest(f"{name} must be a string, got {text!r:.100}")
         pooling, params = self.files.pooling, pooling_params or _DEFAULT
         if pooling is not None and not pooling.scores:
             if instruction is not None:

@@ -93,14 +93,14 @@ class BeamSearcher:
         if not isinstance(params, BeamSearchParams):
             raise InvalidRequest(f"params must be BeamSearchParams, got {type(params).__name__}")
         if _has_media(prompt):
-            raise InvalidRequest("beam search does not go with pictures and videos")
+            raise InvalidRequest("beam search cannot be combined with pictures and videos")
         width, eos = params.beam_width, self._files.eos_token_ids
         count = candidates_per_beam(params, eos) + len(self._placeholders)
         count = min(count, self._files.config.vocab_size)
         if count > self._config.max_logprobs:
             raise InvalidRequest(
                 f"a beam_width of {width} needs the {count} likeliest tokens of each step, but "
-                f"this engine tells {self._config.max_logprobs} at most: raise max_logprobs"
+                f"this engine returns at most {self._config.max_logprobs}: raise max_logprobs"
             )
         if width > MAX_ANSWERS:
             raise InvalidRequest(f"beam_width is {width}, but {MAX_ANSWERS} beams are the most")

@@ -54,8 +54,8 @@ class BeamSearch:
 
     def _cannot_improve(self) -> bool:
         """Return True if no continuation of a live beam can beat the finished ones.
-        Log-probabilities are never positive, so sums never rise; the most favorable length is
-        the limit."""
+        Log-probabilities are never positive, so sums never rise; the bound uses the most favorable
+        length."""
         if len(self._ended) < self._params.beam_width:
             return False
         best, penalty = self.live[0], self._params.length_penalty

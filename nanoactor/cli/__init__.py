@@ -139,7 +139,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     )
     http = commands.add_parser(
         "serve",
-        help="an HTTP server in the shapes of the OpenAI API",
+        help="an HTTP server compatible with the OpenAI API",
         allow_abbrev=False,
         epilog=f"Without --api-key, the key is that of ${KEY_VARIABLE}, or of "
         f"${VLLM_KEY_VARIABLE}, if there is one.",
@@ -148,7 +148,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     for command in (one, talk, http):
         command.add_argument("model", nargs="?", help=_MODEL)
     one.add_argument("prompt", nargs="?", help="default: standard input")
-    talk.add_argument("--system", help="a system message to begin with")
+    talk.add_argument("--system", help="a system message at the start of the conversation")
     fields: dict[argparse.ArgumentParser, dict[str, Any]] = {}
     for command in (one, talk):
         sampling = command.add_argument_group("sampling (default: what the model's files say)")
@@ -159,20 +159,22 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         command.add_argument(
             "--trace", metavar="FILE", help="write a timeline of all actors, for ui.perfetto.dev"
         )
-        command.add_argument("--json", action="store_true", help="print a JSON object a line")
+        command.add_argument("--json", action="store_true", help="print one JSON object per line")
         command.add_argument(
             "--image",
             metavar="FILE",
             action="append",
             default=[],
-            help="a picture that the prompt begins with, for models that see. May be repeated.",
+            help="a picture to put at the start of the prompt, for vision models. May be repeated.",
         )
     fields[http] = add_options(http.add_argument_group("engine"), EngineConfig)
     fields[http] |= add_options(http.add_argument_group("server"), ServerConfig)
     add_options(http.add_argument_group("several engines, on Ray"), FleetConfig)
     for command, known in fields.items():
         command.add_argument(
-            "--config", metavar="FILE", help="options in YAML, by name; those given here go first"
+            "--config",
+            metavar="FILE",
+            help="a YAML file of options, by name; the command line takes precedence",
         )
         add_flags(command, known, serves=command is http)
     check.add_argument("--json", action="store_true", help="print one JSON object")
@@ -184,7 +186,13 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         (http, run_server, run_on_uvloop),
         (check, _doctor, sys.exit),
     ):
-        command.add_argument("-v", "--verbose", action="count", default=0, help="log; -vv: more")
+        command.add_argument(
+            "-v",
+            "--verbose",
+            action="count",
+            default=0,
+            help="write a log; -vv: a more detailed one",
+        )
         command.set_defaults(parser=command, command=function, run=run)
     return parser, {"generate": one, "chat": talk, "serve": http, "doctor": check}
 

@@ -21,7 +21,8 @@ _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kmgKMG])")
 _FOLLOWING = ("served_model_name",)
 """Options that take several values in a row, as in vLLM; they would swallow a model after them."""
 _DESCRIBED: dict[Any, dict[str, str]] = {}
-"""Cache: every command has the same configurations, and reading a source takes a while."""
+"""Cached descriptions: all commands share the same configurations, and reading a source file takes
+a while."""
 
 
 def add_options(group: Any, config: type[Any], **defaults: Any) -> dict[str, Mapping[str, Any]]:
@@ -111,7 +112,7 @@ def count(text: str) -> int:
     base = 1000 if unit.islower() else 1024
     exact = decimal.Decimal(number) * base ** ("kmg".index(unit.lower()) + 1)
     if exact % 1 or ("." in number and base == 1024):
-        raise ValueError(f"{text!r} is no whole number")
+        raise ValueError(f"{text!r} is not an integer")
     return int(exact)
 
 
@@ -133,7 +134,7 @@ def json_object(text: str) -> dict[str, Any]:
     """Read an object in JSON."""
     value = json.loads(text)
     if not isinstance(value, dict):
-        raise ValueError(f"{text!r} is no JSON object")
+        raise ValueError(f"{text!r} is not a JSON object")
     return value
 
 

@@ -25,9 +25,9 @@ def _params(args: Any) -> SamplingParams:
     given = values(args, SamplingParams)
     params = SamplingParams.for_model(**given, output_kind=RequestOutputKind.DELTA)
     if not args.json and not params.detokenize:
-        raise InvalidRequest("--no-detokenize goes with --json: there is no text to print")
+        raise InvalidRequest("--no-detokenize requires --json: there is no text to print")
     if not args.json and (params.logprobs, params.prompt_logprobs) != (None, None):
-        raise InvalidRequest("--logprobs and --prompt-logprobs are printed with --json")
+        raise InvalidRequest("--logprobs and --prompt-logprobs require --json")
     return params
 
 

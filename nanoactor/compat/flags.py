@@ -62,7 +62,7 @@ def _alias(name: Name, known: Mapping[str, Any]) -> dict[str, Any]:
 def _json_list(text: str) -> list[str]:
     found = json.loads(text)
     if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON list of texts")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON list of strings")
     return found
 
 
@@ -143,7 +143,7 @@ def canonical(arguments: Sequence[str], dests: Mapping[str, str]) -> Line:
     options = _read_file(Path(files[0]))
     of_file = options.pop("model", options.pop("model-path", None))
     if of_file is not None and not isinstance(of_file, str):
-        raise InvalidConfig(f"--config {files[0]}: model must be a text, got {of_file!r:.100}")
+        raise InvalidConfig(f"--config {files[0]}: model must be a string, got {of_file!r:.100}")
     written = [
         argument
         for name, value in options.items()
@@ -187,7 +187,7 @@ def _read_file(path: Path) -> dict[str, Any]:
         raise InvalidConfig(f"--config {path}: {error.strerror}") from None
     except (UnicodeError, yaml.YAMLError) as error:
         text = " ".join(str(error).split())
-        raise InvalidConfig(f"--config {path}: this is no YAML: {text}") from None
+        raise InvalidConfig(f"--config {path}: this is not YAML: {text}") from None
     if not isinstance(options, dict) or not all(isinstance(name, str) for name in options):
         raise InvalidConfig(f"--config {path}: options by name are needed, such as 'port: 8001'")
     found = {name.strip("-").replace("_", "-"): value for name, value in options.items()}

@@ -113,7 +113,7 @@ class FleetLLM(Pooled):
         except TimeoutError:
             await self.close()
             raise EngineDead(
-                f"no replica has served within {self.config.start_timeout:g} s (start_timeout)"
+                f"no replica was serving within {self.config.start_timeout:g} s (start_timeout)"
             ) from None
         return self
 
@@ -196,7 +196,7 @@ class FleetLLM(Pooled):
         priority: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Outputs as they come, as `AsyncLLM.generate`."""
+        """Yield outputs as they arrive, like `AsyncLLM.generate`."""
         (request,) = self.submit(
             [prompt],
             sampling_params,
@@ -222,7 +222,7 @@ class FleetLLM(Pooled):
         limit = max(self.config.max_waiting_requests, self.fleet.capacity)
         waiting = len(self._preparing) + self.fleet.dispatch.waiting + self.fleet.trials.waiting
         if waiting + requests > limit:
-            raise EngineOverloaded(f"{waiting} requests wait for a replica already")
+            raise EngineOverloaded(f"{waiting} requests are already waiting for a replica")
 
     def _queue(
         self, submit: Submit, media: tuple[Media, ...], params: SamplingParams, priority: int

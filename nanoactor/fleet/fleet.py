@@ -104,7 +104,7 @@ class Fleet:
         for replica, link in list(self._links.items()):
             if replica not in members and not link.is_leaving:
                 link.left_at = now
-                log.info("replica %s leaves: its streams end there", replica)
+                log.info("replica %s is leaving, and its streams end there", replica)
                 self._leave(link)
 
     def _leave(self, link: LinkEnd) -> None:
@@ -132,7 +132,7 @@ class Fleet:
         assert link.hello is not None
         self.replicas[link.replica] = Replica(link, link.hello)
         self._retries.pop(link.replica, None)
-        log.info("replica %s serves", link.replica)
+        log.info("replica %s is serving", link.replica)
         self.facts = link.hello.facts
         self.first_up.set()
 
@@ -165,7 +165,9 @@ class Fleet:
         self.advance()
 
     def _convict(self, page: Page) -> None:
-        log.error("request %s has killed its replica alone: it ends", page.entry.request_id)
+        log.error(
+            "request %s killed its replica while it ran alone, and is ended", page.entry.request_id
+        )
         self.counts.poisoned += 1
         self.fail(page, PoisonRequest(POISON))
 
@@ -187,7 +189,7 @@ class Fleet:
             self.counts.requeued += not told
             moved.fingerprint = replica.place.hello.fingerprint if told else ""
             name = page.entry.request_id
-            log.info("request %s goes on elsewhere, %d tokens were told", name, page.told)
+            log.info("request %s continues on another replica after %d tokens", name, page.told)
             self.add(moved)
 
     # -- requests ---------------------------------------------------------------------------

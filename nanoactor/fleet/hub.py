@@ -82,7 +82,8 @@ class Hub:
         )
 
     async def link(self, name: str) -> AsyncGenerator[bytes, None]:
-        """Serve an ingress: yield its reports, until it closes the link or falls silent."""
+        """Serve an ingress: yield the link's reports until the ingress closes it or falls
+        silent."""
         if name in self.links:
             raise InvalidRequest(f"link {name!r} is in use")
         if self.llm.dead is not None:

@@ -73,7 +73,7 @@ class TrialRuns:
         is_alone = replica is self._replica
         culprit = self._trials.note_death(told, time.monotonic(), is_alone=is_alone)
         if (new := len(self._trials.suspects) - before) > 0:
-            log.warning("%d requests may be what kills replicas: each is to run alone", new)
+            log.warning("%d requests may have killed replicas: each will run alone", new)
         self.note_gone(replica)
         return pages.get(culprit) if culprit is not None else None
 
@@ -130,7 +130,7 @@ class TrialRuns:
                 self._begin(self._suspect, replica, now)
         elif self._trials.is_cleared(self._pages[tried].told, now):
             page = self._pages.pop(tried)
-            log.info("request %s has killed nothing", page.entry.request_id)
+            log.info("request %s killed nothing", page.entry.request_id)
             self._trials.forget(tried)
             self._release()
 

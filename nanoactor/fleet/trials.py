@@ -41,9 +41,9 @@ class Trials:
     def note_death(
         self, told: Mapping[int, int], now: float, *, is_alone: bool = False
     ) -> int | None:
-        """Note the death or hang of a replica that ran these requests, with the tokens that each
-        had been sent; `is_alone`: it was the replica of the trial, which ran nothing else. Return
-        the request that is the cause, if known."""
+        """Note the death or hang of a replica. `told`: the requests that it ran, and the number of
+        tokens sent to each; `is_alone`: it ran only the request on trial. Return the request that
+        caused the death, if known."""
         if is_alone and self.on_trial is not None and list(told) == [self.on_trial]:
             culprit = self.on_trial
             self.forget(culprit)

@@ -195,7 +195,7 @@ def decode_orders(data: bytes) -> Orders:
 
 
 def decode_report(data: bytes) -> Report:
-    """Read a report. Raises like `decode_orders`."""
+    """Decode a report. Raises the same errors as `decode_orders`."""
     return _REPORT.decode(data)
 
 

@@ -30,7 +30,7 @@ def check_spec(spec: GrammarSpec) -> None:
     try:
         size = len(spec.value.encode())
     except UnicodeEncodeError:
-        raise InvalidRequest(f"{spec.kind} has half of a surrogate pair") from None
+        raise InvalidRequest(f"{spec.kind} contains an unpaired surrogate") from None
     if size > MAX_GRAMMAR_BYTES:
         raise InvalidRequest(
             f"{spec.kind} has {size} bytes of text; at most {MAX_GRAMMAR_BYTES} are allowed"
@@ -54,12 +54,12 @@ def parse_choices(text: str) -> list[str]:
     """Return the texts to choose from; raises `InvalidRequest` if there are none."""
     choices = parse_json(text, "choice")
     if not isinstance(choices, list) or not choices:
-        raise InvalidRequest("choice must be a list of texts, with one or more of them")
+        raise InvalidRequest("choice must be a non-empty list of strings")
     if len(choices) > MAX_CHOICES:
         raise InvalidRequest(f"choice has {len(choices)} texts; at most {MAX_CHOICES} are allowed")
     for position, one in enumerate(choices):
         if not isinstance(one, str) or not one:
-            raise InvalidRequest(f"choice[{position}] must be a text that is not empty")
+            raise InvalidRequest(f"choice[{position}] must be a non-empty string")
         check_literal(one, f"choice[{position}]")
     return choices
 
@@ -81,7 +81,7 @@ def parse_tools(text: str) -> ToolGrammar:
     for position, function in enumerate(tools.functions):
         _check_name(function.name, f"tools[{position}].name")
         if function.name in names:
-            raise InvalidRequest(f"tools has two functions of the name {function.name!r}")
+            raise InvalidRequest(f"tools has two functions named {function.name!r}")
         names.add(function.name)
         parse_parameters(function)
     if tools.answer and not tools.required:
@@ -96,7 +96,7 @@ def parse_parameters(function: ToolFunction) -> dict[str, Any]:
     field = f"the parameters of the function {shorten(function.name)!r}"
     schema = parse_schema(function.parameters, field) if function.parameters else True
     if schema is False or (isinstance(schema, dict) and not _may_be_object(schema)):
-        raise InvalidRequest(f"{field} must be a schema of the type 'object'")
+        raise InvalidRequest(f"{field} must be a schema of type 'object'")
     if schema is True:
         return {"type": "object"}
     # Next to a reference, a type would be one more keyword to intersect with all that it leads to.

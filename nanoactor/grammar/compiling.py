@@ -49,7 +49,9 @@ class GrammarCompiler:
         """Return a matcher at the start of a sequence. Raises `InvalidRequest` if the grammar is
         invalid."""
         if self._vocabulary is None:
-            raise InvalidRequest(f"this model has no structured outputs: {self._reason}")
+            raise InvalidRequest(
+                f"structured outputs are not available for this model: {self._reason}"
+            )
         with self._lock:
             compiled = self._cache.get(text)
         if compiled is None:

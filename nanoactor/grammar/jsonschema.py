@@ -23,7 +23,8 @@ MAX_PROPERTIES = 1000
 MAX_NAME_PATTERNS = 64
 """Most name patterns in all `patternProperties` of a schema. The parser compares each with each."""
 MAX_PATTERNS_AT_ONCE = 8
-"""Patterns and formats that one string may have to match. The parser's time doubles with each."""
+"""Maximum number of patterns and formats that apply to one string. Each doubles the parser's
+time."""
 
 _ONE = (
     "additionalItems",
@@ -53,8 +54,8 @@ def check_literal(text: str, field: str) -> None:
     """Raise `InvalidRequest` for a literal text that is too long."""
     if len(text) > MAX_LITERAL:
         raise InvalidRequest(
-            f"{field} asks for a text of {len(text)} characters to the letter; at most "
-            f"{MAX_LITERAL} are allowed"
+            f"{field} contains a literal of {len(text)} characters; at most {MAX_LITERAL} are "
+            "allowed"
         )
 
 
@@ -71,7 +72,7 @@ def parse_json(text: str, field: str) -> Any:
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise InvalidRequest(f"{field} has half of a surrogate pair in a string") from None
+        raise InvalidRequest(f"{field} contains an unpaired surrogate in a string") from None
     return value
 
 
@@ -181,7 +182,7 @@ def moved_schema(schema: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def _children(root: Any, part: dict[str, Any]) -> list[Any]:
-    """Return the alternatives of a schema in a part of one, and the target of its `$ref`."""
+    """Return the direct subschemas of `part`, and the target of its `$ref`."""
     return [
         *(part[key] for key in _ONE if key in part),
         *(one for key in _SEVERAL for one in _if_list(part.get(key))),

@@ -72,8 +72,8 @@ class Compiled:
         return self._kind
 
     def spend(self) -> None:
-        """Give the next matcher a new automaton: a sequence has used up the states of this one,
-        which all copies share."""
+        """Make the next matcher use a new automaton, because a sequence has used up this one's
+        states (all copies share them)."""
         self._spent = True
 
     def _compile(self) -> LLMatcher:
@@ -141,7 +141,7 @@ class Matcher:
             out[tokens // 32] &= (1 << tokens % 32) - 1
         if not out.any():
             raise InvalidRequest(
-                f"{self._compiled.kind} leads to a place where no token is allowed"
+                f"{self._compiled.kind} reaches a state in which no token is allowed"
             )
 
     def _raise(self, place: str) -> None:
@@ -149,7 +149,7 @@ class Matcher:
         if "doesn't satisfy" in reason or "parser stopped" in reason or "out of range" in reason:
             raise ProtocolBug(f"{place} is not allowed by the grammar: {shorten(reason)}")
         if "NoExtension" in reason:
-            raise InvalidRequest(f"{kind} leads to a place where no token is allowed")
+            raise InvalidRequest(f"{kind} reaches a state in which no token is allowed")
         self._compiled.spend()
         raise InvalidRequest(_too_complex(kind))
 
@@ -244,7 +244,7 @@ def _schema_refusal(reason: str) -> str:
         names = keywords["keywords"].replace('"', "'")
         return f"the keywords {names} are not supported; leave them out"
     if reason.startswith("oneOf"):
-        return "oneOf is supported only where its alternatives exclude each other; use anyOf"
+        return "oneOf is supported only where its alternatives are mutually exclusive; use anyOf"
     if reason.startswith("Unknown format"):
         name = shorten(reason.partition(": ")[2], 50)
         return f"the format {name!r} is not supported; leave it out, or use a pattern"

@@ -50,7 +50,8 @@ class Vocabulary:
         """Ids that end a sequence."""
         if self.tokens > size:
             raise ModelError(
-                f"{tokenizer_file} has ids up to {self.tokens - 1}, the model only {size} of them"
+                f"{tokenizer_file} has ids up to {self.tokens - 1}, but the model has only "
+                f"{size} ids"
             )
         if not eos_ids or max(eos_ids) >= self.tokens or min(eos_ids) < 0:
             raise UnsupportedModel(

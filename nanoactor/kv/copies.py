@@ -41,7 +41,8 @@ class PendingCopies:
             self._blocks.pop(target, None)
 
     def take(self) -> tuple[Copies | None, Copies | None]:
-        """Return those of blocks and those of slots, and forget them; None where there are none."""
+        """Return and forget the copies of blocks and the copies of slots; None in place of either
+        if there are none."""
         taken = _message(self._blocks), _message(self._slots)
         self.clear()
         return taken

@@ -113,7 +113,7 @@ class EncoderCache:
         """Drop a reference; return the number of pages that are now unreferenced and become
         available once step `fence` is complete."""
         if item.references <= 0:
-            raise ProtocolBug(f"item {item.key.hex()} is released but nobody holds it")
+            raise ProtocolBug(f"item {item.key.hex()} is released but not held")
         item.references -= 1
         if item.references:
             return 0

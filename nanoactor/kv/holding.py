@@ -103,7 +103,8 @@ class Answers:
     def message(
         self, turn: int, shared: tuple[list[int], list[int]], encoder: EncoderCredits | None
     ) -> Answer:
-        """Return the message; `shared` are slots with changed shared-block counts, and these."""
+        """Return the message; `shared` holds the slots whose shared-block counts changed, and the
+        new counts."""
         int32 = np.int32
         return Answer(
             turn,

@@ -78,7 +78,7 @@ class ItemKeeper:
             self._answers[names.index(name)] += values
 
     def take_credits(self) -> EncoderCredits | None:
-        """Return all answers since the last call; None if they say nothing."""
+        """Return all answers since the last call, or None if there is nothing to report."""
         answers, self._answers = self._answers, [[], [], [], [], [], []]
         has_news, self._has_news = self._has_news, False
         if not has_news:
@@ -192,8 +192,8 @@ class ItemKeeper:
             item = self.cache.numbered(number)
             if first != item.planned or first + count > item.units.count:
                 raise ProtocolBug(
-                    f"units {first}+{count} of item {item.key.hex()} are encoded; {item.planned} "
-                    f"of its {item.units.count} are planned"
+                    f"a step encodes units {first}+{count} of item {item.key.hex()}, but "
+                    f"{item.planned} of its {item.units.count} units are already planned"
                 )
             item.planned += count
             counts.append(len(item.pages))

@@ -260,7 +260,8 @@ class BlockManager:
         )
 
     def _behind_hits(self, rows: Rows) -> Rows:
-        """Return the rows without the positions that this turn's admissions have found."""
+        """Return the rows without the positions that this turn's admissions found in the prefix
+        cache."""
         starts, counts = rows.starts.copy(), rows.counts.copy()
         for row, slot in enumerate(rows.slots.tolist()):
             if slot in self._admitted and counts[row]:
@@ -314,7 +315,9 @@ class BlockManager:
         uids = dict(zip(plan.admissions.slots.tolist(), plan.admissions.uids.tolist(), strict=True))
         for slot, source in zip(rows.slots.tolist(), rows.sources.tolist(), strict=True):
             if slot in self._holdings:
-                raise ProtocolBug(f"step {plan.step} copies {source} to {self._story(slot)}")
+                raise ProtocolBug(
+                    f"step {plan.step} copies slot {source} to a slot in use: {self._story(slot)}"
+                )
             copy, tokens = self._copy(uids[slot], source, spare=False)
             self._take_slot(slot, copy, tokens, indexed=len(copy.hashes))
         self._copies.copy_slots(rows.slots.tolist(), rows.sources.tolist())

@@ -135,7 +135,7 @@ class BlockPool:
         self._tickets += 1
         for block in blocks:
             if self._references[block] <= 0:
-                raise ProtocolBug(f"block {block} is released but nobody holds it")
+                raise ProtocolBug(f"block {block} is released but not held")
             self._references[block] -= 1
             if not self._references[block]:
                 self._ticket[block] = self._tickets
@@ -180,4 +180,4 @@ class BlockPool:
             raise ProtocolBug(f"blocks in two states or in none: {held} held, {len(states)} not")
         for content, block in self._index.items():
             if self._hash[block] != content:
-                raise ProtocolBug(f"block {block} is indexed under a content it does not hold")
+                raise ProtocolBug(f"block {block} is indexed under content that it does not hold")

@@ -98,8 +98,8 @@ def expand_prompt(
 def _pieces(
     item: VisualItem, config: VisionConfig, encode: Encode
 ) -> Iterator[tuple[Int32, int | None]]:
-    """Yield the replacements of a placeholder: ids, and the item's first row if they are its
-    own."""
+    """Yield the pieces that replace a placeholder: ids, and the first of the item's rows that they
+    stand for, or None for text."""
     rows = item.height * item.width
     if item.times is None:
         yield np.full(rows, config.image_token_id, np.int32), 0

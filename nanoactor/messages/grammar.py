@@ -91,7 +91,7 @@ class Masks:
 
 @message(84)
 class MasksReady:
-    """Runner to scheduler: it holds these masks."""
+    """Runner to scheduler: the runner holds these masks."""
 
     rank: int
     uids: Int64

@@ -24,13 +24,13 @@ class Want(enum.IntFlag):
     """Flags of a row."""
 
     SAMPLE = 1
-    """Choose the token after the row's last position; in a row without positions, from the state
-    that its slot keeps, under a mask."""
+    """Choose the token after the row's last position. A row without positions chooses it under a
+    mask, from the state that its slot keeps."""
     KEEP = 2
     """Keep the state of its last position in its slot, for a later choice."""
     SCORE = 4
-    """Score the successors of its positions, but not that of the prompt's last. The successor of
-    its own last position is sent after its tokens."""
+    """Score the successors of the row's positions, except that of the prompt's last position. The
+    successor of the row's own last position is sent after the row's tokens."""
     DECODE = 8
     """Compute the token that an earlier step chose, which the host may not know yet. The row is
     repeated one position further in every later step until its slot leaves."""
@@ -56,9 +56,9 @@ class Rows:
     wants: NDArray[np.uint8]
     """Flags of `Want`, one value per row."""
     sources: Int32
-    """The slot of the row that this one copies: it samples from, or keeps, the state of that row's
-    last position, and has no position of its own. -1 for all other rows; empty if there are no
-    copies."""
+    """For a row that is a copy, the slot of its source row: the copy samples from, or keeps, the
+    state of the source's last position, and has no position of its own. -1 for all other rows;
+    empty if there are no copies."""
 
     def __len__(self) -> int:
         """Return the number of rows."""

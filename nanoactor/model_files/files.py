@@ -312,8 +312,8 @@ def _check_kind(directory: Path) -> None:
         return
     if (directory / "adapter_config.json").exists():
         raise ModelError(
-            f"{directory} holds an adapter (LoRA), not a model: merge it into its base model, and "
-            "give the directory of that"
+            f"{directory} holds an adapter (LoRA), not a model: merge it into its base model, "
+            "and pass the directory of the merged model"
         )
     if next(directory.glob("*.gguf"), None) is not None:
         raise ModelError(
@@ -341,7 +341,7 @@ def _from_hub(name: str, revision: str | None, download_dir: str | None, weights
         found = Path(get(allow_patterns=wanted))
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
         raise ModelError(
-            f"{name} is no directory, is not in the Hugging Face cache, and cannot be "
+            f"{name} is not a directory, is not in the Hugging Face cache, and cannot be "
             f"downloaded: {error}"
         ) from error
     if weights and not any(found.glob("*.safetensors")):

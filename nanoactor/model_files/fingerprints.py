@@ -65,7 +65,7 @@ class FilePrints:
             thread.start()
             self._thread = thread
         except (OSError, RuntimeError) as error:  # resources exhausted, or files moved
-            log.warning("no digests of the model's files, so that none may be touched: %s", error)
+            log.warning("no digests of the model's files, so none of them may change: %s", error)
 
     def _learn(self) -> None:
         with contextlib.suppress(OSError):
@@ -129,7 +129,7 @@ class FilePrints:
         try:
             now = file_print(place)
         except OSError:
-            raise ModelError(f"{path} is gone since the engine was started") from None
+            raise ModelError(f"{path} has disappeared since the engine was started") from None
         known: FilePrint = self._files.prints[path]
         if now == known:
             return None
@@ -141,8 +141,10 @@ class FilePrints:
             how, known = self._differs(path, place), self._digests.get(path)
             same_size = place.stat().st_size == self._files.prints[path][0]
             if not (known and same_size and self._digest(place) == known):
-                raise ModelError(f"{path} was {how} since the engine was started: start a new one")
-            log.warning("%s was %s, and holds the same bytes", path, how)
+                raise ModelError(
+                    f"{path} has been {how} since the engine was started: start a new one"
+                )
+            log.warning("%s was %s but holds the same bytes", path, how)
 
     def _moved(self, places: Mapping[Path, Path]) -> ModelFiles | None:
         moved = {path.parent: place.parent for path, place in places.items() if path != place}

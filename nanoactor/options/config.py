@@ -44,7 +44,8 @@ class EngineConfig:
     model: str
     """A directory, `demo`, `demo-vl`, or a name on the Hugging Face hub."""
     tokenizer: str | None = None
-    """Location of the tokenizer and chat template, in the same forms. Default: the model's."""
+    """Location of the tokenizer and chat template, in the same forms as the model's. Default: the
+    model's."""
     revision: str | None = None
     """Branch, tag or commit of a model on the hub. Default: its main branch."""
     download_dir: str | None = None
@@ -53,9 +54,9 @@ class EngineConfig:
     """A file with the chat template for conversations, or the template itself.
     Default: the model's own."""
     generation_config: str = "auto"
-    """"auto": parameters that requests leave open are those that the model's
-    `generation_config.json` recommends. "vllm": vLLM's sampling defaults. Else a directory with
-    another such file."""
+    """"auto": parameters that a request omits take the values recommended by the model's
+    `generation_config.json`. "vllm": vLLM's sampling defaults. Otherwise, a directory with another
+    such file."""
     override_generation_config: Mapping[str, Any] | None = None
     """Settings that override those of `generation_config.json`: {"temperature": 0.5}."""
     device: str = "auto"
@@ -114,20 +115,21 @@ class EngineConfig:
     """Steps that are planned but not finished. 1 plans a step after the previous one is processed;
     2 overlaps the two."""
     max_pipeline_depth: int | None = None
-    """Maximum of planned but unfinished steps, while a step is shorter than the host's work for it.
-    Default: 4 on NVIDIA GPUs, unless `pipeline_depth` is 1; elsewhere `pipeline_depth`."""
+    """Maximum number of planned but unfinished steps while a step takes less time than the host's
+    work for it. Default: 4 on NVIDIA GPUs, unless `pipeline_depth` is 1; elsewhere
+    `pipeline_depth`."""
     plan_lead: Literal["eager", "late"] = "eager"
     """"eager" plans the next step as soon as the depth allows. "late" waits until the runner is
     about to run dry, so that requests that arrive in the meantime join it."""
     priority_window: int = 1000
-    """Lower priority values run first. Per unit of priority difference, fewer than this many later
-    requests overtake a request, so that none starves."""
+    """Lower priority values run first. For each unit of priority difference, fewer than this many
+    later requests can overtake a request, so that none starves."""
     max_logprobs: int = 20
-    """Maximum number of top log-probabilities that a request may have returned with each token."""
+    """Maximum number of top log-probabilities that a request may ask for with each token."""
     pooling: str = "auto"
-    """Pooling method: "auto" follows the checkpoint's `modules.json`, if there is one. "last",
-    "mean" and "cls" pool these positions' states; "yes_no" scores pairs as Qwen3-Reranker does;
-    "none" disables pooling."""
+    """Pooling method: "auto" follows the checkpoint's `modules.json`, if there is one. "last" and
+    "cls" take the state of the last or first token, "mean" the mean over all tokens; "yes_no"
+    scores pairs as Qwen3-Reranker does; "none" disables pooling."""
     num_tokenizers: int = 1
     """Processes that tokenize prompts."""
     template_timeout: float = 5.0
@@ -139,14 +141,14 @@ class EngineConfig:
     """Minimum seconds that the caller of paused sequences (beam search) has to resume them; then
     they end with `HoldExpired`."""
     jump_forward: bool = True
-    """Append tokens for which a grammar leaves only one choice without sampling them."""
+    """Append tokens without sampling where a grammar leaves only one choice."""
     tensor_parallel_size: int = 1
     """Processes over which each layer is split; must divide the attention heads."""
     threads: int | None = None
     """CPU threads of a runner. Default: the cores that affinity and the container's quota allow,
     divided among the ranks; a single rank uses one thread for steps that are faster that way."""
     seed: int | None = None
-    """Makes the seeds drawn for requests without one reproducible."""
+    """Seed for drawing the seeds of requests that have none, so that runs are reproducible."""
     prefix_salt: bytes | None = dataclasses.field(default=None, repr=False)
     """Key of the prefix cache's hashes, 16 to 64 random bytes: a secret shared by engines and the
     router that tracks their caches (`AsyncLLM.index_events`). Default: random, and never
@@ -156,8 +158,8 @@ class EngineConfig:
     max_waiting_requests: int = 10_000
     """Requests that may wait for their first token; more raise `EngineOverloaded`."""
     max_waiting_tokens: int = 50_000_000
-    """Prompt tokens that may wait for a first token. Until it is tokenized, each byte of a text
-    counts as one."""
+    """Prompt tokens that may wait for a first token. Each byte of a text counts as one token until
+    the text is tokenized."""
     max_waiting_media_bytes: int = 4 << 30
     """Bytes of images and videos, as given, that may wait for a first token."""
     placement: Placement = "default"
@@ -167,8 +169,8 @@ class EngineConfig:
     """Messages between processes pass through shared-memory rings, or through pipes, which are
     slower."""
     awake_ms: float | None = None
-    """Milliseconds that idle processes poll for messages before they sleep again, once notified
-    that a request or its first token is on its way; 0: they do not poll. Default: 3 if there are at
+    """Milliseconds for which an idle process, once notified that a request or its first token is on
+    its way, polls for messages before it sleeps again; 0: no polling. Default: 3 if there are at
     least two cores for each process, else 0."""
     start_timeout: float = 600.0
     """Seconds within which every process must be ready. After 30 s the log names the late ones."""
@@ -180,7 +182,7 @@ class EngineConfig:
     max_restarts: int = 5
     """Deaths of processes within `restart_window` that the engine recovers from: the process is
     replaced, and streams resume. One more kills the engine, and requests raise `EngineDead`. 0: the
-    first one does, as with `debug_record_dir`."""
+    first death kills the engine, as it always does with `debug_record_dir`."""
     restart_window: float = 300.0
     """Length of the window for counting restarts, in seconds."""
     debug: bool = False
@@ -259,11 +261,13 @@ class EngineConfig:
         if overrides is not None and not isinstance(overrides, Mapping):
             raise InvalidConfig(f"override_generation_config must be a dict, got {overrides!r:.80}")
         if not isinstance(self.generation_config, str):
-            raise InvalidConfig(f"generation_config must be a text, got {self.generation_config!r}")
+            raise InvalidConfig(
+                f"generation_config must be a string, got {self.generation_config!r}"
+            )
         for name in ("tokenizer", "revision", "download_dir", "chat_template", "generation_config"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
-                raise InvalidConfig(f"{name} must be a text or None, got {value!r:.100}")
+                raise InvalidConfig(f"{name} must be a string or None, got {value!r:.100}")
 
     def _check_salt(self) -> None:
         salt = self.prefix_salt
@@ -282,7 +286,7 @@ class EngineConfig:
         for count in limits.values():
             if not isinstance(count, int) or isinstance(count, bool) or count < 0:
                 raise InvalidConfig(
-                    f"limit_mm_per_prompt: a limit must be a whole number, got {count!r:.50}"
+                    f"limit_mm_per_prompt: a limit must be an integer, got {count!r:.50}"
                 )
 
     def _check_deaths(self) -> None:
@@ -313,7 +317,7 @@ class EngineConfig:
             raise InvalidConfig(f"graph_cache_dir must be a directory, got {directory!r}")
         if self.enforce_eager and self.graph_mode not in ("auto", "eager"):
             raise InvalidConfig(
-                f"graph_mode {self.graph_mode!r} and enforce_eager exclude each other"
+                f"graph_mode {self.graph_mode!r} and enforce_eager are mutually exclusive"
             )
         if self.device == "auto" or self.device.startswith("npu"):
             return
@@ -349,7 +353,7 @@ class EngineConfig:
                 f"max_logprobs may be {_MOST_LOGPROBS} at most, got {self.max_logprobs}"
             )
         if self.seed is not None and type(self.seed) is not int:
-            raise InvalidConfig(f"seed must be a whole number, got {self.seed!r}")
+            raise InvalidConfig(f"seed must be an integer, got {self.seed!r}")
         for kind, variable in (
             ("cuda", "CUDA_VISIBLE_DEVICES"),
             ("npu", "ASCEND_RT_VISIBLE_DEVICES"),
@@ -357,8 +361,8 @@ class EngineConfig:
             if self.tensor_parallel_size > 1 and self.device.startswith(f"{kind}:"):
                 raise InvalidConfig(
                     f"device {self.device!r} names one device, but each of "
-                    f"{self.tensor_parallel_size} ranks needs its own: give {kind!r}, and choose "
-                    f"devices by {variable}"
+                    f"{self.tensor_parallel_size} ranks needs its own: give {kind!r}, and "
+                    f"choose devices with {variable}"
                 )
         if self.tensor_parallel_size > 1 and self.placement == "single":
             raise InvalidConfig(
@@ -390,7 +394,7 @@ class EngineConfig:
         if value is None and optional:
             return
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise InvalidConfig(f"{name} must be a positive whole number, got {value!r}")
+            raise InvalidConfig(f"{name} must be a positive integer, got {value!r}")
 
     def _check_number(self, name: str, most: float, optional: bool = False) -> None:
         value = getattr(self, name)

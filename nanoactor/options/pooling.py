@@ -46,8 +46,8 @@ class PoolingConfig:
         return self.kind == "yes_no"
 
     def of_pair(self, params: PoolingParams) -> tuple[PoolingParams, PoolingParams]:
-        """Return the parameters of a query and a document for comparing their vectors: with the
-        model's prompts of these names, if it has them, and normalized."""
+        """Return the parameters for a query and a document whose vectors are compared: normalized,
+        and with the model's `query` and `document` prompts if it has them."""
         named = [name if name in self.prompts else None for name in ("query", "document")]
         if params.prompt is not None or params.prompt_name is not None:
             named = [params.prompt_name, params.prompt_name]
@@ -84,8 +84,8 @@ def read_pooling(directory: Path, kind: str = "auto") -> PoolingConfig | None:
     for name, _ in modules:
         if name not in _READ:
             raise UnsupportedModel(
-                f"{directory / MODULES}: the module {name!r} is not supported; known are "
-                f"{', '.join(_READ)}"
+                f"{directory / MODULES}: the module {name!r} is not supported; the supported "
+                f"modules are {', '.join(_READ)}"
             )
     places = [path for name, path in modules if name == "Pooling"]
     if not places and given is None:
@@ -109,7 +109,7 @@ def _read_modules(path: Path) -> list[tuple[str, str]]:
             raise ModelError(f"{path} must be a list of modules with a type, got {each!r:.80}")
         folder = each.get("path") or ""
         if not isinstance(folder, str) or Path(folder).is_absolute() or ".." in Path(folder).parts:
-            raise ModelError(f"{path}: {folder!r:.80} is no folder of this directory")
+            raise ModelError(f"{path}: {folder!r:.80} is not a folder of this directory")
         modules.append((each["type"].rpartition(".")[2], folder))
     return modules
 
@@ -120,8 +120,8 @@ def _read_kind(path: Path) -> Kind:
     modes = mode if isinstance(mode, list) else [mode] if mode is not None else _flagged(raw)
     if len(modes) != 1 or modes[0] not in _MODES:
         raise UnsupportedModel(
-            f"{path}: pooling by {', '.join(map(str, modes)) or 'nothing'} is not supported; known "
-            f"are {', '.join(_MODES)}, one of them"
+            f"{path}: pooling by {', '.join(map(str, modes)) or 'nothing'} is not supported; "
+            f"it must be exactly one of {', '.join(_MODES)}"
         )
     if raw.get("include_prompt") is False:
         raise UnsupportedModel(f"{path}: include_prompt false is not supported")
@@ -145,7 +145,7 @@ def _read_prompts(path: Path) -> tuple[dict[str, str], str | None]:
     raw = read_json(path)
     prompts, default = raw.get("prompts") or {}, raw.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(one, str) for one in prompts.values()):
-        raise ModelError(f"{path}: prompts must be texts by name, got {prompts!r:.80}")
+        raise ModelError(f"{path}: prompts must map names to strings, got {prompts!r:.80}")
     if default is not None and default not in prompts:
-        raise ModelError(f"{path}: default_prompt_name {default!r:.80} is none of its prompts")
+        raise ModelError(f"{path}: default_prompt_name {default!r:.80} is not one of its prompts")
     return prompts, default

@@ -46,7 +46,9 @@ def with_prompt(text: Any, params: PoolingParams, pooling: PoolingConfig) -> Any
         raise InvalidRequest("what is pooled is a text or {'prompt_token_ids': [...]}")
     if not isinstance(text, str):
         if params.prompt or name:
-            raise InvalidRequest("prompt and prompt_name go before a text, not before token ids")
+            raise InvalidRequest(
+                "prompt and prompt_name can be combined only with text, not with token ids"
+            )
         return text
     if params.prompt is not None:
         return params.prompt + text

@@ -59,4 +59,4 @@ def _transport(engines: Any) -> dict[str, Any]:
 def _check(replica: str) -> None:
     # Without any replica, a router holds calls until one is there.
     if not MEMBERS.now:
-        raise ReplicaGone(f"replica {replica} serves no more")
+        raise ReplicaGone(f"replica {replica} no longer serves")

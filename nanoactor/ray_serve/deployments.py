@@ -119,7 +119,10 @@ class Ingress:
         await self._server.start()
         log.info("%s: listening on %s", name, url_of(server, self._server.port))
         if not server.on_loopback and not server.api_keys:
-            log.warning("others can reach %s, and no API key is set (--api-key)", server.host)
+            log.warning(
+                "%s can be reached from other machines, and no API key is set (--api-key)",
+                server.host,
+            )
 
     async def __call__(self, request: Any) -> Any:
         """Send a request that came through Ray Serve's own proxy to this server's port."""

@@ -49,7 +49,7 @@ async def serve_replicas(config: EngineConfig, server: ServerConfig, fleet: Flee
     once. Raises `StartupFailed` if Ray or the application does not start, or dies."""
     check_ray()
     if server.uds is not None:
-        raise InvalidConfig("uds is for one engine: replicas answer on host and port")
+        raise InvalidConfig("uds works only with a single engine: with replicas, use host and port")
     if server.enable_control_endpoints:
         raise InvalidConfig("enable_control_endpoints is for one engine: replicas are not paused")
     if config.max_model_len == "auto":
@@ -151,7 +151,7 @@ async def _watch(driver: subprocess.Popen[bytes], asked: Asked, drain_timeout: f
         _end(driver)
     status = await ended
     if status and not was_asked:
-        raise StartupFailed(f"the driver of Ray has ended with status {status}: see above")
+        raise StartupFailed(f"the Ray driver exited with status {status}: see above")
 
 
 def _end(driver: subprocess.Popen[bytes]) -> None:

@@ -23,8 +23,8 @@ class FleetConfig:
     """Start further replicas, up to this total, while requests wait, and stop them again. Default:
     as many as `--replicas`."""
     ray_address: str | None = None
-    """The address of a Ray cluster to join, or "auto" for the one of this machine. Default: start
-    a Ray of our own, for this machine alone, and end it with the server."""
+    """The address of a Ray cluster to join, or "auto" for the one on this machine. Default: start a
+    private Ray instance on this machine only and stop it with the server."""
     ingresses: int | None = None
     """Number of servers in front of the engines, one per node. Default: the number of nodes."""
     cpus_per_replica: float = 1.0
@@ -63,20 +63,20 @@ class FleetConfig:
         if self.ray_address is not None and (
             not isinstance(self.ray_address, str) or not self.ray_address
         ):
-            raise InvalidConfig(f"ray_address must be a text, got {self.ray_address!r:.100}")
+            raise InvalidConfig(f"ray_address must be a string, got {self.ray_address!r:.100}")
         if not self.replicas:
             self._check_alone()
 
     def _check_alone(self) -> None:
         for field in dataclasses.fields(self):
             if getattr(self, field.name) != field.default:
-                raise InvalidConfig(f"{field.name} goes with replicas: give --replicas too")
+                raise InvalidConfig(f"{field.name} requires replicas: give --replicas too")
 
     def _check_whole(self, name: str, least: int) -> None:
         value = getattr(self, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise InvalidConfig(
-                f"{name} must be a whole number from {least} on, got {value!r:.100}"
+                f"{name} must be an integer of at least {least}, got {value!r:.100}"
             )
 
     def demand(self, load: Load, max_num_seqs: int) -> float:

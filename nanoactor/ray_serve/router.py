@@ -42,7 +42,7 @@ class ByName(RequestRouter):
         name = pending_request.args[0]
         found = [one for one in candidate_replicas if one.replica_id.unique_id == name]
         if not found and not pending_request.future.done():
-            pending_request.future.set_exception(ReplicaGone(f"replica {name} serves no more"))
+            pending_request.future.set_exception(ReplicaGone(f"replica {name} no longer serves"))
             # Ray forgets calls that were fulfilled or cancelled, and no others.
             forget = getattr(self, "_remove_pending_request_from_indices", None)
             if forget is not None:

@@ -43,7 +43,8 @@ class Entry:
         answers: int = 1,
         moved: bool = False,
     ) -> None:
-        """`moved`: it resumes from another engine, after the output in `submit`."""
+        """`moved`: the request comes from another engine and resumes after the output in
+        `submit`."""
         self.request_id = request_id
         self.submit = submit
         self.media = media

@@ -45,9 +45,9 @@ class Readmission:
         is_at: Callable[[Entry, str], bool],
         now: float,
     ) -> tuple[Entry, Death, int] | None:
-        """Record deaths at the time `now`, in seconds; `is_at` returns whether a request may have
-        been running in a node. Return the request that caused one of them, if known, that death,
-        and how many deaths it explains."""
+        """Record deaths at time `now`, in seconds; `is_at` tells whether a request may have been
+        running on a node. If the request that caused one of the deaths is known, return it, that
+        death, and the number of deaths it explains; else None."""
         living = [entry for entry in entries if not entry.over and _uid(entry) not in self._kept]
         living.sort(key=lambda entry: (entry.submit.spec.priority, _uid(entry)))
         self._kept = {}

@@ -32,7 +32,7 @@ class GrammarSpec:
 
     kind: Kind
     value: str = ""
-    """JSON text of a schema, of a list of texts to choose from, or of `ToolGrammar`; a regular
+    """JSON text of a schema, of a list of strings to choose from, or of `ToolGrammar`; a regular
     expression; a grammar in Lark's notation or EBNF. Empty for any JSON object."""
     thoughts: Thoughts = "none"
     """Reasoning before the grammar: the prompt has opened it, or the model may."""

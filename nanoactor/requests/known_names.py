@@ -86,7 +86,9 @@ def _same(scope: Scope, names: str) -> Iterator[Name]:
 
 
 _NO_LORA = "adapters are not applied: merge them into the weights"
-_NO_QUANTIZATION = "a checkpoint says itself how its weights are packed: `quantization_config`"
+_NO_QUANTIZATION = (
+    "the checkpoint itself specifies how its weights are packed: `quantization_config`"
+)
 _ONE_STAGE = "layers are not spread over devices: see tensor_parallel_size"
 
 ENGINE: tuple[Name, ...] = (
@@ -96,7 +98,9 @@ ENGINE: tuple[Name, ...] = (
     *_same("engine", "limit_mm_per_prompt max_logprobs chat_template"),
     _engine("load_format", ours="load_format", note='"auto" and "dummy"'),
     _engine("dtype", ours="dtype", note='"auto" keeps the checkpoint\'s type where it can'),
-    _engine("seed", ours="seed", note="of requests without a seed; they differ from each other"),
+    _engine(
+        "seed", ours="seed", note="for requests without a seed, each of which gets a different one"
+    ),
     _engine("device", ours="device", note="also npu, cpu and simulated:MS"),
     _engine("max_model_len", ours="max_model_len", note="8k is 8,000, 8K 8,192; auto: what fits"),
     _engine("max_num_batched_tokens", ours="max_num_batched_tokens", note="2048 unless given"),
@@ -109,7 +113,7 @@ ENGINE: tuple[Name, ...] = (
     _engine(
         "gpu_memory_utilization",
         ours="memory_utilization",
-        note="a share of what is free at the start, where vLLM's is of all memory",
+        note="a share of the memory free at startup; vLLM's is a share of all memory",
         short=("--device-memory-utilization",),
     ),
     _engine("num_gpu_blocks_override", ours="num_kv_blocks"),
@@ -140,12 +144,12 @@ ENGINE: tuple[Name, ...] = (
         inverts=True,
         of="SGLang",
     ),
-    _engine("allowed_local_media_path", accepts=("",), note="requests name no files"),
+    _engine("allowed_local_media_path", accepts=("",), note="requests cannot name files"),
     _engine("async_scheduling", accepts=(True,), note="steps are planned ahead", takes="flag"),
     _engine(
         "attention_backend",
         accepts=("auto",),
-        note="the kernels are those of the device",
+        note="the device determines the kernels",
     ),
     _engine(
         "compilation_config",
@@ -156,19 +160,19 @@ ENGINE: tuple[Name, ...] = (
     _engine(
         "convert",
         accepts=("auto", "none"),
-        note="an embedding checkpoint says what it is; for others give `pooling`",
+        note="embedding checkpoints are recognized; for others give `pooling`",
     ),
     _engine("cpu_offload_gb", accepts=(0, 0.0), note="weights stay on the device"),
     _engine(
         "data_parallel_size",
         accepts=(1,),
-        note="several engines are served by --replicas, on Ray",
+        note="use --replicas to serve several engines, on Ray",
         short=("-dp",),
     ),
     _engine(
         "disable_custom_all_reduce",
         accepts=(True, False),
-        note="the sum over ranks is chosen by the device",
+        note="the device chooses how to sum over ranks",
         takes="flag",
     ),
     _engine(
@@ -180,7 +184,7 @@ ENGINE: tuple[Name, ...] = (
     _engine(
         "distributed_executor_backend",
         accepts=("mp",),
-        note="ranks are processes of this machine; several engines run on Ray with --replicas",
+        note="ranks are processes on this machine; several engines run on Ray with --replicas",
     ),
     _engine(
         "enable_chunked_prefill",
@@ -210,14 +214,21 @@ ENGINE: tuple[Name, ...] = (
         "kv_cache_dtype", accepts=("auto",), note="keys and values have the type of the weights"
     ),
     _engine("kv_cache_memory_bytes", note="give num_kv_blocks, or memory_utilization"),
-    _engine("kv_transfer_config", accepts=({},), note="prompts and answers have one engine"),
-    _engine("logits_processors", accepts=([], ()), note="give logit_bias", takes="list"),
+    _engine(
+        "kv_transfer_config", accepts=({},), note="one engine computes both prompts and answers"
+    ),
+    _engine(
+        "logits_processors",
+        accepts=([], ()),
+        note="use logit_bias",
+        takes="list",
+    ),
     _engine(
         "logprobs_mode",
         accepts=("raw_logprobs",),
         note="log-probabilities are the model's own",
     ),
-    _engine("mm_processor_kwargs", accepts=({},), note="give them with a request's pictures"),
+    _engine("mm_processor_kwargs", accepts=({},), note="pass them with a request's pictures"),
     _engine("model_impl", accepts=("auto", "vllm"), note="the models are nanoactor's own"),
     _engine(
         "optimization_level",
@@ -230,19 +241,21 @@ ENGINE: tuple[Name, ...] = (
     _engine(
         "runner",
         accepts=("auto", "generate"),
-        note="an embedding checkpoint says what it is; for others give `pooling`",
+        note="embedding checkpoints are recognized; for others give `pooling`",
     ),
     _engine(
         "task",
         accepts=("auto", "generate"),
-        note="an embedding checkpoint says what it is; for others give `pooling`",
+        note="embedding checkpoints are recognized; for others give `pooling`",
     ),
     _engine(
         "scheduling_policy",
         accepts=("fcfs", "priority"),
-        note="requests without a priority go first come, first served",
+        note="requests without a priority are served first come, first served",
     ),
-    _engine("speculative_config", accepts=({},), note="no tokens are guessed", short=("-sc",)),
+    _engine(
+        "speculative_config", accepts=({},), note="there is no speculative decoding", short=("-sc",)
+    ),
     _engine(
         "structured_outputs_config",
         accepts=({},),
@@ -254,7 +267,7 @@ ENGINE: tuple[Name, ...] = (
     _engine(
         "trust_remote_code",
         accepts=(True, False),
-        note="no code of a checkpoint is run, nor needed",
+        note="no code from a checkpoint is run or needed",
         takes="flag",
     ),
 )
@@ -268,10 +281,14 @@ SERVER: tuple[Name, ...] = (
     _server(
         "served_model_name",
         ours="served_model_name",
-        note="several may follow; the first is told",
+        note="several may follow; responses give the first",
         takes="list",
     ),
-    _server("config", ours="config", note="a YAML file of options; those of the line go first"),
+    _server(
+        "config",
+        ours="config",
+        note="a YAML file of options; the command line takes precedence",
+    ),
     _server(
         "tool_call_parser",
         ours="tool_call_parser",
@@ -296,7 +313,7 @@ SERVER: tuple[Name, ...] = (
     _server(
         "api_server_count",
         accepts=(1,),
-        note="one process serves HTTP; --ingresses has several, on Ray",
+        note="one process serves HTTP; --ingresses starts several, on Ray",
         short=("-asc",),
     ),
     _server(
@@ -307,13 +324,13 @@ SERVER: tuple[Name, ...] = (
     _server(
         "disable_log_requests",
         accepts=(True, False),
-        note="what requests say is never logged",
+        note="the contents of requests are never logged",
         takes="flag",
     ),
     _server(
         "enable_log_requests",
         accepts=(False,),
-        note="what requests say is never logged; the access log has a line for each",
+        note="the contents of requests are never logged; the access log has a line for each",
         takes="flag",
     ),
     _server(
@@ -325,7 +342,7 @@ SERVER: tuple[Name, ...] = (
     _server(
         "enable_prompt_tokens_details",
         accepts=(True,),
-        note="usage always tells cached tokens",
+        note="usage always includes cached tokens",
         takes="flag",
     ),
     _server(
@@ -335,24 +352,29 @@ SERVER: tuple[Name, ...] = (
         takes="flag",
     ),
     _server(
-        "enable_server_load_tracking", accepts=(True,), note="/load always counts", takes="flag"
+        "enable_server_load_tracking",
+        accepts=(True,),
+        note="load is always tracked, at /load",
+        takes="flag",
     ),
     _server(
         "enable_force_include_usage",
         accepts=(False,),
-        note="a request asks by stream_options",
+        note="a request asks for it with stream_options",
         takes="flag",
     ),
     _server(
         "return_tokens_as_token_ids",
         accepts=(False,),
-        note="a request asks by the field of this name",
+        note="a request asks for it with the field of this name",
         takes="flag",
     ),
     _server("otlp_traces_endpoint", note="/trace has a timeline for Perfetto"),
-    _server("middleware", note="put a proxy before the server", takes="list"),
-    _server("ssl_ca_certs", note="clients are known by keys, not by certificates"),
-    _server("ssl_cert_reqs", accepts=(0,), note="clients are known by keys, not by certificates"),
+    _server("middleware", note="put a proxy in front of the server", takes="list"),
+    _server("ssl_ca_certs", note="clients are identified by keys, not by certificates"),
+    _server(
+        "ssl_cert_reqs", accepts=(0,), note="clients are identified by keys, not by certificates"
+    ),
     _server("tool_parser_plugin", accepts=("",), note="no code is loaded"),
     _server("trust_request_chat_template", accepts=(False,), note="no code is taken from requests",
             takes="flag"),
@@ -363,19 +385,25 @@ SAMPLING: tuple[Name, ...] = (
     _sampling("seed", ours="seed", note="-1 is no seed"),
     _sampling("logprobs", ours="logprobs", note="-1, the whole vocabulary, is refused"),
     _sampling("prompt_logprobs", ours="prompt_logprobs", note="-1 is refused"),
-    _sampling("max_tokens", ours="max_tokens", note="more than fits is refused; a cap over HTTP"),
+    _sampling(
+        "max_tokens",
+        ours="max_tokens",
+        note="a value that does not fit is refused; over HTTP it is a cap",
+    ),
     _sampling(
         "truncate_prompt_tokens", ours="truncate_prompt_tokens", note="the last tokens are kept"
     ),
     _sampling(
         "logits_processors",
-        note="runs Python code on every step's logits, and the runners are other processes: use "
-        "logit_bias, allowed_token_ids or bad_words",
+        note=(
+            "would run Python code on every step's logits, but the runners are separate processes: "
+            "use logit_bias, allowed_token_ids or bad_words"
+        ),
     ),
     _sampling(
         "best_of",
         accepts=(1,),
-        note="was dropped by the OpenAI API and vLLM: ask for n answers, and choose by "
+        note="was dropped by the OpenAI API and vLLM: request n answers and choose by "
         "cumulative_logprob",
     ),
     # Tokenizers put no spaces there.

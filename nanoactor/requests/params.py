@@ -39,7 +39,7 @@ BY_MODEL = (
     "repetition_penalty",
     "max_tokens",
 )
-"""Parameters that may be None, for the model's recommendation."""
+"""Parameters that may be None, which means the model's recommended value."""
 
 
 class DefaultTokens(int):
@@ -89,7 +89,7 @@ class SamplingParams:
     """Divide positive logits of tokens in prompt or output by this, multiply negative ones. 1 has
     no effect. Default on the command line: the model's."""
     logit_bias: Mapping[int, float] | None = dataclasses.field(default=None, hash=False)
-    """Add these, from -100 to 100, to the logits of these token ids."""
+    """Biases, from -100 to 100, to add to the logits of the given token ids."""
     allowed_token_ids: Sequence[int] | None = None
     """Choose only these ids."""
     bad_words: Sequence[str] | None = None
@@ -97,8 +97,8 @@ class SamplingParams:
     seed: int | None = None
     """Seed of the random numbers; -1 is none. Default: drawn when the request is submitted."""
     logprobs: int | None = None
-    """Return the log-probability of each token, and of this many likeliest tokens at its position,
-    in the model's own distribution, before temperature and all rules."""
+    """Return the log-probability of each token and of this many of the likeliest tokens at its
+    position, in the model's own distribution, before temperature and all other rules apply."""
     prompt_logprobs: int | None = None
     """Likewise for prompt tokens; the whole prompt is computed, without prefix-cache hits."""
     max_tokens: int | None = _SIXTEEN
@@ -107,18 +107,19 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     """Keep this many tokens at the end of the prompt; -1: as many as leave room for the output."""
     min_tokens: int = 0
-    """Tokens before which no end-of-sequence token, stop token or stop string ends the output."""
+    """Number of output tokens before an end-of-sequence token, stop token or stop string may end
+    the output."""
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
-    """Make text; otherwise an output only has ids."""
+    """Decode outputs to text; otherwise they have only token ids."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
     """The form of the output: {"json": SCHEMA}, {"regex": TEXT}, {"choice": [TEXT, ...]},
-    {"grammar": TEXT} or {"json_object": true}. It ends when its grammar does."""
+    {"grammar": TEXT} or {"json_object": true}. The output ends when the grammar is complete."""
     logits_processors: None = None
     """Rejected unless None."""
     best_of: int | None = None
@@ -165,7 +166,9 @@ class SamplingParams:
             )
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         if self.stop and not self.detokenize:
-            raise InvalidRequest("stop is looked for in text, and detokenize=False makes none")
+            raise InvalidRequest(
+                "stop strings are found in text, and detokenize=False produces none"
+            )
         object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         object.__setattr__(self, "allowed_token_ids", _allowed_ids(self.allowed_token_ids))
@@ -212,12 +215,12 @@ class BeamSearchParams:
         _number("length_penalty", self.length_penalty, -10.0, 10.0)
         if self.temperature != 0:
             raise InvalidRequest(
-                f"temperature must be 0, got {self.temperature!r:.100}: beam search draws nothing, "
-                "and ranks by the model's own log-probabilities"
+                f"temperature must be 0, got {self.temperature!r:.100}: beam search does "
+                "not sample, and ranks by the model's own log-probabilities"
             )
         if self.structured_outputs is not None:
             raise InvalidRequest(
-                "structured_outputs do not go with beam search: beams know no grammar"
+                "structured_outputs cannot be combined with beam search: beams have no grammar"
             )
 
 
@@ -288,7 +291,7 @@ def _whole(name: str, value: Any, low: int, high: int = _MOST, optional: bool = 
     if value is None and optional:
         return
     if not isinstance(value, int) or isinstance(value, bool):
-        raise InvalidRequest(f"{name} must be a whole number, got {shown(value)}")
+        raise InvalidRequest(f"{name} must be an integer, got {shown(value)}")
     if not low <= value <= high:
         raise InvalidRequest(f"{name} must be from {low} to {high}, got {shown(value)}")
 
@@ -307,12 +310,14 @@ def _items(name: str, value: Any, what: str) -> tuple[Any, ...]:
 def _stop_strings(stop: Any) -> tuple[str, ...]:
     strings = (stop,) if isinstance(stop, str) else _items("stop", stop, "strings")
     if len(strings) > MAX_STOP_STRINGS:
-        raise InvalidRequest(f"stop may hold {MAX_STOP_STRINGS} strings, got {len(strings)}")
+        raise InvalidRequest(
+            f"stop may contain at most {MAX_STOP_STRINGS} strings, got {len(strings)}"
+        )
     for string in strings:
         if not isinstance(string, str) or not string:
-            raise InvalidRequest(f"stop must hold non-empty strings, got {string!r:.100}")
+            raise InvalidRequest(f"stop must contain non-empty strings, got {string!r:.100}")
         if len(string) > MAX_STOP_LENGTH:
-            raise InvalidRequest(f"a stop string may have {MAX_STOP_LENGTH} characters at most")
+            raise InvalidRequest(f"a stop string may have at most {MAX_STOP_LENGTH} characters")
         _check_unicode("stop", string)
     return strings
 
@@ -320,7 +325,9 @@ def _stop_strings(stop: Any) -> tuple[str, ...]:
 def _stop_ids(ids: Any) -> tuple[int, ...]:
     found = _items("stop_token_ids", ids, "token ids")
     if len(found) > MAX_STOP_IDS:
-        raise InvalidRequest(f"stop_token_ids may hold {MAX_STOP_IDS} ids, got {len(found)}")
+        raise InvalidRequest(
+            f"stop_token_ids may contain at most {MAX_STOP_IDS} ids, got {len(found)}"
+        )
     found = tuple(plain_number(token) for token in found)
     for token in found:
         _whole("stop_token_ids", token, 0, optional=False)
@@ -355,7 +362,9 @@ def _allowed_ids(given: Any) -> tuple[int, ...] | None:
     if not found:
         raise InvalidRequest("allowed_token_ids is empty: nothing could be chosen")
     if len(found) > MAX_RULED_IDS:
-        raise InvalidRequest(f"allowed_token_ids may hold {MAX_RULED_IDS} ids, got {len(found)}")
+        raise InvalidRequest(
+            f"allowed_token_ids may contain at most {MAX_RULED_IDS} ids, got {len(found)}"
+        )
     for token in found:
         _whole("allowed_token_ids", token, 0, optional=False)
     return tuple(sorted(set(found)))
@@ -366,13 +375,15 @@ def _bad_words(given: Any) -> tuple[str, ...]:
         raise InvalidRequest(f"bad_words must be a list of strings, got {given!r:.100}")
     words = _items("bad_words", given, "strings")
     if len(words) > MAX_BAD_WORDS:
-        raise InvalidRequest(f"bad_words may hold {MAX_BAD_WORDS} strings, got {len(words)}")
+        raise InvalidRequest(
+            f"bad_words may contain at most {MAX_BAD_WORDS} strings, got {len(words)}"
+        )
     for word in words:
         if not isinstance(word, str) or not word.strip():
             raise InvalidRequest(f"bad_words must hold words, got {word!r:.100}")
         if len(word) > MAX_BAD_WORD_LENGTH:
             raise InvalidRequest(
-                f"each of bad_words may have {MAX_BAD_WORD_LENGTH} characters at most"
+                f"each of bad_words may have at most {MAX_BAD_WORD_LENGTH} characters"
             )
         _check_unicode("bad_words", word)
     return words
@@ -383,7 +394,8 @@ def _structured(given: Any, ignore_eos: bool) -> StructuredOutputsParams | None:
         return None
     if ignore_eos:
         raise InvalidRequest(
-            "ignore_eos does not go with structured_outputs: the output ends where its grammar does"
+            "ignore_eos cannot be combined with structured_outputs: the output ends where its "
+            "grammar does"
         )
     return StructuredOutputsParams.of(given)
 

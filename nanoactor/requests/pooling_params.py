@@ -33,13 +33,13 @@ class PoolingParams:
             whole = isinstance(value, int) and not isinstance(value, bool)
             if value is not None and (not whole or value < least or value == 0):
                 raise InvalidRequest(
-                    f"{name} must be a whole number from 1 on, or None, got {value!r:.100}"
+                    f"{name} must be an integer of at least 1, or None, got {value!r:.100}"
                 )
         if self.normalize not in (True, False, None):
             raise InvalidRequest(f"normalize must be true, false or None, got {self.normalize!r}")
         for name in ("prompt_name", "prompt"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
-                raise InvalidRequest(f"{name} must be a text or None, got {value!r:.100}")
+                raise InvalidRequest(f"{name} must be a string or None, got {value!r:.100}")
         if self.prompt is not None and self.prompt_name is not None:
             raise InvalidRequest("give prompt or prompt_name, not both")

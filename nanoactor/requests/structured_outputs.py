@@ -69,7 +69,7 @@ class StructuredOutputsParams:
             text = _schema_text(self.json, self.disable_additional_properties)
             object.__setattr__(self, "json", text)
         elif self.disable_additional_properties:
-            raise _wrong("disable_additional_properties goes with json")
+            raise _wrong("disable_additional_properties requires json")
 
     def _check_forms(self) -> None:
         """Raise `InvalidRequest` for errors that need no parsing."""
@@ -147,18 +147,18 @@ def _wrong(text: str) -> InvalidRequest:
 def _check_text(name: str, value: Any) -> None:
     """Reject a value that is not text or cannot be encoded."""
     if not isinstance(value, str) or not value:
-        raise _wrong(f"{name} must be a text that is not empty, got {value!r:.100}")
+        raise _wrong(f"{name} must be a non-empty string, got {value!r:.100}")
     try:
         size = len(value.encode())
     except UnicodeEncodeError as error:
         raise _wrong(f"{name} must be valid Unicode: {error}") from None
     if size > MAX_GRAMMAR_BYTES:
-        raise _wrong(f"{name} has {size} bytes, {MAX_GRAMMAR_BYTES} at most are accepted")
+        raise _wrong(f"{name} has {size} bytes, at most {MAX_GRAMMAR_BYTES} are accepted")
 
 
 def _choices(given: Any) -> tuple[str, ...]:
     if isinstance(given, str | bytes) or not isinstance(given, Sequence) or not given:
-        raise _wrong(f"choice must be a list of texts that is not empty, got {given!r:.100}")
+        raise _wrong(f"choice must be a non-empty list of strings, got {given!r:.100}")
     for text in given:
         _check_text("each choice", text)
     return tuple(dict.fromkeys(given))
@@ -179,7 +179,7 @@ def _schema_text(given: Any, closed: bool) -> str:
         if _is_deep(schema):  # Python versions differ in the depth that they read and write
             raise RecursionError
         if not isinstance(schema, dict):
-            raise _wrong(f"json must be a schema, which is an object, got {text:.100}")
+            raise _wrong(f"json must be a schema (a JSON object), got {text:.100}")
         if closed:
             _close(schema)
         text = json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -223,7 +223,7 @@ def _close(schema: Any) -> None:
     for inner in _inner(schema):
         _close(inner)
     is_object = schema.get("type") in ("object", ["object", "null"]) or "properties" in schema
-    # Combined schemas would exclude each other's properties.
+    # Combined schemas would are mutually exclusive's properties.
     if is_object and not schema.keys() & (_COMBINED | _SAYS):
         schema["additionalProperties"] = False
 

@@ -65,7 +65,7 @@ class Server:
         monitor: Watch | None = None,
         reuse_port: bool = False,
     ) -> None:
-        """`llm` must not be started yet, and is closed with the server. An `llm` that represents
+        """`llm` must not have been started; it is closed with the server. An `llm` that represents
         several engines needs its own `texts` and `monitor`. `reuse_port` lets another server listen
         on the same port, for instance to replace this one."""
         self._reuse_port = reuse_port
@@ -219,7 +219,7 @@ class Server:
             self._listening.close()  # new connections go to the others on this port
         log.info("shutting down: %d requests under way", self._http.at_work)
         if not await self._http.idle(self.config.drain_timeout):
-            log.warning("%d answers are broken off", self._completions.live)
+            log.warning("%d answers are cut off", self._completions.live)
             self._completions.break_off()
             await self._http.idle(_REPLY_SECONDS)
 

@@ -120,7 +120,7 @@ def parsed_arguments(text: str) -> dict[str, Any] | None:
 
 
 def _refuse(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _writable(value: Any) -> Any:

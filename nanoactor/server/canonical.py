@@ -61,7 +61,7 @@ class ArgumentOrder:
     """The order of the arguments of one function's calls: that of its schema."""
 
     def __init__(self, schema: Any) -> None:
-        """`schema`: an ordered one, which must not change."""
+        """`schema` must be ordered and must not change."""
         self._schema = schema
         self._positions: dict[int, dict[str, int]] = {}
         """Of the names in each object's properties, made when a call first has such an object: a

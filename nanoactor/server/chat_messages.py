@@ -116,7 +116,7 @@ def _check_part(part: ContentPart, path: str, sees: bool) -> None:
         text = f"{media[0]} are not taken here: only text, and {_IMAGE}"
         raise invalid(text, f"{path}.type")
     known = ", ".join([*TEXT_PARTS, *THOUGHT_PARTS, _IMAGE])
-    raise invalid(f"{path}: the type {kind!r:.100} is none of {known}", f"{path}.type")
+    raise invalid(f"{path}: the type {kind!r:.100} is not one of {known}", f"{path}.type")
 
 
 def unread_members(given: Sequence[Any], read: Collection[str]) -> Iterator[str]:

@@ -102,7 +102,7 @@ class ChatChoice:
         """Number of characters of reasoning and of anything else in the latest piece."""
 
     def begin(self) -> list[Delta]:
-        """Return the delta that names the speaker."""
+        """Return the delta that gives the role."""
         return [self._member({"role": "assistant", "content": ""})]
 
     def push_prompt(self, output: RequestOutput) -> list[Delta]:

@@ -75,7 +75,9 @@ class CompatRoutes:
         except (msgspec.DecodeError, UnicodeError, RecursionError):
             given = None
         if not isinstance(given, dict) or ("messages" in given) == ("prompt" in given):
-            raise invalid("the body must be JSON with messages, for a chat, or with a prompt")
+            raise invalid(
+                "the body must be a JSON object with either messages (for a chat) or a prompt"
+            )
         handler = self._completions.chat if "messages" in given else self._completions.completions
         return await handler(request)
 
@@ -98,7 +100,7 @@ class CompatRoutes:
 
     def _engine(self) -> AsyncLLM:
         if not isinstance(self._llm, AsyncLLM):
-            raise APIError(404, "one engine is controlled, and several answer here")
+            raise APIError(404, "this controls one engine, but several serve here")
         return self._llm
 
     async def server_info(self, request: web.Request) -> web.StreamResponse:

@@ -26,13 +26,14 @@ class ServerConfig:
     uds: str | None = None
     """A Unix socket to listen on, in place of host and port; only its owner may connect."""
     root_path: str = ""
-    """The path below which a proxy serves this server; it may leave it in requests or not."""
+    """The path under which a proxy exposes this server; the proxy may strip it from requests or
+    keep it."""
     ssl_keyfile: str | None = None
     """The private key of a TLS certificate, in PEM."""
     ssl_certfile: str | None = None
     """A TLS certificate in PEM, with its chain; if set, the server accepts only HTTPS."""
     served_model_name: str | Sequence[str] | None = None
-    """The names by which clients call the model; answers and figures use the first. Default: the
+    """The names that clients may use for the model; answers and metrics use the first. Default: the
     name it was started with."""
     api_keys: tuple[str, ...] = ()
     """A key that callers must send. If any key is set, all routes except /live and /ready require
@@ -42,8 +43,9 @@ class ServerConfig:
     cors_origins: tuple[str, ...] = ()
     """An origin whose web pages may call the server; "*" allows any."""
     allowed_media_domains: tuple[str, ...] = ()
-    """A host from which pictures may be fetched (`image_url`); ".example.org" allows all names
-    below. Public addresses only. Without any, pictures come as data: URLs alone."""
+    """A host from which pictures may be fetched (`image_url`); ".example.org" allows all of its
+    subdomains. Public addresses only. If none is given, pictures are accepted only as data:
+    URLs."""
     strict: bool = False
     """Refuse unknown fields of requests, instead of ignoring them with a warning."""
     separate_reasoning: bool = True
@@ -58,13 +60,14 @@ class ServerConfig:
     """Variables of the chat template for requests that do not set them: {"enable_thinking":
     false}."""
     drop_volatile_lines: bool = True
-    """Drop lines of system texts that a coding agent changes with every request, so that its
-    conversation stays in the prefix cache; only on /v1/messages (docs/server.md lists them)."""
+    """Drop system-prompt lines that a coding agent changes with every request, so that its
+    conversation stays in the prefix cache; only on /v1/messages (docs/server.md lists these
+    lines)."""
     max_body_bytes: int | None = None
-    """The longest body of a request. Default: what the longest prompt can take."""
+    """Maximum size of a request's body. Default: enough for the longest prompt."""
     max_answers_per_client: int | None = None
-    """Answers that one client may have in progress, by its API key, or by its address without keys.
-    Default: max_num_seqs, and half of max_waiting_requests."""
+    """Maximum number of answers in progress per client, identified by its API key or, if there are
+    no keys, by its address. Default: max_num_seqs plus half of max_waiting_requests."""
     max_connections: int = 10_000
     """Maximum number of connections; further ones get 503."""
     drain_timeout: float = 30.0
@@ -80,9 +83,10 @@ class ServerConfig:
     disable_access_log_for_endpoints: str | None = None
     """Comma-separated paths that are not logged: /health,/metrics."""
     log_level: str | None = None
-    """"debug", "info", "warning" or "error": of the server's log, the access log included."""
+    """Level of the server's log, including the access log: "debug", "info", "warning" or
+    "error"."""
     vllm_metrics: bool = False
-    """Also report the /metrics figures that vLLM has under vLLM's names, for dashboards."""
+    """In /metrics, also report the figures that vLLM has, under vLLM's names, for dashboards."""
     enable_tokenizer_info_endpoint: bool = False
     """Serve /tokenizer_info, which exposes the chat template and special tokens."""
     enable_control_endpoints: bool = False
@@ -111,7 +115,7 @@ class ServerConfig:
         given = self.served_model_name
         names = (given,) if isinstance(given, str) else tuple(given or ())
         if not all(isinstance(name, str) and name for name in names):
-            raise InvalidConfig(f"served_model_name must be texts, got {given!r:.100}")
+            raise InvalidConfig(f"served_model_name must be strings, got {given!r:.100}")
         object.__setattr__(self, "served_model_name", names or None)
         path = self.root_path.rstrip("/")
         if path and not path.startswith("/"):

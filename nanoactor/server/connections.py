@@ -70,7 +70,7 @@ class Connection(web.RequestHandler):
         """Respond to malformed HTTP requests and to uncaught errors."""
         context = context_of(request)
         if request.writer.output_size:
-            raise ConnectionError("the answer has begun; it can only be broken off")
+            raise ConnectionError("the answer has begun; it can only be cut off")
         if status >= 500 and isinstance(exc, Exception):
             problem = context.explain(exc)
         else:
@@ -106,7 +106,7 @@ class _Refusal(asyncio.Protocol):
     """A connection beyond the limit."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Report it and close the connection."""
+        """Answer 503 and close the connection."""
         transport = cast("asyncio.Transport", transport)  # uvloop's is none by name
         body = msgspec.json.encode(unavailable("too many connections").body)
         head = (

@@ -34,7 +34,7 @@ _QUIET = (*OPEN_PATHS, "/health", "/metrics", "/activity")
 """Paths that machines request again and again."""
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|\d+\.\d+\.\d+\.\d+|localhost|[\w.-]+\.localhost)(:\d+)?")
 _NEAR = 0.85
-"""Minimum similarity of an unknown path to an existing one to be taken for it."""
+"""Minimum similarity at which an unknown path is taken for an existing one."""
 _NOT_SERVED = {
     "/embed": "vectors are at /v1/embeddings",
     "/pooling": "vectors are at /v1/embeddings, scores at /score",
@@ -213,8 +213,9 @@ class HttpFrontend:
         return self._keys.client(*given, request.remote or "")
 
     def _check_host(self, request: web.Request) -> None:
-        """Check the host: a remote page may point its own name at 127.0.0.1 and make a browser call
-        us. If only this machine can call, the name must be one that no one else can own."""
+        """Check the `Host` header: a remote site can point its own name at 127.0.0.1 and make a
+        browser call us. If only this machine can reach the server, the name must be one that nobody
+        else can own."""
         config, host = self._config, request.headers.get("Host", "").lower()
         if not config.on_loopback or config.api_keys or not host or _HOST.fullmatch(host):
             return
@@ -335,7 +336,7 @@ class HttpFrontend:
                     self._body_room -= len(body) - held
                     held = len(body)
                     if self._body_room < 0:
-                        raise unavailable("too many large bodies are on their way")
+                        raise unavailable("too many large bodies are being received")
             return bytes(body)
         finally:
             self._body_room += held

@@ -36,7 +36,7 @@ _LONGEST_URL = 8192
 _CONNECTIONS = 64
 """At once, to all hosts together: each may bring `max_bytes` into memory."""
 _LOOKUPS = 4
-"""Names that are looked up at once."""
+"""Maximum number of names that are looked up concurrently."""
 
 _NAME = re.compile(r"(?=.{1,253}\Z)(?:[a-z0-9_-]{1,63}\.)*[a-z0-9_-]{1,63}")
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
@@ -78,7 +78,7 @@ class MediaLimits:
         for name, least in (("max_bytes", 1), ("max_redirects", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
-                raise InvalidConfig(f"{name} must be an integer from {least} on, got {value!r}")
+                raise InvalidConfig(f"{name} must be an integer of at least {least}, got {value!r}")
         if not 0 < self.timeout < 1e9:
             raise InvalidConfig(f"timeout must be a positive number, got {self.timeout!r}")
 
@@ -374,12 +374,14 @@ def _check_head(response: aiohttp.ClientResponse) -> None:
     """Raise `InvalidRequest` for an answer that cannot be a picture as it is."""
     if response.status != 200:
         raise InvalidRequest(
-            f"the image URL leads to no picture: its host answered {response.status}, not 200"
+            f"the image URL does not lead to a picture: its host answered {response.status}, "
+            "not 200"
         )
     kind = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
     if kind not in _UNTYPED and not _IMAGE.fullmatch(kind):
         raise InvalidRequest(
-            f"the image URL leads to no picture: its Content-Type is {kind[:100]!r}, not image/*"
+            f"the image URL does not lead to a picture: its Content-Type is {kind[:100]!r}, "
+            "not image/*"
         )
     encoding = ",".join(response.headers.getall("Content-Encoding", ())).strip().lower()
     if encoding not in ("", "identity"):

@@ -101,7 +101,7 @@ class Monitor:
         metrics.engine = self.collect
 
     async def start(self) -> None:
-        """Take the first look and start the monitoring tasks."""
+        """Check the engine once and start the monitoring tasks."""
         await self._look()
         self._tasks = [
             asyncio.ensure_future(self._keep_looking()),
@@ -133,7 +133,7 @@ class Monitor:
         if health.well != self._was_well:
             self._was_well = health.well
             if health.well:
-                log.warning("the engine is well again")
+                log.warning("the engine is healthy again")
             else:
                 log.error("the engine is %s: %s", health.status, health.culprit)
 

@@ -118,7 +118,7 @@ class Observation:
     async def trace(self, request: web.Request) -> web.StreamResponse:
         """`GET /trace?seconds=N`: the actors' activity meanwhile, for ui.perfetto.dev."""
         if self._tracer is None:
-            raise APIError(404, "a timeline is one engine's, and several answer here")
+            raise APIError(404, "a timeline belongs to one engine, but several serve here")
         seconds = _seconds(_only(request, "seconds", "1"))
         if self._tracing or self._exports >= _MOST_EXPORTS:
             later = {"Retry-After": "5"}

@@ -176,7 +176,7 @@ class ChatRequest(_Body, _Given, kw_only=True, forbid_unknown_fields=True):
         """Raise `APIError` for unsupported or contradictory fields."""
         check_tool_choice(self.tools or (), self.tool_choice)
         if self.top_logprobs and not self.logprobs:
-            raise invalid("top_logprobs goes with logprobs: true", "top_logprobs")
+            raise invalid("top_logprobs requires logprobs: true", "top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens):
             raise invalid(
                 "give max_completion_tokens or its older name max_tokens, not both", "max_tokens"
@@ -207,10 +207,10 @@ class TokenizeRequest(_Given, kw_only=True, forbid_unknown_fields=True):
         of_chats = (self.tools, self.chat_template_kwargs, self.add_generation_prompt)
         for value in (*of_chats, self.continue_final_message):
             if self.prompt is not None and value is not None:
-                raise invalid("a prompt goes through no template: give messages", "prompt")
+                raise invalid("no template is applied to a prompt: give messages", "prompt")
         if self.messages is not None and self.add_special_tokens:
             raise invalid(
-                "add_special_tokens goes with a prompt: a template writes its own",
+                "add_special_tokens requires a prompt: a template writes its own",
                 "add_special_tokens",
             )
 
@@ -346,7 +346,7 @@ class Decoder:
                 self._clean(value, inner, f"{path}{name}.")
                 continue
             if len(value) > MAX_ITEMS:
-                text = f"{name} has {len(value)} items, {MAX_ITEMS} at most"
+                text = f"{name} has {len(value)} items; at most {MAX_ITEMS} are accepted"
                 raise invalid(text, f"{path}{name}")
             for index, item in enumerate(value):
                 self._clean(item, inner, f"{path}{name}[{index}].")
@@ -402,7 +402,9 @@ def _take_other_names(body: Body, values: dict[str, Any]) -> None:
         other = name.replace("_", "_new_")
         if (given := getattr(body, other)) is not None:
             if values[name] not in (None, given):
-                raise invalid(f"{other} and {name} are one parameter: give one of them", other)
+                raise invalid(
+                    f"{other} and {name} are the same parameter: give only one of them", other
+                )
             values[name] = given
 
 
@@ -411,7 +413,7 @@ def wanted_logprobs(body: Body) -> int | None:
     if isinstance(body, ChatRequest):
         return (body.top_logprobs or 0) if body.logprobs else None
     if body.logprobs is True:
-        raise invalid("logprobs must be a whole number: how many are told", "logprobs")
+        raise invalid("logprobs must be an integer, the number of tokens to return", "logprobs")
     return None if body.logprobs is False else body.logprobs
 
 
@@ -424,13 +426,15 @@ def prompts(body: CompletionRequest, max_model_len: int) -> list[Prompt]:
         return [prompt]
     if not prompt:
         raise invalid(
-            "prompt must be text, token ids, or a list of texts and lists of token ids, and not be "
-            "empty",
+            "prompt must be text, token ids, or a list of strings and lists of token ids, and not "
+            "be empty",
             "prompt",
         )
     several: Sequence[Any] = [prompt] if isinstance(prompt[0], int) else prompt
     if len(several) > MAX_PROMPTS:
-        raise invalid(f"prompt has {len(several)} items, {MAX_PROMPTS} at most", "prompt")
+        raise invalid(
+            f"prompt has {len(several)} items; at most {MAX_PROMPTS} are accepted", "prompt"
+        )
     return [_prompt(item, None if truncates else max_model_len) for item in several]
 
 
@@ -441,7 +445,7 @@ def _prompt(item: str | int | list[Any], max_model_len: int | None) -> Prompt:
         raise context_length_exceeded(len(item), max_model_len)  # before each of them is looked at
     if isinstance(item, list) and item and all(isinstance(token, int) for token in item):
         return {"prompt_token_ids": item}
-    raise invalid("the items of prompt must be texts or lists of token ids", "prompt")
+    raise invalid("the items of prompt must be strings or lists of token ids", "prompt")
 
 
 def template_options(
@@ -459,7 +463,8 @@ def template_options(
     for reserved in ("messages", "tools", "add_generation_prompt", "continue_final_message"):
         if reserved in options:
             raise invalid(
-                f"chat_template_kwargs: {reserved!r} is a parameter of its own",
+                f"chat_template_kwargs must not contain {reserved!r}: it is a separate "
+                "parameter of the request",
                 "chat_template_kwargs",
             )
     if body.add_generation_prompt is not None:

@@ -84,7 +84,9 @@ async def _start(server: Server) -> None:
     )
     log.info("listening on %s", url_of(config, server.port))
     if not config.on_loopback and not config.api_keys:
-        log.warning("others can reach %s, and no API key is set (--api-key)", config.host)
+        log.warning(
+            "%s can be reached from other machines, and no API key is set (--api-key)", config.host
+        )
 
 
 class Asked(asyncio.Event):

@@ -71,7 +71,7 @@ class Tracer(Protocol):
     """An engine that can trace its actors."""
 
     async def trace(self, since: int = 0) -> Trace:
-        """Return the trace after a time of the monotonic clock, in ns."""
+        """Return the trace since a time on the monotonic clock, in ns."""
 
 
 class Watch(Protocol):

@@ -27,7 +27,7 @@ class JsonSchema(Struct, forbid_unknown_fields=True):
 
 
 class ResponseFormat(Struct, forbid_unknown_fields=True):
-    """The form of an answer in OpenAI's words."""
+    """The response format, as OpenAI's API defines it."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -203,7 +203,7 @@ def _of_format(wanted: ResponseFormat) -> dict[str, Any]:
         return {"json": wanted.json_schema.schema}
     if wanted.json_schema is not None:
         path = "response_format.json_schema"
-        raise invalid(f'{path} goes with the type "json_schema"', path)
+        raise invalid(f'{path} requires the type "json_schema"', path)
     if wanted.schema is not None:
         return {"json": wanted.schema}
     if wanted.type == "json_object":

@@ -93,7 +93,7 @@ class TextRoutes:
     # -- text and ids ---------------------------------------------------------------------
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
-        """`POST /tokenize`: of a text or of a conversation, as the engine would."""
+        """Handle `POST /tokenize`: tokenize a text or a conversation as the engine would."""
         body = await self._http.read(request, TokenizeRequest)
         texts = self._need_texts()
         if body.prompt is not None:

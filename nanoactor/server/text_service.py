@@ -244,7 +244,7 @@ class TextClient(Actor):
     async def call(self, method: str, arguments: bytes) -> TextReply:
         """Send a request and wait for its reply; raise `EngineOverloaded` if too many wait."""
         if self._waiting >= _WAITING:
-            raise EngineOverloaded(f"{_WAITING} texts wait to be tokenized already")
+            raise EngineOverloaded(f"{_WAITING} texts are already waiting to be tokenized")
         self._waiting += 1
         try:
             await self._room.acquire()  # released by the reply, even if it is no longer awaited

@@ -388,7 +388,7 @@ def _members(raw: str) -> dict[str, tuple[Any, str]]:
     at = _SPACE.match(raw, 0)
     place = at.end() if at else 0
     if raw[place : place + 1] != "{":
-        raise ValueError("it is no object")
+        raise ValueError("it is not an object")
     json.JSONDecoder(strict=False, parse_constant=_no_constant).decode(raw)
     found: dict[str, tuple[Any, str]] = {}
     reader = json.JSONDecoder(strict=False)
@@ -408,4 +408,4 @@ def _after(mark: re.Pattern[str], text: str, at: int) -> int:
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")

@@ -108,12 +108,14 @@ def check_tool_choice(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
     members = {"function": choice.function, "allowed_tools": choice.allowed_tools}
     given = [name for name, value in members.items() if value is not None]
     if given != [choice.type]:
-        raise invalid(f"tool_choice: the type {choice.type!r} needs {choice.type}", "tool_choice")
+        raise invalid(
+            f"tool_choice: the type {choice.type!r} needs the field {choice.type}", "tool_choice"
+        )
     names = {tool.function.name for tool in tools}
     for wanted in _wanted(choice):
         if wanted not in names:
             known = ", ".join(repr(tool.function.name) for tool in tools)
-            text = f"tool_choice: {wanted!r:.100} is none of the tools: {known}"
+            text = f"tool_choice: {wanted!r:.100} is not one of the tools: {known}"
             raise invalid(text, "tool_choice")
 
 

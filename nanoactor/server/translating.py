@@ -40,7 +40,7 @@ class Options:
 
 def split_pictures(parts: list[Chat], options: Options) -> tuple[Any, list[Chat]]:
     """Return the content of a tool's result, and the pictures in it that its message cannot show:
-    they follow in a message of the user's."""
+    they follow in a user message."""
     if options.shows_result_pictures:
         return content_of(parts), []
     texts = [part for part in parts if part["type"] == "text"]

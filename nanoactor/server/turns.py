@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 MOST = 4096
-"""Turns that are remembered."""
+"""Maximum number of turns remembered."""
 
 
 class Turns:

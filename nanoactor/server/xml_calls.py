@@ -43,7 +43,7 @@ _KINDS = {"null", "integer", "number", "boolean", "object", "array", "string"}
 
 
 class QwenCoderCalls(SteppedCalls):
-    """Feeds on pieces of text."""
+    """Parser of Qwen-Coder's XML calls; receives text in pieces."""
 
     def __init__(self, schemas: Mapping[str, Any] | None = None) -> None:
         """`schemas`: those of the functions' arguments, by name."""
@@ -266,4 +266,4 @@ def _coerced(text: str, kinds: frozenset[str]) -> str:
 
 
 def _refuse(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")

@@ -87,7 +87,7 @@ def _check_part(part: Any, index: int, role: str) -> None:
         raise InvalidRequest(f"content[{index}] must be text or a dict with a 'type'")
     name = TEXT_PARTS.get(kind) or THOUGHT_PARTS.get(kind)
     if name is not None and not isinstance(part.get(name), str):
-        raise InvalidRequest(f"content[{index}]: a part of type {kind!r} needs {name!r}, a text")
+        raise InvalidRequest(f"content[{index}]: a part of type {kind!r} needs a string {name!r}")
     if kind in THOUGHT_PARTS and role != "assistant":
         text = f"content[{index}]: {kind!r} belongs to messages of the role 'assistant'"
         raise InvalidRequest(text)

@@ -170,7 +170,7 @@ class _WindowDecoder:
         return text
 
     def push(self, token: int) -> str:
-        """Return the text that became certain."""
+        """Add a token; return the text that is now final."""
         if token in self._skipped or self._tokenizer.id_to_token(token) is None:
             return ""
         self._window.append(token)

@@ -111,7 +111,7 @@ def _check_sources(directory: Path) -> None:
     if not any(all((directory / name).exists() for name in source) for source in _SOURCES):
         others = " nor ".join(" with ".join(source) for source in _SOURCES)
         raise ModelError(
-            f"{directory} has no tokenizer.json, and neither {others} to make one of: add one of "
+            f"{directory} has no tokenizer.json, and neither {others} to make one from: add one of "
             "them, or serve token ids alone with skip_tokenizer_init=True"
         )
 

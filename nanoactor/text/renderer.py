@@ -220,7 +220,7 @@ class Renderer:
                 self.end()
                 raise OutOfResources(
                     "the process of the chat template ended before it had begun: the machine may "
-                    "have no more memory, threads or descriptors; its words are in the log"
+                    "have no more memory, threads or descriptors; its output is in the log"
                 ) from None
             if "model_error" in ready:
                 return ready
@@ -251,7 +251,7 @@ class _Job:
     """A conversation; lower ones go first."""
 
     turn: int
-    """0 at first, 1 once it has let others go first; negative to end."""
+    """0 at first, 1 after it has been put behind the others; negative ends the thread."""
     place: int
     number: int = dataclasses.field(compare=False)
     request: list[Any] = dataclasses.field(compare=False)

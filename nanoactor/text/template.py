@@ -194,7 +194,7 @@ class ChatTemplate:
         continues = options.pop("continue_final_message", False)
         if continues and options.setdefault("add_generation_prompt", False):
             raise InvalidRequest(
-                "continue_final_message and add_generation_prompt exclude each other"
+                "continue_final_message and add_generation_prompt are mutually exclusive"
             )
         show = self._continued if continues else self._rendered
         if not asks_for_forms(messages):

@@ -98,7 +98,7 @@ def _named(given: Any) -> dict[str, str]:
     if isinstance(given, list):
         found = {item["name"]: item["template"] for item in given}
     if not isinstance(found, dict) or not all(isinstance(one, str) for one in found.values()):
-        raise TypeError("chat_template must be a text, or texts by name")
+        raise TypeError("chat_template must be a string, or texts by name")
     return found
 
 

@@ -30,7 +30,8 @@ class TraceSummary:
     """Length of the interval that all tracks cover."""
     steps: int
     device_idle: float
-    """Share of the time with requests in the engine in which the (first) device was idle."""
+    """Of the time during which the engine had requests, the share that the (first) device was
+    idle."""
     hidden: float
     """Share of the actors' work that was done while the device computed."""
     busy: dict[str, float]

@@ -38,7 +38,7 @@ class MediaTaker:
         `mm_processor_kwargs`; the placeholders of a prompt say how they follow each other."""
         if data is None:
             if kwargs is not None:
-                raise InvalidRequest("mm_processor_kwargs go with multi_modal_data")
+                raise InvalidRequest("mm_processor_kwargs require multi_modal_data")
             return ()
         if not isinstance(data, Mapping):
             raise InvalidRequest(
@@ -73,7 +73,7 @@ class MediaTaker:
         have."""
         name = _KINDS[kind]
         if self._rules is None:
-            raise InvalidRequest(f"the model sees no {name}s: give text alone")
+            raise InvalidRequest(f"the model does not support {name}s: give text alone")
         limit = self._limits.get(kind)
         if limit is not None and count > limit:
             raise InvalidRequest(
@@ -105,7 +105,7 @@ class _Taking:
         self._counts = dict.fromkeys(_KINDS, 0)
 
     def picture(self, given: Any, detail: Any = "auto") -> None:
-        """Take a picture; one that was taken before, by an ingress, is as it was."""
+        """Add a picture; one that an ingress has already processed is kept as it is."""
         rules, number = self._next("image")
         if isinstance(given, Media):
             self.media.append(given)

@@ -85,7 +85,8 @@ def upright(image: Image.Image) -> Image.Image:
 
 
 def resize_image(image: Image.Image, height: int, width: int) -> NDArray[np.uint8]:
-    """Return the pixels of a picture that was made of pixels, (height, width, 3)."""
+    """Return the resized pixels of a picture that was not given as encoded bytes, (height, width,
+    3)."""
     with _refusing():
         return _resized(upright(image), height, width)
 
@@ -101,7 +102,7 @@ def _open(data: bytes | bytearray) -> Image.Image:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
         raise InvalidRequest(
-            f"the {len(data)} bytes are no picture that is known: {', '.join(FORMATS)}"
+            f"the {len(data)} bytes are not a picture in a known format: {', '.join(FORMATS)}"
         ) from None
     check_metadata(image.info)
     return image

@@ -186,7 +186,7 @@ def _area(kwargs: Mapping[str, Any], own: ImageConfig | VideoConfig) -> tuple[in
     known = {"min_pixels", "max_pixels", "size"}
     if wrong := [str(key) for key in kwargs if key not in known]:
         raise InvalidRequest(
-            f"mm_processor_kwargs: {wrong[0]!r:.50} is not known; there are min_pixels, "
+            f"mm_processor_kwargs: {wrong[0]!r:.50} is not known; supported: min_pixels, "
             "max_pixels and size"
         )
     size = kwargs.get("size") or {}
@@ -198,7 +198,7 @@ def _area(kwargs: Mapping[str, Any], own: ImageConfig | VideoConfig) -> tuple[in
         whole = isinstance(value, int) and not isinstance(value, bool)
         if not whole or not 1 <= value < _MOST_PIXELS:
             raise InvalidRequest(
-                f"mm_processor_kwargs: {name} must be a whole number from 1 to {_MOST_PIXELS - 1}"
+                f"mm_processor_kwargs: {name} must be an integer from 1 to {_MOST_PIXELS - 1}"
             )
     if most > own.max_pixels:
         raise InvalidRequest(
@@ -210,14 +210,16 @@ def _area(kwargs: Mapping[str, Any], own: ImageConfig | VideoConfig) -> tuple[in
 
 def _checked(least: int, most: int, own: ImageConfig | VideoConfig) -> tuple[int, int]:
     if max(least, own.factor**2) > most:
-        raise InvalidRequest(f"max_pixels {most} is less than min_pixels {least}, or a token's")
+        raise InvalidRequest(
+            f"max_pixels {most} is less than min_pixels {least} or than the pixels of one token"
+        )
     return least, most
 
 
 def _read_file(path: Path) -> bytes:
     try:
         if not path.is_file():  # a device or a pipe might have no end
-            raise InvalidRequest(f"{path} is no file")
+            raise InvalidRequest(f"{path} is not a file")
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
         if len(data) > MAX_BYTES:

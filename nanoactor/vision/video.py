@@ -53,8 +53,9 @@ class Video:
         if isinstance(frames, list | tuple) or (isinstance(frames, np.ndarray) and frames.ndim > 2):
             return video
         raise InvalidRequest(
-            "a video must be its frames: a list of pictures or a uint8 array (frames, height, "
-            f"width, channels), got {type(frames).__name__}; files are not decoded"
+            "a video must be given as frames: a list of pictures or a uint8 array (frames, "
+            f"height, width, channels), got {type(frames).__name__}; video files are not "
+            "decoded"
         )
 
 
@@ -111,5 +112,5 @@ def frame_times(video: Video, frames: int) -> list[float]:
     if not all(math.isfinite(time) and 0 <= time < _LATEST for time in times):
         raise InvalidRequest(f"a video's times must be from 0 to {_LATEST:.0f} seconds")
     if times != sorted(times):
-        raise InvalidRequest("a video's times must not go back")
+        raise InvalidRequest("a video's times must not decrease")
     return times

@@ -170,7 +170,7 @@ def test_as_many_candidates_as_leave_the_width_without_ends():
     ("wrong", "named"),
     [
         (dict(beam_width=0), "beam_width must be from 1"),
-        (dict(beam_width=2.5), "beam_width must be a whole number"),
+        (dict(beam_width=2.5), "beam_width must be an integer"),
         (dict(beam_width=None), "beam_width"),
         (dict(max_tokens=0), "max_tokens must be from 1"),
         (dict(max_tokens=None), "max_tokens"),
@@ -181,7 +181,10 @@ def test_as_many_candidates_as_leave_the_width_without_ends():
         (dict(length_penalty=11), "length_penalty must be a number in"),
         (dict(length_penalty=float("nan")), "length_penalty"),
         (dict(length_penalty=None), "length_penalty"),
-        (dict(structured_outputs={"regex": "a"}), "structured_outputs do not go with beam search"),
+        (
+            dict(structured_outputs={"regex": "a"}),
+            "structured_outputs cannot be combined with beam search",
+        ),
     ],
 )
 def test_parameters_that_cannot_be_are_named(wrong, named):

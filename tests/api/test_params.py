@@ -110,7 +110,7 @@ def test_stop_strings_need_text():
 def test_what_vllm_has_and_we_have_not_is_refused_with_the_reason():
     with pytest.raises(InvalidRequest, match=r"^logits_processors .* use logit_bias"):
         SamplingParams(logits_processors=[print])
-    with pytest.raises(InvalidRequest, match=r"^best_of was dropped .* ask for n answers"):
+    with pytest.raises(InvalidRequest, match=r"^best_of was dropped .* request n answers"):
         SamplingParams(best_of=2)
 
 
@@ -608,11 +608,11 @@ BAD_PROMPTS = {
     "ids_none": ({"prompt_token_ids": None}, "prompt_token_ids"),
     "ids_text": ({"prompt_token_ids": "12"}, "prompt_token_ids"),
     "ids_number": ({"prompt_token_ids": 12}, "prompt_token_ids"),
-    "ids_floats": ({"prompt_token_ids": [1.0, 2.0]}, "whole numbers"),
-    "ids_nan": ({"prompt_token_ids": [1, NAN]}, "whole numbers"),
-    "ids_bools": ({"prompt_token_ids": [True]}, "whole numbers"),
-    "ids_strings": ({"prompt_token_ids": ["1"]}, "whole numbers"),
-    "ids_with_none": ({"prompt_token_ids": [1, None]}, "whole numbers"),
+    "ids_floats": ({"prompt_token_ids": [1.0, 2.0]}, "integers"),
+    "ids_nan": ({"prompt_token_ids": [1, NAN]}, "integers"),
+    "ids_bools": ({"prompt_token_ids": [True]}, "integers"),
+    "ids_strings": ({"prompt_token_ids": ["1"]}, "integers"),
+    "ids_with_none": ({"prompt_token_ids": [1, None]}, "integers"),
     "ids_nested": ({"prompt_token_ids": [[1, 2]]}, "flat list"),
     "ids_ragged": ({"prompt_token_ids": [[1], [2, 3]]}, "flat list"),
     "ids_empty_nested": ({"prompt_token_ids": [[]]}, "flat list"),

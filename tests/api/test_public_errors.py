@@ -137,7 +137,7 @@ def test_a_call_that_fits_no_parameters_is_ours(llm, call):
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda llm: llm.generate(5), "prompts must be a text, a dict, or a list of them, got 5"),
+        (lambda llm: llm.generate(5), "prompts must be a string, a dict, or a list of them, got 5"),
         (lambda llm: llm.generate("a", "b"), "sampling_params must be SamplingParams"),
         (lambda llm: llm.chat(5), "messages must be a list of messages"),
         (lambda llm: llm.chat([{"role": "user", "content": "a"}], tools=5), "tools must be a list"),
@@ -191,11 +191,11 @@ def directory(path):
         (dangling, "is a link to .*nowhere, which does not exist"),
         (circular, "cannot be read"),
         (deep, "nested too deeply"),
-        (pipe, "is no regular file"),
-        (device, "is no regular file"),
-        (pipe_for_tokens, "is no regular file"),
-        (pipe_for_weights, "is no regular file"),
-        (directory, "is no regular file"),
+        (pipe, "is not a regular file"),
+        (device, "is not a regular file"),
+        (pipe_for_tokens, "is not a regular file"),
+        (pipe_for_weights, "is not a regular file"),
+        (directory, "is not a regular file"),
     ],
 )
 def test_odd_files_of_a_model_are_typed_errors(tmp_path, change, words):

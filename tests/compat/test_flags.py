@@ -303,11 +303,11 @@ def test_lists_and_switches_of_a_file_are_those_of_the_flags(tmp_path):
     ("text", "says"),
     [
         ("- a\n- b", "options by name are needed"),
-        ("a: [", "this is no YAML"),
+        ("a: [", "this is not YAML"),
         ("nonsense: 1", "unrecognized arguments: --nonsense=1"),
         ("enable-lora: true", "--enable-lora is not supported"),
         ("config: other.yaml", "a file names no other"),
-        ("model: [a, b]", "model must be a text"),
+        ("model: [a, b]", "model must be a string"),
     ],
 )
 def test_a_file_that_is_wrong_is_told(tmp_path, capsys, text, says):
@@ -326,7 +326,7 @@ def test_a_file_that_is_not_there_is_told(tmp_path, capsys):
     [
         ({"ssl_keyfile": "k"}, "go together"),
         ({"root_path": "llm"}, "must begin with a slash"),
-        ({"served_model_name": [""]}, "must be texts"),
+        ({"served_model_name": [""]}, "must be strings"),
         ({"tool_call_parser": "pythonic"}, "must be one of auto, hermes"),
         ({"log_level": "loud"}, "must be one of debug"),
     ],

@@ -254,5 +254,5 @@ def test_unknown_devices_are_refused_with_the_list():
         async with AsyncLLM("demo", placement="single", device="tpu"):
             pass
 
-    with pytest.raises(UnsupportedModel, match="'tpu' is not supported; known are cpu"):
+    with pytest.raises(UnsupportedModel, match="'tpu' is not supported; supported: cpu"):
         asyncio.run(main())

@@ -110,7 +110,9 @@ def test_several_prompts_find_room_all_together_or_not_at_all():
             with pytest.raises(EngineOverloaded, match="3 requests wait"):
                 llm.submit(["d", "e"], LONG)
             (fourth,) = llm.submit(["d"], LONG)
-            with pytest.raises(InvalidRequest, match="5 answers at once, but at most 4"):
+            with pytest.raises(
+                InvalidRequest, match="5 answers were requested at once, but at most 4"
+            ):
                 llm.submit(["f"] * 5, LONG)
             for request in (*three, fourth):
                 await anext(request)

@@ -153,7 +153,7 @@ def test_conversations_with_what_templates_may_be_told(converted):
             ),
         ):
             assert rendered(greeting, greedy(1), **named) == [said]
-        with pytest.raises(InvalidRequest, match="exclude each other"):
+        with pytest.raises(InvalidRequest, match="are mutually exclusive"):
             rendered(greeting, continue_final_message=True, add_generation_prompt=True)
         with pytest.raises(InvalidRequest, match="chat_template_kwargs must be a dict"):
             rendered(greeting, chat_template_kwargs=["tools"])

@@ -211,7 +211,11 @@ def test_an_unsupported_keyword_is_named(keyword):
             {"$ref": "#/$defs/x"},
             "^json_schema: Pointer '/\\$defs/x' does not exist$",
         ),
-        ("json_schema", {"oneOf": [{"minimum": 1}, {"maximum": 5}]}, "alternatives exclude each"),
+        (
+            "json_schema",
+            {"oneOf": [{"minimum": 1}, {"maximum": 5}]},
+            "alternatives are mutually exclusive",
+        ),
         ("json_schema", {"minLength": -1}, "^json_schema: Expected positive integer for 'minLen"),
         ("regex", "(a", "^regex: a regular expression cannot be used: unclosed group$"),
         ("regex", "(a)\\1", "backreferences are not supported$"),

@@ -123,7 +123,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def release_what_nobody_holds(self, data):
         block = data.draw(st.sampled_from(sorted(set(range(self.blocks)) - set(self.held()))))
-        with pytest.raises(ProtocolBug, match=f"block {block} is released but nobody holds it"):
+        with pytest.raises(ProtocolBug, match=f"block {block} is released but not held"):
             self.pool.release([block], self.planned)
 
     # -- what always holds --------------------------------------------------------------------
@@ -259,7 +259,7 @@ def test_the_first_block_of_a_content_keeps_its_name():
 def test_releasing_a_block_twice_raises():
     pool, held = filled(2)
     pool.release([held[0]], 1)
-    with pytest.raises(ProtocolBug, match=f"block {held[0]} is released but nobody holds it"):
+    with pytest.raises(ProtocolBug, match=f"block {held[0]} is released but not held"):
         pool.release([held[0]], 1)
     with pytest.raises(ProtocolBug, match=f"block {held[1]} is released"):
         pool.release([held[1], held[1]], 1)

@@ -219,7 +219,7 @@ def test_wrong_configurations_are_refused_by_name(tmp_path, key, value, kind, me
 def test_wrong_sections_are_refused(tmp_path, value):
     raw = raw_config(tmp_path)
     raw["text_config"]["rope_parameters"]["mrope_section"] = value
-    with pytest.raises(ModelError, match="mrope_section must be three whole numbers"):
+    with pytest.raises(ModelError, match="mrope_section must be three integers"):
         parse_config(raw)
 
 

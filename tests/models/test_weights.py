@@ -289,7 +289,7 @@ def test_a_shard_that_is_a_pipe_is_not_waited_for(sharded):
     shard = next(sharded.glob("*.safetensors"))
     shard.unlink()
     os.mkfifo(shard)
-    fails(sharded, WeightsError, shard, "is no regular file")
+    fails(sharded, WeightsError, shard, "is not a regular file")
 
 
 def test_a_file_that_the_index_does_not_name_is_named(sharded, caplog):
@@ -447,7 +447,7 @@ YARN = {"rope_type": "yarn", "factor": 2}
         (dict(rope_parameters=YARN | dict(rope_theta=1.0)), "rope_theta other than 1"),
         (
             dict(rope_parameters=YARN | dict(original_max_position_embeddings="x")),
-            "original_max_position_embeddings must be a positive whole number",
+            "original_max_position_embeddings must be a positive integer",
         ),
         (dict(rope_parameters=YARN | dict(truncate="no")), "truncate must be true or false"),
         (dict(attention_bias="no"), "attention_bias must be true or false"),

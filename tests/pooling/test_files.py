@@ -68,11 +68,11 @@ def test_what_is_not_known_is_refused_by_name(tmp_path, change, says):
     [
         ("modules.json", "[{", "is not readable as JSON"),
         ("modules.json", "[1]", "must be a list of modules with a type"),
-        ("modules.json", '[{"type": "a.Pooling", "path": "../x"}]', "is no folder of this"),
+        ("modules.json", '[{"type": "a.Pooling", "path": "../x"}]', "is not a folder of this"),
         ("modules.json", '[{"type": "a.Pooling", "path": "missing"}]', "does not exist"),
         ("1_Pooling/config.json", "{", "is not readable as JSON"),
-        ("config_sentence_transformers.json", '{"prompts": [1]}', "must be texts by name"),
-        ("config_sentence_transformers.json", '{"default_prompt_name": "q"}', "is none of its"),
+        ("config_sentence_transformers.json", '{"prompts": [1]}', "must map names to strings"),
+        ("config_sentence_transformers.json", '{"default_prompt_name": "q"}', "is not one of its"),
     ],
 )
 def test_files_that_are_wrong_are_refused_before_the_weights_are_read(tmp_path, name, text, says):

@@ -83,7 +83,7 @@ def test_who_has_roused_the_others_does_not_rouse_them_again_at_once():
         await heard(alarms.b)
         await asyncio.sleep(0.02)
         assert alarms.b.roused == alarms.c.roused == 1
-        alarms.b.rouse()  # that another node has done so is none of its business
+        alarms.b.rouse()  # that another node has done so is not one of its business
         await heard(alarms.c, 2)
 
     with_alarms(test, LONG)

@@ -111,7 +111,7 @@ def test_a_look_of_the_watchdog_that_fails_is_not_its_last(monkeypatch, caplog):
             await running.until(lambda: len(looks) > 3)
 
     asyncio.run(main())
-    assert "could not be looked at" in caplog.text
+    assert "could not be inspected" in caplog.text
 
 
 @pytest.mark.parametrize("where", ["glob", "read"])

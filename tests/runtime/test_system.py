@@ -266,7 +266,7 @@ def test_a_failed_start_leaves_no_descriptor():
 def test_a_system_starts_once():
     async def main():
         async with Running() as run:
-            with pytest.raises(RuntimeFault, match="starts once"):
+            with pytest.raises(RuntimeFault, match="can start only once"):
                 await run.system.start()
 
     asyncio.run(main())

@@ -91,7 +91,7 @@ def test_a_version_is_wanted_once_and_reported_once():
     resources = RankResources("mask", ranks=2)
     resources.want(1, 5)
     resources.note_ready(0, 1, 5)
-    with pytest.raises(ProtocolBug, match="wanted twice"):
+    with pytest.raises(ProtocolBug, match="requested twice"):
         resources.want(1, 5)
     with pytest.raises(ProtocolBug, match="rank 0 reports mask 5 of 1; it holds 5"):
         resources.note_ready(0, 1, 5)

@@ -122,7 +122,7 @@ def test_each_field_is_treated_as_the_table_says(route, field):
 
 NEW_PARAMETER = """
 import dataclasses
-from nanoactor import params
+from nanoactor.requests import params
 
 @dataclasses.dataclass(frozen=True)
 class More(params.SamplingParams):

@@ -243,7 +243,7 @@ def test_calls_reach_the_engine_as_a_specification():
         (dict(tool_choice="required"), "without tools"),
         (dict(tool_choice="required", tools=[]), "without tools"),
         (dict(tool_choice=NAMED), "without tools"),
-        (dict(tools=TOOLS[1:], tool_choice=NAMED), "'weather' is none of the tools: 'time'"),
+        (dict(tools=TOOLS[1:], tool_choice=NAMED), "'weather' is not one of the tools: 'time'"),
         (dict(tools=TOOLS, tool_choice="any"), "any"),
         (dict(tools=TOOLS, tool_choice={"type": "custom"}), "tool_choice"),
     ],

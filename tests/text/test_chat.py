@@ -519,7 +519,7 @@ def check_continued(path, messages):
     [
         (None, {}, "needs text"),
         ([{"type": "image"}], {}, "needs text"),
-        ("a", {"add_generation_prompt": True}, "exclude each other"),
+        ("a", {"add_generation_prompt": True}, "are mutually exclusive"),
         ("<think>x</think>y", {}, "does not show"),
         ("y<think>", {}, "does not show"),
     ],

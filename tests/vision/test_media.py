@@ -72,8 +72,8 @@ def test_low_detail_bounds_the_area():
     ("kwargs", "detail", "message"),
     [
         ({"fps": 2}, "auto", "'fps' is not known"),
-        ({"max_pixels": 0}, "auto", "max_pixels must be a whole number"),
-        ({"min_pixels": True}, "auto", "min_pixels must be a whole number"),
+        ({"max_pixels": 0}, "auto", "max_pixels must be an integer"),
+        ({"min_pixels": True}, "auto", "min_pixels must be an integer"),
         ({"size": 3}, "auto", "size must be a dict"),
         ({"max_pixels": 1 << 20}, "auto", "exceeds the model's own limit"),
         ({"max_pixels": 100}, "auto", "less than min_pixels"),

@@ -63,7 +63,8 @@ _FEW_PACKED_ROWS = 4
 for experts, the mean rows per expert."""
 _UNPACKED_OUTPUTS = 512
 _LARGE_BYTES = 2 << 20
-"""Size from which weights come from memory; with AMX, oneDNN multiplies those faster."""
+"""Size above which weights are read from memory rather than from a cache; with AMX, oneDNN
+multiplies such weights faster."""
 _SHARE = 0.1
 """Share of the free memory for weights that are kept in our layout besides oneDNN's."""
 _MANY_THREADS = 4
@@ -218,7 +219,7 @@ class CompiledCPUDevice(CPUDevice):
         return swiglu(gate_up) if self._takes(gate_up) else super().swiglu(gate_up)
 
     def rotation(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tables in float32, as the kernels compute."""
+        """Return the tables in float32, the type in which the kernels compute."""
         return cos.float().contiguous(), sin.float().contiguous()
 
     def norm_rotate_store(

@@ -82,7 +82,7 @@ class StateLayout:
 
     @property
     def freeze_ids(self) -> int:
-        """Ids that freeze a slot, by slot, column by column."""
+        """For each slot, the ids that freeze it, column by column."""
         return self.prompt_lengths + self.slots
 
     @property
@@ -97,7 +97,7 @@ class StateLayout:
 
     @property
     def row_positions(self) -> int:
-        """The position of each of these rows; -1 if it is its slot's next."""
+        """The position of each row in `rows`; -1 stands for its slot's next position."""
         return self.rows + self.slots
 
     @property
@@ -314,7 +314,7 @@ class HostBatch:
     def _choices(
         self, first: int, slots: Long, positions: Long, masks: Int32
     ) -> tuple[SampledRows[Array], ...]:
-        """Return the choices of the samplers from `first` on, made from the states of their
+        """Return the rows of all samplers from `first` on, which choose from the states of their
         slots."""
         most, parts = self._traits.fallback_at_once, []
         for at in range(first, len(slots), most):

@@ -71,7 +71,7 @@ class MixedSizes:
 
     @classmethod
     def of(cls, max_num_batched_tokens: int, max_num_seqs: int, sees: bool = False) -> MixedSizes:
-        """Return the sizes that an engine with these limits can need."""
+        """Return the sizes that an engine with these limits may need."""
         tokens = [size for size in _PREFILL_TOKENS if size < max_num_batched_tokens]
         if max_num_batched_tokens <= _PREFILL_TOKENS[-1]:
             tokens.append(max_num_batched_tokens)

@@ -90,6 +90,6 @@ class StepChoices:
     def _with_kept(
         self, hidden: torch.Tensor, parts: tuple[SampledRows[torch.Tensor], ...]
     ) -> torch.Tensor:
-        """Return `hidden` with the states that choices were made from, (rows + choices, hidden)."""
+        """Return `hidden` followed by the kept states of the choices, (rows + choices, hidden)."""
         kept = [self.kept.states.index_select(0, part.index) for part in parts]
         return torch.cat((hidden, *kept)) if kept else hidden

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Protocol
 
 _FIRST = {False: 3, True: 1}
-"""Steps that each choice gets before comparison: decode steps, and steps with prompts."""
+"""Number of steps that each choice runs before the choices are compared, by whether the step has
+prompts."""
 _WEIGHT = 0.3
 """Weight of the latest step in its kind's mean."""
 _PROBE, _PROBE_SOON = 64, 4

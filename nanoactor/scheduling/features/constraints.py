@@ -176,7 +176,7 @@ class Constraints(Feature):
             grammar = self._open[uid].grammar
             due = self._masks.wanted(uid)
             if grammar is None or due != position:
-                raise ProtocolBug(f"request {uid} is forced at {position}; due is {due}")
+                raise ProtocolBug(f"request {uid} is forced at {position}; {due} is due")
             self._masks.withdraw(uid)
             grammar.run = run
             self._forced += 1
@@ -243,7 +243,9 @@ class Constraints(Feature):
         """Raise `ProtocolBug` if any grammar is open."""
         self._masks.check_idle()
         if self._open or self._forced:
-            raise ProtocolBug(f"grammars of {sorted(self._open)} are open, though nobody lives")
+            raise ProtocolBug(
+                f"grammars of {sorted(self._open)} are open, though no sequence is alive"
+            )
 
     def figures(self) -> dict[str, int]:
         """Return the number of open grammars; counts since the start of masks used in the step that

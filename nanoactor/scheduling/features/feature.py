@@ -41,8 +41,9 @@ class Feature:
         """Note that a sequence gets a slot in this turn. It is `MATCHING`, or begins as a copy."""
 
     def answer(self, event: Answer, admitted: list[Sequence | None]) -> None:
-        """Take an answer of the block manager. `admitted` has an entry for each of its `uids`: the
-        sequence that starts to run; None if it gave up its slot meanwhile, or runs already."""
+        """Handle an answer from the block manager. `admitted` has an entry for each of its `uids`:
+        the sequence that starts to run, or None if it has since given up its slot or is already
+        running."""
 
     def encode(self, prefilling: Iterable[Sequence]) -> EncodeSlices | None:
         """Return the slices that the next step encodes, before its rows are chosen. `prefilling`

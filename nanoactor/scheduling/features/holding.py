@@ -149,7 +149,7 @@ class HeldAnswers(Feature):
     def check_idle(self) -> None:
         """Raise `ProtocolBug` if a sequence is held."""
         if self._since:
-            raise ProtocolBug(f"{sorted(self._since)} are held, though nobody lives")
+            raise ProtocolBug(f"{sorted(self._since)} are held, though no sequence is alive")
 
     def figures(self) -> dict[str, int]:
         """Return the number of paused sequences; how many resumed since the start in place, as

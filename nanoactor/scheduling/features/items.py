@@ -32,8 +32,8 @@ from nanoactor.scheduling.steps.turns import TurnBuilder
 
 
 class Pictures(Feature):
-    """Everything that the scheduler knows about items. Messages for vision workers, and numbers of
-    pixels to drop, are collected in `out` and `drops`."""
+    """Everything that the scheduler knows about items. Messages for vision workers are collected in
+    `out`, and the ids of pixels to drop in `drops`."""
 
     def __init__(self, limits: EncoderLimits) -> None:
         self.limits = limits
@@ -260,8 +260,8 @@ class Pictures(Feature):
         self._pixels.check_idle()
         if held or self._by_pixels or self.budget.spent:
             raise ProtocolBug(
-                f"idle, but items {held} have users, pixels {[*self._by_pixels]} are wanted and "
-                f"{self.budget.spent} pages are not back"
+                f"idle, but items {held} have users, pixels {[*self._by_pixels]} are still "
+                f"requested and {self.budget.spent} pages have not been returned"
             )
 
     def figures(self) -> dict[str, int]:

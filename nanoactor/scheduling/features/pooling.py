@@ -50,4 +50,4 @@ class Pooling(Feature):
     def check_idle(self) -> None:
         """Raise `ProtocolBug` if a sum is left."""
         if self._sums:
-            raise ProtocolBug(f"sums are left of requests {[*self._sums]}")
+            raise ProtocolBug(f"sums of requests {[*self._sums]} are left over")

@@ -142,7 +142,9 @@ class PageBudget:
     def debit(self, pages: int) -> None:
         """Spend pages. Raises `ProtocolBug` if there are fewer credits."""
         if pages > self._credits:
-            raise ProtocolBug(f"{pages} pages are spent, but there are {self._credits} credits")
+            raise ProtocolBug(
+                f"cannot spend {pages} pages: only {self._credits} credits are available"
+            )
         self._credits -= pages
 
     def refund(self, pages: int) -> None:

@@ -49,7 +49,7 @@ class RankResources:
             self._resources[owner] = _Resource(version, self._ticks)
         else:
             if version <= resource.version:
-                raise ProtocolBug(f"{self._name} {version} of {owner} is wanted twice")
+                raise ProtocolBug(f"{self._name} {version} of {owner} was requested twice")
             self.withdraw(owner)
             resource.version, resource.since, resource.is_wanted = version, self._ticks, True
         self.missing += not self.is_ready(owner)

@@ -1,4 +1,4 @@
-"""Reasons for which a sequence ends."""
+"""Reasons why a sequence ends."""
 
 from __future__ import annotations
 

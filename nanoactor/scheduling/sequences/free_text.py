@@ -30,7 +30,7 @@ def last_gate(free: FreeText | None) -> int:
 
 
 def next_gate(free: FreeText, gate: int, index: int, token: int) -> int:
-    """Return the gate after a token, which has this index in the output."""
+    """Return the gate after `token`, which is at `index` in the output."""
     if index == 0 and not free.thinks and token == free.think_id >= 0:
         return free.close_id
     if gate == NO_GATE or token != gate:

@@ -185,7 +185,7 @@ class Sequence:
     # -- phases ---------------------------------------------------------------------------
 
     def follow(self) -> None:
-        """Wait for another answer to compute the prompt."""
+        """Wait for another sequence of the request to compute the prompt."""
         self.phase = Phase.FOLLOWING
         self.group.followers.append(self)
 

@@ -229,7 +229,7 @@ class RunningTable:
         return columns
 
     def append_one(self, slot: int, token: int) -> None:
-        """Append a token to one slot; a stepwise one computes its position next."""
+        """Append a token to one slot; a stepwise slot computes that token's position next."""
         self.tokens[slot, self.known[slot]] = token
         self.known[slot] += 1
         if self.stepwise[slot]:

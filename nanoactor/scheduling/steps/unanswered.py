@@ -61,7 +61,7 @@ class Unanswered:
         sequence's."""
         entry = self._admitted.popleft()
         if entry.sequence.uid != uid:
-            raise ProtocolBug(f"request {uid} is answered, due was {entry.sequence.describe()}")
+            raise ProtocolBug(f"request {uid} is answered, but due was {entry.sequence.describe()}")
         return entry
 
     def hold_back(self, event: StepDone) -> bool:

@@ -74,8 +74,8 @@ class MessagesWriter(BlockWriter):
         }
 
     def _usage(self) -> dict[str, int]:
-        """Return the token counts, without the cached part of the prompt, as in Anthropic's API.
-        Its size is known only at the end."""
+        """Return the token counts as in Anthropic's API: the input count excludes the cached part
+        of the prompt, whose size is known only at the end."""
         answer = self.answer
         return {
             "input_tokens": answer.prompt_tokens - answer.cached,

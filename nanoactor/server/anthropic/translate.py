@@ -116,7 +116,7 @@ def _choice(body: MessagesRequest | CountTokensRequest, tools: _Tools) -> Chat:
             raise invalid('tool_choice: the type "tool" needs a name', "tool_choice.name")
         if choice.name not in tools.orders:
             known = ", ".join(map(repr, tools.orders)) or "there are none"
-            text = f"tool_choice: {choice.name!r:.100} is none of the tools: {known}"
+            text = f"tool_choice: {choice.name!r:.100} is not one of the tools: {known}"
             raise invalid(text, "tool_choice.name")
         found["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
     elif choice.type == "any" or tools.functions:
@@ -141,7 +141,7 @@ class _Tools:
             name = needed(tool.name or None, "name", path)
             schema = ordered_schema(needed(tool.input_schema, "input_schema", path))
             if name in self.orders:
-                raise invalid(f"{path}: the name {name!r:.100} stands twice", f"{path}.name")
+                raise invalid(f"{path}: the name {name!r:.100} appears twice", f"{path}.name")
             self.orders[name] = ArgumentOrder(schema)
             self.functions.append(function_tool(name, tool.description, schema, tool.strict))
 
@@ -229,7 +229,7 @@ class _Reader:
             case "document":
                 source = _source(block, path)
                 if source.type != "text" or source.data is None:
-                    raise invalid(f"{path}: of documents only text is taken", f"{path}.source")
+                    raise invalid(f"{path}: only text documents are supported", f"{path}.source")
                 return [text_part("\n".join(filter(None, (block.title, source.data))))]
             case "search_result":
                 origin = block.source if isinstance(block.source, str) else None
@@ -240,7 +240,7 @@ class _Reader:
                 return []
         if self._is_of_server(block):
             return []
-        raise invalid(f"{path}: the type {block.type!r:.100} is not taken here", f"{path}.type")
+        raise invalid(f"{path}: the type {block.type!r:.100} is not supported here", f"{path}.type")
 
     def _is_of_server(self, block: Block) -> bool:
         of_server = block.type in _SERVER_BLOCKS or block.type.endswith("_tool_result")
@@ -264,7 +264,10 @@ class _Reader:
                 case "tool_use":
                     calls.append(self._call(block, at))
                 case _ if not self._is_of_server(block):
-                    raise invalid(f"{at}: an assistant has no {block.type!r:.100}", f"{at}.type")
+                    raise invalid(
+                        f"{at}: an assistant message cannot contain a {block.type!r:.100} block",
+                        f"{at}.type",
+                    )
         message = _said("assistant", "\n".join(text for text in texts if text))
         if shown := "\n".join(text for text in thoughts if text):
             message["reasoning_content"] = shown

@@ -64,7 +64,8 @@ class EmbeddingRequest(_Pooled, kw_only=True, forbid_unknown_fields=True):
 def _ids(given: Any) -> Prompt:
     if not isinstance(given, list) or not all(isinstance(token, int) for token in given):
         raise invalid(
-            "input must be a text, a list of token ids, or a list of either, not a mixture", "input"
+            "input must be a string, a list of token ids, or a list of either, not a mixture",
+            "input",
         )
     return {"prompt_token_ids": given}
 
@@ -73,7 +74,7 @@ def _check_count(name: str, given: Sequence[Any]) -> None:
     if not given:
         raise invalid(f"{name} is empty", name)
     if len(given) > MAX_INPUTS:
-        raise invalid(f"{name} has {len(given)} items, {MAX_INPUTS} at most", name)
+        raise invalid(f"{name} has {len(given)} items; at most {MAX_INPUTS} are accepted", name)
 
 
 class Document(Struct, forbid_unknown_fields=True):

@@ -184,7 +184,8 @@ def _vectors(outputs: Sequence[EmbeddingRequestOutput], packed: bool) -> Iterato
 async def _joined(
     head: dict[str, Any], name: str, members: Iterator[bytes], tail: dict[str, Any]
 ) -> bytes:
-    """Return an object as JSON: `head`, a list of members, and `tail`; others run meanwhile."""
+    """Return an object as JSON: `head`, the list `name` of members, and `tail`. Lets other tasks
+    run in between."""
     parts = []
     for number, member in enumerate(members):
         parts.append(member)

@@ -122,7 +122,7 @@ class ResponsesWriter(BlockWriter):
         return found | ({"namespace": namespace} if namespace is not None else {})
 
     def scored(self, entries: list[Entry]) -> None:
-        """Take log-probabilities, before the pieces that these tokens make."""
+        """Add the log-probabilities of tokens; call this before the pieces with their text."""
         self._scores.push(entries)
 
     def opened(self, kind: str) -> list[Event]:

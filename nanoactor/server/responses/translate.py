@@ -79,7 +79,7 @@ class Tools:
             is_unique = namespace is None or counts[inner] == 1
             name = inner if is_unique else f"{namespace}__{inner}"
             if name in self.origins:
-                raise invalid(f"{path}: the name {name!r:.100} stands twice", f"{path}.name")
+                raise invalid(f"{path}: the name {name!r:.100} appears twice", f"{path}.name")
             self.origins[name] = namespace, inner
             self._names[namespace, inner] = name
             schema = None if tool.parameters is None else ordered_schema(tool.parameters)
@@ -202,7 +202,7 @@ def _named(choice: Any, tools: Tools, path: str) -> Chat:
     shown = tools.name(namespace if isinstance(namespace, str) else None, name)
     if shown not in tools.origins:
         known = ", ".join(map(repr, tools.origins)) or "there are none"
-        raise invalid(f"{path}: {name!r:.100} is none of the tools: {known}", path)
+        raise invalid(f"{path}: {name!r:.100} is not one of the tools: {known}", path)
     return {"type": "function", "function": {"name": shown}}
 
 
@@ -263,7 +263,7 @@ class _Reader:
         if kind.startswith("custom_tool"):
             raise invalid(f"{path}: custom tools are not supported", at)
         if not kind.endswith(_OF_HOSTED) and kind not in _OF_CONTEXT:
-            raise invalid(f"{path}: the type {kind!r} is not taken here", at)
+            raise invalid(f"{path}: the type {kind!r} is not supported here", at)
         self._warn(f"input: {kind[:60]}", LEFT_OUT)
 
     def _message(self, item: Item, path: str) -> Iterator[Chat]:
@@ -333,7 +333,9 @@ class _Reader:
             return text_part(needed(part.refusal, "refusal", path))
         if part.type != "input_image":
             what = "files are" if "file" in part.type else f"the type {part.type!r:.100} is"
-            raise invalid(f"{path}: {what} not taken here: only text and images", f"{path}.type")
+            raise invalid(
+                f"{path}: {what} not supported here: only text and images", f"{path}.type"
+            )
         if not self._options.sees:
             raise invalid("this model takes no images, only text", f"{path}.type")
         if part.image_url is None:
@@ -348,7 +350,7 @@ class _Reader:
 def _text_of(value: Any, name: str, path: str) -> str:
     """Return a member that is a text in this type of item, and something else in others."""
     if not isinstance(needed(value, name, path), str):
-        raise invalid(f"{path}.{name} must be a text", f"{path}.{name}")
+        raise invalid(f"{path}.{name} must be a string", f"{path}.{name}")
     return str(value)
 
 
@@ -358,7 +360,7 @@ def _output_of(item: Item, path: str) -> str | list[Part]:
     if isinstance(given, str):
         return given
     if not isinstance(given, list) or not all(isinstance(one, dict) for one in given):
-        raise invalid(f"{path}.output must be a text or a list of parts", f"{path}.output")
+        raise invalid(f"{path}.output must be a string or a list of parts", f"{path}.output")
     known = [{k: v for k, v in one.items() if k in Part.__struct_fields__} for one in given]
     try:
         return msgspec.convert(known, list[Part])

@@ -25,7 +25,7 @@ from numba.extending import intrinsic
 log = logging.getLogger("nanoactor.models.cpu")
 
 FLOAT = np.float32(0)
-"""`like` of float32, ..."""
+"""Value of `like` for float32. (and for BITS: Value of `like` for bfloat16.)"""
 BITS = np.uint16(0)
 """... and of bfloat16."""
 _LIKE: dict[torch.dtype, np.generic] = {torch.float32: FLOAT, torch.bfloat16: BITS}

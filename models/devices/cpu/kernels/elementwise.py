@@ -136,7 +136,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm of x + residual, x + residual)."""
+    """Return (norm(x + residual), x + residual)."""
     x, residual, size = x.contiguous(), residual.contiguous(), x.shape[-1]
     y, total = torch.empty_like(x), torch.empty_like(x)
     at = x.data_ptr(), residual.data_ptr(), weight.data_ptr(), y.data_ptr(), total.data_ptr()

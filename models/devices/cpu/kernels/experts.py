@@ -34,7 +34,7 @@ def _swish(gate, up):
 
 @inlined_reordered
 def _activate(values, matrix, between, begin, end, j, like):
-    """Compute the j-th number between an expert's projections, of its rows."""
+    """Compute the j-th intermediate value (between the projections) of an expert's rows."""
     inner = between.shape[1]
     for row in range(begin, end - 3, 4):
         gates = _four(values, matrix, row, j)

@@ -1,4 +1,4 @@
-"""Experts of a few tokens with matrices in e4m3, which are unpacked as they are read."""
+"""Expert products for a few tokens. Matrices are in e4m3 and are unpacked as they are read."""
 
 from __future__ import annotations
 

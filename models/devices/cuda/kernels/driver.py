@@ -31,9 +31,9 @@ def _check(result: tuple[Any, ...]) -> Any:
 def tensor_map(
     kind: str, address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]
 ) -> bytes:
-    """Describe an array to the copy engine, which exchanges 16-byte chunks (chunk ^ row) within 128
-    bytes. `sizes` and `box` count elements of type `kind`, innermost first; `strides` count bytes,
-    of all dimensions but the first. Raises `DriverError`."""
+    """Describe an array to the copy engine, which swizzles 16-byte chunks (chunk ^ row) within 128
+    bytes. `sizes` and `box` count elements of type `kind`, innermost first; `strides` are in bytes,
+    for all dimensions but the first. Raises `DriverError`."""
     driver = _driver()
     wide, small = driver.cuuint64_t, driver.cuuint32_t
     made = _check(

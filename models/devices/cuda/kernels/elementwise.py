@@ -132,7 +132,8 @@ def _rotary(x, cosines, sines, output, stride, heads, half: tl.constexpr, padded
 def norm_rotate_store(
     qkv: torch.Tensor, how: HeadTransform, cache: KVCache, slots: torch.Tensor
 ) -> torch.Tensor:
-    """Norm and rotate the heads of queries and keys, store keys and values; returns the queries.
+    """Normalize and rotate the heads of queries and keys, store keys and values, and return the
+    queries.
 
     `qkv` is (tokens, heads + 2 * kv_heads, head_dim), contiguous; cosines and sines are (tokens,
     head_dim / 2); `slots` int64 (tokens,).

@@ -25,8 +25,8 @@ class TritonExperts:
     """Runs each token through its experts."""
 
     def __init__(self, weights: ExpertWeights, packs: bool, kernels: Kernels | None = None) -> None:
-        """Keep FP8 experts packed if `packs` and the kernels support their blocks. `kernels`: those
-        in CUDA C++. Raises `DriverError`."""
+        """Keep FP8 experts packed if `packs` is set and the kernels support their blocks.
+        `kernels`: the CUDA C++ kernels. Raises `DriverError`."""
         why = _refusal(weights) if packs else None
         packed = self._packed = _packed_of(weights) if packs else None
         self._few: experts_few.Matrices

@@ -4,8 +4,8 @@ that are rounded to e4m3 with a scale for each token and block of inputs.
 Source: DeepSeek-V3 Technical Report, arXiv:2412.19437, section 3.3.2: each block of inputs is
 multiplied separately, and its sums are scaled before they are added in float32.
 
-Outputs are a tile's rows and tokens its columns: a tensor core takes 64 rows at least, and 8
-columns.
+A tile's rows are outputs and its columns are tokens, because a tensor core takes at least 64 rows
+but only 8 columns.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nanoactor.models.weights.whole_step import PackedMatrix
 LARGEST = 448.0
 """Largest e4m3 number."""
 _LEAST = 1e-12
-"""Minimum of a scale times `LARGEST`: zeros stay zeros."""
+"""Lower bound of a scale times `LARGEST`, so that zeros stay zeros."""
 _BLOCKS = (32, 64, 128)
 """Block sizes, in inputs, that the kernels support."""
 _ROWS = 16

@@ -68,7 +68,7 @@ def _mask_rows(
 
 @triton.jit
 def _mark_nothing_allowed(highest, chosen, parts, padded: tl.constexpr):
-    """Mark rows without a token but with sound logits: their mask allows no id."""
+    """Mark rows that have finite logits but got no token: their mask allows no id."""
     row = tl.program_id(0)
     column = tl.arange(0, padded)
     maxima = tl.load(highest + row * parts + column, mask=column < parts, other=float("-inf"))

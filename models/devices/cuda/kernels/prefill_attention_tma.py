@@ -50,7 +50,8 @@ _AT_ONCE, _WAVES = 2, 5
 """Programs that share a multiprocessor, and its maximum number of consecutive waves of them if
 contexts are divided."""
 _MOST_WAYS, _COST = 16, 0.04
-"""Maximum parts of a context, and the cost of one more as a share of the undivided time."""
+"""Maximum number of parts of a context, and the cost of each additional part as a fraction of the
+undivided time."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -23,8 +23,8 @@ from nanoactor.models.devices.cuda.kernels.routing import blocks_of
 
 
 def supports(gate_up: Packed, down: Packed) -> bool:
-    """Return whether these kernels support a layer's experts: what gates and ups give must be whole
-    blocks of the next product's inputs."""
+    """Return whether these kernels support a layer's experts: the outputs of the gate and up
+    projections must form whole blocks of the next product's inputs."""
     inner = gate_up.weight.shape[1] // 2
     return gate_up.block == down.block == BLOCK and inner % BLOCK == 0 and down.offset == 0
 

@@ -54,7 +54,8 @@ class Variant:
 
     @property
     def _stage(self) -> int:
-        """Return bytes of a stage: of the matrix, of rows, of their scales; and two barriers."""
+        """Return the size of a stage in bytes: the matrix, the rows, their scales and two
+        barriers."""
         return (128 * self.halves + self.tokens) * BLOCK + 4 * self.tokens + 16
 
     @property
@@ -70,8 +71,9 @@ class Variant:
 
     @property
     def bounds(self) -> int:
-        """Return the number of threads that registers are divided among: more than a block has, so
-        that it fits beside blocks of the previous kernel. Tiles of 128 rows need all registers."""
+        """Return the number of threads to divide the registers among: more than a block has, so
+        that the block fits beside blocks of the previous kernel. Tiles of 128 rows need all
+        registers."""
         return THREADS if self.tokens == 128 else 512
 
 
