@@ -84,7 +84,7 @@ class AttentionBatch:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FinalRows:
-    """Tokens with hidden states that are read after the last layer. That layer stores the keys and
+    """Tokens whose hidden states are read after the last layer. That layer stores the keys and
     values of all tokens, and computes the rest for these alone."""
 
     index: torch.Tensor

@@ -79,8 +79,8 @@ class Columns:
 
 
 class Generate:
-    """For `Dataset.map_batches`, with `batch_format="numpy"` and a pool of actors: an engine that
-    processes rows, a batch at a time and as many rows of it at once as it runs.
+    """An engine for `Dataset.map_batches`, with `batch_format="numpy"` and a pool of actors. It
+    processes one batch at a time, with as many of its rows at once as the engine can run.
 
     If a row fails, the reason is in the `error` column, and other rows are unaffected; transient
     errors are retried. With `on_error="raise"` the job fails instead.

@@ -194,7 +194,8 @@ def receive_descriptors(connection: Connection, count: int) -> list[int]:
 
 
 class ChannelHandler(logging.Handler):
-    """Sends a child's log records to the parent, which handles them by its own logging setup."""
+    """Sends a child's log records to the parent, which handles them according to its own logging
+    setup."""
 
     def __init__(self, connection: Connection, lock: threading.Lock) -> None:
         super().__init__()

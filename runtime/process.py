@@ -20,9 +20,9 @@ def interpreter() -> str:
     if there is none: it would start the program itself again."""
     if getattr(sys, "frozen", False):
         raise UnsupportedPlatform(
-            "this program is frozen into a bundle (PyInstaller, say), and has no interpreter to "
-            "start the engine's processes with: run it from a Python environment, or have it talk "
-            "to `nanoactor serve` there"
+            "this program is frozen into a bundle (by PyInstaller, for example) and has no "
+            "interpreter to start the engine's processes with: run it from a Python "
+            "environment, or run `nanoactor serve` in one and have this program connect to it"
         )
     if not sys.executable:
         raise UnsupportedPlatform(
@@ -33,8 +33,9 @@ def interpreter() -> str:
 
 
 def working_directory() -> str | None:
-    """Return the working directory for a child: None for this process's own, unless that was
-    deleted, as by a deployment that swaps directories; some libraries exit without one."""
+    """Return the working directory for a child: None (this process's own) unless that was deleted,
+    for example by a deployment that swaps directories; some libraries exit if the directory does
+    not exist."""
     try:
         os.getcwd()
     except OSError:

@@ -98,8 +98,9 @@ class System:
     async def start(self) -> None:
         """Start every node and wait until all are ready.
 
-        Raises the exception of an actor's set-up, if its class is `picklable`, else `StartupFailed`
-        with the name of the actor or node and its traceback. Nothing is left running then.
+        If an actor's set-up fails, raises its exception if the exception's class is `picklable`,
+        else `StartupFailed` with the name of the actor or node and its traceback. In either case
+        nothing is left running.
         """
         if self._loop is not None:
             raise RuntimeFault("a system can start only once; create a new one")
@@ -345,7 +346,7 @@ class System:
 
     @property
     def dead(self) -> BaseException | None:
-        """Return why the system became useless, if it did."""
+        """Return the error that made the system unusable, if there was one."""
         return self._dead
 
     @property
@@ -384,7 +385,7 @@ class System:
         return [answer.result() for answer in answers if answer.done()]
 
     def _hear(self, child: ChildProcess, message: Any) -> None:
-        """Take a control message, on the loop."""
+        """Handle a control message; runs on the event loop."""
         match message:
             case _ if self._children.by_name.get(child.name) is not child:
                 pass  # it was replaced

@@ -161,7 +161,7 @@ class PortableOperators:
         positions: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Fill in block * block_size + offset."""
+        """Fill `slot_mapping` with block * block_size + offset for each position."""
         size, width = tables.block_size, tables.blocks.shape[1]
         at = slots * width + torch.div(positions, size, rounding_mode="floor")
         blocks = tables.blocks.view(-1).index_select(0, at)

@@ -136,7 +136,8 @@ class Captured(Protocol):
     """Recorded work that is queued as one."""
 
     def replay(self, lengths: HostSeqLens) -> torch.Tensor:
-        """Queue it; returns the recorded function's result, rewritten."""
+        """Queue the recorded work; return the recorded function's result tensor, which the replay
+        overwrites."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -196,7 +197,8 @@ class Runtime(Protocol):
         """Start to track peak allocation."""
 
     def peak(self) -> int:
-        """Return the peak of allocated bytes since `reset_peak`, less those allocated then."""
+        """Return the peak number of bytes allocated since `reset_peak`, minus the number allocated
+        at that call."""
 
     def pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """Allocate a host tensor for asynchronous copies from and to the device."""

@@ -30,7 +30,7 @@ class FeedForward(Protocol):
 
 
 def make_mixer(spec: MixerSpec, context: LayerContext, prefix: str) -> Mixer:
-    """Return the mixer of a description, with the weights named with `prefix`."""
+    """Return the mixer that a spec describes, with the weights whose names begin with `prefix`."""
     mixer: Mixer = _class_of(spec.implementation)(spec, context, prefix)
     return mixer
 

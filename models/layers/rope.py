@@ -53,7 +53,7 @@ def interleaved_axes(sections: tuple[int, int, int], frequencies: int) -> torch.
 
 
 def _frequencies(config: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
-    """Return (frequency of each pair of dimensions, factor on cosines and sines)."""
+    """Return (frequency of each pair of dimensions, factor applied to cosines and sines)."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     frequencies = 1.0 / config.theta**exponents
     if config.kind == "linear":

@@ -25,7 +25,7 @@ class VisionConfig:
     patch_size: int
     """Pixels of a patch's side."""
     temporal_patch_size: int
-    """Frames of a patch; a picture is repeated to this many."""
+    """Number of frames in a patch; a picture is repeated that many times."""
     merge_size: int
     """Patches of the side of a square that becomes one token."""
     out_hidden_size: int
@@ -63,7 +63,8 @@ def parse_vision(raw: Mapping[str, Any], origin: object) -> VisionConfig:
     where = f"{origin}: {_KEY}"
     if section.get("hidden_act", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
         raise UnsupportedModel(
-            f"{where}: hidden_act {section['hidden_act']!r}; only gelu_pytorch_tanh is known"
+            f"{where}: hidden_act is {section['hidden_act']!r}, but only gelu_pytorch_tanh is "
+            "supported"
         )
     depth = positive(section, "depth", where, 27)
     positions = positive(section, "num_position_embeddings", where, 2304)
@@ -94,8 +95,8 @@ def _check(config: VisionConfig, positions: int, where: str) -> None:
         raise ModelError(f"{where}: num_position_embeddings must be a square, got {positions}")
     if config.hidden_size % (4 * config.num_heads):
         raise ModelError(
-            f"{where}: hidden_size {config.hidden_size} must be 4 x num_heads {config.num_heads} "
-            "or a multiple: each head turns by rows and by columns"
+            f"{where}: hidden_size {config.hidden_size} must be a multiple of 4 x num_heads "
+            f"{config.num_heads}: each head is rotated by rows and by columns"
         )
 
 

@@ -47,7 +47,7 @@ class ImageConfig:
         if short < 1 or long > MOST_ASPECT * short:
             raise ValueError(
                 f"a picture of {width} x {height} pixels is too narrow: its longer side may be "
-                f"{MOST_ASPECT} times the shorter one at most"
+                f"at most {MOST_ASPECT} times the shorter one"
             )
         factor, area = self.factor, height * width
         rounded = tuple(round(side / factor) * factor for side in (height, width))
@@ -61,8 +61,9 @@ class ImageConfig:
         return rounded[0], rounded[1]
 
     def pixel_table(self) -> NDArray[np.float32]:
-        """Return the normalized value of each of a channel's 256 values, (channels, 256): the
-        float64 and float32 roundings of transformers' NumPy backend, bit for bit, on any device."""
+        """Return the normalized form of each of the 256 values of a channel, (channels, 256), with
+        the same float64 and float32 rounding as transformers' NumPy backend: bit-identical on any
+        device."""
         scaled = (np.arange(256, dtype=np.float64) * self.rescale).astype(np.float32)
         mean, std = np.array(self.mean, np.float32), np.array(self.std, np.float32)
         table: NDArray[np.float32] = (scaled[None] - mean[:, None]) / std[:, None]
@@ -87,7 +88,7 @@ def read_image_config(directory: Path, vision: VisionConfig) -> ImageConfig:
 def parse_image_config(
     raw: Mapping[str, Any], vision: VisionConfig, origin: object = "image config"
 ) -> ImageConfig:
-    """Return the rules from a dictionary; `origin` names it in errors."""
+    """Parse the rules from a dictionary; errors refer to the dictionary as `origin`."""
     size = raw.get("size") or {}
     if not isinstance(size, dict):
         raise ModelError(f"{origin}: size must be an object, got {size!r}")

@@ -38,7 +38,7 @@ class Grid:
 
 @dataclasses.dataclass(slots=True)
 class TowerState:
-    """State of pictures in the tower."""
+    """State of pictures that the tower is encoding."""
 
     x: torch.Tensor
     """Hidden states, (patches, hidden)."""

@@ -46,7 +46,8 @@ class VideoConfig:
         more than `MOST_ASPECT` times the other."""
         if not self.together <= frames <= self.max_frames:
             raise ValueError(
-                f"a video has {self.together} to {self.max_frames} frames, this one has {frames}"
+                f"a video must have {self.together} to {self.max_frames} frames, but this one "
+                f"has {frames}"
             )
         factor, shown = self.factor, (height, width)
         if min(height, width) < factor:

@@ -378,7 +378,7 @@ class RandomWeights(Weights):
         """Do nothing: there are no other tensors."""
 
     def least_bytes(self, spare: Collection[str] = ()) -> int:
-        """Return 0: without files it is unknown."""
+        """Return 0: without files the size is unknown."""
         return 0
 
     def __contains__(self, name: str) -> bool:

@@ -39,7 +39,7 @@ class Projection:
     inputs: int
     """Total inputs of the matrices."""
     columns: Span | None = None
-    """The wanted inputs; None: all."""
+    """The inputs to load; None: all."""
     bias: bool = False
     """True if the checkpoint has biases for all rows of the parts."""
 
@@ -133,7 +133,8 @@ def dense_of(weights: LinearWeights, why: str | None = None) -> Dense:
 
 
 def dense_experts_of(weights: ExpertWeights, why: str | None = None) -> DenseExperts:
-    """Return experts of any format; `why` they are unpacked is logged once."""
+    """Return experts of any format, unpacked; `why`, the reason for unpacking them, is logged
+    once."""
     pair, down = (dense_of(one, why) for one in (weights.gate_up, weights.down))
     return DenseExperts(pair.weight, down.weight)
 

@@ -352,7 +352,10 @@ class FrontendActor(Actor):
         if not all(0 <= tokens[index] < self._vocabulary for index in going):
             raise InvalidRequest(f"tokens must be from 0 to {self._vocabulary - 1}")
         if going and entry.continued + 1 >= entry.submit.spec.stopping.max_tokens:
-            raise InvalidRequest("no token can follow the last of max_tokens")
+            raise InvalidRequest(
+                "the request cannot continue: no token may follow the last one that max_tokens "
+                "allows"
+            )
 
     def fail_all(self, error: NanoactorError) -> None:
         """End every unfinished request with an error, as the engine is gone."""

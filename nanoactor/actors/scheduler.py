@@ -117,8 +117,8 @@ class SchedulerActor(Actor):
         return (scheduler.statistics.steps, 0.0) if scheduler.is_waiting else None
 
     def rehearse(self) -> Iterator[object]:
-        """A request's way through the scheduler and the block manager, mostly its neighbour; while
-        its first step runs, as it is here too soon for more."""
+        """Rehearse the path of a request through a scheduler and a block manager. Starts once the
+        first step has been planned, because there is too little time before it."""
         before = self._scheduler.statistics.steps
         while self._scheduler.statistics.steps == before:
             yield None

@@ -320,7 +320,8 @@ class VisionActor(Actor):
             self._thread.join(timeout=1.0)
 
     def statistics(self) -> dict[str, Any]:
-        """Items that came and that were decoded; bytes kept, wants that are not answered."""
+        """Return counts of items received and items decoded, the bytes kept, and the number of
+        unanswered wants."""
         return {
             "items": self._counts.items,
             "decoded": self._counts.decoded,

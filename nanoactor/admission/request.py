@@ -109,8 +109,8 @@ class Request:
         return [answer.logprobs[-1] for answer in self._entry.answers if answer.logprobs]
 
     async def vector(self) -> Float32:
-        """Wait for the result of a pooling request, as the device returns it. Raises the error
-        that ended the request instead, `RequestAborted` after an abort."""
+        """Wait for the result of a pooling request, as the device returns it. If the request ended
+        with an error, raises that error; after an abort, `RequestAborted`."""
         await self._entry.ended.wait()
         self._entry.raise_error()
         if (vector := self._entry.answers[0].vector) is None:

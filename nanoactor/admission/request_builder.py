@@ -66,8 +66,8 @@ def held(params: SamplingParams, submit: Submit, media: Sequence[Media]) -> Subm
     spec = submit.spec
     if media or spec.grammar or spec.prompt_logprobs >= 0 or spec.text_options.stop:
         raise InvalidRequest(
-            "held answers cannot be combined with pictures and videos, structured_outputs, "
-            "prompt_logprobs and stop strings"
+            "held answers cannot be combined with pictures, videos, structured_outputs, "
+            "prompt_logprobs or stop strings"
         )
     return dataclasses.replace(submit, spec=dataclasses.replace(spec, held=True))
 
@@ -325,7 +325,7 @@ class RequestBuilder:
                 )
 
     def _grammar(self, params: SamplingParams) -> str:
-        """Return the text of the requested `GrammarSpec`; empty: none."""
+        """Return the text of the requested `GrammarSpec`; empty if there is none."""
         wanted = params.structured_outputs
         if wanted is None:
             return ""

@@ -160,7 +160,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Return the outputs for one conversation (a list of messages) or several.
 
-        The last three are passed to the template; `chat_template_kwargs` override them.
+        The last three parameters are passed to the template; `chat_template_kwargs` overrides them.
         """
         wanted = _several(messages, "messages", "a list of messages, or a list of such lists")
         if wanted and isinstance(wanted[0], Mapping):

@@ -55,7 +55,8 @@ class BeamSearcher:
         priority: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> BeamSearchOutput:
-        """Run a search; raises what `AsyncLLM.beam_search` does. Canceling it ends its request."""
+        """Run a search; raises the same errors as `AsyncLLM.beam_search`. Canceling it ends its
+        request."""
         request = engine.submit_held(
             prompt,
             self._check(prompt, params),
@@ -89,7 +90,8 @@ class BeamSearcher:
         return search
 
     def _check(self, prompt: Any, params: Any) -> SamplingParams:
-        """Return the parameters of a step. Raises `InvalidRequest` for unsupported searches."""
+        """Return the sampling parameters for each step. Raises `InvalidRequest` for unsupported
+        searches."""
         if not isinstance(params, BeamSearchParams):
             raise InvalidRequest(f"params must be BeamSearchParams, got {type(params).__name__}")
         if _has_media(prompt):
@@ -103,7 +105,7 @@ class BeamSearcher:
                 f"this engine returns at most {self._config.max_logprobs}: raise max_logprobs"
             )
         if width > MAX_ANSWERS:
-            raise InvalidRequest(f"beam_width is {width}, but {MAX_ANSWERS} beams are the most")
+            raise InvalidRequest(f"beam_width is {width}, but the maximum is {MAX_ANSWERS}")
         if width > self._config.max_waiting_requests:
             raise InvalidRequest(
                 f"beam_width is {width}, but at most {self._config.max_waiting_requests} requests "

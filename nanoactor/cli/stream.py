@@ -68,7 +68,7 @@ def _check_writable(path: str | None) -> None:
 
 
 async def _report(llm: AsyncLLM, args: Any) -> None:
-    """Print the line that matters, and write the timeline if one was asked for."""
+    """Print the summary line, and write the timeline if one was asked for."""
     trace = await llm.trace()
     if not args.json:
         print(trace.summary().line, file=sys.stderr, flush=True)

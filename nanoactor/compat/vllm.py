@@ -226,13 +226,14 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, name: str, path: Any = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return the module's; raise `ModuleNotFoundError` for one that is not here."""
+        """Return the module's spec. Raises `ModuleNotFoundError` for a vLLM module that is not
+        provided here."""
         if name != "vllm" and not name.startswith("vllm."):
             return None
         inner = name.removeprefix("vllm").removeprefix(".")
         if inner not in _MODULES:
             raise ModuleNotFoundError(
-                f"No module named {name!r}: it is not among those of nanoactor.compat.vllm",
+                f"No module named {name!r}: nanoactor.compat.vllm does not provide it",
                 name=name,
             )
         is_package = any(other.startswith(f"{inner}.") for other in _MODULES) or not inner

@@ -56,7 +56,7 @@ class Machine:
         return self.root / path.lstrip("/")
 
     def files(self, pattern: str) -> list[str]:
-        """Return the absolute paths that match a shell pattern, numbers in their order."""
+        """Return the absolute paths that match a shell pattern, with numbers in numerical order."""
         found = glob.glob(pattern.lstrip("/"), root_dir=self.root)
         return sorted((f"/{path}" for path in found), key=lambda path: (len(path), path))
 

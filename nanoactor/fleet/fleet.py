@@ -1,5 +1,5 @@
-"""The replicas of an ingress: links to them, the streams on each, and what to do with these when a
-replica dies, hangs, leaves or runs a suspect."""
+"""The replicas of an ingress: links to them, the streams on each, and what happens to those streams
+when a replica dies, hangs, leaves or runs a suspect."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ POISON = (
 
 
 class Counts:
-    """Fates of streams and replicas, for /metrics."""
+    """Counts of what happened to streams and replicas, for /metrics."""
 
     def __init__(self) -> None:
         self.moved = self.requeued = self.lost = self.deaths = self.poisoned = 0
@@ -195,7 +195,8 @@ class Fleet:
     # -- requests ---------------------------------------------------------------------------
 
     def add(self, part: Part) -> None:
-        """Queue a part for a place; a suspect's part queues for its trial."""
+        """Queue a part until a replica has a place for it; a suspect's part is queued for its trial
+        instead."""
         if not self.trials.keeps(part):
             self.dispatch.add(part)
 

@@ -88,7 +88,8 @@ class Gauges:
             await asyncio.sleep(LOOK_SECONDS)
 
     def take(self, statistics: Mapping[str, Any]) -> None:
-        """Take the figures of all actors; while one is replaced, its last ones stay."""
+        """Take the figures of all actors; while an actor is being replaced, its last figures are
+        kept."""
         found = dict(self.figures)
         for name, actor, key in _FIGURES:
             if actor in statistics:

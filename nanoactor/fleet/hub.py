@@ -256,7 +256,8 @@ class Link:
     # -- streams --------------------------------------------------------------------------
 
     async def _follow(self, stream: Stream, request: Request) -> None:
-        """Read a request to its end; outputs are merged while the last one waits to be reported."""
+        """Read a request's outputs until it ends; new outputs are merged while the previous one
+        waits to be reported."""
         number = stream.order.stream
         try:
             await request.accepted()

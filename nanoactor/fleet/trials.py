@@ -58,7 +58,7 @@ class Trials:
         return None
 
     def note_going_on(self, request: int, now: float) -> None:
-        """Note that a request that was present at a death has resumed."""
+        """Record the time at which a request that was present at a death resumed."""
         if (record := self._records.get(request)) is not None:
             record.since = now
 

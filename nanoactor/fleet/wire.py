@@ -130,7 +130,7 @@ class Delta(_Wire, frozen=True):
 
 
 class Progress(_Wire, frozen=True):
-    """News of a stream other than its sequences'."""
+    """News of a stream as a whole; news of its sequences is sent separately."""
 
     stream: int
     accepted: bytes | None
@@ -208,7 +208,7 @@ def ids_to_bytes(ids: Sequence[int]) -> bytes:
 
 
 def bytes_to_ids(data: bytes) -> list[int]:
-    """Return token ids from their int32 bytes."""
+    """Return the token ids encoded as int32 in these bytes."""
     found: list[int] = np.frombuffer(data, np.int32).tolist()
     return found
 

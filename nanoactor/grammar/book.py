@@ -29,7 +29,7 @@ TURN_MASKS = 64
 TURN_SECONDS = 0.005
 """Seconds after which a turn starts no further batch of masks."""
 _TURN_TOKENS = 1024
-"""Known tokens that one turn gives to matchers, each of which takes some microseconds."""
+"""Known tokens that are given to matchers in one turn; each token takes a few microseconds."""
 
 
 def only_bit(mask: Int32) -> int | None:
@@ -156,7 +156,7 @@ class GrammarBook:
         self._due[uid] = None
 
     def take(self, event: GrammarTokens) -> None:
-        """Note new tokens; the next masks are wanted."""
+        """Record new tokens; the masks after them are now due."""
         for uid, position, token in zip(
             event.uids.tolist(), event.positions.tolist(), event.token_ids.tolist(), strict=True
         ):

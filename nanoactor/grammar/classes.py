@@ -13,7 +13,8 @@ _SPECIAL = frozenset("[&~-")
 
 
 def with_plain_classes(pattern: str, gbnf: bool = False) -> str:
-    """Return a pattern with such characters escaped. `gbnf`: it is a grammar in EBNF."""
+    """Return a pattern in whose classes the characters named above are escaped. `gbnf`: it is a
+    grammar in EBNF."""
     return (_GBNF_CLASS if gbnf else _CLASS).sub(_plain, pattern)
 
 

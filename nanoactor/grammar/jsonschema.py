@@ -89,8 +89,8 @@ def parse_schema(text: str, field: str) -> dict[str, Any] | bool:
         properties = len(_if_dict(part.get("properties")))
         if properties > MAX_PROPERTIES:
             raise InvalidRequest(
-                f"{field} has an object of {properties} properties; "
-                f"at most {MAX_PROPERTIES} are allowed"
+                f"{field} has an object with {properties} properties; at most {MAX_PROPERTIES} "
+                "are allowed"
             )
         for literal in _literals(part):
             check_literal(literal, field)
@@ -102,8 +102,8 @@ def parse_schema(text: str, field: str) -> dict[str, Any] | bool:
             raise InvalidRequest(f"{field}: $ref must be a string, not {_name(reference)}")
         if reference != "#" and not reference.startswith("#/"):
             raise InvalidRequest(
-                f"{field}: $ref {shorten(reference)!r} is not a pointer within the schema, as "
-                "'#/$defs/item' is; no others are followed"
+                f"{field}: $ref {shorten(reference)!r} is not a pointer within the schema, "
+                "such as '#/$defs/item'; other references are not followed"
             )
         _make_plain(part)
     if name_patterns > MAX_NAME_PATTERNS:
@@ -156,8 +156,8 @@ def _literals(part: dict[str, Any]) -> Iterator[str]:
 
 
 def reachable_schemas(schema: dict[str, Any] | bool) -> Iterator[dict[str, Any]]:
-    """Yield each subschema of a schema once: in a keyword that takes one, or at the target of a
-    local `$ref`. Values, as in `const` and `enum`, are not schemas."""
+    """Yield each subschema of a schema once, whether it is in a keyword that takes a subschema or
+    is the target of a local `$ref`. Values, as in `const` and `enum`, are not schemas."""
     waiting: list[Any] = [schema]
     seen: set[int] = set()
     while waiting:

@@ -126,7 +126,7 @@ class Matcher:
         the sequence has no continuation.
         """
         if out.shape != (self._vocabulary.words,) or not out.flags.c_contiguous:
-            raise ProtocolBug(f"a mask of shape {out.shape}, not {(self._vocabulary.words,)}")
+            raise ProtocolBug(f"the mask has shape {out.shape}, not {(self._vocabulary.words,)}")
         with _parsing():
             self._matcher.unsafe_compute_mask_ptr(out.ctypes.data, out.nbytes)
             self._check(out)

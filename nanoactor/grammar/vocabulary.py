@@ -55,8 +55,8 @@ class Vocabulary:
             )
         if not eos_ids or max(eos_ids) >= self.tokens or min(eos_ids) < 0:
             raise UnsupportedModel(
-                f"an answer under a grammar ends with an end-of-sequence token, and the model's, "
-                f"{list(eos_ids)}, are not in {tokenizer_file}"
+                "an answer under a grammar ends with an end-of-sequence token, but the "
+                f"model's end-of-sequence ids, {list(eos_ids)}, are not in {tokenizer_file}"
             )
         if self.tokens != len(ids):
             # The library sizes its table by their count and would index past its end.

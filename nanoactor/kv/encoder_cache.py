@@ -15,7 +15,7 @@ from nanoactor.media.units import EncodeUnits
 
 @dataclasses.dataclass(eq=False, slots=True)
 class EncodedItem:
-    """One picture's rows, those of all deepstack levels together."""
+    """One picture's rows, including those of all deepstack levels."""
 
     key: bytes
     """16 bytes that name its content, its size and how it is processed."""

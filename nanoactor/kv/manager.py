@@ -374,7 +374,7 @@ class BlockManager:
     # -- results --------------------------------------------------------------------------
 
     def _complete(self, step: int) -> None:
-        """Step `step` is done, and all before it: fences pass."""
+        """Release what waited for step `step`: it and all earlier steps are done."""
         while self._left and self._left[0][0] < step:
             self._left.popleft()
         while self._fresh and self._fresh[0][0] <= step:
@@ -535,7 +535,7 @@ class BlockManager:
     def _of(self, slot: int) -> Holding:
         holding = self._holdings.get(slot)
         if holding is None:
-            raise ProtocolBug(f"turn {self._turn} names slot {slot}, which holds nothing")
+            raise ProtocolBug(f"turn {self._turn} refers to slot {slot}, which holds nothing")
         return holding
 
     def _story(self, slot: int) -> str:

@@ -18,7 +18,7 @@ Encode = Callable[[str], Sequence[int]]
 KEY_BYTES = 16
 VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
 IMAGE_PLACEHOLDER = "<|image_pad|>"
-"""As Qwen's tokenizers spell the tokens."""
+"""The image placeholder token, as spelled in Qwen's tokenizers."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -253,7 +253,7 @@ class Plan:
     rows: Rows
     """Rows in addition to the repeated ones, see `nanoactor.messages.rows.Want.DECODE`."""
     leaves: Int32
-    """Slots with decode rows that are no longer repeated."""
+    """Slots whose decode rows are no longer repeated."""
     grows: Int32
     """Slots that need one more block for this step."""
     admissions: Admissions

@@ -94,7 +94,7 @@ class MediaPiece:
     shape: tuple[int, ...]
     """Height and width of pixels."""
     area: tuple[int, int]
-    """The least and the largest area in pixels to which it is resized."""
+    """The smallest and the largest area, in pixels, to which it may be resized."""
     frames: tuple[int, ...]
     """Size in bytes of each frame of a video; empty for a picture."""
     size: int
@@ -105,7 +105,8 @@ class MediaPiece:
 
 @message(71)
 class ItemsRead:
-    """Vision worker to tokenizer: the items found, from their bytes and headers alone."""
+    """Vision worker to tokenizer: the items found, as determined from their bytes and headers
+    alone."""
 
     worker: int
     uids: Int64

@@ -246,7 +246,8 @@ def _length(config: EngineConfig, model: ModelConfig) -> int:
     length = model.default_length if given is None or given == "auto" else given
     if length > model.longest:
         raise InvalidConfig(
-            f"max_model_len {length} exceeds what the model's {_limit(model)}, {model.longest}"
+            f"max_model_len {length} is more than the {model.longest} that the model's "
+            f"{_limit(model)}"
         )
     if length < 2:
         raise InvalidConfig("max_model_len must be at least 2: a token of prompt, one of output")

@@ -142,7 +142,7 @@ class FilePrints:
             same_size = place.stat().st_size == self._files.prints[path][0]
             if not (known and same_size and self._digest(place) == known):
                 raise ModelError(
-                    f"{path} has been {how} since the engine was started: start a new one"
+                    f"{path} has been {how} since the engine was started: start a new engine"
                 )
             log.warning("%s was %s but holds the same bytes", path, how)
 

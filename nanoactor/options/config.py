@@ -329,8 +329,8 @@ class EngineConfig:
         ):
             if getattr(self, name) not in neutral:
                 raise InvalidConfig(
-                    f"{name} {getattr(self, name)!r} is for NPUs: device {self.device!r} has no "
-                    "such choice"
+                    f"{name} {getattr(self, name)!r} is only for NPUs: device {self.device!r} "
+                    "does not support it"
                 )
 
     def _check_together(self) -> None:

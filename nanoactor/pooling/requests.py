@@ -43,7 +43,7 @@ def with_prompt(text: Any, params: PoolingParams, pooling: PoolingConfig) -> Any
     if isinstance(text, Mapping) and set(text) == {"prompt"}:
         text = text["prompt"]
     if isinstance(text, Sequence) and not isinstance(text, str):
-        raise InvalidRequest("what is pooled is a text or {'prompt_token_ids': [...]}")
+        raise InvalidRequest("the input must be a text or {'prompt_token_ids': [...]}")
     if not isinstance(text, str):
         if params.prompt or name:
             raise InvalidRequest(

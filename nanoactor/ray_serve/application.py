@@ -2,7 +2,7 @@
 
     serve run nanoactor.ray_serve.application:app model=demo replicas=2
 
-Serve reads the annotations here, which must not be texts: hence no `from __future__ import
+Serve reads the annotations here, which must not be strings: hence no `from __future__ import
 annotations`.
 """
 
@@ -62,7 +62,7 @@ class Arguments(BaseModel):
 
 
 def app(arguments: Arguments) -> Any:
-    """Return the application. Raises `InvalidConfig`, and what pydantic raises."""
+    """Return the application. Raises `InvalidConfig`, and any error that pydantic raises."""
     engine = engine_config(arguments.model, arguments.engine)
     server = _made(ServerConfig, arguments.server)
     given = {**arguments.fleet, "replicas": arguments.replicas}

@@ -110,7 +110,7 @@ def _deploy(application: object, stop: threading.Event) -> bool:
     if failures:
         found = serve.status().applications.get(NAME)
         told = _reason(found) if found is not None else str(failures[0])[-1000:]
-        raise NanoactorError(f"the replicas do not start: {told}")
+        raise NanoactorError(f"the replicas failed to start: {told}")
     return True
 
 

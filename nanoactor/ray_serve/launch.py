@@ -54,7 +54,8 @@ async def serve_replicas(config: EngineConfig, server: ServerConfig, fleet: Flee
         raise InvalidConfig("enable_control_endpoints is for one engine: replicas are not paused")
     if config.max_model_len == "auto":
         raise InvalidConfig(
-            'max_model_len "auto" is for one engine, as caches may differ: give a number'
+            'max_model_len "auto" works only with a single engine, because replicas may have '
+            "caches of different sizes: give a number"
         )
     with only_ours():
         read_model_files(config)  # reports an error in them here, in one line

@@ -70,7 +70,7 @@ class FleetConfig:
     def _check_alone(self) -> None:
         for field in dataclasses.fields(self):
             if getattr(self, field.name) != field.default:
-                raise InvalidConfig(f"{field.name} requires replicas: give --replicas too")
+                raise InvalidConfig(f"{field.name} requires replicas: also give --replicas")
 
     def _check_whole(self, name: str, least: int) -> None:
         value = getattr(self, name)

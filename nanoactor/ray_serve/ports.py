@@ -1,7 +1,7 @@
 """Port of an ingress alongside Ray Serve's own proxy.
 
-Both would share a port (`SO_REUSEPORT`), and the proxy would receive part of all requests. Ray's
-`serve run` always starts that proxy, on port 8000.
+On the same port, both would share it (`SO_REUSEPORT`), and the proxy would receive some of the
+requests. Ray's `serve run` always starts that proxy, on port 8000.
 """
 
 from __future__ import annotations

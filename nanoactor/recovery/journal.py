@@ -256,7 +256,8 @@ class Answer:
     """One of a request's answers, as far as it has come."""
 
     def __init__(self, index: int, scored: bool, arrival: float) -> None:
-        """`scored`: log-probabilities come with its tokens; `arrival` is the request's."""
+        """`scored`: whether its tokens come with log-probabilities; `arrival`: the request's
+        arrival time."""
         self.index = index
         self.metrics = RequestMetrics(arrival)
         self.text: list[str] = []

@@ -429,7 +429,8 @@ SAMPLING: tuple[Name, ...] = (
         }.items()
     ),
 )
-"""Parameters of `SamplingParams`; its fields that are not listed here are the same."""
+"""Parameters of `SamplingParams`; fields that are not listed here have the same name and
+meaning."""
 
 NAMES: Mapping[str, Name] = {name.theirs: name for name in (*ENGINE, *SERVER)}
 """All options, by the names that vLLM and SGLang give them."""

@@ -167,7 +167,7 @@ class SamplingParams:
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         if self.stop and not self.detokenize:
             raise InvalidRequest(
-                "stop strings are found in text, and detokenize=False produces none"
+                "stop strings are matched against text, but detokenize=False produces none"
             )
         object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
@@ -189,7 +189,7 @@ class BeamSearchParams:
     """Parameters of a beam search. Raises `InvalidRequest` on construction, naming the value."""
 
     beam_width: int
-    """Sequences that are continued in each step, and that are returned."""
+    """Number of sequences that are continued in each step and returned at the end."""
     max_tokens: int
     """Tokens of output after which every sequence ends."""
     ignore_eos: bool = False

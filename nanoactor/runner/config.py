@@ -50,9 +50,10 @@ def check_cache(blocks: int, files: ModelFiles, block_size: int, why: str) -> No
         room = max(0, blocks) * block_size
         lower = f"lower max_model_len to {room} or less, or " if room > 1 else ""
         raise NotEnoughMemory(
-            f"the KV cache would have {max(0, blocks)} blocks of {block_size} tokens ({why}), but "
-            f"one sequence of max_model_len {files.max_model_len} takes {needed}; {lower}give the "
-            "cache more (num_kv_blocks, memory_utilization), or take a smaller model or dtype"
+            f"the KV cache would have {max(0, blocks)} blocks of {block_size} tokens ({why}), "
+            f"but one sequence of max_model_len {files.max_model_len} takes {needed}; "
+            f"{lower}give the cache more memory (num_kv_blocks, memory_utilization), or use a "
+            "smaller model or dtype"
         )
 
 

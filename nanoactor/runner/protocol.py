@@ -33,7 +33,7 @@ class Computed:
 
 
 class Prepared(Protocol):
-    """A step that is laid out."""
+    """A step that has been laid out."""
 
     @property
     def rows(self) -> int:

@@ -216,7 +216,8 @@ class Scheduler:
                 self._fail(sequence, ends.TAINTED)
 
     def _answer_admission(self, uid: int, hit: int) -> Sequence | None:
-        """Take the answer to the oldest admission; return the sequence if it runs from now on."""
+        """Handle the answer to the oldest admission; return the sequence if it now starts
+        running."""
         entry = self._unanswered.pop(uid)
         sequence = entry.sequence
         sequence.history.note_match(min(hit, sequence.prompt_length))
@@ -298,7 +299,7 @@ class Scheduler:
     def _feed(self, starving: list[Sequence]) -> list[Sequence]:
         """Give one more block to each of these; those for which there is none skip this step.
 
-        The longest waiting sequence goes first, so that each is passed over at most once.
+        The sequence that has waited longest goes first, so that each is passed over at most once.
         """
         step = self._planned + 1
         self._make_room(starving)

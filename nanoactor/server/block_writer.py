@@ -49,7 +49,7 @@ class BlockWriter(abc.ABC):
 
     @abc.abstractmethod
     def grown(self, kind: str, text: str) -> list[Event]:
-        """Return the events of a further piece of the last block."""
+        """Return the events for another piece of the last block."""
 
     @abc.abstractmethod
     def closed(self, kind: str, text: str) -> list[Event]:

@@ -351,7 +351,7 @@ class Completions:
         writer: AnswerWriter,
         read: Callable[[Send], Awaitable[None]],
     ) -> web.StreamResponse:
-        """Send the output of `read`, streamed or at once."""
+        """Send the output of `read`, either as a stream or as a whole."""
         # First, so that what cannot be written is still reported by the HTTP status.
         begin = writer.begin([delta for choice in answer.choices for delta in choice.begin()])
         if answer.streamed:

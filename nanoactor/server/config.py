@@ -75,7 +75,7 @@ class ServerConfig:
     idle_timeout: float = 75.0
     """Seconds that a connection may take for a request's head, or stay idle between requests."""
     body_timeout: float = 30.0
-    """Seconds that a request's body may take."""
+    """Seconds that a request's body may take to arrive."""
     send_timeout: float = 60.0
     """Seconds that a client may leave sent data unread."""
     access_log: bool = True
@@ -115,7 +115,9 @@ class ServerConfig:
         given = self.served_model_name
         names = (given,) if isinstance(given, str) else tuple(given or ())
         if not all(isinstance(name, str) and name for name in names):
-            raise InvalidConfig(f"served_model_name must be strings, got {given!r:.100}")
+            raise InvalidConfig(
+                f"served_model_name must be one or more strings, got {given!r:.100}"
+            )
         object.__setattr__(self, "served_model_name", names or None)
         path = self.root_path.rstrip("/")
         if path and not path.startswith("/"):

@@ -11,7 +11,7 @@ Figures = Mapping[str, Mapping[str, Any]]
 
 
 _BEHIND = ("detokenizer", "frontend")
-"""Actors that learn of steps through their tokens."""
+"""Actors that learn of a step only when they receive its tokens."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Health:
     status: str
     """"ok", "recovering", "stalled" or "dead"."""
     culprit: str
-    """The most lagging actor, if any."""
+    """The actor that is furthest behind, if any."""
     work_pending: bool
     step_age: float | None
     """Seconds since the latest completed step, or since work arrived if that is later; None if

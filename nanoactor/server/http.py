@@ -29,7 +29,7 @@ from nanoactor.server.responses.request import ResponsesRequest
 access_log = logging.getLogger("nanoactor.access")
 
 OPEN_PATHS = ("/live", "/ready", "/favicon.ico")
-"""Paths that probes may see without a key, and that browsers request by themselves."""
+"""Paths that need no key: probes use them, or browsers request them on their own."""
 _QUIET = (*OPEN_PATHS, "/health", "/metrics", "/activity")
 """Paths that machines request again and again."""
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|\d+\.\d+\.\d+\.\d+|localhost|[\w.-]+\.localhost)(:\d+)?")

@@ -4,8 +4,8 @@
     [TOOL_CALLS][{"name": "weather", "arguments": {"city": "Oslo"}}, ...]
     [TOOL_CALLS]weather[ARGS]{"city": "Oslo"}
 
-Arguments that are an object after the name are passed on as they arrive. The result does not depend
-on how the text is split.
+If the arguments are an object that follows the name, they are passed on as they arrive. The result
+does not depend on how the text is split.
 """
 
 from __future__ import annotations

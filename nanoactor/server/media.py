@@ -34,7 +34,8 @@ _WEB_PORTS = (80, 443)
 _REDIRECTS = (301, 302, 303, 307, 308)
 _LONGEST_URL = 8192
 _CONNECTIONS = 64
-"""At once, to all hosts together: each may bring `max_bytes` into memory."""
+"""Maximum number of concurrent connections to all hosts together: each may load `max_bytes` into
+memory."""
 _LOOKUPS = 4
 """Maximum number of names that are looked up concurrently."""
 
@@ -118,7 +119,7 @@ class MediaLoader:
         if scheme not in _WEB:
             raise _wrong_scheme("the image URL", scheme)
         if not self._rules:
-            raise InvalidRequest(f"this server fetches no pictures from URLs: {_INSTEAD}")
+            raise InvalidRequest(f"this server does not fetch pictures from URLs: {_INSTEAD}")
         return await self._fetch(url)
 
     async def close(self) -> None:

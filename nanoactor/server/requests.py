@@ -207,10 +207,13 @@ class TokenizeRequest(_Given, kw_only=True, forbid_unknown_fields=True):
         of_chats = (self.tools, self.chat_template_kwargs, self.add_generation_prompt)
         for value in (*of_chats, self.continue_final_message):
             if self.prompt is not None and value is not None:
-                raise invalid("no template is applied to a prompt: give messages", "prompt")
+                raise invalid(
+                    "the chat template is not applied to a prompt: give messages instead", "prompt"
+                )
         if self.messages is not None and self.add_special_tokens:
             raise invalid(
-                "add_special_tokens requires a prompt: a template writes its own",
+                "add_special_tokens requires a prompt: for messages, the template writes the "
+                "special tokens",
                 "add_special_tokens",
             )
 
@@ -337,7 +340,9 @@ class Decoder:
         config = kind.__struct_config__
         unknown = raw.keys() - set(kind.__struct_fields__) if config.forbid_unknown_fields else ()
         if len(unknown) > _MOST_UNKNOWN:
-            raise invalid(f"{len(unknown)} fields that this server does not know are too many")
+            raise invalid(
+                f"the request has too many fields that this server does not know: {len(unknown)}"
+            )
         for name in unknown:
             self._take_out(raw, kind, name, f"{path}{name}")
         for name, inner in _inner(kind).items():
@@ -385,7 +390,7 @@ def sampling_params(
     if caps and values["max_tokens"] is not None:
         values["max_tokens"] = TokenCap(values["max_tokens"])
     if body.stream and body.prompt_logprobs is not None:
-        raise invalid("prompt_logprobs are not streamed: give stream false", "prompt_logprobs")
+        raise invalid("prompt_logprobs are not streamed: set stream to false", "prompt_logprobs")
     values["logprobs"] = wanted_logprobs(body)
     if isinstance(body, CompletionRequest) and body.echo and values["logprobs"] is not None:
         values["prompt_logprobs"] = max(values["logprobs"], body.prompt_logprobs or 0)

@@ -10,7 +10,8 @@ from nanoactor.server.errors import RETRY_AFTER, APIError
 
 
 class Shares:
-    """Answers in progress by client: its API key, or its address without keys."""
+    """Answers in progress by client, identified by its API key, or by its address if no keys are
+    set."""
 
     def __init__(self, most: int) -> None:
         """`most`: answers of one client, waiting or running."""

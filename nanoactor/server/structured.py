@@ -198,7 +198,9 @@ def _of_format(wanted: ResponseFormat) -> dict[str, Any]:
     if wanted.type == "text":
         raise invalid('a schema needs the type "json_schema"', "response_format.type")
     if None not in (wanted.json_schema, wanted.schema):
-        raise invalid("give response_format.json_schema or its schema alone, not both", _SCHEMA)
+        raise invalid(
+            "give either response_format.json_schema or only its schema, not both", _SCHEMA
+        )
     if wanted.json_schema is not None and wanted.type == "json_schema":
         return {"json": wanted.json_schema.schema}
     if wanted.json_schema is not None:

@@ -351,7 +351,7 @@ class TextService:
                 return
 
     async def encode(self, text: str, special: bool) -> list[int]:
-        """Return the ids of a text, with `special` including those that the tokenizer adds."""
+        """Return the ids of a text; with `special`, include those that the tokenizer adds."""
         return await self._call(list[int], "encode", text, special)
 
     async def encode_conversation(self, messages: str, options: str) -> list[int]:

@@ -162,7 +162,7 @@ def _callable(tools: Sequence[Tool], choice: ToolChoice | None) -> list[Function
 
 
 def _strict_enforced(functions: Sequence[Function]) -> tuple[ToolFunction, ...]:
-    """Return all functions, the arguments of strict ones with their schemas."""
+    """Return all functions; the arguments of strict ones are constrained by their schemas."""
     held = iter(_enforced([one for one in functions if one.strict]))
     return tuple(next(held) if one.strict else _any(one) for one in functions)
 

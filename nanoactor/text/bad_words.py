@@ -1,4 +1,4 @@
-"""Bad words as token ids, and whether a request's rules leave it anything to say."""
+"""Bad words as token ids, and whether a request's rules leave it any token to choose."""
 
 from __future__ import annotations
 

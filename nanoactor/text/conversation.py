@@ -282,7 +282,7 @@ def _argument_forms(tried: Tried) -> tuple[NullContent, bool, bool]:
 
 
 def calling(content: Mapping[str, Any], arguments: Any) -> list[dict[str, Any]]:
-    """Return a conversation in which an assistant calls a function, and gets its result."""
+    """Return a conversation in which an assistant calls a function and gets its result."""
     function = {"name": "f", "arguments": arguments}
     # Mistral's templates ask for ids of nine characters.
     call = {"id": "probe0001", "type": "function", "function": function}

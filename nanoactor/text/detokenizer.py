@@ -150,7 +150,8 @@ class Detokenizer:
             self._finish(finish)
 
     def _scored(self, scores: RequestScores) -> dict[int, Score]:
-        """Take the log-probabilities of prompts; return those of this step's tokens, by request."""
+        """Store the log-probabilities of prompts; return those of this step's tokens, by
+        request."""
         found: dict[int, Score] = {}
         for run in runs_of(scores):
             if not run.is_prompt:
@@ -172,7 +173,9 @@ class Detokenizer:
         if entry.ended or index < entry.tokens:  # past a stop string, or seen before a restart
             return
         if index > entry.tokens:
-            raise ProtocolBug(f"request {uid}: token {index} came where {entry.tokens} was due")
+            raise ProtocolBug(
+                f"request {uid}: token {index} arrived, but token {entry.tokens} was expected"
+            )
         pending = self._pending_of(uid)
         pending.ids.append(token)
         if score is not None:

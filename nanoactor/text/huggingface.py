@@ -43,10 +43,10 @@ _MADE = ("tokenizer_config.json", _TOKENIZER)
 
 
 def load_pretrained(directory: Path, **options: Any) -> PreTrainedTokenizerBase:
-    """Load a model's tokenizer with transformers, from local files alone; `options` are those of
+    """Load a model's tokenizer with transformers, from local files only; `options` are passed to
     `from_pretrained`.
 
-    Raises `ModelError` if transformers cannot.
+    Raises `ModelError` if transformers cannot load it.
     """
     from transformers import AutoTokenizer
 

@@ -37,7 +37,8 @@ class StopMatcher:
         return end, stop
 
     def _longest_open(self, text: str) -> int:
-        """Return the length of the longest end of `text` that starts a stop string."""
+        """Return the length of the longest suffix of `text` that is the beginning of a stop
+        string."""
         longest = max(len(stop) for stop in self._stops) - 1
         for size in range(min(longest, len(text)), 0, -1):
             tail = text[-size:]

@@ -111,8 +111,8 @@ class MediaReader:
             first = first or size
             if size != first:
                 raise InvalidRequest(
-                    f"frame {number} has {size[1]} x {size[0]} pixels, the first has {first[1]} x "
-                    f"{first[0]}: frames must have one size"
+                    f"frame {number} has {size[1]} x {size[0]} pixels, but the first has "
+                    f"{first[1]} x {first[0]}: all frames must have the same size"
                 )
         assert first is not None
         return first

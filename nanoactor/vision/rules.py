@@ -24,7 +24,7 @@ from nanoactor.vision.video import Video, frame_times
 MAX_BYTES = 64 << 20
 """Maximum size of an encoded picture."""
 MAX_VIDEO_BYTES = 256 << 20
-"""Maximum size of all frames of a video, as given."""
+"""Maximum total size in bytes of a video's frames, as the user gave them."""
 LOW_DETAIL = 512 * 512
 """The area in pixels to which OpenAI's detail "low" bounds a picture."""
 _MOST_PIXELS = 1 << 40
@@ -132,8 +132,8 @@ class MediaRules:
         frames = list(video.frames)
         if not videos.together <= len(frames) <= videos.max_frames:
             raise InvalidRequest(
-                f"a video has {videos.together} to {videos.max_frames} frames, this one has "
-                f"{len(frames)}"
+                f"a video must have {videos.together} to {videos.max_frames} frames, but this one "
+                f"has {len(frames)}"
             )
         times = frame_times(video, len(frames))
         taken: list[Media] = []
@@ -144,8 +144,8 @@ class MediaRules:
             first, size = taken[0], size + one.size
             if (one.form, one.shape) != (first.form, first.shape):
                 raise InvalidRequest(
-                    f"frame {number} is {one.form or 'a file'} {one.shape}, the first is "
-                    f"{first.form or 'a file'} {first.shape}: frames must be alike"
+                    f"frame {number} is {one.form or 'a file'} {one.shape}, but the first is "
+                    f"{first.form or 'a file'} {first.shape}: all frames must be alike"
                 )
             # Frames of pixels are alike, so the size of the first gives that of all.
             if max(size, one.size * len(frames) if one.form else 0) > MAX_VIDEO_BYTES:
@@ -211,7 +211,8 @@ def _area(kwargs: Mapping[str, Any], own: ImageConfig | VideoConfig) -> tuple[in
 def _checked(least: int, most: int, own: ImageConfig | VideoConfig) -> tuple[int, int]:
     if max(least, own.factor**2) > most:
         raise InvalidRequest(
-            f"max_pixels {most} is less than min_pixels {least} or than the pixels of one token"
+            f"max_pixels {most} is less than min_pixels {least} or less than the number of "
+            "pixels in one token"
         )
     return least, most
 
@@ -234,7 +235,8 @@ def decode_data_url(url: str) -> bytes:
     head, comma, body = url.partition(",")
     if not comma or not head.startswith("data:image/") or not head.endswith(";base64"):
         raise InvalidRequest(
-            f"a data: URL must begin with data:image/TYPE;base64, this one does with {url[:40]!r}"
+            'a data: URL must begin with "data:image/TYPE;base64,", but this one begins with '
+            f"{url[:40]!r}"
         )
     if len(body) > MAX_BYTES * 4 // 3 + 4:
         raise InvalidRequest(f"the picture has more than {MAX_BYTES} bytes")

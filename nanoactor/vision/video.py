@@ -80,7 +80,7 @@ def _with_metadata(frames: Any, metadata: Mapping[str, Any]) -> Video:
     try:
         return Video(frames, times=[index / rate for index in indices])
     except (TypeError, ValueError, OverflowError):
-        raise InvalidRequest("a video's frames_indices must be numbers of frames") from None
+        raise InvalidRequest("a video's frames_indices must be frame numbers") from None
 
 
 def _rate(fps: Any) -> float:

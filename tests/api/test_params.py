@@ -259,7 +259,7 @@ def test_what_is_about_npus_alone_is_refused_elsewhere(options):
     EngineConfig("demo", device="npu", **options)
     EngineConfig("demo", device="auto", **options)
     for device in ("cpu", "cuda", "simulated:5"):
-        with pytest.raises(InvalidConfig, match="is for NPUs"):
+        with pytest.raises(InvalidConfig, match="is only for NPUs"):
             EngineConfig("demo", device=device, **options)
 
 

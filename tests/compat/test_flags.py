@@ -326,7 +326,7 @@ def test_a_file_that_is_not_there_is_told(tmp_path, capsys):
     [
         ({"ssl_keyfile": "k"}, "go together"),
         ({"root_path": "llm"}, "must begin with a slash"),
-        ({"served_model_name": [""]}, "must be strings"),
+        ({"served_model_name": [""]}, "must be one or more strings"),
         ({"tool_call_parser": "pythonic"}, "must be one of auto, hermes"),
         ({"log_level": "loud"}, "must be one of debug"),
     ],

@@ -188,7 +188,7 @@ def test_times_are_those_of_each_answer(checkpoint):
 def test_too_many_answers_for_the_queue_are_refused(checkpoint):
     async def main():
         async with engine(checkpoint, max_waiting_requests=4) as llm:
-            with pytest.raises(InvalidRequest, match="5 answers at once"):
+            with pytest.raises(InvalidRequest, match="5 answers were requested at once"):
                 await collect(llm, ids([1, 2]), sampled(1, n=5))
             return await collect(llm, ids([1, 2]), sampled(1, n=4))
 

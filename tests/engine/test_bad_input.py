@@ -117,8 +117,8 @@ def test_an_engine_without_a_tokenizer_refuses_what_needs_one():
 @pytest.mark.parametrize(
     ("bound", "text"),
     [
-        (dict(max_waiting_requests=3), "3 requests wait"),
-        (dict(max_waiting_tokens=40), "tokens wait"),
+        (dict(max_waiting_requests=3), "3 requests are already waiting"),
+        (dict(max_waiting_tokens=40), "tokens are already waiting"),
     ],
 )
 def test_a_full_queue_refuses_at_the_door_and_recovers(bound, text):
@@ -254,5 +254,7 @@ def test_unknown_devices_are_refused_with_the_list():
         async with AsyncLLM("demo", placement="single", device="tpu"):
             pass
 
-    with pytest.raises(UnsupportedModel, match="'tpu' is not supported; supported: cpu"):
+    with pytest.raises(
+        UnsupportedModel, match="'tpu' is not supported; the supported devices are cpu"
+    ):
         asyncio.run(main())

@@ -102,11 +102,11 @@ def test_the_door_refuses_what_cannot_be_and_nothing_changes(checkpoint):
             await request.held()
             while request._entry.answers[1].terminal is None:
                 await asyncio.sleep(0.001)
-            with pytest.raises(InvalidRequest, match=r"of the answers \[1\] are over"):
+            with pytest.raises(InvalidRequest, match=r"answers \[1\] have ended"):
                 request.go_on([0, 0], [1, 1])
             request.go_on([0, -1], [1, 0])
             await request.held()
-            with pytest.raises(InvalidRequest, match="the last of max_tokens"):
+            with pytest.raises(InvalidRequest, match="the last one that max_tokens allows"):
                 request.go_on([0, -1], [1, 0])
             request.close()
 

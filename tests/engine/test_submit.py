@@ -107,7 +107,7 @@ def test_several_prompts_find_room_all_together_or_not_at_all():
         limits = dict(max_waiting_requests=4, max_waiting_tokens=100)
         async with engine("demo", **OPTIONS, **limits) as llm:
             three = llm.submit(["a", "b", "c"], LONG)
-            with pytest.raises(EngineOverloaded, match="3 requests wait"):
+            with pytest.raises(EngineOverloaded, match="3 requests are already waiting"):
                 llm.submit(["d", "e"], LONG)
             (fourth,) = llm.submit(["d"], LONG)
             with pytest.raises(

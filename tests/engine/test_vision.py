@@ -427,7 +427,7 @@ def test_the_bytes_of_pictures_that_wait_are_bounded(eyes):
 def test_a_model_that_is_blind_says_so():
     async def main():
         async with engine("demo", skip_tokenizer_init=False) as llm:
-            with pytest.raises(InvalidRequest, match="sees no pictures"):
+            with pytest.raises(InvalidRequest, match="does not support pictures"):
                 await collect(llm, request([1, 2], [WHOLE]), greedy(2))
 
     asyncio.run(main())

@@ -98,7 +98,7 @@ def test_usual_schemas_pass(name, schema):
         ),
         (
             spec("json_schema", {"properties": {f"p{i}": {} for i in range(MAX_PROPERTIES + 1)}}),
-            "an object of 1001 properties; at most 1000",
+            "an object with 1001 properties; at most 1000",
         ),
         (
             spec("json_schema", {"items": {"patternProperties": {f"^{i}": {} for i in range(65)}}}),

@@ -53,9 +53,13 @@ def test_a_vocabulary_knows_its_sizes_and_special_tokens():
 def test_vocabularies_that_cannot_serve(tmp_path):
     with pytest.raises(ModelError, match="ids up to 2047, but the model has only 2000"):
         Vocabulary(DEMO, 2000, (2,))
-    with pytest.raises(UnsupportedModel, match=r"the model's, \[\], are not in"):
+    with pytest.raises(
+        UnsupportedModel, match=r"the model's end-of-sequence ids, \[\], are not in"
+    ):
         Vocabulary(DEMO, 2048, ())
-    with pytest.raises(UnsupportedModel, match=r"the model's, \[2, 2050\], are not in"):
+    with pytest.raises(
+        UnsupportedModel, match=r"the model's end-of-sequence ids, \[2, 2050\], are not in"
+    ):
         Vocabulary(DEMO, 2090, (2, 2050))
     with pytest.raises(ModelError, match="does not exist"):
         Vocabulary(tmp_path / "tokenizer.json", 2090, (2,))
@@ -173,7 +177,7 @@ def test_a_mask_overwrites_all_of_its_row_and_nothing_else(vocabulary):
     ],
 )
 def test_a_row_of_another_shape_is_a_bug(out):
-    with pytest.raises(ProtocolBug, match="a mask of shape"):
+    with pytest.raises(ProtocolBug, match="the mask has shape"):
         compiled(byte_level(), "regex", "b").matcher().fill(out)
 
 

@@ -437,7 +437,9 @@ def test_preparing_a_thread_sets_its_number_of_threads(device):
 
 
 def test_unknown_devices_are_refused_with_the_known_ones():
-    with pytest.raises(UnsupportedModel, match=r"'tpu' is not supported; supported: .*cpu"):
+    with pytest.raises(
+        UnsupportedModel, match=r"'tpu' is not supported; the supported devices are .*cpu"
+    ):
         open_device("tpu")
 
 

@@ -192,10 +192,10 @@ def test_ids_outside_of_the_vocabulary_are_refused(tmp_path):
 WRONG = [
     ("vision_config", None, ModelError, "vision_config must be an object"),
     ("text_config", [], ModelError, "text_config must be an object"),
-    ("hidden_act", "relu", UnsupportedModel, "hidden_act 'relu'"),
+    ("hidden_act", "relu", UnsupportedModel, "hidden_act is 'relu'"),
     ("depth", 0, ModelError, "vision_config: depth must be a positive"),
     ("num_position_embeddings", 24, ModelError, "must be a square"),
-    ("num_heads", 5, ModelError, "hidden_size 32 must be 4 x num_heads"),
+    ("num_heads", 5, ModelError, "hidden_size 32 must be a multiple of 4 x num_heads"),
     ("deepstack_visual_indexes", [3], ModelError, "different numbers from 0 to 2"),
     ("deepstack_visual_indexes", [1, 1], ModelError, "different numbers"),
     ("deepstack_visual_indexes", "all", ModelError, "different numbers"),

@@ -282,7 +282,7 @@ def test_an_index_names_files_of_its_own_directory_alone(sharded, name):
     index = json.loads(path.read_text())
     index["weight_map"][next(iter(index["weight_map"]))] = name
     path.write_text(json.dumps(index))
-    fails(sharded, WeightsError, path, "no file of this directory")
+    fails(sharded, WeightsError, path, "not a file of this directory")
 
 
 def test_a_shard_that_is_a_pipe_is_not_waited_for(sharded):
@@ -353,7 +353,7 @@ def test_a_malformed_configuration_is_named(single, content):
             ["partial_rotary_factor"],
         ),
         (dict(use_sliding_window=True, sliding_window=4096), ["use_sliding_window"]),
-        (dict(quantization_config={"quant_method": "gptq"}), ["'gptq'", "known are fp8"]),
+        (dict(quantization_config={"quant_method": "gptq"}), ["'gptq'", "supported: fp8"]),
         (dict(hidden_act="gelu"), ["hidden_act", "'gelu'", "silu"]),
         (dict(dtype="float8_e4m3fn"), ["'float8_e4m3fn'", "float32, bfloat16, float16"]),
         (dict(architectures=["GemmaForCausalLM"]), ["'GemmaForCausalLM'", "Qwen3ForCausalLM"]),

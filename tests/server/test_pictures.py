@@ -117,15 +117,15 @@ def test_metrics_count_pictures(server, client):
     [
         (
             {"type": "image_url", "image_url": {"url": "http://example.org/x.png"}},
-            "fetches no",
+            "does not fetch",
         ),
         (
             {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x.png"}},
-            "fetches no",
+            "does not fetch",
         ),
         ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, "file"),
         ({"type": "image_url", "image_url": {"url": "data:text/plain;base64,QQ=="}}, "image"),
-        ({"type": "image_url", "image_url": {"url": data_url(b"nonsense")}}, "no picture"),
+        ({"type": "image_url", "image_url": {"url": data_url(b"nonsense")}}, "not a picture"),
         ({"type": "image_url", "image_url": {"url": data_url(drawn("1")[:200])}}, "decoded"),
         ({"type": "image_url"}, "needs image_url"),
         ({"type": "image_url", "image_url": {"url": "x", "detail": "finest"}}, "detail"),

@@ -227,7 +227,7 @@ def test_parameters_under_sglangs_names_are_ours(kind):
     body = decode(kind, max_new_tokens=7, min_new_tokens=3)
     made = sampling_params(body)
     assert (made.max_tokens, made.min_tokens) == (7, 3)
-    with pytest.raises(APIError, match="one parameter"):
+    with pytest.raises(APIError, match="the same parameter"):
         sampling_params(decode(kind, max_new_tokens=7, max_tokens=8))
 
 

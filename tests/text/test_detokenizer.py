@@ -436,7 +436,7 @@ def test_tokens_that_were_seen_are_ignored():
 def test_a_gap_in_the_tokens_is_a_bug(gap):
     driver = Driver(single_bytes()).open(3).say("ab", uid=3)
     driver.index[3] += gap
-    with pytest.raises(ProtocolBug, match=r"request 3: token \d came where 2 was due"):
+    with pytest.raises(ProtocolBug, match=r"request 3: token \d arrived, but token 2 was expected"):
         driver.say("c", uid=3)
 
 

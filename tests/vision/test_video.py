@@ -117,9 +117,9 @@ def test_names_do_not_depend_on_times_but_on_frames():
 
 
 WRONG = [
-    (FRAMES[:1], "2 to 40 frames, this one has 1"),
-    ([], "2 to 40 frames, this one has 0"),
-    (np.zeros((41, 4, 4, 3), np.uint8), "2 to 40 frames, this one has 41"),
+    (FRAMES[:1], "2 to 40 frames, but this one has 1"),
+    ([], "2 to 40 frames, but this one has 0"),
+    (np.zeros((41, 4, 4, 3), np.uint8), "2 to 40 frames, but this one has 41"),
     ("x.mp4", "files are not decoded"),
     (FRAMES[0, :, :, 0], "files are not decoded"),
     ([FRAMES[0], FRAMES[1][:-1]], "frame 2 is RGB .69, 90.*frames must be alike"),
@@ -128,7 +128,7 @@ WRONG = [
     (Video(FRAMES, fps=0), "fps must be a number above 0"),
     (Video(FRAMES, fps=10**5000), "fps must be a number above 0"),
     (Video(FRAMES, times=[0, 1, 2, 3, 10**400]), "must be seconds"),
-    ((FRAMES, {"fps": 1, "frames_indices": [10**400]}), "frames_indices must be numbers"),
+    ((FRAMES, {"fps": 1, "frames_indices": [10**400]}), "frames_indices must be frame numbers"),
     (np.broadcast_to(FRAMES[:1, :1, :1], (40, 3000, 3000, 3)), "at most 1000000"),
     (Video(FRAMES, fps=True), "fps must be a number above 0"),
     (Video(FRAMES, fps=2, times=[1] * 5), "times or fps, not both"),
@@ -137,8 +137,8 @@ WRONG = [
     (Video(FRAMES, times=[0, 1, 2, 3, float("nan")]), "must be from 0 to"),
     (Video(FRAMES, times="five"), "must be seconds"),
     ((FRAMES, {"speed": 2}), "'speed' is not known"),
-    ((FRAMES, {"frames_indices": "all"}), "frames_indices must be numbers"),
-    ((FRAMES, {"frames_indices": 5}), "frames_indices must be numbers"),
+    ((FRAMES, {"frames_indices": "all"}), "frames_indices must be frame numbers"),
+    ((FRAMES, {"frames_indices": 5}), "frames_indices must be frame numbers"),
 ]
 
 
@@ -178,7 +178,7 @@ def test_a_picture_that_many_requests_share_is_decoded_by_one_thread_at_a_time()
 @pytest.mark.parametrize(
     ("frames", "message"),
     [
-        ([FRAMES[0], FRAMES[1][:-1]], "frame 2 has 90 x 69 pixels, the first has 90 x 70"),
+        ([FRAMES[0], FRAMES[1][:-1]], "frame 2 has 90 x 69 pixels, but the first has 90 x 70"),
         ([FRAMES[0]] * 2, None),
         ([np.zeros((1, 300, 3), np.uint8)] * 2, "too narrow"),
     ],

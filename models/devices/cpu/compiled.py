@@ -107,7 +107,7 @@ class CompiledCPUDevice(CPUDevice):
         numba.set_num_threads(self._threads)
 
     def check(self, dtype: torch.dtype, block_size: int, head_dim: int) -> None:
-        """Accept everything, and compile the kernels."""
+        """Accept any combination, and compile the kernels."""
         self._compile(dtype, STEPS, LOGITS)
         self._compile(torch.float32, LOGITS)  # masked logits are float32
 
@@ -239,7 +239,7 @@ class CompiledCPUDevice(CPUDevice):
         return super().attention(queries, cache, batch, scale)
 
     def _plan_decodes(self, batch: AttentionBatch) -> Any:
-        """Return the batch: the kernel reads it itself."""
+        """Return True: the kernel reads the batch itself."""
         return True
 
     def _decode(

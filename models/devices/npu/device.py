@@ -60,7 +60,7 @@ log = logging.getLogger("nanoactor.models.npu")
 
 _MOST_SEGMENTS = 1024
 _MOST_GROUPS = 1024
-"""Maximum groups of a grouped product."""
+"""Maximum number of groups in a grouped product."""
 # Heads for which npu_apply_rotary_pos_emb is documented on A2 and A3; others use npu_rotary_mul.
 _ROTATED_TOGETHER = (64, 128)
 

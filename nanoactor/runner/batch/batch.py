@@ -71,8 +71,8 @@ class StateLayout:
 
     @property
     def rope_deltas(self) -> int:
-        """By slot: rotary position minus index after the prompt. From here to `rows`: set when a
-        sequence is admitted."""
+        """By slot: rotary position minus index, for tokens after the prompt. This field and those
+        after it, up to `rows`, are set when a sequence is admitted."""
         return self.frozen + self.slots
 
     @property
@@ -355,8 +355,8 @@ class HostBatch:
     def _scored(
         self, token_ids: Int32, layout: StepLayout, slots: Long, numbers: Long
     ) -> tuple[ScoredRows[Array] | None, ScoredResults | None]:
-        """Return the step's scoring for samplers in these slots and rows; the decode batch's
-        requests are known by then."""
+        """Return what the step scores, for samplers in these slots and rows; the decode batch's
+        requests must already be known."""
         asking, first = self._asking, len(layout.sampled)
         if len(slots) > len(layout.rows.decode_slots):
             late = first + len(layout.rows.decode_slots)

@@ -32,7 +32,7 @@ class PixelStore:
         """Reported as not coming, and not dropped yet."""
 
     def __len__(self) -> int:
-        """Return the number of uploads that have not ended twice."""
+        """Return the number of uploads that have not yet ended in both ways."""
         return len(self._partial) + len(self._whole) + len(self._dropped) + len(self._absent)
 
     @property

@@ -13,7 +13,7 @@ _NO_BIASES: NDArray[np.float32] = np.empty(0, np.float32)
 
 
 def lay_out(found: list[tuple[int, TokenRules]], penalized: Long) -> LogitRules[Array]:
-    """Lay out the rules of the rows that have any; `penalized` are rows with a penalty."""
+    """Lay out the rules of the rows that have any; `penalized` lists the rows with a penalty."""
     words = [(row, word) for row, rules in found for word in _words(rules)]
     allowed = [(row, rules.allowed_ids) for row, rules in found if len(rules.allowed_ids)]
     allowed_rows, allowed_ids = _pairs(allowed)

@@ -94,7 +94,7 @@ class SamplingTable:
         return few
 
     def _cut(self, slots: Long) -> Flags:
-        """Select the rows that are cut otherwise, however many candidates that leaves."""
+        """Select the rows that are cut in other ways, which may leave any number of candidates."""
         columns = self.columns
         cut: Flags = columns.top_k[slots] > CANDIDATES
         return cut | (columns.top_p[slots] < 1) | (columns.min_p[slots] > 0)
@@ -120,7 +120,8 @@ class SamplingTable:
         return max(0, int((self._unmasked_from[slots] - positions).max(initial=0)))
 
     def masked(self, rows: SampledRows[Array], positions: Long) -> SampledRows[Array]:
-        """Return the rows with the ids that must not be chosen at these positions."""
+        """Return a copy of the rows that also lists the ids that must not be chosen at these
+        positions."""
         masking = self.masking(rows.slots, positions)
         if not masking.any():
             return rows

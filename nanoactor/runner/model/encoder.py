@@ -70,8 +70,8 @@ class Encoder:
         self._half.clear()
 
     def largest(self, longest: int) -> int:
-        """Return the largest number of rows of an image, or of a video part that is encoded at
-        once, in a sequence of `longest` tokens."""
+        """Return the maximum number of rows that an image, or a part of a video encoded in one go,
+        can have in a sequence of `longest` tokens."""
         most = self._images.max_pixels // self._images.factor**2
         if self._videos is not None:
             # A slice has as many temporal patches as fit the budget, or a single larger one.
@@ -96,7 +96,7 @@ class Encoder:
                 self._rows[places[frame * units.rows : (frame + 1) * units.rows]] = rows
 
     def units(self, pixels: NDArray[np.uint8]) -> EncodeUnits:
-        """Divide the work on an item of (frames, height, width, channels) into units."""
+        """Divide the work on an item of shape (frames, height, width, channels) into units."""
         return EncodeUnits.of_pixels(pixels.shape, self._images, self._vision, self._budget)
 
     def _begin(self, pixels: NDArray[np.uint8], frame: int, count: int) -> TowerState:

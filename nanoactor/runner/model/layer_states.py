@@ -15,7 +15,7 @@ _ID_BYTES = 4
 
 
 def block_bytes(states: Sequence[StateSpec], block_size: int) -> int:
-    """Return the bytes that one block takes in all layers, and the ids of its tokens."""
+    """Return the size of a block in bytes: its states in all layers and the ids of its tokens."""
     each = sum(state.bytes_per_token for state in states) + _ID_BYTES
     return each * block_size
 

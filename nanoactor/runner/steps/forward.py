@@ -22,7 +22,8 @@ from nanoactor.runner.steps.published import PublishedIds
 
 
 class StepForward:
-    """Queues steps operator by operator; captured steps are recorded from it."""
+    """Queues steps operator by operator; to capture a step, the operators that it queues are
+    recorded."""
 
     def __init__(
         self,

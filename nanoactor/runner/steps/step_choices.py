@@ -13,8 +13,8 @@ from nanoactor.runner.steps.scoring import StepScorer
 
 
 class StepChoices:
-    """One rank's choices. Rows that still lack a mask leave their states in their slots, to choose
-    from later."""
+    """One rank's choices. The hidden states of rows that still lack a mask are kept in their slots;
+    their tokens are chosen from these states later."""
 
     def __init__(self, model: LoadedModel, chooser: TokenChooser, slots: int) -> None:
         self._device = model.device

@@ -71,7 +71,7 @@ class BlockBudget:
         self._unanswered.append((turn, fence))
 
     def answer(self, turn: int, fences: Iterable[tuple[int, int]]) -> None:
-        """Take the answer to all turns up to this one: (fence, blocks) that came back.
+        """Process the answer to all turns up to this one: the (fence, blocks) pairs that came back.
 
         Raises `ProtocolBug` if any came back that none of these turns gave up.
         """
@@ -92,7 +92,7 @@ class BlockBudget:
     def take_slot(self) -> int:
         """Hand out the lowest free slot. Raises `ProtocolBug` if there is none."""
         if not self._free_slots:
-            raise ProtocolBug(f"a slot is taken, but none of {self._slots} is free")
+            raise ProtocolBug(f"a slot is requested, but none of the {self._slots} slots is free")
         return heapq.heappop(self._free_slots)
 
     def give_up_slot(self, slot: int, fence: int) -> None:

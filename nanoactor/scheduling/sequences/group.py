@@ -8,7 +8,8 @@ M = TypeVar("M")
 
 
 class SequenceGroup(Generic[M]):
-    """The sequences of a request, and those that wait for another to compute the prompt."""
+    """The sequences of a request, and those among them that wait while another computes the
+    prompt."""
 
     def __init__(self, uids: range) -> None:
         self.uids = uids

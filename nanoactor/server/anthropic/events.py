@@ -120,7 +120,7 @@ class MessagesWriter(BlockWriter):
         return [self._event("content_block_start", content_block=dict(self.blocks[-1]))]
 
     def grown(self, kind: str, text: str) -> list[Event]:
-        """Return the event of another piece, or none if it is omitted reasoning."""
+        """Return the event for another piece, or none if the piece is omitted reasoning."""
         if kind == "thoughts" and self._omits:
             return []
         name, member = _DELTAS[kind]

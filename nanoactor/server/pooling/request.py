@@ -118,7 +118,7 @@ class ScoreRequest(_Pooled, kw_only=True, forbid_unknown_fields=True):
         if len(first) == 1:
             first = first * len(second)
         if len(first) != len(second):
-            raise invalid(f"{len(first)} first texts but {len(second)} second ones")
+            raise invalid(f"there are {len(first)} first texts but {len(second)} second texts")
         return list(zip(first, second, strict=True))
 
 

@@ -1,4 +1,5 @@
-"""Answers in the shapes of the Responses API: a chat's deltas as events, and as one response."""
+"""Answers in the formats of the Responses API: a chat's deltas as events or as a single
+response."""
 
 from __future__ import annotations
 

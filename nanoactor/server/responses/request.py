@@ -32,7 +32,7 @@ class Part(Struct, forbid_unknown_fields=True):
 
 
 class Item(Struct, forbid_unknown_fields=True):
-    """An item of the input, of any type; `type` says which members count."""
+    """An item of the input, of any type; `type` determines which members are used."""
 
     type: Annotated[str, Meta(examples=["message", "function_call", "function_call_output"])] = (
         "message"

@@ -21,7 +21,7 @@ class TokenScores:
         """Those tokens, each with the place of its first byte."""
 
     def push(self, entries: list[Entry]) -> None:
-        """Add what a chat says of further tokens: `token`, `logprob`, `bytes`, `top_logprobs`."""
+        """Add a chat's entries for further tokens: `token`, `logprob`, `bytes`, `top_logprobs`."""
         for entry in entries:
             self._entries.append((len(self._bytes), entry))
             self._bytes += bytes(entry["bytes"] or ())

@@ -1,6 +1,6 @@
 """A layer's mixture of experts as an operator, in Triton.
 
-For a few tokens only the chosen experts' bytes are read.
+With only a few tokens, just the weights of the chosen experts are read.
 """
 
 from __future__ import annotations

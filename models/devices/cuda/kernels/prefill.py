@@ -22,7 +22,7 @@ from nanoactor.models.devices.cuda.kernels.prefill_attention_tma import (
 
 HOPPER = 9
 _SIZES = (64, 128)
-"""Head sizes with sums that fit into the registers of `WIDE`, and with rows that fit a box."""
+"""Head sizes whose sums fit into the registers of `WIDE` and whose rows fit into a box."""
 
 
 def refusal(

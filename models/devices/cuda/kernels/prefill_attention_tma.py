@@ -31,7 +31,8 @@ class Variant:
     """The size of a program, and its resources."""
 
     rows: int
-    """Rows of its matrix product: tokens times the heads that share a key-value head."""
+    """Rows of the matrix product: the number of tokens times the number of heads that share a
+    key-value head."""
     tile: int
     """Keys at a time: the height of a box."""
     warps: int

@@ -24,7 +24,7 @@ PARAMETER_LIMIT = 32_764
 UNIT_BYTES = 128
 """Bytes of a row in which the copy engine swizzles chunks; in FP8, inputs that share a scale."""
 UNITS = SLOT_BYTES // (8 * UNIT_BYTES)
-"""Maximum units of a box."""
+"""Maximum number of units in a box."""
 HEAD_TILES = 4
 """Tiles of a chunk of the head."""
 _LEAST_SLOTS, _MOST_SLOTS = 4, 12
@@ -82,7 +82,7 @@ them; then each derives the rows' chosen experts from the scores."""
 MOST_EXPERT_ROWS = 8
 _MOST_EXPERTS, _MOST_CHOSEN = 256, 32
 LOGITS = Phase("LOGITS", "head", "vocab", "hidden", "X1", "LOGITS")
-"""After the last layer; blocks take its tiles dynamically."""
+"""The phase after the last layer; its tiles are assigned to blocks dynamically."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -407,7 +407,7 @@ def _products(shape: Shape) -> Iterator[str]:
 
 
 def _flight_of(shape: Shape, product: Product) -> int:
-    """Return the largest number of boxes of a matrix in flight."""
+    """Return the largest number of a matrix's boxes that may be in flight at once."""
     narrow = shape.hidden <= 1536
     flight = shape.in_flight or ((4 if shape.packed else 2) if narrow else 3)
     if product.experts is not None:  # their boxes may be small
