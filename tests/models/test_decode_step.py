@@ -438,9 +438,9 @@ UNROUNDED = (
     ("contexts", "changes"),
     [
         ([37], {}),
-        ([90, 1], {"head_dim": 128, "qkv_bias": True, "blocks": 7}),
+        later([90, 1], {"head_dim": 128, "qkv_bias": True, "blocks": 7}),
         # More units than warps, tiles of several boxes, the last of which stands out.
-        ([40, 7, 300], {"hidden": 512, "inter": 2304, "poison": True}),
+        later([40, 7, 300], {"hidden": 512, "inter": 2304, "poison": True}),
         later([10 + 7 * i for i in range(16)], {"block_size": 48, "blocks": 5}),
         (
             [37],
