@@ -168,7 +168,7 @@ def test_videos_that_cannot_be_seen_are_refused_by_name(viewer):
             for given, message in [
                 ([frames, frames], "2 videos or more, at most 1"),
                 ("x.mp4", "video 1: .*files are not decoded"),
-                ([b"a", b"b"], "video 1 of 1: frame 1: the 1 bytes are no picture"),
+                ([b"a", b"b"], "video 1 of 1: frame 1: the 1 bytes are not a picture"),
                 (shown(1, 14, 16, 16), "the encoder cache holds 16"),
             ]:
                 with pytest.raises(InvalidRequest, match=message):

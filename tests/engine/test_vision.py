@@ -369,7 +369,7 @@ WRONG = [
     ([START, IMAGE, END], [], "1 image placeholders .* 0 images were given"),
     ([1, 2], [WHOLE], "0 image placeholders .* 1 images were given"),
     ([VIDEO, 1], [], "1 video placeholders"),
-    ([IMAGE, 1], [b"nonsense"], "picture 1 of 1: the 8 bytes are no picture"),
+    ([IMAGE, 1], [b"nonsense"], "picture 1 of 1: the 8 bytes are not a picture"),
     ([IMAGE, IMAGE, 1], [WHOLE, WHOLE[:300]], "cannot be decoded"),
     ([IMAGE, 1], [np.zeros((4, 900, 3), np.uint8)], "too narrow"),
     ([IMAGE, 1], [np.zeros((4, 4, 2), np.uint8)], "picture 1: an array must be uint8"),

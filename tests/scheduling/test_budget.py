@@ -97,7 +97,7 @@ class BudgetMachine(RuleBasedStateMachine):
     @rule()
     def take_slot(self):
         if not self.free():
-            with pytest.raises(ProtocolBug, match=f"none of {self.slots} is free"):
+            with pytest.raises(ProtocolBug, match=f"none of the {self.slots} slots is free"):
                 self.budget.take_slot()
             return
         expected = min(self.free())
