@@ -376,7 +376,7 @@ WRONG = [
     ([IMAGE, 1], [b""], "picture 1: the picture is empty"),
     ([IMAGE, 1], [17], "picture 1: a picture must be its encoded bytes"),
     ([IMAGE, 1], ["/nowhere/x.png"], "picture 1: the picture cannot be read"),
-    ([IMAGE, 1], ["data:text/plain,x"], "a data: URL must begin with data:image"),
+    ([IMAGE, 1], ["data:text/plain,x"], 'must begin with "data:image'),
     ([IMAGE] * 5, [WHOLE] * 5, "at most 4 are allowed"),
     ([IMAGE, 1], [np.zeros((2000, 2000, 3), np.uint8)], "at least one and at most 1000000"),
     ([IMAGE] * 4, [picture(9, 48, 48)] * 4, "the encoder cache holds 64"),
