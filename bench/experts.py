@@ -117,6 +117,21 @@ def measure(args: argparse.Namespace, rows: int, experts: int, chosen: int, copy
     }
 
 
+def write_report(out: Path | None, copy: float, settings: dict, results: list[dict]) -> None:
+    """Write results to a file, if one is given, with what is needed to repeat them."""
+    report = {
+        "date": datetime.date.today().isoformat(),
+        "command": " ".join(["python", *sys.argv]),
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "sum_tb_s": copy / 1e12,
+        **settings,
+        "results": results,
+    }
+    if out:
+        out.write_text(json.dumps(report, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hidden", type=int, default=2048)
@@ -135,19 +150,8 @@ def main() -> None:
             for rows in args.rows:
                 results.append(measure(args, rows, experts, chosen, copy))
                 print(json.dumps(results[-1]))
-    report = {
-        "date": datetime.date.today().isoformat(),
-        "command": " ".join(["python", *sys.argv]),
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "sum_tb_s": copy / 1e12,
-        "format": args.format,
-        "hidden": args.hidden,
-        "inner": args.inner,
-        "results": results,
-    }
-    if args.out:
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+    settings = {"format": args.format, "hidden": args.hidden, "inner": args.inner}
+    write_report(args.out, copy, settings, results)
 
 
 if __name__ == "__main__":

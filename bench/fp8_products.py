@@ -12,7 +12,6 @@ bfloat16 (`bf16`, torch.mm). `bandwidth` relates the matrices' bytes to what a s
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench.experts import bandwidth, matrices, milliseconds
+from bench.experts import bandwidth, matrices, milliseconds, write_report
 from nanoactor.models.devices.cuda.device import CUDADevice
 from nanoactor.models.devices.cuda.kernels.fp8 import TritonFp8Linear
 
@@ -97,17 +96,7 @@ def main() -> None:
         copy = bandwidth(args.rounds)
         print(f"{torch.cuda.get_device_name()}: a sum reads {copy / 1e12:.2f} TB/s")
         results = measure(args, copy)
-    report = {
-        "date": datetime.date.today().isoformat(),
-        "command": " ".join(["python", *sys.argv]),
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "sum_tb_s": copy / 1e12,
-        "model": args.model,
-        "results": results,
-    }
-    if args.out:
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(args.out, copy, {"model": args.model}, results)
 
 
 if __name__ == "__main__":

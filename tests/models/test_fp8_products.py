@@ -15,8 +15,8 @@ from nanoactor.models.devices.cuda.kernels.fp8_products import experts as groupe
 from nanoactor.models.devices.cuda.kernels.fp8_products import launch, linear
 from nanoactor.models.devices.cuda.kernels.fp8_products.linear import HopperFp8Linear
 from nanoactor.models.devices.cuda.kernels.fp8_products.variants import (
-    MOST_OF_TRITON,
     SHARED_LIMIT,
+    TRITON_UP_TO,
     VARIANTS,
     Division,
     Variant,
@@ -71,11 +71,11 @@ def divided(variant, tokens, outputs, blocks_of_inputs, units, processors):
 @pytest.mark.parametrize(
     ("variant", "tokens", "outputs", "inputs", "offset", "group", "units", "processors"),
     [
-        (Variant("PLAIN", 64, 1), 30, 48, 200, 0, 16, 0, 2),
-        (Variant("PLAIN", 64, 1), 70, 144, 384, 64, 128, 2, 9),
-        (Variant("PLAIN", 64, 1), 67, 128, 4608, 0, 128, 15, 5),  # more than 32 blocks of inputs
+        (Variant("LINEAR", 64, 1), 30, 48, 200, 0, 16, 0, 2),
+        (Variant("LINEAR", 64, 1), 70, 144, 384, 64, 128, 2, 9),
+        (Variant("LINEAR", 64, 1), 67, 128, 4608, 0, 128, 15, 5),  # more than 32 blocks of inputs
         (
-            Variant("PLAIN", 64, 1),
+            Variant("LINEAR", 64, 1),
             9,
             300 - 12,
             640,
@@ -84,9 +84,9 @@ def divided(variant, tokens, outputs, blocks_of_inputs, units, processors):
             2,
             9,
         ),  # parts that neither begin nor end
-        (Variant("PLAIN", 128, 1), 130, 128, 256, 0, 128, 0, 1),
-        (Variant("PLAIN", 128, 1), 20, 144, 384, 0, 16, 1, 6),
-        (Variant("PLAIN", 128, 2), 140, 272, 256, 0, 16, 3, 4),
+        (Variant("LINEAR", 128, 1), 130, 128, 256, 0, 128, 0, 1),
+        (Variant("LINEAR", 128, 1), 20, 144, 384, 0, 16, 1, 6),
+        (Variant("LINEAR", 128, 2), 140, 272, 256, 0, 16, 3, 4),
     ],
 )
 def test_products(
@@ -94,7 +94,7 @@ def test_products(
 ):
     division = divided(variant, tokens, outputs, -(-(inputs + offset) // 128), units, processors)
     monkeypatch.setattr(linear, "division_of", lambda *_: division)
-    monkeypatch.setattr(linear, "MOST_OF_TRITON", 0)
+    monkeypatch.setattr(linear, "TRITON_UP_TO", 0)
     kernels = emulated(processors)
     found, expected, weights, x = multiplied(kernels, tokens, outputs, inputs, offset, group)
     assert kernels.ran == [variant]
@@ -139,7 +139,7 @@ def are_near(found, sums, plain):
     [(60, 4, 2, 144, 256, 64), (150, 4, 3, 256, 128, 128)],
 )
 def test_experts(emulated, monkeypatch, tokens, experts, chosen, hidden, inner, rows):
-    wanted = Variant("GATED", rows, 2), Variant("SHARED", rows, 2)
+    wanted = Variant("SWIGLU", rows, 2), Variant("WEIGHTED", rows, 2)
     monkeypatch.setattr(grouped_experts, "variants_for", lambda *_: wanted)
     kernels = emulated(2)
     assert are_near(*ran_experts(kernels, tokens, experts, chosen, hidden, inner))
@@ -161,7 +161,7 @@ def test_experts(emulated, monkeypatch, tokens, experts, chosen, hidden, inner, 
 )
 def test_planted_bugs_of_products_are_found(emulated, monkeypatch, old, new):
     """Two divided products of a matrix that ends inside a tile."""
-    variant = Variant("PLAIN", 64, 1)
+    variant = Variant("LINEAR", 64, 1)
     division = divided(variant, 70, 144, 40, 36, 5)
     monkeypatch.setattr(linear, "division_of", lambda *_: division)
     kernels = emulated(5, ((old, new),))
@@ -191,7 +191,7 @@ def test_planted_bugs_of_products_are_found(emulated, monkeypatch, old, new):
     ],
 )
 def test_planted_bugs_of_experts_are_found(emulated, monkeypatch, old, new):
-    wanted = Variant("GATED", 64, 2), Variant("SHARED", 64, 2)
+    wanted = Variant("SWIGLU", 64, 2), Variant("WEIGHTED", 64, 2)
     monkeypatch.setattr(grouped_experts, "variants_for", lambda *_: wanted)
     try:
         good = are_near(*ran_experts(emulated(2, ((old, new),)), 60, 4, 2, 144, 256))
@@ -232,8 +232,8 @@ def test_every_division_covers_its_product(processors):
 
 def test_few_pairs_are_left_to_triton():
     assert variants_for(31 * 128, 128) is None
-    assert variants_for(32 * 128, 128) == (Variant("GATED", 64, 2), Variant("SHARED", 64, 2))
-    assert variants_for(128 * 128, 128) == (Variant("GATED", 128, 2), Variant("SHARED", 128, 2))
+    assert variants_for(32 * 128, 128) == (Variant("SWIGLU", 64, 2), Variant("WEIGHTED", 64, 2))
+    assert variants_for(128 * 128, 128) == (Variant("SWIGLU", 128, 2), Variant("WEIGHTED", 128, 2))
 
 
 def test_few_rows_and_other_types_are_left_to_triton(emulated):
@@ -241,7 +241,7 @@ def test_few_rows_and_other_types_are_left_to_triton(emulated):
     weights = packed_matrix(7, 32, 128, block=128, dtype=torch.float32)
     operator = linear.linear_of(weights, kernels)
     assert isinstance(operator, HopperFp8Linear)
-    operator(torch.randn(MOST_OF_TRITON + 1, 128))
+    operator(torch.randn(TRITON_UP_TO + 1, 128))
     operator(torch.randn(2, 128))
     assert not kernels.ran
     small = packed_matrix(7, 32, 128, block=32, dtype=torch.bfloat16)
@@ -271,7 +271,7 @@ def test_other_gpus_have_none_of_these_kernels(monkeypatch, caplog):
     assert found.get() is None
     assert found.get() is None
     (record,) = caplog.records
-    assert "use the kernels in Triton" in record.getMessage()
+    assert "use the Triton kernels" in record.getMessage()
     assert "no NVRTC" in record.getMessage()
 
 

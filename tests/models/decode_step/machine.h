@@ -116,8 +116,8 @@ DEVICE u32 bits_of_lanes(u32 value) { return of_lanes(value, [](u32 a, u32 b) { 
 DEVICE int count_bits(u32 bits) { return __builtin_popcount(bits); }
 template <class T> DEVICE T shuffle_xor(T value, int mask) { return shuffle(value, (now->thread & 31) ^ mask); }
 
-DEVICE void start_dependents() {}
-DEVICE void await_ahead() { yield(); }
+DEVICE void allow_next() {}
+DEVICE void await_previous() { yield(); }
 
 // -- global memory ----------------------------------------------------------------------------
 

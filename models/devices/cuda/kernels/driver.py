@@ -80,24 +80,25 @@ class Kernel:
         self._keep = module
         self._function = function
         driver = _driver()
-        cooperative, early = driver.CUlaunchAttribute(), driver.CUlaunchAttribute()
+        cooperative, overlapping = driver.CUlaunchAttribute(), driver.CUlaunchAttribute()
         ids = driver.CUlaunchAttributeID
         cooperative.id = ids.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
         cooperative.value.cooperative = 1
-        early.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        early.value.programmaticStreamSerializationAllowed = 1
+        overlapping.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        overlapping.value.programmaticStreamSerializationAllowed = 1
         self._config = _configuration(blocks, threads, shared, [])
-        self._early = _configuration(blocks, threads, shared, [early])
+        self._overlapping = _configuration(blocks, threads, shared, [overlapping])
         self._cooperative = _configuration(blocks, threads, shared, [cooperative])
 
-    def launch(self, args: ctypes.Structure, blocks: int, early: bool = False) -> None:
-        """Queue `blocks` blocks on the current stream; capturable. `early`: they may start before
-        the previous kernel has ended, and wait for it by themselves. Raises `DriverError`."""
-        config = self._early if early else self._config
+    def launch(self, args: ctypes.Structure, blocks: int, overlaps: bool = False) -> None:
+        """Queue `blocks` blocks on the current stream; capturable. `overlaps`: they may start
+        before the previous kernel has ended, and wait for it themselves (programmatic dependent
+        launch). Raises `DriverError`."""
+        config = self._overlapping if overlaps else self._config
         config.gridDimX = blocks
         self._queue(config, args)
 
-    def launch_at_once(self, args: ctypes.Structure) -> None:
+    def launch_cooperative(self, args: ctypes.Structure) -> None:
         """Queue on the current stream, all blocks at once or none (cooperative); capturable. Raises
         `DriverError`."""
         self._queue(self._cooperative, args)

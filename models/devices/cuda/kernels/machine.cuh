@@ -34,10 +34,10 @@ DEVICE u32 least_of_lanes(u32 value) { return __reduce_min_sync(~0u, value); }
 DEVICE u32 bits_of_lanes(u32 value) { return __reduce_or_sync(~0u, value); }
 DEVICE int count_bits(u32 bits) { return __popc(bits); }
 
-// Of kernels that are launched before the kernel ahead of them has ended: the first lets the next kernel
-// start, the second waits until the kernel ahead has ended and its results can be read.
-DEVICE void start_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-DEVICE void await_ahead() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// Programmatic dependent launch: a kernel starts before the previous one has ended. The previous kernel
+// allows it; the next one waits until the previous has ended and its results can be read.
+DEVICE void allow_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+DEVICE void await_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // -- global memory shared by blocks -----------------------------------------------------------
 // .relaxed.gpu: one access, answered by L2; `volatile` would go to the system's scope.

@@ -161,7 +161,7 @@ class DecodeStep:
             self.shape, self._weights, caches, inputs, self.scratch, self.maps, self.scales,
             self.status, self._eps, self._patience,
         )  # fmt: skip
-        self._kernel.launch_at_once(args)
+        self._kernel.launch_cooperative(args)
         return self.scratch.hidden
 
     @property

@@ -95,8 +95,9 @@ class Kernels:
         self._rounding = module.kernel(ROUNDING, self.processors, ROUNDING_THREADS, 0)
 
     def multiply(self, variant: Variant, args: Args, blocks: int) -> None:
-        """Queue a product behind the kernel that rounds its rows. Raises `DriverError`."""
-        self._variants[variant].launch(args, blocks, early=True)
+        """Queue a product, whose blocks may start before the previous kernel has ended. Raises
+        `DriverError`."""
+        self._variants[variant].launch(args, blocks, overlaps=True)
 
     def round(self, args: RoundArgs) -> None:
         """Queue the rounding of activations. Raises `DriverError`."""
@@ -121,8 +122,8 @@ class ProductKernels:
             except (nvrtc.CompileError, DriverError) as error:
                 self._wanted = False
                 log.warning(
-                    "products of FP8 matrices use the kernels in Triton, which take up to three "
-                    "times as long: %s",
+                    "FP8 products of many rows use the Triton kernels, which take up to 1.5 times "
+                    "as long: %s",
                     error,
                 )
         return self._found
@@ -156,7 +157,7 @@ def arguments_of(matrix: Matrix, variant: Variant, rows: Rows, y: torch.Tensor, 
         group=matrix.packed.group,
         blocks=matrix.blocks,
         row_tiles=slots // variant.tokens,
-        output_tiles=-(-matrix.outputs // (variant.outputs * (1 + (variant.ending == "GATED")))),
+        output_tiles=-(-matrix.outputs // (variant.outputs * (1 + (variant.epilogue == "SWIGLU")))),
     )
     ctypes.memmove(found.weight, matrix.map, MAP_BYTES)
     return found

@@ -13,7 +13,7 @@ from nanoactor.models.devices.cuda.kernels.fp8_products.launch import (
 )
 from nanoactor.models.devices.cuda.kernels.fp8_products.variants import (
     BLOCK,
-    MOST_OF_TRITON,
+    TRITON_UP_TO,
     division_of,
 )
 from nanoactor.models.weights.fp8 import Fp8Blocks
@@ -42,7 +42,7 @@ class HopperFp8Linear(TritonFp8Linear):
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         matrix, kernels = self._matrix, self._kernels
-        if x.dtype != torch.bfloat16 or len(x) <= MOST_OF_TRITON:
+        if x.dtype != torch.bfloat16 or len(x) <= TRITON_UP_TO:
             return super()._product(x)
         division = division_of(len(x), matrix.outputs, matrix.blocks, kernels.processors)
         variant = division.variant

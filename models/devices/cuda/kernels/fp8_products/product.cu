@@ -7,16 +7,17 @@
 // Blocks run until no tile is left (tile i of a block is `block + i * blocks`), so that the next tile's
 // stages are copied while results are stored.
 
-constexpr int MULTIPLIERS = 256, THREADS_OF_ALL = 384, WARPS_OF_ALL = 8;
-constexpr int BLOCK = 128;              // inputs of a scale, and bytes of a row in a stage
-constexpr int HALF = 128 * BLOCK;       // bytes of 128 outputs in a stage
+// variants.py begins the source with BLOCK (inputs of a scale, and bytes of a row in a stage), AT_ONCE (blocks
+// of inputs that a warp rounds) and ROUNDING_WARPS.
+constexpr int MULTIPLIERS = 256, MULTIPLIER_WARPS = 8;
+constexpr int HALF = 128 * BLOCK;  // bytes of 128 outputs in a stage
 constexpr float LARGEST = 448.f, LEAST = 1e-12f;
 
-// What a tile's sums become.
-enum Ending {
-  PLAIN,   // y (rows, outputs) in bf16, plus a bias; or float32 sums of some inputs
-  GATED,   // silu(gate) * up as e4m3 with scales, the next product's rows: the matrix has gates, then ups
-  SHARED,  // bf16, times the row's share, at the place of its pair
+// The epilogue: what a tile's sums become.
+enum Epilogue {
+  LINEAR,  // y (rows, outputs) in bf16, plus a bias
+  SWIGLU,   // silu(gate) * up as e4m3 with scales, the next product's rows: the matrix has gates, then ups
+  WEIGHTED,  // bf16, times the row's share, at the place of its pair
 };
 
 struct Args {
@@ -26,15 +27,15 @@ struct Args {
   const float* row_scales; // (blocks, slots)
   const u16* bias;         // or null
   void* y;
-  float* y_scales;         // of GATED
+  float* y_scales;         // of SWIGLU
   const int* owners;       // of each tile of rows: its expert; null where there is one matrix
   const int* used;         // with `owners`: the number of tiles of rows
-  const int* pairs;        // of SHARED: each slot's pair of token and expert
-  const float* shares;     // of SHARED: each pair's
+  const int* pairs;        // of WEIGHTED: each slot's pair of token and expert
+  const float* shares;     // of WEIGHTED: each pair's
   uint4* parts;            // sums of tiles that several blocks compute, two for each block
   u32* arrivals;           // of each such tile: the blocks that have stored their part; zero between products
   int slots;               // rows, with those that fill up the last tile
-  int count;               // rows that are stored; pairs, of SHARED
+  int count;               // rows that are stored; pairs, of WEIGHTED
   int outputs;             // of a matrix
   int group;               // outputs that share a scale
   int blocks;              // of inputs
@@ -43,8 +44,8 @@ struct Args {
 };
 
 // -- a block's work -----------------------------------------------------------------------------
-// With `units`, all stages of all tiles are divided evenly: a block has those from `block * units` on, and
-// may begin or end inside a tile. Otherwise tile i of a block is `block + i * blocks`; tiles of the same
+// With `units` (stream-K), all stages of all tiles are divided evenly: a block has those from `block * units`
+// on, and may begin or end inside a tile. Otherwise tile i of a block is `block + i * blocks`; tiles of the same
 // outputs are consecutive, so that weights come from memory once.
 
 struct Tile {
@@ -53,10 +54,10 @@ struct Tile {
   int expert;
 };
 
-struct Walk {
+struct TileScheduler {
   int at, stop, row_tiles, step;
 
-  DEVICE explicit Walk(const Args& a) {
+  DEVICE explicit TileScheduler(const Args& a) {
     row_tiles = a.used ? *a.used : a.row_tiles;
     step = block_count() * a.blocks;
     const int all = row_tiles * a.output_tiles * a.blocks;
@@ -80,8 +81,8 @@ struct Walk {
 };
 
 // First row of the matrix, within an expert's, of a tile's `m`th half.
-template <int ENDING> DEVICE int half_of(const Args& a, const Tile& tile, int m) {
-  return ENDING == GATED ? m * (a.outputs / 2) + tile.outputs : tile.outputs + 128 * m;
+template <int EPILOGUE> DEVICE int half_of(const Args& a, const Tile& tile, int m) {
+  return EPILOGUE == SWIGLU ? m * (a.outputs / 2) + tile.outputs : tile.outputs + 128 * m;
 }
 
 // -- the ring -----------------------------------------------------------------------------------
@@ -109,8 +110,8 @@ template <int TOKENS, int HALVES, int STAGES> struct Ring {
   DEVICE u32 scales_at() const { return scales + at * TOKENS * 4; }
 };
 
-template <int TOKENS, int HALVES, int STAGES, int ENDING> struct Producer {
-  static constexpr int OUTPUTS = ENDING == GATED ? 128 : 128 * HALVES;
+template <int TOKENS, int HALVES, int STAGES, int EPILOGUE> struct Producer {
+  static constexpr int OUTPUTS = EPILOGUE == SWIGLU ? 128 : 128 * HALVES;
   const Args& a;
 
   DEVICE void copy_weights(const Ring<TOKENS, HALVES, STAGES>& ring, const Tile& tile, int b) {
@@ -119,7 +120,7 @@ template <int TOKENS, int HALVES, int STAGES, int ENDING> struct Producer {
     barrier_expect(bar, ring.STAGE + TOKENS * 4);
 #pragma unroll
     for (int m = 0; m < HALVES; ++m)
-      copy_rows(ring.weights_at(m, 0), &a.weight, tile.expert * a.outputs + half_of<ENDING>(a, tile, m), b, bar);
+      copy_rows(ring.weights_at(m, 0), &a.weight, tile.expert * a.outputs + half_of<EPILOGUE>(a, tile, m), b, bar);
   }
 
   DEVICE void copy_activations(const Ring<TOKENS, HALVES, STAGES>& ring, const Tile& tile, int b) {
@@ -129,18 +130,18 @@ template <int TOKENS, int HALVES, int STAGES, int ENDING> struct Producer {
     copy_line(ring.scales_at(), a.row_scales + first, TOKENS * 4, bar);
   }
 
-  // Weights fill the ring while the kernel ahead still rounds activations.
+  // Weights fill the ring while the previous kernel still rounds activations.
   DEVICE void run(Ring<TOKENS, HALVES, STAGES> ring) {
     prefetch_map(&a.weight);
-    Walk walk(a);
+    TileScheduler scheduler(a);
     Tile tile;
-    if (!walk.template next<TOKENS, OUTPUTS>(a, tile)) return await_ahead();
+    if (!scheduler.template next<TOKENS, OUTPUTS>(a, tile)) return await_previous();
     Ring<TOKENS, HALVES, STAGES> early = ring;
-    const int ahead = tile.end - tile.begin < STAGES ? tile.end : tile.begin + STAGES;
-    for (int b = tile.begin; b < ahead; ++b, early.next()) copy_weights(early, tile, b);
-    await_ahead();
-    for (int b = tile.begin; b < ahead; ++b, ring.next()) copy_activations(ring, tile, b);
-    int begin = ahead;
+    const int filled = tile.end - tile.begin < STAGES ? tile.end : tile.begin + STAGES;
+    for (int b = tile.begin; b < filled; ++b, early.next()) copy_weights(early, tile, b);
+    await_previous();
+    for (int b = tile.begin; b < filled; ++b, ring.next()) copy_activations(ring, tile, b);
+    int begin = filled;  // of the first tile; of others -1
     do {
       for (int b = begin < 0 ? tile.begin : begin; b < tile.end; ++b, ring.next()) {
         ring.wait_empty();
@@ -148,16 +149,16 @@ template <int TOKENS, int HALVES, int STAGES, int ENDING> struct Producer {
         copy_activations(ring, tile, b);
       }
       begin = -1;
-    } while (walk.template next<TOKENS, OUTPUTS>(a, tile));
+    } while (scheduler.template next<TOKENS, OUTPUTS>(a, tile));
   }
 };
 
 // -- sums ---------------------------------------------------------------------------------------
 
 // The scales of a warp's 16 outputs in 32 blocks of inputs, one in each lane.
-template <int ENDING> DEVICE float scales_of(const Args& a, const Tile& tile, int m, int warp, int b) {
+template <int EPILOGUE> DEVICE float scales_of(const Args& a, const Tile& tile, int m, int warp, int b) {
   const int lane = thread_index() % 32;
-  int output = half_of<ENDING>(a, tile, m) + 16 * warp;
+  int output = half_of<EPILOGUE>(a, tile, m) + 16 * warp;
   if (output >= a.outputs) output = a.outputs - 1;
   const int groups = (a.outputs + a.group - 1) / a.group;
   const long at = ((long)tile.expert * groups + output / a.group) * a.blocks + b + lane;
@@ -165,7 +166,7 @@ template <int ENDING> DEVICE float scales_of(const Args& a, const Tile& tile, in
 }
 
 // Adds the tile's stages; `warp` counts both groups' warps.
-template <int TOKENS, int HALVES, int STAGES, int ENDING>
+template <int TOKENS, int HALVES, int STAGES, int EPILOGUE>
 DEVICE void add_up(const Args& a, const Tile& tile, Ring<TOKENS, HALVES, STAGES>& ring, int warp,
                    float (&sums)[HALVES][TOKENS / 2]) {
   const int lane = thread_index() % 32;
@@ -179,7 +180,7 @@ DEVICE void add_up(const Args& a, const Tile& tile, Ring<TOKENS, HALVES, STAGES>
     const int turn = (b - tile.begin) % 32;
     if (turn == 0)
 #pragma unroll
-      for (int m = 0; m < HALVES; ++m) held[m] = scales_of<ENDING>(a, tile, m, warp, b);
+      for (int m = 0; m < HALVES; ++m) held[m] = scales_of<EPILOGUE>(a, tile, m, warp, b);
     ring.wait_full();
     const u32 scales = ring.scales_at() + lane % 4 * 8;
 #pragma unroll
@@ -216,7 +217,7 @@ template <int TOKENS, int HALVES> DEVICE uint4* part_of(const Args& a, int block
 }
 
 // Stores this block's part. The last block to do so adds all of them, in order, and returns true.
-template <int TOKENS, int HALVES> DEVICE bool join(const Args& a, const Tile& tile, u32 shared_word, float (&sums)[HALVES][TOKENS / 2]) {
+template <int TOKENS, int HALVES> DEVICE bool reduce_parts(const Args& a, const Tile& tile, u32 shared_word, float (&sums)[HALVES][TOKENS / 2]) {
   uint4* mine = part_of<TOKENS, HALVES>(a, block_index(), tile.begin == 0);
 #pragma unroll
   for (int m = 0; m < HALVES; ++m)
@@ -256,7 +257,7 @@ template <int TOKENS, int HALVES> DEVICE bool join(const Args& a, const Tile& ti
   return true;
 }
 
-// -- endings ------------------------------------------------------------------------------------
+// -- epilogues ----------------------------------------------------------------------------------
 
 // Stores two outputs of one row, the second of them only inside the matrix.
 DEVICE void store_two(u16* y, u32 two, int output, int outputs) {
@@ -275,24 +276,24 @@ template <int TOKENS> struct Places {
   float shares[TOKENS / 8];
 };
 
-template <int TOKENS, int ENDING> DEVICE void find_places(const Args& a, const Tile& tile, Places<TOKENS>& places) {
+template <int TOKENS, int EPILOGUE> DEVICE void find_places(const Args& a, const Tile& tile, Places<TOKENS>& places) {
   const int g = thread_index() % 32 / 4;
 #pragma unroll
   for (int i = 0; i < TOKENS / 8; ++i) {
     places.rows[i] = tile.rows + 8 * i + g;
-    if (ENDING == SHARED) places.rows[i] = a.pairs[places.rows[i]];
+    if (EPILOGUE == WEIGHTED) places.rows[i] = a.pairs[places.rows[i]];
   }
 #pragma unroll
   for (int i = 0; i < TOKENS / 8; ++i)
-    places.shares[i] = ENDING == SHARED && places.rows[i] < a.count ? a.shares[places.rows[i]] : 0.f;
+    places.shares[i] = EPILOGUE == WEIGHTED && places.rows[i] < a.count ? a.shares[places.rows[i]] : 0.f;
 }
 
 // bf16 (rows, outputs): a row for each slot, or its pair's.
-template <int TOKENS, int ENDING>
+template <int TOKENS, int EPILOGUE>
 DEVICE void store_rows(const Args& a, const Places<TOKENS>& places, int first, const float (&sums)[TOKENS / 2]) {
   const int t = thread_index() % 4, g = thread_index() % 32 / 4;
   float bias[2] = {0.f, 0.f};
-  if (ENDING == PLAIN && a.bias)
+  if (EPILOGUE == LINEAR && a.bias)
 #pragma unroll
     for (int h = 0; h < 2; ++h)
       if (first + g + 8 * h < a.outputs) bias[h] = from_bits((u32)a.bias[first + g + 8 * h] << 16);
@@ -300,8 +301,8 @@ DEVICE void store_rows(const Args& a, const Places<TOKENS>& places, int first, c
   for (int i = 0; i < TOKENS / 8; ++i) {
     const int row = places.rows[i];
     // Shares belong to columns of the sums, which lanes have after the exchange.
-    const float low_share = ENDING == SHARED ? shuffle(places.shares[i], 8 * t) : 1.f;
-    const float high_share = ENDING == SHARED ? shuffle(places.shares[i], 8 * t + 4) : 1.f;
+    const float low_share = EPILOGUE == WEIGHTED ? shuffle(places.shares[i], 8 * t) : 1.f;
+    const float high_share = EPILOGUE == WEIGHTED ? shuffle(places.shares[i], 8 * t + 4) : 1.f;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float low = sums[4 * i + 2 * h] * low_share + bias[h], high = sums[4 * i + 2 * h + 1] * high_share + bias[h];
@@ -318,7 +319,7 @@ DEVICE float rounded_to_bf16(float x) { return from_bits(pack(0.f, x)); }
 
 // e4m3 (blocks, slots, 128) and a scale for each slot and block of outputs, which is this tile's.
 template <int TOKENS>
-DEVICE void store_gated(const Args& a, const Tile& tile, int warp, float (&gate)[TOKENS / 2], const float (&up)[TOKENS / 2], u32 greatest) {
+DEVICE void store_swiglu(const Args& a, const Tile& tile, int warp, float (&gate)[TOKENS / 2], const float (&up)[TOKENS / 2], u32 greatest) {
   const int lane = thread_index() % 32, g = lane / 4, t = lane % 4, block = tile.outputs / BLOCK;
   for (int i = thread_index() - 128; i < TOKENS; i += MULTIPLIERS) put_shared4((int*)(dynamic_shared() + greatest) + i, 0);
   sync_consumers<MULTIPLIERS>();
@@ -357,31 +358,31 @@ DEVICE void store_gated(const Args& a, const Tile& tile, int warp, float (&gate)
   }
 }
 
-template <int TOKENS, int HALVES, int STAGES, int ENDING>
+template <int TOKENS, int HALVES, int STAGES, int EPILOGUE>
 DEVICE void consume(const Args& a, Ring<TOKENS, HALVES, STAGES> ring, u32 greatest, u32 word) {
-  constexpr int OUTPUTS = ENDING == GATED ? 128 : 128 * HALVES;
+  constexpr int OUTPUTS = EPILOGUE == SWIGLU ? 128 : 128 * HALVES;
   const int warp = thread_index() / 32 - 4;
   float sums[HALVES][TOKENS / 2];
-  Walk walk(a);
+  TileScheduler scheduler(a);
   Tile tile;
 #pragma unroll 1
-  while (walk.template next<TOKENS, OUTPUTS>(a, tile)) {
-    add_up<TOKENS, HALVES, STAGES, ENDING>(a, tile, ring, warp, sums);
-    if (ENDING == PLAIN && tile.end - tile.begin < a.blocks && !join<TOKENS, HALVES>(a, tile, word, sums)) continue;
-    if constexpr (ENDING == GATED) {
-      store_gated<TOKENS>(a, tile, warp, sums[0], sums[HALVES - 1], greatest);
+  while (scheduler.template next<TOKENS, OUTPUTS>(a, tile)) {
+    add_up<TOKENS, HALVES, STAGES, EPILOGUE>(a, tile, ring, warp, sums);
+    if (EPILOGUE == LINEAR && tile.end - tile.begin < a.blocks && !reduce_parts<TOKENS, HALVES>(a, tile, word, sums)) continue;
+    if constexpr (EPILOGUE == SWIGLU) {
+      store_swiglu<TOKENS>(a, tile, warp, sums[0], sums[HALVES - 1], greatest);
     } else {
       Places<TOKENS> places;
-      find_places<TOKENS, ENDING>(a, tile, places);
-      store_rows<TOKENS, ENDING>(a, places, half_of<ENDING>(a, tile, 0) + 16 * warp, sums[0]);
+      find_places<TOKENS, EPILOGUE>(a, tile, places);
+      store_rows<TOKENS, EPILOGUE>(a, places, half_of<EPILOGUE>(a, tile, 0) + 16 * warp, sums[0]);
       if constexpr (HALVES == 2)
-        store_rows<TOKENS, ENDING>(a, places, half_of<ENDING>(a, tile, 1) + 16 * warp, sums[1]);
+        store_rows<TOKENS, EPILOGUE>(a, places, half_of<EPILOGUE>(a, tile, 1) + 16 * warp, sums[1]);
     }
   }
 }
 
 // Shared memory from `base`, a multiple of 1,024: stages, scales of rows, greatest sizes, barriers, a word.
-template <int TOKENS, int HALVES, int STAGES, int ENDING> DEVICE void run(const Args& a) {
+template <int TOKENS, int HALVES, int STAGES, int EPILOGUE> DEVICE void run(const Args& a) {
   u8* memory = dynamic_shared();
   const u32 shift = (1024 - address_of(memory) % 1024) % 1024, base = address_of(memory) + shift;
   Ring<TOKENS, HALVES, STAGES> ring;
@@ -393,18 +394,18 @@ template <int TOKENS, int HALVES, int STAGES, int ENDING> DEVICE void run(const 
   if (thread_index() == 0) {
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(ring.full + 8 * i, 1);
-      barrier_init(ring.empty + 8 * i, WARPS_OF_ALL);
+      barrier_init(ring.empty + 8 * i, MULTIPLIER_WARPS);
     }
     barriers_are_ready();
   }
   sync_block();
-  // Tiles of 128 rows take all registers. Blocks of smaller ones start while the kernel ahead has some.
+  // Tiles of 128 rows take all registers. Blocks of smaller ones fit beside those of the previous kernel.
   if (thread_index() < 128) {
     if (TOKENS == 128) fewer_registers<40>();
-    if (thread_index() == 0) Producer<TOKENS, HALVES, STAGES, ENDING>{a}.run(ring);
+    if (thread_index() == 0) Producer<TOKENS, HALVES, STAGES, EPILOGUE>{a}.run(ring);
   } else {
     if (TOKENS == 128) more_registers<232>();
-    consume<TOKENS, HALVES, STAGES, ENDING>(a, ring, greatest, greatest + TOKENS * 4 + 16 * STAGES);
+    consume<TOKENS, HALVES, STAGES, EPILOGUE>(a, ring, greatest, greatest + TOKENS * 4 + 16 * STAGES);
   }
 }
 
@@ -420,8 +421,6 @@ struct RoundArgs {
   int count;          // rows, or pairs
   int slots, chosen, tokens, blocks;
 };
-
-constexpr int AT_ONCE = 8;  // blocks that a warp rounds
 
 // The row of a slot, or -1.
 DEVICE int row_of(const RoundArgs& a, int slot) {
@@ -472,9 +471,9 @@ DEVICE void round_slot(const RoundArgs& a, int slot, int first) {
 
 // A warp for each slot and AT_ONCE blocks. Slots without a row stay as they are.
 DEVICE void round_all(const RoundArgs& a) {
-  start_dependents();
-  const int each = (a.blocks + AT_ONCE - 1) / AT_ONCE, warps = block_count() * 8;
+  allow_next();
+  const int each = (a.blocks + AT_ONCE - 1) / AT_ONCE, warps = block_count() * ROUNDING_WARPS;
   const int slots = a.used ? *a.used * a.tokens : a.slots;
-  for (int at = block_index() * 8 + thread_index() / 32; at < slots * each; at += warps)
+  for (int at = block_index() * ROUNDING_WARPS + thread_index() / 32; at < slots * each; at += warps)
     round_slot(a, at / each, at % each * AT_ONCE);
 }

@@ -16,9 +16,9 @@ ROUNDING, ROUNDING_THREADS = "round_rows", 256
 """The kernel that rounds activations."""
 AT_ONCE = 8
 """Blocks of inputs that a warp rounds."""
-MOST_OF_TRITON = 64
+TRITON_UP_TO = 64
 """Rows up to which the kernels in Triton are faster (docs/gpu.md)."""
-_LEAST_PAIRS, _MANY_PAIRS = 32, 128
+_MIN_PAIRS, _LARGE_TILE_PAIRS = 32, 128
 """Mean number of pairs per expert from which these kernels are faster than those in Triton, and
 from which tiles of 128 rows are faster than tiles of 64, on an H200."""
 SHARED_LIMIT = 228_352
@@ -29,28 +29,28 @@ _MOST_STAGES = 12
 _LEAST_UNITS = 4
 """Stages that a block has at least."""
 
-Ending = Literal["PLAIN", "GATED", "SHARED"]
+Epilogue = Literal["LINEAR", "SWIGLU", "WEIGHTED"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Variant:
     """One kernel."""
 
-    ending: Ending
+    epilogue: Epilogue
     tokens: int
     """Rows of a tile."""
     halves: int
-    """A tile has 128 outputs, or twice 128; with "GATED" 128 gates and their ups."""
+    """A tile has 128 outputs, or twice 128; with "SWIGLU" 128 gates and their ups."""
 
     @property
     def name(self) -> str:
         """Return the kernel's name."""
-        return f"{self.ending.lower()}_{self.tokens}_{self.halves}"
+        return f"{self.epilogue.lower()}_{self.tokens}_{self.halves}"
 
     @property
     def outputs(self) -> int:
         """Return the number of outputs of a tile."""
-        return 128 if self.ending == "GATED" else 128 * self.halves
+        return 128 if self.epilogue == "SWIGLU" else 128 * self.halves
 
     @property
     def _stage(self) -> int:
@@ -78,15 +78,15 @@ class Variant:
 
 
 _COSTS = {
-    Variant("PLAIN", 64, 1): (0.48, 6.0),
-    Variant("PLAIN", 128, 1): (0.72, 12.0),
-    Variant("PLAIN", 128, 2): (1.19, 20.0),
+    Variant("LINEAR", 64, 1): (0.48, 6.0),
+    Variant("LINEAR", 128, 1): (0.72, 12.0),
+    Variant("LINEAR", 128, 2): (1.19, 20.0),
 }
 """Microseconds of a stage, and of adding the parts of a tile that several blocks compute, on
 an H200."""
 VARIANTS = (
     *_COSTS,
-    *(Variant(ending, tokens, 2) for ending in ("GATED", "SHARED") for tokens in (64, 128)),
+    *(Variant(epilogue, tokens, 2) for epilogue in ("SWIGLU", "WEIGHTED") for tokens in (64, 128)),
 )
 
 
@@ -95,7 +95,7 @@ def source(machine: str | None = None) -> str:
     entries = [
         f'extern "C" __global__ void __launch_bounds__({v.bounds}, 1) '
         f"{v.name}(const __grid_constant__ Args a) "
-        f"{{ run<{v.tokens}, {v.halves}, {v.stages}, {v.ending}>(a); }}"
+        f"{{ run<{v.tokens}, {v.halves}, {v.stages}, {v.epilogue}>(a); }}"
         for v in VARIANTS
     ]
     entries.append(
@@ -103,7 +103,12 @@ def source(machine: str | None = None) -> str:
         f"{ROUNDING}(const __grid_constant__ RoundArgs a) {{ round_all(a); }}"
     )
     product = MACHINE.parent / "fp8_products" / "product.cu"
-    parts = [machine or MACHINE.read_text(), f'#line 1 "{product.name}"', product.read_text()]
+    constants = (
+        f"constexpr int BLOCK = {BLOCK}, AT_ONCE = {AT_ONCE}, "
+        f"ROUNDING_WARPS = {ROUNDING_THREADS // 32};"
+    )
+    parts = [machine or MACHINE.read_text(), constants]
+    parts += [f'#line 1 "{product.name}"', product.read_text()]
     return "\n".join([*parts, *entries, ""])
 
 
@@ -142,7 +147,7 @@ def division_of(rows: int, outputs: int, inputs: int, processors: int) -> Divisi
 def variants_for(pairs: int, experts: int) -> tuple[Variant, Variant] | None:
     """Choose both kernels for `pairs` pairs of token and expert, over `experts` experts. Return
     None if the kernels in Triton are faster."""
-    if pairs < _LEAST_PAIRS * experts:
+    if pairs < _MIN_PAIRS * experts:
         return None
-    tokens = 64 if pairs < _MANY_PAIRS * experts else 128
-    return Variant("GATED", tokens, 2), Variant("SHARED", tokens, 2)
+    tokens = 64 if pairs < _LARGE_TILE_PAIRS * experts else 128
+    return Variant("SWIGLU", tokens, 2), Variant("WEIGHTED", tokens, 2)
