@@ -170,7 +170,6 @@ def _align(
     for begin in range(0, pairs, chunk):
         at = begin + tl.arange(0, chunk)
         counts += tl.histogram(tl.load(ids + at, mask=at < pairs, other=experts), padded)
-    counts = tl.where(expert < experts, counts, 0)
     filled = (counts + size - 1) // size
     first = tl.sum(tl.where(expert < mine, filled, 0), 0)
     own = tl.sum(tl.where(expert == mine, filled, 0), 0)
