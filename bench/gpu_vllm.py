@@ -1,10 +1,12 @@
 """The tests of `bench/gpu.py` on vLLM, for a comparison on the same GPU in the same hour.
 
-    python bench/gpu_vllm.py --model 0.6b|8b [--tests workload,latency,decode,prefill]
+    python bench/gpu_vllm.py --model 0.6b|8b|30b-a3b[-fp8] [--tests workload,latency,decode,prefill]
                              [--batches 1 8 64 256] [--rounds 3] [--sync] --out FILE
 
 Needs vLLM. Its defaults are kept but for what the tests are about: dummy weights, no tokenizer, the
-context length; `--sync` turns its asynchronous scheduling off.
+context length; `--sync` turns its asynchronous scheduling off. A mixture of experts routes uniformly
+at random (`VLLM_MOE_ROUTING_SIMULATION_STRATEGY`), because its dummy weights could send all rows to
+the same experts.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ class Peer:
         self.seed += 1
         prompts = [{"prompt_token_ids": ids} for ids in prompts_of(lengths, self.seed)]
         params = [
-            SamplingParams.for_model(
+            SamplingParams(
                 temperature=temperature, ignore_eos=True, max_tokens=n, detokenize=False
             )
             for n in outputs
@@ -120,6 +122,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if "num_experts" in MODELS[args.model]:
+        os.environ.setdefault("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random")
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "config.json").write_text(json.dumps(MODELS[args.model]))
         peer = Peer(name, args)

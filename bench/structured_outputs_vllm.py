@@ -110,7 +110,7 @@ async def vllm_engine(directory: str, args: argparse.Namespace) -> AsyncIterator
 
     async def generate(asked: Asked) -> AsyncIterator[Delivery]:
         wanted = StructuredOutputsParams(json=asked.schema) if asked.schema else None
-        params = vllm.SamplingParams.for_model(
+        params = vllm.SamplingParams(
             temperature=0.8,
             max_tokens=asked.max_tokens,
             ignore_eos=asked.schema is None,
