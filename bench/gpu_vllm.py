@@ -4,9 +4,8 @@
                              [--batches 1 8 64 256] [--rounds 3] [--sync] --out FILE
 
 Needs vLLM. Its defaults are kept but for what the tests are about: dummy weights, no tokenizer, the
-context length; `--sync` turns its asynchronous scheduling off. A mixture of experts routes uniformly
-at random (`VLLM_MOE_ROUTING_SIMULATION_STRATEGY`), because its dummy weights could send all rows to
-the same experts.
+context length; `--sync` turns asynchronous scheduling off. Experts are drawn uniformly at random
+(`VLLM_MOE_ROUTING_SIMULATION_STRATEGY`): dummy weights could send all rows to the same ones.
 """
 
 from __future__ import annotations
@@ -50,9 +49,7 @@ class Peer:
         self.seed += 1
         prompts = [{"prompt_token_ids": ids} for ids in prompts_of(lengths, self.seed)]
         params = [
-            SamplingParams(
-                temperature=temperature, ignore_eos=True, max_tokens=n, detokenize=False
-            )
+            SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=n, detokenize=False)
             for n in outputs
         ]
         begin = time.perf_counter()

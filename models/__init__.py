@@ -1,1 +1,1 @@
-"""Layers, models, weights, sampling and devices in torch; knows nothing of actors."""
+"""Models in PyTorch: layers, weights, sampling and devices. It does not depend on actors."""

@@ -1,4 +1,4 @@
-"""The inputs of one step, as the model sees them. Rows are sequences: prefill rows, then decode."""
+"""A model's inputs for one step. Rows are sequences: prefill rows first, then decode rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nanoactor.models.seq_lens import HostSeqLens
 class KVCache:
     """One layer's paged keys and values, each (blocks, block_size, kv_heads, head_dim), contiguous.
 
-    Every number in it is finite, from the start on.
+    All values are finite at all times, including right after allocation.
     """
 
     keys: torch.Tensor
@@ -27,99 +27,98 @@ class KVCache:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HeadTransform:
-    """Transformation of query and key heads before keys are stored."""
+    """Normalization and rotation of query and key heads, applied before keys are stored."""
 
     norms: tuple[torch.Tensor, torch.Tensor] | None
-    """The weights of both norms, (head_dim,) each; None where heads are not normed."""
+    """Weights of the query norm and the key norm, (head_dim,) each; None if there are no norms."""
     eps: float
     rotation: tuple[torch.Tensor, torch.Tensor]
-    """As `Operators.rotation` prepares it."""
+    """Cosines and sines, as returned by `Operators.rotation`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VisualTokens:
-    """The placeholder tokens of pictures at the start of a step, and their features."""
+    """The picture placeholders among a step's prompt tokens, and their features."""
 
     seen: torch.Tensor
-    """Mask of visual tokens, bool (tokens, 1)."""
+    """Mask of the placeholders, bool (prompt tokens, 1)."""
     features: torch.Tensor
-    """(tokens, hidden * (1 + deepstack levels)): the embedding, then the summand after each of
-    the first layers; 0 for text."""
+    """(prompt tokens, hidden * (1 + deepstack levels)): the embedding, then what is added after
+    each of the first layers; 0 for text tokens."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """The place of each token's key and value, and each row's context: prefill tokens, then one
-    token for each decode row. Block tables stay on the device, indexed by slot. Captured steps
-    read nothing from the host."""
+    """Attention inputs of a step: where each token's key and value are stored, and each row's
+    context. Prefill tokens come first, then one token for each decode row. Block tables stay on
+    the device and are indexed by slot. Captured steps read nothing from the host."""
 
     slot_mapping: torch.Tensor
-    """int64 (tokens,): block * block_size + offset of each token."""
+    """Cache position of each token, block * block_size + offset, int64 (tokens,)."""
     tables: torch.Tensor
-    """int32 (slots, blocks of the longest sequence)."""
+    """Block tables, int32 (slots, maximum number of blocks of a sequence)."""
     block_size: int
     prefill_tokens: int
     prefill_rows: torch.Tensor
-    """int32 (4, rows): slot, first token, tokens, context at the end of the chunk. Captured steps
-    are padded with rows of the dummy's slot that have no tokens."""
+    """int32 (4, rows): slot, index of the first token, number of tokens, and context length at the
+    end of the chunk. Captured steps are padded with rows of the dummy slot that have no tokens."""
     prefill_tiles: torch.Tensor
-    """int32 (2, programs): the row and the tokens of each of the kernel's programs."""
+    """int32 (2, programs): row of each program of the kernel, and index of its group of tokens."""
     decode_slots: torch.Tensor
     """Slots of the decode rows, int32 (decode rows,)."""
     decode_contexts: torch.Tensor
-    """int32 (decode rows,): each row's length, its new token included."""
+    """Context length of each decode row, including its new token, int32 (decode rows,)."""
     lengths: HostSeqLens
-    """The same lengths as far as the host knows them, if the device needs them; frozen rows are
-    shorter than it assumes."""
+    """The same lengths as known to the host, if the device needs them. Frozen rows are shorter than
+    the host assumes."""
     plan: Any = None
-    """State shared by the attention of all layers, created by `BatchOperators.plan` of this
-    device."""
+    """State shared by the attention of all layers, created by a device's `BatchOperators.plan`."""
     visual: VisualTokens | None = None
     frozen: torch.Tensor | None = None
-    """int32 (slots,): 1 if a decode row must not change its slot's state. Its key and value are
-    already directed to the dummy slot's block. None: no slot is frozen."""
+    """int32 (slots,): 1 if decode rows of the slot must not change its state. Their keys and values
+    already go to the dummy slot's block. None if no slot is frozen."""
     final: FinalRows | None = None
-    """None if the hidden states of all tokens are needed."""
+    """Tokens whose hidden states are needed; None if all are."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FinalRows:
     """Tokens whose hidden states are read after the last layer. That layer stores the keys and
-    values of all tokens, and computes the rest for these alone."""
+    values of all tokens, but computes everything else only for these tokens."""
 
     index: torch.Tensor
-    """int32 (rows,): token indices, those of the decode rows last."""
+    """Token indices, int32 (rows,); those of the decode rows come last."""
     plan: Callable[[], AttentionBatch]
-    """Makes the batch in which each of them is a decode row; called after all other layers, since
-    plans of one step may share memory."""
+    """Creates the batch in which each of these tokens is a decode row. It is called after all other
+    layers, because the plans of one step may share memory."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ForwardInputs:
-    """All that a model's forward pass reads."""
+    """All inputs of a model's forward pass."""
 
     token_ids: torch.Tensor
     """Token ids, (tokens,)."""
     positions: torch.Tensor
-    """(tokens,): rotary; (3, tokens) if some tokens belong to pictures."""
+    """Rotary positions, (tokens,), or (3, tokens) if some tokens belong to pictures."""
     states: Sequence[Any]
-    """State of each layer, a `nanoactor.models.layers.state.LayerState`; updated in place."""
+    """State of each layer, a `nanoactor.models.layers.state.LayerState`, updated in place."""
     batch: AttentionBatch
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowChoice:
-    """Rows for which a device chooses tokens by the sampling parameters of their slots."""
+    """Rows for which a device chooses tokens, using the sampling parameters of their slots."""
 
     logits: torch.Tensor
-    """(rows, vocabulary); (slots, vocabulary) if they are kept."""
+    """(rows, vocabulary), or (slots, vocabulary) for logits that are kept for each slot."""
     slots: torch.Tensor
-    """Slots, int32 (rows,)."""
+    """Slot of each row, int32 (rows,)."""
     tables: SlotTables
     scratch: Any
     """Workspace from `BatchOperators.scratch`."""
     chosen: torch.Tensor
-    """int32 (rows,): output for the ids."""
+    """Output buffer for the chosen token ids, int32 (rows,)."""
 
 
 def decode_batch(
@@ -129,7 +128,7 @@ def decode_batch(
     nothing: torch.Tensor,
     lengths: HostSeqLens,
 ) -> AttentionBatch:
-    """Return the batch of decode rows alone, of slots int32 (rows,); `nothing` is int32 (4, 0)."""
+    """Return a batch of only decode rows; `slots` is int32 (rows,), `nothing` an int32 (4, 0)."""
     return AttentionBatch(
         buffers.slot_mapping,
         tables.blocks,
@@ -150,10 +149,11 @@ def with_final_rows(
     lengths: HostSeqLens,
     plan: Callable[[AttentionBatch], AttentionBatch],
 ) -> AttentionBatch:
-    """Return the batch with final rows: tokens of the chunks, then all decode rows.
+    """Return the batch with its final rows set: some prompt tokens, then all decode rows.
 
-    `chunks`: the token indices, int32 (rows,), and the slots and positions of all prefill tokens,
-    int32 (prefill tokens,). `lengths` are those of the rows, if the device needs them.
+    `chunks` holds the indices of these prompt tokens, int32 (rows,), and the slots and positions of
+    all prefill tokens, int32 (prefill tokens,). `lengths` are the lengths of the final rows, if the
+    device needs them. `plan` prepares the batch of the final rows.
     """
     ends, slots, positions = chunks
     first, tokens = batch.prefill_tokens, len(batch.slot_mapping)
@@ -173,28 +173,28 @@ def with_final_rows(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SlotTables:
-    """The device's state of each slot. The last slot is a dummy, for padded rows."""
+    """State of each slot, kept on the device. The last slot is a dummy for padded rows."""
 
     blocks: torch.Tensor
-    """int32 (slots, blocks of the longest sequence)."""
+    """Block tables, int32 (slots, maximum number of blocks of a sequence)."""
     lengths: torch.Tensor
-    """int32 (slots,): positions computed, including those of steps in flight: the position of the
-    next token."""
+    """Number of computed positions, including those of steps in flight, int32 (slots,). It is the
+    position of the next token."""
     last_tokens: torch.Tensor
-    """Newest token of each slot, int32 (slots,)."""
+    """Newest token id of each slot, int32 (slots,)."""
     rope_deltas: torch.Tensor | None
-    """int32 (slots,): rotary position of the next token, less its position in the sequence; None
-    if the model takes no pictures, so that they do not differ."""
+    """Rotary position of the next token minus its position in the sequence, int32 (slots,). None if
+    the model accepts no pictures, so that the two are equal."""
     words: torch.Tensor
-    """int32 (columns.WORDS, slots): how each slot samples."""
+    """Packed sampling parameters of each slot, int32 (columns.WORDS, slots)."""
     block_size: int
     frozen: torch.Tensor
-    """int32 (slots,): 1 for a slot with one of its `freeze_ids` as its newest token. Decode rows of
-    such a slot change no lasting state."""
+    """int32 (slots,): 1 if the slot's newest token is one of its `freeze_ids`. Decode rows of such
+    a slot change no persistent state."""
     freeze_ids: torch.Tensor
-    """Tokens that freeze a slot, int32 (limits.FREEZE_IDS, slots), padded with -1."""
+    """Token ids that freeze each slot, int32 (limits.FREEZE_IDS, slots), padded with -1."""
     sampling: SamplingColumns[torch.Tensor] = dataclasses.field(init=False)
-    """The words by column, (slots,) each."""
+    """Views of `words` by column, (slots,) each; the seeds are (2, slots)."""
 
     def __post_init__(self) -> None:
         """Create the views of `words` by column."""
@@ -206,9 +206,9 @@ class DecodeRows(NamedTuple):
 
     slots: torch.Tensor
     positions: torch.Tensor
-    """Position that each row computes, or -1 for the next of its slot."""
+    """Position that each row computes; -1 for the next position of its slot."""
     token_ids: torch.Tensor
-    """Token of each row with a position; rows at -1 take their slot's newest token."""
+    """Token id of each row; rows with position -1 use their slot's newest token instead."""
 
     def first(self, rows: int) -> DecodeRows:
         """Return the first `rows` rows."""
@@ -217,20 +217,20 @@ class DecodeRows(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowBuffers:
-    """Buffers that `BatchOperators.advance` fills in for each decode row."""
+    """Buffers that `BatchOperators.advance` fills for the decode rows."""
 
     token_ids: torch.Tensor
     """Token ids, int32 (rows,)."""
     positions: torch.Tensor
     """Rotary positions, int32 (rows,)."""
     slot_mapping: torch.Tensor
-    """Cache slots of new keys and values, int64 (rows,)."""
+    """Cache positions of the new keys and values, int64 (rows,)."""
     contexts: torch.Tensor
     """Context lengths, int32 (rows,)."""
 
     @classmethod
     def zeros(cls, zeros: Callable[..., torch.Tensor], tokens: int, rows: int) -> RowBuffers:
-        """Allocate buffers for `tokens` tokens and `rows` decode rows with a device's `zeros`."""
+        """Allocate buffers for `tokens` tokens and `rows` decode rows, using a device's `zeros`."""
         ids, positions = (zeros(tokens, dtype=torch.int32) for _ in range(2))
         return cls(ids, positions, zeros(tokens, dtype=torch.int64), zeros(rows, dtype=torch.int32))
 
@@ -240,22 +240,22 @@ class SamplingBatch:
     """The sampling parameters of a step's rows."""
 
     sampling: SamplingColumns[torch.Tensor]
-    """Sampling parameters, (rows,) each."""
+    """Sampling parameters by column, (rows,) each; the seeds are (2, rows)."""
     positions: torch.Tensor
-    """int64 (rows,): the position that the sampled token will have."""
+    """Position of the token to be sampled, int64 (rows,)."""
     groups: SamplingGroups[torch.Tensor]
 
     @classmethod
     def of(
         cls, tables: SlotTables, slots: torch.Tensor, groups: SamplingGroups[torch.Tensor]
     ) -> SamplingBatch:
-        """Return the rows of these slots, int64 (rows,), from the device's tables."""
+        """Return the sampling parameters of `slots`, int64 (rows,), from the device's tables."""
         words = tables.words.index_select(1, slots)
         positions = tables.lengths.index_select(0, slots).long()
         return cls(columns_of(words, torch.float32), positions, groups)
 
     @property
     def seeds(self) -> torch.Tensor:
-        """Return the bits of the unsigned 64-bit seeds, int64 (rows,)."""
+        """Return the unsigned 64-bit seeds, reinterpreted as int64 (rows,)."""
         low, high = self.sampling.seed.long().unbind()
         return (low & 0xFFFFFFFF) | (high << 32)

@@ -1,4 +1,4 @@
-"""Sums and gathers over the ranks of a tensor-parallel group."""
+"""Collectives over the ranks of a tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 
 _HOST = "127.0.0.1"
-# How long a rank waits for the others: loading a large model may take one of them minutes longer.
+# How long a rank waits for the others, one of which may take minutes more to load a large model.
 _TIMEOUT = datetime.timedelta(minutes=30)
 
 
 class Group(Protocol):
-    """Collectives for layers and samplers; every rank calls the same ones in the same order."""
+    """Collectives for layers and samplers. All ranks must call the same ones in the same order."""
 
     rank: int
     size: int
@@ -26,11 +26,11 @@ class Group(Protocol):
         """Return all ranks' tensors, (ranks, *x.shape), in rank order."""
 
     def all_reduce_min(self, value: int) -> int:
-        """Return the minimum over all ranks."""
+        """Return the minimum of all ranks' values."""
 
 
 class SingleRank:
-    """A group of one."""
+    """A group of a single rank, which needs no communication."""
 
     rank, size = 0, 1
 
@@ -39,7 +39,7 @@ class SingleRank:
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the tensor as the only row."""
+        """Return the tensor with a leading dimension of size 1."""
         return x[None]
 
     def all_reduce_min(self, value: int) -> int:
@@ -48,7 +48,7 @@ class SingleRank:
 
 
 class RankGroup:
-    """A group of processes that uses torch.distributed."""
+    """A group of processes that communicate through torch.distributed."""
 
     def __init__(
         self,
@@ -59,10 +59,10 @@ class RankGroup:
         listener: int | None,
         device: torch.device | None = None,
     ) -> None:
-        """Rendezvous at a port of the loopback interface; tensors are on `device`.
+        """Rendezvous at `port` of the loopback interface; tensors are on `device`.
 
-        `listener` is rank 0's listening socket: one opened by PyTorch itself would listen on every
-        interface.
+        `listener` is the file descriptor of rank 0's listening socket. A socket opened by PyTorch
+        itself would listen on every interface.
         """
         self.rank, self.size = rank, size
         self._device = device
@@ -82,12 +82,12 @@ class RankGroup:
         )
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum over the ranks in place."""
+        """Sum `x` over the ranks, in place."""
         dist.all_reduce(x)
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Gather into one new tensor."""
+        """Gather all ranks' tensors into a new tensor."""
         if self._gathers_at_once:
             whole = x.new_empty(self.size, *x.shape)
             dist.all_gather_into_tensor(whole, x.contiguous())
@@ -97,7 +97,7 @@ class RankGroup:
         return torch.stack(parts)
 
     def all_reduce_min(self, value: int) -> int:
-        """Reduce by way of a tensor."""
+        """Return the minimum, reduced as a one-element tensor."""
         held = torch.tensor([value], device=self._device)
         dist.all_reduce(held, dist.ReduceOp.MIN)
         return int(held)

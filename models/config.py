@@ -24,7 +24,7 @@ _ROPE_OBJECTS = ("rope_parameters", "rope_scaling")
 
 
 def check_file(path: Path) -> None:
-    """Raise `ModelError` unless it is a regular file: reading a pipe would block, and reading a
+    """Raise `ModelError` unless `path` is a regular file: reading a pipe would block, and reading a
     device may never end."""
     try:
         mode = path.stat().st_mode
@@ -34,17 +34,17 @@ def check_file(path: Path) -> None:
                 f"{path} is a link to {path.readlink()}, which does not exist"
             ) from None
         raise ModelError(f"{path} does not exist") from None
-    except OSError as error:  # a link to itself, say
+    except OSError as error:  # such as a link to itself
         raise ModelError(f"{path} cannot be read: {error.strerror}") from error
     if not stat.S_ISREG(mode):
         raise ModelError(f"{path} is not a regular file")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises `ModelError` if it is missing or malformed."""
+    """Return the JSON object in a file. Raises `ModelError` if the file is missing or malformed."""
     check_file(path)
     try:
-        # Some editors start a file with a byte order mark.
+        # Some editors write a byte order mark at the start of a file.
         content = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ModelError(f"{path} does not exist") from None
@@ -60,18 +60,18 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_config(directory: Path) -> ModelConfig:
     """Return the configuration in `directory`/config.json.
 
-    Raises `ModelError` if something is missing or contradictory, `UnsupportedModel` if it asks for
-    something that is not implemented.
+    Raises `ModelError` if the file or a value is missing, or if values are invalid, and
+    `UnsupportedModel` if the configuration requires something that is not implemented.
     """
     return parse_config(read_json(directory / "config.json"), directory / "config.json")
 
 
 def parse_config(raw: Mapping[str, Any], origin: object = "config") -> ModelConfig:
-    """Return the configuration from a dictionary; `origin` names it in errors."""
+    """Parse the configuration from a dictionary; `origin` names the dictionary in errors."""
     architectures = raw.get("architectures") or [""]
     if not isinstance(architectures, list):
         raise ModelError(f"{origin}: architectures must be a list, got {architectures!r}")
-    # First: another architecture's file may lack everything else, or hold it elsewhere.
+    # The architecture comes first: an unsupported one's file may lack or nest all other keys.
     family = family_of(str(architectures[0])) if raw.get("architectures") else QWEN3
     vision = parse_vision(raw, origin) if family.vision_prefix else None
     raw = _text_part(raw, family, origin)
@@ -137,7 +137,7 @@ def _read_window(raw: Mapping[str, Any], family: Family, origin: object) -> int 
 
 
 def _read_quantization(raw: Mapping[str, Any], origin: object) -> Quantization | None:
-    """Return the quantization of the matrices. Raises `UnsupportedModel` for an unknown method."""
+    """Return the quantization, if there is any. Raises `UnsupportedModel` for an unknown method."""
     given = raw.get("quantization_config")
     if not given:
         return None
@@ -154,19 +154,19 @@ def _read_quantization(raw: Mapping[str, Any], origin: object) -> Quantization |
 
 
 def _text_part(raw: Mapping[str, Any], family: Family, origin: object) -> Mapping[str, Any]:
-    """Return the decoder's part of the configuration; some families nest it in an object."""
+    """Return the decoder's part of the configuration, which some families nest in an object."""
     if family.text_config is None:
         return raw
     text = raw.get(family.text_config)
     if not isinstance(text, dict):
         raise ModelError(f"{origin}: {family.text_config} must be an object, got {text!r:.50}")
-    # The whole model's flag says whether weights are tied; the text part's own flag is ignored.
+    # The whole model's flag decides whether weights are tied; the text part's flag is ignored.
     return {**raw, **text, "tie_word_embeddings": raw.get("tie_word_embeddings")}
 
 
 def as_ids(value: Any, origin: object = "eos_token_id") -> tuple[int, ...]:
-    """Return token ids from a configuration's None, number or list; -1 means none. Raises
-    `ModelError` for anything else."""
+    """Return the token ids of a configuration value: None, a number or a list. None and -1 mean no
+    ids. Raises `ModelError` for any other value."""
     values = [] if value in (None, -1) else value if isinstance(value, list) else [value]
     if not all(isinstance(item, int) and not isinstance(item, bool) for item in values):
         raise ModelError(
@@ -184,7 +184,7 @@ def _read_dtype(raw: Mapping[str, Any]) -> str:
 
 def _read_rope(raw: Mapping[str, Any], family: Family, origin: object) -> RopeConfig:
     # transformers 5 writes rope_parameters; older files have rope_theta and rope_scaling.
-    # If a file has both, a user has added the scaling by hand, so it takes precedence.
+    # If a file has both objects, a user has added rope_scaling by hand, so it takes precedence.
     raw_rope = {
         name: value
         for key in _ROPE_OBJECTS
@@ -242,7 +242,7 @@ def _read_rope(raw: Mapping[str, Any], family: Family, origin: object) -> RopeCo
 
 
 def _read_sections(raw_rope: Mapping[str, Any], origin: object) -> tuple[int, int, int]:
-    """Return the sections, by default transformers', which ignores `mrope_interleaved`."""
+    """Return the M-RoPE sections; as in transformers, `mrope_interleaved` is ignored."""
     value = raw_rope.get("mrope_section", [24, 20, 20])
     sizes = value if isinstance(value, list) else []
     if len(sizes) != 3 or not all(type(size) is int and size >= 0 for size in sizes):
@@ -251,7 +251,7 @@ def _read_sections(raw_rope: Mapping[str, Any], origin: object) -> tuple[int, in
 
 
 def _check_yarn(config: RopeConfig, origin: object) -> None:
-    """Refuse values from which the bounds of the blend cannot be computed."""
+    """Raise `ModelError` for values with which YaRN's factors cannot be computed."""
     if config.attention_factor is not None and config.attention_factor <= 0:
         raise ModelError(
             f"{origin}: attention_factor must be above 0, got {config.attention_factor:g}"
@@ -269,7 +269,7 @@ def _rope_object(raw: Mapping[str, Any], key: str, origin: object) -> dict[str, 
     value = raw.get(key) or {}
     if not isinstance(value, dict):
         raise ModelError(f"{origin}: {key} must be an object, got {value!r}")
-    if "type" in value:  # the older name
+    if "type" in value:  # the older name of the key
         value = {"rope_type": value["type"], **value}
     return value
 

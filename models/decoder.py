@@ -1,4 +1,4 @@
-"""Decoders, assembled from the descriptions of their families."""
+"""Decoders, assembled from the layer descriptions of their families."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ log = logging.getLogger("nanoactor.runner")
 
 
 def _prefix(family: str, weights: Weights) -> str:
-    """Return the prefix of the decoder's weight names, dot included: empty in a checkpoint of the
-    decoder alone, as `AutoModel` saves it."""
+    """Return the prefix of the decoder's weight names, including the dot; empty for a checkpoint of
+    only the decoder, as saved by `AutoModel`."""
     named = f"{family}."
     bare = f"{named}{_EMBEDDING}" not in weights and _EMBEDDING in weights
     return "" if bare else named
 
 
 class Decoder:
-    """Embedding, layers, final norm, head: a pre-norm decoder of any family."""
+    """A pre-norm decoder of any family: embedding, layers, final norm and head."""
 
     def __init__(
         self,
@@ -51,8 +51,9 @@ class Decoder:
         *,
         headless: bool = False,
     ) -> None:
-        """Take all weights, or one rank's part. A `headless` model chooses no tokens. Raises
-        `WeightsError` for the first that does not fit, `UnsupportedModel` for an unknown family."""
+        """Load all weights, or one rank's part of them. A `headless` model generates no tokens.
+        Raises `WeightsError` for the first tensor that does not fit, and `UnsupportedModel` for an
+        unknown family or unsupported layers."""
         prefix = _prefix(family_of(config.architecture).text_prefix, weights)
         self.group = group or SingleRank()
         self.config = config
@@ -77,9 +78,9 @@ class Decoder:
         self._rope = rope.to(weights.device, weights.dtype)
 
     def _head_weight(self, weights: Weights, headless: bool = False) -> torch.Tensor:
-        """Return the head's weight. Tied weights use the embedding unless the file has a separate
-        head, which takes precedence as in transformers 5. The embedding also replaces a head that
-        is missing and unused."""
+        """Return the weight of the head. If weights are tied, it is the embedding, unless the
+        checkpoint has a separate head, which takes precedence as in transformers 5. A headless
+        model without a head in its checkpoint also gets the embedding."""
         tied = self.config.tie_embeddings
         if (tied or headless) and _HEAD not in weights:
             return self._embedding.weight
@@ -98,12 +99,12 @@ class Decoder:
 
     @property
     def states(self) -> list[StateSpec]:
-        """Return the state that each layer keeps between steps."""
+        """Return the specs of the state that each layer keeps between steps."""
         return [layer.state for layer in self._layers]
 
     def forward(self, inputs: ForwardInputs) -> torch.Tensor:
-        """Return hidden states (tokens, hidden), of `batch.final` alone if it is set, and update
-        the layers' states."""
+        """Return the hidden states, (tokens, hidden), or only those of `batch.final` if it is set,
+        and update the layers' states in place."""
         batch, scales = inputs.batch, self.config.scales
         x = self._embedding(inputs.token_ids)
         if scales.embedding != 1.0:
@@ -129,7 +130,7 @@ class Decoder:
         return self._norm(x) if residual is None else self._norm.add(x, residual)[0]
 
     def weights(self) -> ModelWeights | None:
-        """Return all tensors; None if they do not fully describe a step."""
+        """Return all tensors; None if `ModelWeights` cannot fully describe the model."""
         found = [layer.weights() for layer in self._layers]
         layers = [layer for layer in found if layer is not None]
         if len(layers) < len(found) or not isinstance(self._head, Linear):
@@ -146,12 +147,12 @@ class Decoder:
         )
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Map (rows, hidden) to (rows, vocabulary), or to this rank's part of it including padding;
-        written to `out` if given."""
+        """Map (rows, hidden) to logits, (rows, vocabulary), or to this rank's part of them,
+        including padding. The logits are written to `out` if it is given."""
         if out is None:
             logits = self._head(hidden)
         else:
-            assert isinstance(self._head, Linear)  # where `DeviceTraits.keeps_logits`
+            assert isinstance(self._head, Linear)  # implied by `DeviceTraits.keeps_logits`
             logits = torch.mm(hidden, self._head.weight.t(), out=out)
         divisor = self.config.scales.logits_divisor
         return logits if divisor == 1.0 else logits.div_(divisor)

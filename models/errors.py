@@ -1,4 +1,4 @@
-"""Errors in a model's files; each message names the file, key or value."""
+"""Errors about models; messages about a file name the file, key or value."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from __future__ import annotations
 class ModelError(ValueError):
     """Base of the errors raised when a model cannot be loaded."""
 
-    picklable = True  # raised in the user's process when it happens in another
+    picklable = True  # raised in the user's process if it occurs in another process
 
 
 class UnsupportedModel(ModelError):
-    """The configuration asks for something that is not implemented."""
+    """The configuration requires something that is not implemented."""
 
 
 class WeightsError(ModelError):
-    """A weight file is missing, damaged, or does not hold what the configuration says."""
+    """A weight file is missing, damaged, or does not match the configuration."""
 
 
 class NotEnoughMemory(ModelError):
-    """The key-value cache would be too small to serve one sequence."""
+    """The KV cache would be too small to serve a single sequence."""
 
 
 class RanksDisagree(RuntimeError):
-    """Debug mode: the ranks of a tensor-parallel group have chosen different tokens."""
+    """The ranks of a tensor-parallel group have chosen different tokens (checked in debug mode)."""

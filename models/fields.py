@@ -1,4 +1,4 @@
-"""Fields of a configuration's JSON, with errors that name them; imports no torch."""
+"""Validated access to the fields of a JSON configuration; imports no torch."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from nanoactor.models.errors import ModelError
 
 _MOST: dict[str, int] = {"vocab_size": 1 << 24, "max_position_embeddings": 1 << 30}
 _MOST_ELSE = 1 << 20
+"""Upper bound on all other sizes: larger ones are corrupt, and could not be allocated."""
 _HUGE = 1e30
-"""Upper bound of any model's sizes: larger ones are corrupt, and no allocator would take them."""
+"""Upper bound on the magnitude of numbers that are not sizes."""
 
 
 def positive(raw: Mapping[str, Any], key: str, origin: object, default: int | None = None) -> int:
-    """Return a positive integer within the bound of any model's sizes."""
+    """Return the value of `key`: a positive integer within the upper bound of sizes."""
     value = raw.get(key)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
@@ -26,7 +27,7 @@ def positive(raw: Mapping[str, Any], key: str, origin: object, default: int | No
 
 
 def flag(raw: Mapping[str, Any], key: str, origin: object, default: bool) -> bool:
-    """Return true or false."""
+    """Return the boolean value of `key`, or `default` if it is missing."""
     value = raw.get(key)
     if value is None:
         return default
@@ -36,7 +37,7 @@ def flag(raw: Mapping[str, Any], key: str, origin: object, default: bool) -> boo
 
 
 def number(raw: Mapping[str, Any], key: str, origin: object, default: float) -> float:
-    """Return a finite number."""
+    """Return the value of `key`: a finite number."""
     value = raw.get(key, default)
     value = default if value is None and key != "rms_norm_eps" else value
     if not isinstance(value, int | float) or isinstance(value, bool):
@@ -48,7 +49,7 @@ def number(raw: Mapping[str, Any], key: str, origin: object, default: float) -> 
 
 
 def positive_number(raw: Mapping[str, Any], key: str, origin: object, default: float) -> float:
-    """Return a finite number above 0."""
+    """Return the value of `key`: a finite number above 0."""
     value = number(raw, key, origin, default)
     if value <= 0:
         raise ModelError(f"{origin}: {key} must be above 0, got {value:g}")
@@ -56,7 +57,7 @@ def positive_number(raw: Mapping[str, Any], key: str, origin: object, default: f
 
 
 def at_least_0(raw: Mapping[str, Any], key: str, origin: object, default: float) -> float:
-    """Return a finite number of 0 or more."""
+    """Return the value of `key`: a finite number of at least 0."""
     value = number(raw, key, origin, default)
     if value < 0:
         raise ModelError(f"{origin}: {key} must be 0 or more, got {value:g}")

@@ -1,4 +1,4 @@
-"""The accepted keys of a `config.json`: those that are read, and those that change no result."""
+"""Accepted keys of a `config.json`: those that are read, and those that do not affect results."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ _WITHOUT_EFFECT = frozenset(
         "use_mrope",
     ]
 )
-"""Keys about training, returned values and a tokenizer, and those of generation, which
+"""Keys about training, returned values and the tokenizer, and generation settings, which
 transformers reads from `generation_config.json`."""
 _NEUTRAL: Mapping[str, Any] = {
     "embedding_multiplier": 1,
@@ -122,7 +122,7 @@ _NEUTRAL: Mapping[str, Any] = {
     "residual_multiplier": 1,
     "scale_emb": 1,
 }
-"""Keys of related models, and the value that changes nothing."""
+"""Keys of related models, with the value that has no effect."""
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 
 
@@ -167,8 +167,9 @@ _OF_VISION = frozenset(
 
 
 def check_keys(raw: Mapping[str, Any], family: Family, origin: object) -> None:
-    """Raise `UnsupportedModel` for an unlisted key that asks for something: it may affect how the
-    model computes. A key that starts with an underscore is a note by transformers.
+    """Raise `UnsupportedModel` for an unlisted key, unless its value is empty or has no effect: it
+    may change what the model computes. Keys that start with an underscore are metadata written by
+    transformers.
 
     Nested objects are checked in the same way.
     """

@@ -1,4 +1,4 @@
-"""The configuration of a model as layers and planners read it; imports no torch."""
+"""A model's parsed configuration, used by layers and planners; imports no torch."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class RopeConfig:
     theta: float
     factor: float = 1.0
     original_max_positions: int = 0
-    """yarn: the training length before stretching."""
+    """Context length in training, before rope scaling; 0 if there is no scaling."""
     says_original: bool = dataclasses.field(default=False, compare=False)
-    """True if the configuration states the original length; False if it is
+    """Whether the configuration states the original length; otherwise it is
     `max_position_embeddings`."""
     beta_fast: float = 32.0
     beta_slow: float = 1.0
@@ -30,20 +30,20 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     """llama3: frequencies with at most this many periods over the original length are scaled."""
     high_freq_factor: float = 4.0
-    """llama3: frequencies with at least this many periods are kept."""
+    """llama3: frequencies with at least this many periods are kept unchanged."""
     sections: tuple[int, int, int] | None = None
-    """Frequencies of time, height and width, if picture tokens have three positions."""
+    """M-RoPE: numbers of frequencies for time, height and width; None for models without M-RoPE."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Scales:
-    """Factors that some families have; 1 changes nothing."""
+    """Scaling factors that some families use; 1 has no effect."""
 
     embedding: float = 1.0
     residual: float = 1.0
-    """Factor on the contribution of each part of a layer."""
+    """Factor on the output of each part of a layer, before it is added to the residual."""
     attention: float | None = None
-    """Factor on products of queries and keys; None: head_dim ** -0.5."""
+    """Factor on the products of queries and keys; None means head_dim ** -0.5."""
     logits_divisor: float = 1.0
 
 
@@ -73,29 +73,29 @@ class ModelConfig:
     qk_norm: bool
     qkv_bias: bool
     output_bias: bool
-    """True if attention's output projection has a bias."""
+    """Whether attention's output projection has a bias."""
     mlp_bias: bool
     tie_embeddings: bool
     dtype: str
-    """The data type in which the weights are stored, as the configuration says."""
+    """Data type of the stored weights, according to the configuration."""
     eos_token_ids: tuple[int, ...]
     vision: VisionConfig | None = None
     has_head: bool = True
-    """False for a decoder alone, which can pool but not choose tokens."""
+    """Whether the model has a head; a decoder without one can pool but not generate tokens."""
     scales: Scales = Scales()
     window: int | None = None
-    """Positions that a token sees, itself included; None: all. Sequences are never longer, so each
-    token sees all before it."""
+    """Number of positions that a token attends to, including its own; None if there is no limit.
+    Sequences are never longer, so each token attends to all tokens before it."""
     quantization: Quantization | None = None
-    """Quantization of the matrices; None: not quantized."""
+    """Quantization of the matrices; None if they are not quantized."""
     family_options: object = None
-    """Options read by `Family.read_options`, for the family alone."""
+    """Options returned by `Family.read_options`, used only by the family."""
 
     @property
     def longest(self) -> int:
-        """Return the positions of the rotary embedding. If a scaling stretches it and
-        `max_position_embeddings` is unchanged, as in YaRN's recipe, this is its original length
-        times the factor."""
+        """Return the maximum number of positions that the model supports. If rope scaling extends
+        the context and `max_position_embeddings` is unchanged, as in YaRN's recipe, this is the
+        original length times the factor."""
         longest = self.max_positions
         if self.rope.kind in ("yarn", "linear"):
             longest = max(longest, int(self.rope.factor * self.rope.original_max_positions))
@@ -103,5 +103,5 @@ class ModelConfig:
 
     @property
     def default_length(self) -> int:
-        """Return the maximum positions of a sequence unless the engine's options set it."""
+        """Return the maximum length of sequences if the engine's options do not set one."""
         return self.longest if self.rope.says_original else min(self.longest, self.max_positions)

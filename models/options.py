@@ -1,4 +1,4 @@
-"""Options for each kind of device; does not import torch."""
+"""Device options; imports no torch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ GRAPH_MODES = ("auto", "eager", "npugraph", "max-autotune", "reduce-overhead")
 ATTENTION_LAYOUTS = ("tnd", "bnsd")
 WEIGHT_FORMATS = ("nd", "nz")
 FusedSampling = Literal["every", "all", "greedy", "none"]
-"""Rows for which a device's `sample_rows` chooses, except those with masked ids: every row, all but
-those with a top-k of more than `limits.CANDIDATES`, greedy ones alone, or none."""
+"""Rows that a device's `sample_rows` handles, except rows with masked ids: every row, all rows but
+those with a top-k above `limits.CANDIDATES`, only greedy rows, or none."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -20,8 +20,8 @@ class DeviceOptions:
     graph_mode: str = "auto"
     """Execution mode of decode steps, one of `GRAPH_MODES`."""
     attention_layout: str = "tnd"
-    """Query layout of fused attention: packed tokens, or a padded batch."""
+    """Query layout of fused attention: packed tokens (TND), or a padded batch (BNSD)."""
     weight_format: str = "nd"
-    """Row by row, or in the fractal blocks that matrix units read (NZ)."""
+    """Weight layout: row by row (ND), or in the fractal blocks that matrix units read (NZ)."""
     graph_cache_dir: str | None = None
-    """Directory in which compiled graphs persist between starts."""
+    """Directory in which compiled graphs are kept across restarts."""

@@ -1,7 +1,7 @@
-"""The split of a model over the ranks of a tensor-parallel group; imports no torch.
+"""How a model is split over the ranks of a tensor-parallel group; imports no torch.
 
 Megatron's scheme (arXiv:1909.08053): attention heads and the MLP's inner dimension are divided, so
-that each layer needs two sums over the ranks; the vocabulary is divided for embedding and head.
+that each layer needs two all-reduces; the vocabulary is divided for the embedding and the head.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Span:
         return Span(start, max(start, min(self.stop, other.stop)))
 
     def times(self, factor: int) -> Span:
-        """Return the same range in finer units."""
+        """Return the same range in units that are `factor` times smaller."""
         return Span(self.start * factor, self.stop * factor)
 
 
@@ -47,17 +47,17 @@ class Shard:
     heads: Span
     """Query heads of the rank."""
     kv_heads: Span
-    """Key-value heads; if there are fewer than ranks, several ranks hold the same one."""
+    """Key-value heads of the rank; if there are more ranks than heads, ranks share heads."""
     vocabulary: Span
-    """Token ids; the last rank's may reach past the vocabulary's end, into padding."""
+    """Token ids of the rank; the range may extend past the vocabulary's end, into padding."""
 
     def part(self, size: int) -> Span:
-        """Return this rank's part of a dimension; the ranks' may differ by one."""
+        """Return this rank's part of a dimension; the parts' sizes may differ by one."""
         return Span(size * self.rank // self.ranks, size * (self.rank + 1) // self.ranks)
 
 
 def shard_of(config: ModelConfig, rank: int = 0, ranks: int = 1) -> Shard:
-    """Return a rank's part. Raises `UnsupportedModel` if heads cannot be divided."""
+    """Return a rank's part of the model. Raises `UnsupportedModel` if it cannot be divided."""
     check_parallel(config, ranks)
     heads, kv = config.num_heads // ranks, config.num_kv_heads
     if kv % ranks == 0:
@@ -75,7 +75,7 @@ def shard_of(config: ModelConfig, rank: int = 0, ranks: int = 1) -> Shard:
 
 
 def check_parallel(config: ModelConfig, ranks: int) -> None:
-    """Raise `UnsupportedModel` with the valid numbers if heads cannot be divided."""
+    """Raise `UnsupportedModel` with possible numbers of ranks if the model cannot be divided."""
     heads, kv = config.num_heads, config.num_kv_heads
     if ranks <= config.intermediate_size and _divides(heads, kv, ranks):
         return

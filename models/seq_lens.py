@@ -1,5 +1,5 @@
-"""Lengths known to the host, for devices with operators that take them from the host; imports no
-torch."""
+"""Sequence lengths known to the host, for devices whose operators read them from the host; imports
+no torch."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostSeqLens:
-    """A step's rows in their order: prefill rows, then decode rows."""
+    """Lengths of a step's rows, in order: prefill rows, then decode rows."""
 
     prefill_tokens: list[int]
     """Number of tokens of each prompt chunk."""
     prefill_contexts: list[int]
     """Length of each chunk's sequence at the end of the chunk."""
     decode_contexts: list[int]
-    """Length of each decode row's sequence, the new token included."""
+    """Length of each decode row's sequence, including the new token."""
 
     def padded(self, rows: int) -> HostSeqLens:
-        """Return the lengths padded to `rows` decode rows; the dummy's have a context of 1."""
+        """Return the lengths padded to `rows` decode rows; padded rows have a context of 1."""
         missing = rows - len(self.decode_contexts)
         if not missing or self is NO_SEQ_LENS:
             return self

@@ -1,1 +1,1 @@
-"""Actors, the channels between them and the processes they live in; knows nothing of LLMs."""
+"""Actors, the channels between them, and the processes that run them; independent of LLMs."""

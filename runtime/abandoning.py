@@ -1,4 +1,4 @@
-"""The end of systems that were dropped and not closed."""
+"""Shutdown of systems that were dropped without being closed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 _LOOK, _LONGEST_LOOK = 0.01, 1.0
-"""Seconds between two checks of a loop, at first and at most."""
+"""Seconds between two checks of the loop: the first interval and the longest one."""
 
 
 def close_soon(
@@ -19,10 +19,10 @@ def close_soon(
     end: Callable[[], None],
     is_closed: Callable[[], bool],
 ) -> None:
-    """Call `close` on a loop without waiting for it; from any thread.
+    """Run `close` on a loop without waiting for it. May be called from any thread.
 
-    If the loop is closed before that is done, and `is_closed` returns True, `end` is called on a
-    thread instead.
+    If the loop is closed already, `end` is called instead. If the loop is closed before `is_closed`
+    returns True, `end` is called on a thread.
     """
 
     def watch() -> None:
@@ -41,5 +41,5 @@ def close_soon(
         coroutine.close()
         end()
         return
-    with contextlib.suppress(RuntimeError):  # without a thread it is for the loop alone
+    with contextlib.suppress(RuntimeError):  # without a thread, only the loop can close it
         threading.Thread(target=watch, name="nanoactor-abandoned", daemon=True).start()

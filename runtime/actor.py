@@ -1,8 +1,9 @@
-"""An actor: one mailbox, one state, one message handled at a time.
+"""Actors: each has one mailbox and one state, and handles one message at a time.
 
-A handler is a plain function: it changes the actor's state and sends. It cannot await, so it can
-wait neither for a reply nor for room in a ring, and no cycle of messages can deadlock. Long work
-belongs on a thread of the actor's own, which hands its result back with `Context.call_soon`.
+A handler is a plain function that changes the actor's state and sends messages. It cannot await, so
+it never blocks on a reply or on space in a ring, and no cycle of messages can deadlock.
+Long-running work belongs on a thread that the actor owns, which hands its result back with
+`Context.call_soon`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ M = TypeVar("M")
 
 
 class Fresh(enum.Enum):
-    """Result of `Actor.renew` for an actor that keeps nothing."""
+    """Result of `Actor.renew` if the actor keeps no state and must be created anew."""
 
     FRESH = enum.auto()
 
@@ -33,16 +34,16 @@ class Fresh(enum.Enum):
 FRESH = Fresh.FRESH
 Handler = Callable[[Any], None]
 ReadyInfo = object
-"""Record that an actor publishes to all others once it is ready: picklable, or None. The runtime
-only carries it."""
+"""Record that an actor publishes to all other actors once it is ready: a picklable object, or None.
+The runtime passes it on without interpreting it."""
 Progress = tuple[int, float] | tuple[int, float, bool]
 """A number that changes with each completed piece of work, the seconds that the current piece may
-take, and whether it runs on this process's own CPU, in which case CPU time distinguishes work from
-a hang."""
+take, and optionally whether it runs on this process's own CPU, in which case CPU time distinguishes
+work from a hang."""
 
 
 class Context:
-    """The node's services for an actor: its outboxes, its loop, its logger."""
+    """Services that the node provides to an actor: outboxes, the event loop, a logger."""
 
     def __init__(
         self,
@@ -55,21 +56,22 @@ class Context:
         self.loop = loop
         self.log = logging.getLogger(f"nanoactor.{name}")
         self.track = Track(name)
-        """Track that receives this actor's spans."""
+        """Track that this actor's spans are recorded on."""
         self.tracks = [self.track]
         self._outboxes = outboxes
         self._fail = fail
         self.retired = False
-        """True once the system was cut: pending calls are then dropped."""
+        """Whether the system was cut, after which pending calls are dropped."""
         self._lease: Lease | None = None
         self.alarm: Alarm | None = None
-        """Alarm of the node, if its loop stays awake for messages on their way."""
+        """The node's alarm; None if the node neither wakes other nodes early nor is woken early."""
         self.remind: Callable[[Any], None] = lambda message: None
-        """Puts one of the actor's own messages into its mailbox; a no-op in a replay, which
-        delivers them itself."""
+        """Function that puts one of the actor's own messages into its mailbox. It is a no-op in a
+        replay, which delivers these messages itself."""
 
     def outbox(self, edge: str) -> Outbox:
-        """Return the outbox of one of this actor's edges, by the target's or the edge's name."""
+        """Return the outbox of one of this actor's edges, by the name of the target or of the
+        edge."""
         try:
             return self._outboxes[edge]
         except KeyError:
@@ -78,7 +80,8 @@ class Context:
             ) from None
 
     def rouse(self) -> None:
-        """Wake the other nodes, as work is on its way to them; from any thread."""
+        """Wake the other nodes because work is on its way to them. May be called from any
+        thread."""
         if self.alarm is not None:
             self.alarm.rouse()
 
@@ -94,20 +97,21 @@ class Context:
         return track
 
     def now(self) -> float:
-        """Return seconds on the host's monotonic clock; a simulation has its own."""
+        """Return the time in seconds on the host's monotonic clock; simulations override this."""
         return time.monotonic()
 
     def call_soon(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Run a function on the actor's loop, from any thread; an exception ends the node."""
+        """Run a function on the actor's loop. May be called from any thread; an exception ends the
+        node."""
         self.loop.call_soon_threadsafe(self._guarded, function, arguments)
 
     def call_later(self, seconds: float, function: Callable[..., None]) -> asyncio.TimerHandle:
-        """Run a function on the actor's loop after a while; call this on the loop."""
+        """Run a function on the actor's loop after a delay. Must be called on the loop."""
         return self.loop.call_later(seconds, self._guarded, function, ())
 
     def tell_later(self, seconds: float, message: Any) -> None:
-        """Send the actor itself a message after a delay: a timer that a recording can replay. Call
-        this on the loop."""
+        """Send a message to the actor itself after a delay: a timer that a recording can replay.
+        Must be called on the loop."""
         self.call_later(seconds, lambda: self.remind(message))
 
     def retire(self) -> None:
@@ -125,45 +129,49 @@ class Context:
             self._fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """End the node because of an error, from the loop's thread."""
+        """End the node because of an error. Must be called on the loop's thread."""
         self._fail(error)
 
     def enter(self, lease: Lease) -> None:
-        """For the mailbox: the message about to be handled is read under this lease."""
+        """Set the lease under which the next message is read. Called only by the mailbox."""
         self._lease = lease
 
     def own(self, message: M) -> M:
-        """Return the current message, with arrays of its own if they are being read in place."""
+        """Return the current message, with its arrays copied if they are read in place."""
         return message if self._lease is None else copied(message)
 
     def hold(self) -> Lease | None:
-        """Keep the current message readable beyond its handler; return None if it owns its memory.
+        """Return the lease that keeps the current message readable after its handler returns, or
+        None if the message owns its memory.
 
-        The caller must release the lease, on the loop. Called only while a message is handled.
+        The caller must release the lease, on the loop. Call this only while a message is being
+        handled.
         """
         lease, self._lease = self._lease, None
         return lease
 
 
 class Actor:
-    """Base of all actors; created in its node's process, with its configuration and nothing
-    else."""
+    """Base class of all actors. An actor is created in its node's process, from its configuration
+    only."""
 
     context: Context
 
     def __init__(self, config: Any) -> None:
-        """`config` is the actor's entry in the topology."""
+        """`config` is the actor's configuration from the topology (`ActorSpec.config`)."""
 
     def setup(self) -> ReadyInfo:
-        """Get ready, however long it takes; runs before any message. Return what others need.
+        """Set up the actor, however long it takes, before it receives any message; return the
+        record that it publishes to the other actors.
 
-        An exception here is raised in the caller if its class says `picklable = True`.
+        `System.start` raises an exception from here in the caller if its class sets `picklable =
+        True`.
         """
         return None
 
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
-        """Take the context, and the record that each actor published when it was ready: by now all
-        are."""
+        """Store the context. `ready` holds the record that each actor published; all actors are
+        ready by now."""
         self.context = context
 
     def handlers(self) -> Mapping[type, Handler]:
@@ -171,46 +179,49 @@ class Actor:
         return {}
 
     def span_names(self) -> Mapping[type, str]:
-        """Name spans in traces, by message class, if the name is not the class's."""
+        """Return the names of spans in traces, by message class; the default is the name of the
+        class."""
         return {}
 
     def before_trace(self) -> None:
-        """Add the spans of unfinished work: a trace is about to be taken."""
+        """Record the spans of unfinished work; called just before a trace is taken."""
 
     def on_ready(self, outbox: Outbox) -> None:
-        """Handle an outbox that was not ready, or had to wait, and is ready now."""
+        """Handle an outbox that was not ready, or had queued messages, and is ready now."""
 
     def progress(self) -> Progress | None:
-        """Report the progress of the current work to the watchdog; None if there is none."""
+        """Return the progress of the current work, for the watchdog; None if there is no work."""
         return None
 
     def may_stay_awake(self) -> bool:
-        """Return True if the loop, once woken, may poll for messages instead of sleeping: not while
-        the actor's own threads need the interpreter."""
+        """Return True if the loop, once woken, may poll for messages instead of sleeping; return
+        False while the actor's own threads need the interpreter."""
         return True
 
     def expects_death(self) -> bool:
-        """Return True if a death is expected because its cause is being searched for; it is charged
-        to a separate budget. Called on actors in the user's process."""
+        """Return True if a node's death is expected because the cause of earlier deaths is being
+        searched for; an expected death is charged to a separate budget. Called only on actors in
+        the user's process."""
         return False
 
     def rehearse(self) -> Iterator[object]:
-        """Run code that a message on its way will need, on doubles of the actor's state, one part
-        at a time; between two parts the loop looks for messages. Called when the node was
-        roused."""
+        """Run the code that an upcoming message will need on a stand-in for the actor's state, and
+        yield after each part so that the loop can poll for messages. Called when the node was woken
+        ahead of work."""
         return iter(())
 
     def renew(self) -> ReadyInfo | Fresh:
-        """Reset the actor after a cut: no message sent before it arrives any more, and all actors
-        restart. Forget all work, keep expensive state (a model, a tokenizer), and return what
-        others need; work running elsewhere must be finished when this returns. `start` follows,
-        with another context. By default a new actor is created instead."""
+        """Reset the actor after a cut, in which all actors restart and earlier messages that were
+        not handled are lost. Discard all work, keep expensive state (a model, a tokenizer), and
+        return the record that the actor publishes. Work running elsewhere must have finished when
+        this returns. `start` follows, with a new context. By default, a new actor is created
+        instead."""
         return FRESH
 
     def stop(self) -> None:
-        """Stop threads and release what process exit does not free; called when the system shuts
-        down."""
+        """Stop threads and release resources that process exit does not free. Called when the
+        system shuts down or a new actor replaces this one."""
 
     def statistics(self) -> dict[str, Any]:
-        """Return the actor's own figures, for `System.statistics()`."""
+        """Return the actor's own statistics, for `System.statistics()`."""
         return {}

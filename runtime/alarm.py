@@ -1,9 +1,10 @@
-"""Parallel wake-ups: an actor that knows that work is on its way to other nodes wakes them all.
+"""Parallel wake-ups: an actor wakes all other nodes when it detects that work is on its way to
+them.
 
-A message that passes through five sleeping processes wakes one after the other, 0.05 to 0.2 ms
-each. If the first of them rouses all the others, they wake at once, poll for messages for a moment
-before going back to sleep, and each hop finds its receiver awake. Between polls they may rehearse
-upcoming work (`Actor.rehearse`), so that its code is in the caches.
+A message that passes through five sleeping processes wakes one after another, which takes 0.05 to
+0.2 ms each. If the first process wakes all the others, they wake at once and poll for messages for
+a moment before they sleep again, so each hop finds its receiver awake. Between polls they may
+rehearse upcoming work (`Actor.rehearse`), so that its code is in the caches.
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 _PAUSE = 6
-"""Multiple of the others' awake time that a node waits before it rouses them again."""
+"""Minimum time between two wake-ups by one node, as a multiple of the time that woken nodes stay
+awake."""
 _OVER = object()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AlarmPlan:
-    """One node's part; picklable. The descriptors are the node's own copies."""
+    """Alarm configuration of one node; picklable. The descriptors are the node's own copies."""
 
     bell: int
-    """An eventfd that others write to, and this node reads."""
+    """Eventfd that other nodes write to and this node reads."""
     others: tuple[int, ...]
     seconds: float
 
@@ -35,13 +37,14 @@ class AlarmPlan:
         return (self.bell, *self.others)
 
     def moved(self, places: Mapping[int, int]) -> AlarmPlan:
-        """Return the same plan under the numbers that its descriptors have in another process."""
+        """Return this plan with its descriptors mapped by `places` to their numbers in another
+        process."""
         others = tuple(places[other] for other in self.others)
         return dataclasses.replace(self, bell=places[self.bell], others=others)
 
 
 def create_alarms(nodes: Sequence[str], seconds: float) -> dict[str, AlarmPlan]:
-    """Return the plan of each of these nodes, which rouse one another."""
+    """Return an alarm plan for each of these nodes, which wake one another."""
     bells: dict[str, int] = {}
     plans: dict[str, AlarmPlan] = {}
     with contextlib.ExitStack() as stack:
@@ -60,7 +63,8 @@ def create_alarms(nodes: Sequence[str], seconds: float) -> dict[str, AlarmPlan]:
 
 
 class Alarm:
-    """Rouses other nodes, and keeps this one's loop awake for a moment after they did so."""
+    """Wakes other nodes, and keeps this node's loop awake for a moment after another node has woken
+    it."""
 
     def __init__(
         self,
@@ -80,20 +84,22 @@ class Alarm:
         self._ticks = False
         self._closed = False
         self.roused = self.looks = 0
-        """How often the node was roused, and how often it has polled since."""
+        """Number of times that the node was woken, and number of times that it has polled while
+        awake."""
         loop.add_reader(plan.bell, self._hear)
 
     def rouse(self) -> None:
-        """Wake the other nodes, unless that was done a moment ago; from any thread.
+        """Wake the other nodes, unless this node did so a moment ago. May be called from any
+        thread.
 
-        Otherwise loops would never sleep under load, when work is always on its way.
+        Without this limit, loops would never sleep under load, when work is always on its way.
         """
         now = time.monotonic()
-        if self._closed or now < self._not_before:  # closed: others may have these descriptors
+        if self._closed or now < self._not_before:  # closed: the numbers may be reused
             return
         self._not_before = now + _PAUSE * self._plan.seconds
         for bell in self._plan.others:
-            # Full: it was written to 2**64 - 2 times and never read.
+            # The counter is full only after 2**64 - 2 writes without a read.
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_write(bell, 1)
 
@@ -110,7 +116,7 @@ class Alarm:
             self._parts = self._rehearse()
         if not self._ticks:
             self._ticks = True
-            self._loop.call_soon(self._tick)  # what has arrived meanwhile goes first
+            self._loop.call_soon(self._tick)  # messages that have arrived go first
 
     def _tick(self) -> None:
         """Make the loop poll its descriptors without blocking."""
@@ -122,7 +128,7 @@ class Alarm:
                 self._parts = None
 
     def close(self) -> None:
-        """Close the descriptors; the loop may be gone."""
+        """Close the descriptors; the loop may no longer run."""
         if self._closed:
             return
         self._closed = True

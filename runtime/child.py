@@ -1,4 +1,5 @@
-"""The program of a node's process: dies with its parent, ignores group signals, has one loop."""
+"""The program of a node's process: it dies with its parent, ignores signals to the process group,
+and runs one event loop."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ EXIT_FAILED = 71
 
 
 def main(descriptor: int) -> None:
-    """Entry of a child: `descriptor` is its end of the control channel. Never returns."""
+    """Run a child process; never returns. `descriptor` is the child's end of the control
+    channel."""
     ignore_group_signals()
     occupy_standard_descriptors()
     if sys.stderr is None:  # closed by the user
@@ -51,7 +53,7 @@ def main(descriptor: int) -> None:
 
 
 class _Blocker(importlib.abc.MetaPathFinder):
-    """Refuses to import the modules that this node blocks."""
+    """Import hook that refuses the modules that this node blocks."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self._names = names
@@ -59,14 +61,15 @@ class _Blocker(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Raise for a blocked top-level module; leave all others to the usual finders."""
+        """Raise `ModuleNotFoundError` for a blocked top-level module; leave all others to the usual
+        finders."""
         if fullname.partition(".")[0] in self._names:
             raise ModuleNotFoundError(f"{fullname} is not imported in this node", name=fullname)
         return None
 
 
 class _Child:
-    """The node, its loop, and the thread that listens to the parent."""
+    """The node, its event loop, and the thread that receives messages from the parent."""
 
     def __init__(self, bootstrap: control.Bootstrap, connection: Connection) -> None:
         self._connection = connection
@@ -80,12 +83,13 @@ class _Child:
         root.addHandler(control.ChannelHandler(connection, self._lock))
 
     def run(self) -> None:
-        """Set up the actors, report, and serve until stopped."""
+        """Set up the actors, report that they are ready, and run the loop until the node is
+        stopped."""
         asyncio.set_event_loop(self._loop)
         try:
             threading.Thread(target=self._listen, name="control", daemon=True).start()
             ready = self._node.setup(self._note_culprit)
-            # What is set up stays: the collector need not look at it again and again.
+            # The objects of the setup live on: spare the garbage collector from rescanning them.
             gc.collect()
             gc.freeze()
             self._send(control.Ready(ready, schema_hashes()))
@@ -108,11 +112,12 @@ class _Child:
             os._exit(EXIT_FAILED)
 
     def _listen(self) -> None:
-        """Listen in a thread, as the loop may block in C; exit when the parent is gone."""
+        """Receive messages on a thread, as the loop may block in C code; exit when the parent is
+        gone."""
         try:
             while True:
                 self._listen_once()
-        except Exception as error:  # a message that cannot be read, say: the parent would wait
+        except Exception as error:  # such as an unreadable message: the parent would wait
             self._fail(self._culprit, error)
 
     def _listen_once(self) -> None:
@@ -122,7 +127,7 @@ class _Child:
             os._exit(EXIT_ORPHANED)
         if isinstance(message, control.Cut):
             message = self._receive_edges(message)
-        if isinstance(message, control.TellStacks):  # here, as the loop may be what hangs
+        if isinstance(message, control.TellStacks):  # on this thread, as the loop may hang
             self._send(control.Log.of_stacks(self._name))
         else:
             self._loop.call_soon_threadsafe(self._obey, message)
@@ -160,7 +165,7 @@ class _Child:
                 except BaseException as error:
                     self._fail(self._culprit, error)
             case control.Stop():
-                # Everything that must be released, stop() releases; skipping the
-                # interpreter's own end saves a torch process half a second.
+                # stop() releases everything that must be released; skipping the shutdown of the
+                # interpreter saves half a second in a process that uses torch.
                 self._node.stop()
                 os._exit(0)

@@ -1,11 +1,11 @@
-"""The nodes that are separate processes, as their parent sees them: start, messages, reaping.
+"""The child processes of nodes, as their parent sees them: start, messages, reaping.
 
-One library thread starts them, since the kernel ties a child's life to the *thread* that started
-it, and reads their control channels.
+One library thread starts them, because the kernel ties a child's life to the *thread* that started
+it. The same thread reads their control channels.
 
-They are started as `python -c`, not through `multiprocessing`'s spawn: that would run the user's
-script a second time, demand a `__main__` guard, and leave a resource tracker running. Everything a
-child needs reaches it over inherited descriptors.
+They are started as `python -c`, not through `multiprocessing`'s spawn, which would run the user's
+script a second time, require a `__main__` guard, and leave a resource tracker running. Everything
+that a child needs reaches it over inherited descriptors.
 """
 
 from __future__ import annotations
@@ -39,29 +39,29 @@ log = logging.getLogger("nanoactor.runtime")
 
 _MOST_UNANSWERED = 64
 _SEND_SECONDS = 5
-"""How long a message may wait for room in a child's control channel."""
+"""Seconds that a message may wait for room in a child's control channel."""
 _END_SECONDS = 0.1
-"""How long a process may take to exit after its last message."""
+"""Seconds that a process may take to exit after its last message."""
 _FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGQUIT, *GROUP_SIGNALS})
-"""Signals not caused by a program's own fault: sent by people, and by the kernel when it is out of
-memory."""
+"""Signals not caused by a fault of the program itself: people send them, or the kernel when it is
+out of memory."""
 
 
 class Children:
-    """All child processes, and the thread that starts them, reads their messages, and lives until
-    the last one is reaped; empty until `launch`."""
+    """All child processes, and the thread that starts them, reads their messages, and runs until
+    the last one is reaped. There are no children until `launch` is called."""
 
     def __init__(self, hear: Callable[[ChildProcess, Any], None]) -> None:
-        """`hear` is called on the loop with each message of a child; None means that its channel
-        closed."""
+        """`hear` is called on the loop with each message of a child; None means that the child's
+        channel was closed."""
         self.by_name: dict[str, ChildProcess] = {}
         self._hear = hear
         self._loop: asyncio.AbstractEventLoop
         self._thread: threading.Thread | None = None
         self._gone: asyncio.Future[None]
-        """Resolved when no child is left."""
+        """Future that resolves when no child is left."""
         self._open: dict[Any, ChildProcess] = {}
-        """Children that may send more, by connection."""
+        """Children that may still send messages, by connection."""
         self._replaying_since = 0.0
         self._wake: tuple[Connection, ...] = ()
         """Socket pair that wakes the thread to start a child or to end."""
@@ -70,7 +70,7 @@ class Children:
         self._ending = False
 
     def __iter__(self) -> Iterator[ChildProcess]:
-        """Iterate in the order in which they are started."""
+        """Iterate over the children in the order in which they are started."""
         return iter(self.by_name.values())
 
     def launch(
@@ -85,20 +85,20 @@ class Children:
         self._to_start.extend(self)
         if self.by_name:
             self._wake = tuple(Connection(end.detach()) for end in socket.socketpair())
-            # A daemon: where the user's program ends without close(), the children end with it.
+            # A daemon thread: if the user's program ends without close(), the children end, too.
             thread = threading.Thread(target=self._run, name="nanoactor-supervisor", daemon=True)
             try:
                 thread.start()
-            except RuntimeError as error:  # of which the machine has no more
+            except RuntimeError as error:  # the machine has no more threads
                 raise StartupFailed(
                     f"the operating system refuses what a start needs: {error}"
                 ) from error
             self._thread = thread
 
     def _run(self) -> None:
-        """Start the children, listen until the end has come and every channel is closed, then
-        reap."""
-        # Children inherit the mask: nothing can reach them before they ignore it.
+        """Start the children, receive messages until the end was requested and every channel is
+        closed, then reap the children."""
+        # Children inherit the mask, so no such signal reaches them before they ignore it.
         signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
         try:
             self._start_all()
@@ -109,14 +109,14 @@ class Children:
                     elif connection in self._open:
                         self._receive(self._open[connection])
                 self._start_all()
-        except Exception as error:  # what waits for a child must hear of it
+        except Exception as error:  # whatever waits for a child must be notified
             log.exception("the supervisor of the engine's processes has failed")
             for child in self._open.values():
                 child.failure = child.failure or control.Failed.of("supervisor", error)
         finally:
             unheard = list(self._open.values())
             for child in self:
-                if unheard:  # this thread failed, which alone hears them
+                if unheard:  # this thread failed, and no other reads their messages
                     child.kill()
                 child.reap(None)
             for child in unheard:
@@ -141,7 +141,7 @@ class Children:
                 self._wake[0].send_bytes(b"!")
 
     def replace(self, spec: NodeSpec, plan: NodePlan) -> None:
-        """Start a process in place of one that has died or is about to."""
+        """Start a process in place of one that has died or is about to be killed."""
         old, new = self.by_name[spec.name], ChildProcess(spec, plan, self._loop)
         old.kill()
         self.by_name[spec.name] = new
@@ -169,13 +169,13 @@ class Children:
 
     def is_deaf(self, seconds: float) -> bool:
         """Return True if one of the user's logging handlers has blocked the thread for longer than
-        this, so that it receives no replies."""
+        `seconds`, so that no replies are received."""
         since = self._replaying_since
         return bool(since) and time.monotonic() - since > seconds
 
     def late(self) -> list[ChildProcess]:
-        """Return the children that startup waits for: those not ready, or, once all are, not
-        started."""
+        """Return the children that startup waits for: those that are not ready or, once all are
+        ready, those that have not started."""
         unready = [child for child in self if not child.is_ready]
         return unready or [child for child in self if not child.started.done()]
 
@@ -186,12 +186,12 @@ class Children:
         return all(child.is_over for child in some)
 
     def send(self, message: Any) -> None:
-        """Send a message to all of them."""
+        """Send a message to all children."""
         for child in self:
             child.send(message)
 
     def kill(self) -> None:
-        """End all of them now."""
+        """Kill all children now."""
         self._end_thread()
         for child in self:
             child.kill()
@@ -206,8 +206,8 @@ class Children:
             child.send(control.Stop())
 
     async def end(self, seconds: float) -> None:
-        """Stop the children, latest first; kill those that take longer, and wait until none is
-        left."""
+        """Stop the children in reverse order of their start, kill those that take longer than
+        `seconds`, and wait until none is left."""
         self._stop()
         if self._thread is not None:
             try:
@@ -218,9 +218,9 @@ class Children:
             self._thread.join()
 
     def end_without_loop(self, seconds: float) -> None:
-        """Do the same if the loop no longer runs; blocks."""
+        """Do the same as `end` if the loop no longer runs. Blocks until no child is left."""
         self._stop()
-        # Dropped by a callback on that very thread, it must not wait for itself.
+        # If a callback on that very thread drops the system, the thread must not join itself.
         if self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join(seconds)
             self.kill()
@@ -236,7 +236,7 @@ class Children:
 
 
 class ChildProcess:
-    """One node in a process of its own, as its parent sees it."""
+    """A node in its own process, as the parent sees it."""
 
     def __init__(self, spec: NodeSpec, plan: NodePlan, loop: asyncio.AbstractEventLoop) -> None:
         self.name, self.group = spec.name, spec.group
@@ -244,18 +244,19 @@ class ChildProcess:
         self.started: asyncio.Future[None] = loop.create_future()
         self.failure: control.Failed | None = None
         self.hangs = ""
-        """Reason for killing it, if it hangs."""
+        """Description of the hang for which the process is killed; empty if there is none."""
         self.is_innocent = False
-        """True if it is killed only because another of its group has died."""
+        """Whether the process is killed only because another node has died."""
         self._began = 0.0
         self.start_seconds = 0.0
-        """How long it took to become ready; 0 until it is."""
+        """Seconds that the process took to become ready; 0 until it is ready."""
         self.noted: asyncio.Future[None] = loop.create_future()
-        """Resolved once its death is recorded: both its channel and the kernel have reported it."""
+        """Future that resolves once the end of the process is recorded."""
         self.pidfd = -1
         self.process: subprocess.Popen[bytes] | None = None
         self.introduced: asyncio.Future[None] = loop.create_future()
-        """Resolved once its `Bootstrap` is sent: no other message may precede it."""
+        """Future that resolves once the `Bootstrap` message is sent; no other message may precede
+        it."""
         self._asked: deque[asyncio.Future[Any]] = deque()
         """Futures of pending queries; replies come in the order of the queries."""
         self._spec = spec
@@ -269,17 +270,18 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id; 0 before it was started."""
+        """Process id; 0 until the process is started."""
         return self.process.pid if self.process else 0
 
     @property
     def is_ready(self) -> bool:
-        """Return True if it reported that its actors are set up."""
+        """Return True if the child has reported that its actors are set up."""
         return self.ready.done() and not self.ready.cancelled()
 
     def spawn(self) -> None:
-        """Start the process; runs on the library's thread. Its descriptors are closed here."""
-        path = [entry for entry in sys.path if isinstance(entry, str)]  # Python ignores others too
+        """Start the process and close this process's copies of the child's descriptors. Runs on the
+        library's thread."""
+        path = [entry for entry in sys.path if isinstance(entry, str)]  # Python ignores others, too
         self._began = time.monotonic()
         program = (
             f"import sys; sys.path[:] = {path!r}; "
@@ -297,19 +299,20 @@ class ChildProcess:
         except (OSError, ValueError) as error:
             told = os_refuses(error) if isinstance(error, OSError) else error
             self.failure = control.Failed.of(self.name, told)
-        finally:  # without our copies, the child's end shows at once on ours
+        finally:  # without our copies, our end reports at once that the child has ended
             self._let_go()
         level = logging.getLogger("nanoactor").getEffectiveLevel()
         blocked, nice = self._spec.blocked_modules, self._spec.nice
         self.send(control.Bootstrap(self._plan, os.getpid(), level, blocked, nice))
 
     def send(self, message: Any) -> None:
-        """Send on the control channel; the death of a child is detected elsewhere."""
+        """Send a message on the control channel. Errors are ignored, as the death of a child is
+        detected elsewhere."""
         with self._lock, contextlib.suppress(OSError):
             self.connection.send(message)
 
     def hear(self, message: Any) -> None:
-        """Handle a message from the child, on the loop."""
+        """Handle a message from the child. Runs on the loop."""
         match message:
             case control.Ready():
                 self.start_seconds = self.start_seconds or time.monotonic() - self._began
@@ -322,22 +325,23 @@ class ChildProcess:
                 self.failure = message
 
     def cut(self, plan: NodePlan) -> None:
-        """Restart it on new edges; `ready` and `started` refer to the restart from now on."""
+        """Restart the node on new edges; `ready` and `started` refer to the restart from now on."""
         loop = asyncio.get_running_loop()
         self.ready, self.started = loop.create_future(), loop.create_future()
         try:
             with self._lock:
                 self.connection.send(control.Cut(plan))
                 control.send_descriptors(self.connection, plan.descriptors)
-        except OSError:  # it is gone, or hangs and has long not read
+        except OSError:  # the child is gone, or hangs and has read nothing for a long time
             self.kill()
         finally:
             for descriptor in plan.descriptors:
                 os.close(descriptor)
 
     def ask(self, query: control.Query) -> asyncio.Future[Any] | None:
-        """Send a query; return None if too many are unanswered: a hanging node is not queried again
-        and again, as its channel would fill up and block this process too."""
+        """Send a query and return a future for the reply. Returns None if the process has not been
+        started, or if too many queries are unanswered: more of them would fill the channel of a
+        hanging node and block this process, too."""
         if len(self._asked) >= _MOST_UNANSWERED or not self.introduced.done():
             return None
         answer = asyncio.get_running_loop().create_future()
@@ -346,7 +350,7 @@ class ChildProcess:
         return answer
 
     def condition(self) -> str:
-        """Return its process id and the state that the kernel reports."""
+        """Describe the process by its id and the state that the kernel reports."""
         try:
             status = Path(f"/proc/{self.pid}/status").read_text()
         except OSError:
@@ -355,7 +359,8 @@ class ChildProcess:
         return f"pid {self.pid}, {line.partition(':')[2].strip()}"
 
     def cpu_seconds(self) -> float:
-        """Return the CPU time of it and its children (compilers, say); 0 if it is gone."""
+        """Return the CPU time in seconds of the process and its children (such as compilers); 0 if
+        the process is gone."""
         ticks = 0
         for pid in (self.pid, *_children_of(self.pid)):
             with contextlib.suppress(OSError):
@@ -364,36 +369,38 @@ class ChildProcess:
         return ticks / os.sysconf("SC_CLK_TCK")
 
     def reap(self, timeout: float | None) -> None:
-        """Wait until the process ended, so that it leaves no zombie."""
+        """Wait until the process has ended, for at most `timeout` seconds, so that it leaves no
+        zombie."""
         if self.process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(timeout)
 
     @property
     def is_over(self) -> bool:
-        """Return True if its end was recorded."""
+        """Return True if the end of the process was recorded."""
         return self.noted.done()
 
     def note_end(self) -> None:
-        """Record its end."""
+        """Record the end of the process."""
         _resolve(self.noted, None)
 
     def kill(self) -> None:
-        """Kill it now."""
+        """Kill the process if it is running."""
         if self.process is not None and self.process.returncode is None:
             self.process.kill()
 
     def give_up(self, why: BaseException | None = None) -> BaseException:
-        """Fail the start that waits for it, if one does; return why it ended."""
+        """Fail the futures of a start that waits for the process; return the error that describes
+        its end."""
         error = why or self._describe_end()
         for future in (self.ready, self.started):
             if not future.done():
                 future.set_exception(error)
-                future.exception()  # it is raised where the start awaits it, if it still does
+                future.exception()  # mark it as retrieved, as the start may no longer await it
         return error
 
     def death(self) -> Death:
-        """Return the cause of its end, once it has ended."""
+        """Return the cause of the death, once the process has ended."""
         if self.hangs:
             return Death(self.name, "it hung", is_evidence=True)
         if self.is_innocent:
@@ -405,8 +412,9 @@ class ChildProcess:
         return Death(self.name, _ending(code), not outside)
 
     def _exit_code(self) -> int | None:
-        """Return the value of `Popen.returncode` once the process has ended or is about to; `poll`
-        does not see it while another thread waits for the process."""
+        """Return the exit code, as in `Popen.returncode`, if the process has ended or ends within a
+        moment, else None. `Popen.poll` cannot return it while another thread waits for the
+        process."""
         if self.process is None:
             return None
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -455,7 +463,8 @@ def _ending(code: int | None) -> str:
 
 
 def check_surroundings() -> None:
-    """Raise `UnsupportedPlatform` if processes cannot be started, or cannot be heard."""
+    """Raise `UnsupportedPlatform` if child processes cannot be started or their messages cannot be
+    received."""
     interpreter()
     if _threads_are_replaced():
         raise UnsupportedPlatform(
@@ -472,7 +481,7 @@ def _threads_are_replaced() -> bool:
 
 
 def os_refuses(error: OSError) -> StartupFailed:
-    """Describe the resource that the operating system refused."""
+    """Return an error that describes the resource that the operating system refused."""
     import resource
 
     if error.errno not in (errno.EMFILE, errno.ENFILE):
@@ -486,9 +495,9 @@ def os_refuses(error: OSError) -> StartupFailed:
 
 
 def _children_of(pid: int) -> list[int]:
-    """Return its living children, whichever thread started them."""
+    """Return the process ids of the living children of `pid`, whichever thread started them."""
     found: list[int] = []
-    with contextlib.suppress(OSError):  # as where there are no more descriptors
+    with contextlib.suppress(OSError):  # for example, if no descriptors are left
         for listed in Path(f"/proc/{pid}/task").glob("*/children"):
             with contextlib.suppress(OSError):
                 found += [int(child) for child in listed.read_text().split()]

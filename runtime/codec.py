@@ -1,7 +1,7 @@
 """The wire format: msgpack for the structure, raw aligned bytes for the arrays.
 
-A message is a frozen, slotted dataclass registered with `@message(type_number)`. A record is the
-form of one message on the wire:
+A message is a frozen, slotted dataclass registered with `@message(type_number)`. A record is
+one message in its wire format:
 
     0   uint32  length of the record in bytes, a multiple of 64
     4   uint32  kind: 1 message, 2 message with arrays, 3 padding up to the end of the ring
@@ -10,12 +10,12 @@ form of one message on the wire:
     24  uint32  CRC-32 of everything after the header, 0 if it is not computed
     28  uint32  length of the msgpack part
     32  msgpack: [type number, field, field, ...]
-    ..  arrays, each from a multiple of 64, in the order of their fields
+    ..  arrays, each starting at a multiple of 64, in the order of their fields
 
-If a field holds an array, the msgpack part holds its dtype and shape; the bytes are written
+If a field holds an array, the msgpack part holds its dtype and shape, and the bytes are written
 straight into the transport and read in place. A small array is stored in the msgpack part instead:
 copying it twice costs less than the lease needed to read it in place, and most messages of a
-running engine are small. Nothing here knows about transports.
+running engine are small. This module does not depend on any transport.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ KIND_PLAIN, KIND_ARRAYS, KIND_PADDING = 1, 2, 3
 _KINDS = (KIND_PLAIN, KIND_ARRAYS)
 MAX_RECORD_BYTES = 2**32 - ALIGNMENT
 INLINE_BYTES = 8192
-"""Arrays up to this size are sent inside the msgpack part."""
+"""Largest size in bytes of arrays that are sent inside the msgpack part."""
 
 Array = NDArray[Any]
-# Annotate a field with this alias where a message carries a variable number of arrays.
+# Annotation for a message field that holds a variable number of arrays.
 NamedArrays = dict[str, NDArray[Any]]
 
 _DTYPES = tuple(np.dtype(code) for code in ("?", *(f"{k}{n}" for k in "iu" for n in (1, 2, 4, 8))))
@@ -70,16 +70,17 @@ class Schema:
     cls: type
     fields: tuple[str, ...]
     kinds: tuple[str, ...]
-    """Per field "plain", "array", "named" (dict of arrays), "message", "optional" (a message or
-    None) or "messages" (tuple)."""
+    """Kind of each field: "plain", "array", "named" (dict of arrays), "message", "optional" (a
+    message or None) or "messages" (a tuple of messages)."""
     text: str
     """Text that the schema hash covers: name, fields and annotations."""
     values: Callable[[Any], tuple[Any, ...]]
-    """Returns all fields of a message at once."""
+    """Function that returns all fields of a message at once."""
     special: tuple[tuple[int, str], ...]
-    """(position on the wire, kind) of the fields that are not plain."""
+    """(position in the wire format, kind) of each field that is not plain."""
     by: str
-    """Field with the number that links this message's spans with others; empty for none."""
+    """Name of the field whose number links this message's spans to other spans; empty if there is
+    none."""
 
 
 _SCHEMAS: dict[int, Schema] = {}
@@ -119,8 +120,8 @@ def _describe(number: int, cls: type, by: str) -> Schema:
 
 
 def linked_by(cls: type) -> tuple[str, Callable[[Any], int]]:
-    """Return the field that links the spans of a message class, and how to read it; otherwise ("",
-    0)."""
+    """Return the name of the field that links the spans of a message class, and a function that
+    reads it; ("", a function that returns 0) if there is none."""
     by = _SCHEMAS[_NUMBERS[cls]].by if cls in _NUMBERS else ""
     return by, operator.attrgetter(by) if by else _zero
 
@@ -134,7 +135,7 @@ _PLAIN = (int, float, str, bytes, bool, type(None))
 
 def _is_array(hint: Any) -> bool:
     origin = typing.get_origin(hint)
-    # From numpy 2.5 on NDArray is a `type` alias, which hides the aliased type.
+    # From numpy 2.5 on, NDArray is a `type` alias, which hides the aliased type.
     aliased = typing.get_origin(getattr(origin, "__value__", None))
     return np.ndarray in (hint, origin, aliased)
 
@@ -170,9 +171,10 @@ def _is_plain(hint: Any) -> bool:
 
 
 def schema_hashes() -> dict[int, str]:
-    """Return a digest of every registered message class, by its number.
+    """Return a digest of every registered message class, by message number.
 
-    Nodes compare those that both know before they exchange the first message.
+    Before nodes exchange the first message, they compare the digests of the classes that both have
+    registered.
     """
     return {
         number: hashlib.blake2b(schema.text.encode(), digest_size=8).hexdigest()
@@ -185,7 +187,7 @@ def _aligned(size: int) -> int:
 
 
 class Encoded:
-    """A message ready to be written: its msgpack part, its arrays, its length as a record."""
+    """An encoded message: its msgpack part, its arrays, and the size of its record in bytes."""
 
     __slots__ = ("arrays", "meta", "nbytes")
 
@@ -197,11 +199,13 @@ class Encoded:
     def write_into(
         self, target: memoryview, offset: int, sequence: int, checksum: bool = False
     ) -> int:
-        """Write the record at `offset` of a writable byte view; nothing else is touched.
+        """Write the record at `offset` of a writable byte view; nothing outside the record is
+        touched.
 
         Returns the record's send time in ns.
 
-        The caller has checked that `nbytes` fit. Bytes between the parts keep their content.
+        The caller must have checked that `nbytes` bytes fit. Bytes between the parts keep their
+        content.
         """
         start, meta = offset + HEADER.size, self.meta
         target[start : start + len(meta)] = meta
@@ -218,7 +222,7 @@ class Encoded:
         return sent
 
     def to_bytes(self, sequence: int, checksum: bool = False) -> bytearray:
-        """Return the record as bytes of its own, for transports without shared memory."""
+        """Return the record in a buffer of its own, for transports without shared memory."""
         record = bytearray(self.nbytes)
         self.write_into(memoryview(record), 0, sequence, checksum)
         return record
@@ -227,10 +231,10 @@ class Encoded:
 def encode(value: Any, inline: int = INLINE_BYTES) -> Encoded:
     """Encode a registered message for the transports; large arrays are not copied.
 
-    Arrays up to `inline` bytes become part of the msgpack part.
+    Arrays of up to `inline` bytes are stored in the msgpack part.
 
     Raises `CodecError` for an unregistered class, an unsupported dtype or a field that msgpack
-    cannot pack, `RecordTooLarge` past 4 GiB.
+    cannot pack, and `RecordTooLarge` for a record of 4 GiB or more.
     """
     arrays: list[Array] = []
     try:
@@ -286,10 +290,11 @@ def _describe_array(array: Any, arrays: list[Array], inline: int) -> Any:
 
 
 def decode(record: Any, expected_sequence: int, checksum: bool = False) -> Any:
-    """Read a record from the buffer that holds it; arrays are read-only views that keep it alive.
+    """Decode a record from the buffer that holds it; arrays are read-only views that keep the
+    buffer alive.
 
-    Raises `RingCorrupted` if the header contradicts the edge's expected next record, and
-    `CodecError` if the msgpack part does not follow the schema.
+    Raises `RingCorrupted` if the header does not match the expected next record of the edge or the
+    checksum is wrong, and `CodecError` if the msgpack part does not follow the schema.
     """
     header = HEADER.unpack_from(record)
     return decode_body(record, memoryview(record), header, expected_sequence, checksum, offset=0)
@@ -303,7 +308,8 @@ def decode_body(
     checksum: bool,
     offset: int,
 ) -> Any:
-    """Do the same for a caller that has unpacked the header; `view` shows the bytes of `record`."""
+    """Do the same as `decode` for a caller that has unpacked the header. `view` shows the bytes of
+    `record`, in which the record starts at `offset`."""
     nbytes, kind, sequence, _sent, crc, meta_length = header
     if sequence != expected_sequence or kind not in _KINDS:
         raise RingCorrupted(
@@ -352,8 +358,9 @@ def _unflatten(row: Any, record: Any, at: int) -> tuple[Any, int]:
 
 
 def _read_array(description: Any, record: Any, at: int) -> tuple[Array, int]:
-    """Return the array, and the start of the next one. An empty array is described by its dtype's
-    number, a small one by (number, bytes, *shape), one later in the record by (number, *shape)."""
+    """Return an array and the offset of the next one. An empty 1-D array is described by its
+    dtype's number, a small array by (number, bytes, *shape), and an array later in the record by
+    (number, *shape)."""
     if type(description) is int:
         return _EMPTY[description], at
     number, second, *shape = description
@@ -368,7 +375,7 @@ def _read_array(description: Any, record: Any, at: int) -> tuple[Array, int]:
 
 
 def copied(value: M) -> M:
-    """Return the same message with arrays of its own, for use past its lease."""
+    """Return the message with its arrays copied, for use after its lease has ended."""
     schema = _SCHEMAS[_NUMBERS[type(value)]]
     fields = []
     for name, kind in zip(schema.fields, schema.kinds, strict=True):

@@ -1,4 +1,4 @@
-"""Concurrent calls."""
+"""Concurrent execution of asynchronous calls."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ T = TypeVar("T")
 async def run_all(
     calls: Sequence[Callable[[], Awaitable[T]]], at_once: int | None = None
 ) -> list[T]:
-    """Return the results of all calls, in their order.
+    """Run all calls and return their results, in the order of the calls.
 
-    They start in order, with at most `at_once` (default: all) running. The first that raises
-    cancels the running ones; its error is raised when they have ended.
+    Calls start in order, with at most `at_once` (default: all) running at a time. The first call
+    that raises cancels the running ones; its error is raised once they have ended.
     """
     results: dict[int, T] = {}
     numbered = iter(enumerate(calls))

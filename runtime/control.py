@@ -1,7 +1,7 @@
-"""The control channel of a node: start-up, readiness, log records, queries, shutdown.
+"""The control channel of a node: startup, readiness, log records, queries, shutdown.
 
-It is a `multiprocessing` connection over an inherited socket pair and independent of the edges: it
-works before they are open and after an actor has failed.
+It is a `multiprocessing` connection over an inherited socket pair. It is independent of the edges,
+so it works before they are open and after an actor has failed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LONGEST_SUMMARY = 500
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bootstrap:
-    """Parent to child, first: the node to run."""
+    """Parent to child, as the first message: the node to run."""
 
     plan: NodePlan
     parent_pid: int
@@ -41,24 +41,24 @@ class Bootstrap:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Start:
-    """Parent to child: every node is ready, start the message flow."""
+    """Parent to child: every node is ready; start the message flow."""
 
     ready: Mapping[str, ReadyInfo]
-    """By actor, of all nodes."""
+    """Records that the actors of all nodes have published, by actor."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Query:
-    """Parent to child: report your statistics, or your actors' spans."""
+    """Parent to child: report the node's statistics, spans or activity."""
 
     what: Literal["statistics", "trace", "activity"]
     arguments: tuple[int, ...] = ()
-    """Arguments of the node's method of this name."""
+    """Arguments of the `Node` method that `what` names."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ping:
-    """Parent to child: report that your loop runs, and its current work."""
+    """Parent to child: report that the loop runs, and the progress of the current work."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,20 +70,20 @@ class Pong:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TellStacks:
-    """Parent to child: log the stacks of all your threads."""
+    """Parent to child: log the stacks of all threads."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cut:
-    """Parent to child: another node has died; restart on other edges. The plan's descriptors
-    follow, in its order."""
+    """Parent to child: another node has died; restart on new edges. The plan's descriptors follow,
+    in the order of `NodePlan.descriptors`."""
 
     plan: NodePlan
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stop:
-    """Parent to child: end."""
+    """Parent to child: stop the node and exit."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,14 +91,14 @@ class Ready:
     """Child to parent: all actors are set up."""
 
     actors: Mapping[str, ReadyInfo]
-    """Report of each of the node's actors."""
+    """Record that each of the node's actors publishes."""
     schema: Mapping[int, str]
-    """The digests of the message classes that it knows."""
+    """Digests of the message classes registered in the child, by message number."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Started:
-    """Child to parent: the node receives messages."""
+    """Child to parent: the node has started and receives messages."""
 
 
 def _said(error: BaseException) -> str:
@@ -117,41 +117,41 @@ class Failed:
     """One line: the actor, the exception's class and its message."""
     trace: str
     exception: bytes
-    """The pickled exception if its class says `picklable = True`, else empty."""
+    """The pickled exception if its class sets `picklable = True`, else empty."""
     is_refusal: bool
-    """True if the machine was out of a resource."""
+    """Whether the cause is that the machine is out of a resource."""
 
     @classmethod
     def of(cls, actor: str, error: BaseException) -> Failed:
-        """Describe an exception so that it can be raised, or at least read, elsewhere."""
+        """Describe an exception so that another process can raise it, or at least report it."""
         trace = "".join(traceback.format_exception(error))
         line = " ".join(f"{type(error).__name__}: {_said(error)}".split())[:_LONGEST_SUMMARY]
         pickled = b""
         if getattr(type(error), "picklable", False):
-            with contextlib.suppress(Exception):  # then its words are all that goes
+            with contextlib.suppress(Exception):  # then only its text is sent
                 pickled = pickle.dumps(error)
         summary = f"actor {actor} failed: {line}"
         return cls(actor, summary, trace, pickled, machine_refuses(error))
 
     def original(self) -> BaseException | None:
-        """Return the exception itself, if it is picklable."""
+        """Return the original exception if it was pickled and can be unpickled, else None."""
         try:
             return pickle.loads(self.exception) if self.exception else None  # noqa: S301 - our child
-        except Exception:  # its class is made in another way than pickle makes it
+        except Exception:  # pickle cannot construct it
             return None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reply:
-    """Child to parent: the answer to the oldest `Query` that has none."""
+    """Child to parent: the answer to the oldest unanswered `Query`."""
 
     answer: Any
-    """Figures by actor, or a `NodeTrace`."""
+    """Statistics by actor, a `NodeTrace`, or activity by track."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Log:
-    """Child to parent: one log record, its message already formatted."""
+    """Child to parent: one log record with its message already formatted."""
 
     name: str
     level: int
@@ -161,7 +161,7 @@ class Log:
 
     @classmethod
     def of_stacks(cls, node: str) -> Log:
-        """Return the stacks of all threads of this process, as an error of the node."""
+        """Return a log record at error level with the stacks of all threads of this process."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         parts = [f"stacks of node {node} (pid {os.getpid()}):"]
         for ident, frame in sys._current_frames().items():
@@ -172,7 +172,7 @@ class Log:
 
 
 _AT_ONCE = 200
-"""Descriptors that one message of the kernel's carries: it allows 253."""
+"""Number of descriptors sent in one kernel message, which may hold up to 253."""
 
 
 def send_descriptors(connection: Connection, descriptors: Sequence[int]) -> None:
@@ -183,7 +183,8 @@ def send_descriptors(connection: Connection, descriptors: Sequence[int]) -> None
 
 
 def receive_descriptors(connection: Connection, count: int) -> list[int]:
-    """Receive what `send_descriptors` sent. Raises `EOFError` if the sender is gone."""
+    """Receive `count` descriptors from `send_descriptors`. Raises `EOFError` if the sender is
+    gone."""
     found: list[int] = []
     with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as channel:
         while len(found) < count:
@@ -203,7 +204,8 @@ class ChannelHandler(logging.Handler):
         self._lock_channel = lock
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Format and send; if the parent is gone this process ends, so nothing is lost."""
+        """Format a record and send it. A failure loses nothing: if the parent is gone, this process
+        ends, too."""
         text = record.getMessage()
         if record.exc_info:
             text += "\n" + "".join(traceback.format_exception(*record.exc_info))
@@ -216,7 +218,7 @@ class ChannelHandler(logging.Handler):
 
 
 def replay(entry: Log, node: str) -> None:
-    """Hand a child's record to this process's logging, under the actor's name."""
+    """Pass a child's log record to this process's logging, under the same logger name."""
     logger = logging.getLogger(entry.name)
     if not logger.isEnabledFor(entry.level):
         return
@@ -226,5 +228,5 @@ def replay(entry: Log, node: str) -> None:
     record.created, record.process, record.processName = entry.created, entry.pid, node
     try:
         logger.handle(record)
-    except Exception:  # the user's handler or filter; this thread must outlive it
+    except Exception:  # of the user's handler or filter; this thread must survive it
         traceback.print_exc()

@@ -1,4 +1,5 @@
-"""Errors of the runtime, one type each; the message gives the cause and the fix."""
+"""Exceptions of the runtime, one class for each kind of error. The message gives the cause and the
+fix."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ _REFUSALS = frozenset({errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN, e
 
 
 class RuntimeFault(Exception):
-    """Base of every error that the actor runtime raises."""
+    """Base class of every error that the actor runtime raises."""
 
 
 class TopologyError(RuntimeFault):
@@ -24,11 +25,12 @@ class SchemaMismatch(CodecError):
 
 
 class RecordTooLarge(RuntimeFault):
-    """A message exceeds what its edge can carry: half the ring's capacity."""
+    """A message is larger than its edge can carry, which is half the ring's capacity."""
 
 
 class OutboxOverflow(RuntimeFault):
-    """An actor sent more on an edge than the edge's declared bound: a bug in the protocol."""
+    """An actor queued more messages on an edge than the edge's bound allows: a bug in the
+    protocol."""
 
 
 class PeerBroken(RuntimeFault):
@@ -52,11 +54,12 @@ class NodeDied(RuntimeFault):
 
 
 class NodeStalled(RuntimeFault):
-    """A node, or what it waits for, has made no progress for too long; the system was ended."""
+    """A node, or what it waits for, made no progress for too long, so the node or the system was
+    ended."""
 
 
 class UnsupportedPlatform(RuntimeFault):
-    """The operating system lacks something that the chosen transport needs."""
+    """The platform lacks something that the runtime needs, such as an interpreter or memfd."""
 
 
 class ReplayDiverged(RuntimeFault):
@@ -64,12 +67,13 @@ class ReplayDiverged(RuntimeFault):
 
 
 class NotUsableHere(RuntimeFault):
-    """The system is used from another event loop or another process than it was started in."""
+    """The system is used on a different event loop or in a different process than it was started
+    in."""
 
 
 def machine_refuses(error: BaseException) -> bool:
     """Return True if an error means that the machine is out of a resource: memory, threads,
-    processes, descriptors, disk space. A later attempt may succeed."""
+    processes, descriptors or disk space. A later attempt may succeed."""
     if isinstance(error, OSError):
         return error.errno in _REFUSALS
     no_thread = isinstance(error, RuntimeError) and "start new thread" in str(error)

@@ -1,9 +1,9 @@
-"""Reading in place without reading reused memory.
+"""Leases, under which records are read in place without reading reused memory.
 
 A record's bytes belong to the ring again once its lease is released. Views that numpy or torch made
-of them would then show other data, and `memoryview.release()` does not stop them. So each record is
-read through a buffer object of its own, and every view holds a reference to it: when the lease
-ends, a count above the runtime's own means an escape.
+of them would then show other data, and `memoryview.release()` does not prevent that. Therefore each
+record is read through a buffer object of its own, and every view holds a reference to that buffer.
+If the buffer has more references than the runtime's own when the lease ends, a view has escaped.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _OWN_REFERENCES = 2
 
 
 class Lease:
-    """The right to read one record in place, until `release()`.
+    """Permission to read one record in place, until `release()` is called.
 
-    An actor gets one from `Context.hold()`; records retire in the order in which they came,
-    so a lease that is held keeps the space of all later ones too. Not thread-safe: release
-    it on the node's loop.
+    An actor gets a lease from `Context.hold()`. Records are freed in the order in which they
+    arrived, so a lease that is held also keeps the space of all later records. Not thread-safe:
+    release it on the node's loop.
     """
 
     __slots__ = ("_buffer", "_retire", "released")
@@ -34,9 +34,9 @@ class Lease:
         self.released = False
 
     def release(self) -> None:
-        """Give the record back; a second call does nothing.
+        """Release the record; a second call does nothing.
 
-        Raises `LeaseEscaped` if a view of it is still alive.
+        Raises `LeaseEscaped` if a view of the record is still alive.
         """
         if self.released:
             return

@@ -1,5 +1,5 @@
-"""The receiving end of an actor: by reference from actors of the same node, in place from
-others."""
+"""The receiving end of an actor: messages from actors of the same node are passed by reference, and
+messages from other nodes are read in place."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from nanoactor.runtime.lease import Lease
 from nanoactor.runtime.tracing import Track
 from nanoactor.runtime.transport import Deliver
 
-# How many local messages are handled before the loop looks at its descriptors again.
+# Number of local messages that are handled before the loop polls its descriptors again.
 _BATCH = 64
 
 
 class Mailbox:
-    """One actor's inbox; calls one handler at a time."""
+    """Inbox of one actor, which calls one handler at a time."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class Mailbox:
         fatal: Callable[[BaseException], None],
         span_names: Mapping[type, str],
     ) -> None:
-        """`span_names` gives the names of spans by message class, if not the class's."""
+        """`span_names` maps message classes to span names; the default is the name of the class."""
         self._context = context
         self._handlers = dict(handlers)
         self._fatal = fatal
@@ -47,7 +47,8 @@ class Mailbox:
         return Port(self, self._context.track, source)
 
     def put(self, port: Port, message: Any) -> None:
-        """Queue a message from the same node: handled soon, never inside the sender's handler."""
+        """Queue a message from the same node; it is handled soon, but never inside the sender's
+        handler."""
         self._local.append((time.monotonic_ns(), port, message))
         self._high_water = max(self._high_water, len(self._local))
         if not self._scheduled:
@@ -67,8 +68,8 @@ class Mailbox:
             self._fatal(error)
 
     def deliver(self, port: Port, message: Any, lease: Lease | None, sent: int) -> bool:
-        """Deliver a message from another node, read in place. Return True if the handler keeps the
-        lease."""
+        """Deliver a message from another node, which may be read in place. Return True if the
+        handler keeps the lease."""
         if lease is None:
             self.handle(port, message, sent)
             return False
@@ -77,7 +78,7 @@ class Mailbox:
         return self._context.hold() is None
 
     def handle(self, port: Port, message: Any, sent: int) -> None:
-        """Call the handler, and record the span."""
+        """Call the message's handler and record its span."""
         if self._context.retired:  # the system was cut: the receiver's state is gone
             return
         self._handled += 1
@@ -87,19 +88,19 @@ class Mailbox:
                 f"actor {self._context.name} does not handle {type(message).__name__}"
             )
         begin = time.monotonic_ns()
-        number = port.number_of(message)  # now, as its memory is the handler's to give back
+        number = port.number_of(message)  # now, as the handler may release its memory
         handler(message)
         self._context.track.add(
             port.kind_of(type(message)), number, begin, time.monotonic_ns(), sent
         )
 
     def span_name(self, cls: type) -> str:
-        """Return the name of this message class's span."""
+        """Return the name of the spans that handle messages of this class."""
         return self._span_names.get(cls, cls.__name__)
 
     def statistics(self) -> dict[str, int]:
-        """Return the messages handled; for local ones the depth, the highest depth, the time
-        waited."""
+        """Return the number of messages handled and, for local messages, the queue depth, the
+        highest depth, and the total waiting time in ns."""
         return {
             "handled": self._handled,
             "depth": len(self._local),
@@ -109,7 +110,7 @@ class Mailbox:
 
 
 class Port:
-    """The entry of one source into a mailbox; traces use it to name the sender."""
+    """Entry point of one source into a mailbox; traces use it to name the sender."""
 
     def __init__(self, mailbox: Mailbox, track: Track, source: str) -> None:
         self._mailbox = mailbox
@@ -118,7 +119,7 @@ class Port:
         self._kinds: dict[type, tuple[int, Callable[[Any], int]]] = {}
 
     def put(self, message: Any) -> None:
-        """From the same node."""
+        """Queue a message from the same node."""
         self._mailbox.put(self, message)
 
     def deliver(self, message: Any, lease: Lease | None, sent: int) -> bool:
@@ -126,11 +127,11 @@ class Port:
         return self._mailbox.deliver(self, message, lease, sent)
 
     def kind_of(self, cls: type) -> int:
-        """Return the kind of the spans in which such messages are handled."""
+        """Return the kind of the spans that handle messages of this class."""
         return self._of(cls)[0]
 
     def number_of(self, message: Any) -> int:
-        """Return the number that links its span with others."""
+        """Return the number that links the message's span to others."""
         return self._of(type(message))[1](message)
 
     def _of(self, cls: type) -> tuple[int, Callable[[Any], int]]:
@@ -143,7 +144,7 @@ class Port:
 
 
 class DelayedDelivery:
-    """Delays each message by a random time, in order; tests put it on every edge."""
+    """Delays each message by a random time but keeps the order; tests use it on every edge."""
 
     def __init__(
         self,
@@ -161,7 +162,8 @@ class DelayedDelivery:
         self._waiting: deque[tuple[float, Any, int]] = deque()
 
     def __call__(self, message: Any, lease: Lease | None, sent: int) -> bool:
-        """Take a message; arrays read in place are copied, as the message outlives its record."""
+        """Queue a message. Arrays that are read in place are copied, as the message outlives its
+        record."""
         if lease is not None:
             message = copied(message)
         due = self._loop.time() + self._random.random() ** 3 * self._seconds

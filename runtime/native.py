@@ -1,7 +1,7 @@
-"""Calls into native libraries, with all that they raise turned into an `Exception`.
+"""Calls into native libraries, with every error that they raise converted to an `Exception`.
 
-A panic in a Rust extension is a `BaseException`, which passes every `except Exception`, and so ends
-an actor.
+A panic in a Rust extension is a `BaseException`, which passes through every `except Exception` and
+so ends an actor.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ class NativePanic(Exception):
 
 @contextlib.contextmanager
 def native_calls() -> Iterator[None]:
-    """Turn a library's errors in this context that are no `Exception` into a `NativePanic`."""
+    """Convert an error that a library raises in this context to a `NativePanic` if it is no
+    `Exception`."""
     try:
         yield
     except _NOT_THEIRS:

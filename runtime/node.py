@@ -24,20 +24,21 @@ from nanoactor.runtime.transport import Deliver, Receiver, ReceiverEnd, SenderEn
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NodePlan:
-    """All that a node needs to know of the topology; picklable."""
+    """Everything that a node needs to know about the topology; picklable."""
 
     name: str
     actors: tuple[ActorSpec, ...]
     edges: list[EdgeSpec] = dataclasses.field(default_factory=list)
     """All edges that start at an actor of this node."""
     senders: dict[EdgeSpec, SenderEnd] = dataclasses.field(default_factory=dict)
-    """The writing end of each of them that leads to other nodes."""
+    """Writing end of each edge in `edges` that leads to other nodes."""
     receivers: list[tuple[EdgeSpec, str, ReceiverEnd]] = dataclasses.field(default_factory=list)
-    """(edge, target actor, reading end) of every edge that ends here from elsewhere."""
+    """(edge, target actor, reading end) for every edge from another node to an actor of this
+    node."""
     debug_delay_ms: float = 0.0
     record_dir: str | None = None
     alarm: AlarmPlan | None = None
-    """Alarm of this node: the nodes that it rouses, and its own bell."""
+    """Alarm of this node: the bells of the nodes that it wakes, and its own bell."""
 
     @property
     def descriptors(self) -> tuple[int, ...]:
@@ -48,7 +49,8 @@ class NodePlan:
         return (*(fd for end in ends for fd in end.descriptors), *alarm)
 
     def moved(self, places: Mapping[int, int]) -> NodePlan:
-        """Return the same plan under the numbers that its descriptors have in another process."""
+        """Return this plan with its descriptors mapped by `places` to their numbers in another
+        process."""
         receivers = [(edge, name, end.moved(places)) for edge, name, end in self.receivers]
         return dataclasses.replace(
             self,
@@ -59,10 +61,11 @@ class NodePlan:
 
 
 class Node:
-    """Builds the actors, then opens the edges, then lets messages flow."""
+    """Creates the actors, then opens the edges, then starts the message flow."""
 
     def __init__(self, plan: NodePlan, on_failure: Callable[[str, BaseException], None]) -> None:
-        """`on_failure` is called once, with the actor's name, when an actor cannot continue."""
+        """`on_failure` is called once, with the actor's name and the error, when an actor cannot
+        continue."""
         self.plan = plan
         self.actors: dict[str, Actor] = {}
         self._on_failure = on_failure
@@ -78,11 +81,11 @@ class Node:
         """Descriptors that no sender or receiver has taken over."""
         self._ready: dict[str, ReadyInfo] = {}
         self._runs = False
-        """True once the actors have been started; until then they have nothing to report."""
+        """Whether the actors have been started; until then they have nothing to report."""
 
     def setup(self, on_culprit: Callable[[str], None] = lambda name: None) -> dict[str, ReadyInfo]:
-        """Import, create and set up every actor; return the records that they publish to the
-        others."""
+        """Import, create and set up every actor; return the records that the actors publish, by
+        actor."""
         for spec in self.plan.actors:
             on_culprit(spec.name)
             actor = spec.create()
@@ -93,8 +96,9 @@ class Node:
     def cut(
         self, plan: NodePlan, on_culprit: Callable[[str], None] = lambda name: None
     ) -> dict[str, ReadyInfo]:
-        """Restart on other edges, after a death elsewhere: close the current ones, and reset every
-        actor. Returns the records that they publish to the others; `start` is next."""
+        """Restart on new edges after another node has died: close the current edges and reset every
+        actor. Returns the records that the actors publish, by actor; `start` must be called
+        next."""
         for actor in self.actors.values():
             if hasattr(actor, "context"):
                 actor.context.retire()
@@ -112,7 +116,7 @@ class Node:
         return self._ready
 
     def start(self, loop: asyncio.AbstractEventLoop, ready: Mapping[str, ReadyInfo]) -> None:
-        """Open the edges, start the actors, then start to receive."""
+        """Open the edges, start the actors, then start receiving messages."""
         self._open_alarm(loop)
         for spec in self.plan.actors:
             self._open_mailbox(spec, loop, ready)
@@ -140,7 +144,7 @@ class Node:
         for name, actor in self.actors.items():
             try:
                 yield from actor.rehearse()
-            except GeneratorExit:  # closed half-way, as by a cut
+            except GeneratorExit:  # closed before its end, for example by a cut
                 raise
             except BaseException as error:
                 self._fatal(name)(error)
@@ -227,22 +231,22 @@ class Node:
         plan = self.plan
 
         def fail(error: BaseException) -> None:
-            if not self._failed and self.plan is plan:  # else of what was before a cut
+            if not self._failed and self.plan is plan:  # else it is from before a cut
                 self._failed = True
                 self._on_failure(actor, error)
 
         return fail
 
     def break_off(self, reason: str) -> None:
-        """Mark other nodes as gone after a death: sending to them raises `PeerBroken` from now
-        on."""
+        """Break the edges to other nodes after a death: sending on them raises `PeerBroken` from
+        now on."""
         self._failed = True
         for _, outbox in self._remote:
             outbox.break_off(reason)
 
     def statistics(self) -> dict[str, dict[str, Any]]:
-        """Return, per actor: its own figures, its mailbox, its outboxes, and the edges that end at
-        it."""
+        """Return, by actor, the statistics of its node, the actor itself, its mailbox, its
+        outboxes, and its incoming edges."""
         figures: dict[str, dict[str, Any]] = {}
         node = {"name": self.plan.name, "cpu_seconds": time.process_time()}
         if self._alarm is not None:
@@ -263,23 +267,25 @@ class Node:
         return figures
 
     def progress(self) -> dict[str, Progress]:
-        """Return the progress by actor, for work that is not visible from outside the actor."""
+        """Return, by actor, the progress of work that is not visible from outside; actors that
+        report none are left out."""
         found = {name: actor.progress() for name, actor in self._running}
         return {name: progress for name, progress in found.items() if progress is not None}
 
     def trace(self, since: int = 0) -> NodeTrace:
-        """Collect the spans of every track after `since`, in ns of the monotonic clock."""
+        """Collect from every track the spans that ended after `since`, in ns of the monotonic
+        clock."""
         tracks = [track.trace(self.plan.name, since) for track in self._tracks()]
         cpu = time.process_time() - self._cpu_before
         return NodeTrace(self.plan.name, tracks, cpu, time.monotonic_ns())
 
     def activity(self, begin: int, width: int, bins: int) -> dict[str, NDArray[np.float32]]:
-        """Return, by track, its busy share in each of `bins` intervals of `width` ns from `begin`
-        on."""
+        """Return, for each track, the fraction of time that it was busy in each of `bins` intervals
+        of `width` ns from `begin` on."""
         return {track.name: track.activity(begin, width, bins) for track in self._tracks()}
 
     def _tracks(self) -> list[Track]:
-        """Return all tracks, up to date."""
+        """Return all tracks, including the spans of unfinished work."""
         for _, actor in self._running:
             actor.before_trace()
         return [track for _, actor in self._running for track in actor.context.tracks]
@@ -289,7 +295,7 @@ class Node:
         return list(self.actors.items()) if self._runs else []
 
     def stop(self) -> None:
-        """Stop the actors, latest first, then close the edges."""
+        """Stop the actors in reverse order, then close the edges."""
         self._failed = True
         for actor in reversed(self.actors.values()):
             actor.stop()

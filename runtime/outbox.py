@@ -1,4 +1,4 @@
-"""The sending end of an edge: messages wait here for room, so that no handler ever does."""
+"""The sending end of an edge, where messages wait for room so that no handler has to."""
 
 from __future__ import annotations
 
@@ -15,26 +15,29 @@ from nanoactor.runtime.transport import EdgeStatistics, Fatal, Receiver, Sender
 
 
 class Outbox(Protocol):
-    """The sending side of an edge, the same for a ring, a queue and a neighbour in the node."""
+    """The sending side of an edge, with the same interface for a ring, a queue and a target in the
+    same node."""
 
     label: str
 
     def send(self, message: Any) -> None:
-        """Send now or as soon as there is room; never waits.
+        """Send a message now, or queue it until there is room; never blocks.
 
-        The message and its arrays must not be changed afterwards. Raises `RecordTooLarge`,
-        `OutboxOverflow` past the edge's bound, `PeerBroken` after the other side died.
+        The message and its arrays must not be changed afterwards. Raises `RecordTooLarge` if the
+        message is too large for the edge, `OutboxOverflow` if more messages are queued than the
+        edge's bound allows, and `PeerBroken` after the other side has died.
         """
 
     @property
     def ready(self) -> bool:
-        """Return True if a message would leave at once and, on a paced edge, neither the reader nor
-        the actor itself lags. An actor that can merge messages holds them until then. After False
-        it is called back (`Actor.on_ready`), so it should ask only when it has something to
-        send."""
+        """Return True if a message would be sent at once and, on a paced edge, neither the reader
+        nor the actor itself lags. An actor that can merge messages holds them until then. After a
+        result of False, `Actor.on_ready` is called once the outbox is ready, so the actor should
+        ask only when it has something to send."""
 
     def statistics(self) -> dict[str, int]:
-        """Return messages, bytes, waits, the current depth and the highest."""
+        """Return the numbers of messages, bytes and waits, the current depth, and the highest
+        depth."""
 
 
 class RemoteOutbox:
@@ -63,19 +66,20 @@ class RemoteOutbox:
         self._inputs: list[Receiver] = []
         self._track = track
         self._kinds: dict[type, tuple[int, Callable[[Any], int]]] = {}
-        """By message class: the kind of its spans, and the number that links them."""
+        """By message class: the kind of its spans, and the function that reads the number that
+        links them."""
         self._waiting: deque[tuple[Encoded, int, int, int]] = deque()
-        """(message, and its span's kind, number and begin)."""
+        """Queued messages: (message, kind, number and begin of its span)."""
         self._high_water = 0
         self._broken = ""
 
     def follow(self, inputs: list[Receiver]) -> None:
-        """Follow the receivers of the same actor: a paced outbox is not ready while they have
-        more."""
+        """Set the receivers of the same actor: a paced outbox is not ready while they have a
+        backlog."""
         self._inputs = inputs
 
     def send(self, message: Any) -> None:
-        """Write the message, or queue it after those that wait."""
+        """Write the message, or queue it if there is no room or other messages are queued."""
         if self._broken:
             raise PeerBroken(f"{self.label}: {self._broken}")
         begin = time.monotonic_ns()
@@ -92,7 +96,7 @@ class RemoteOutbox:
                 self._track.add(kind, number, begin, self._sender.sent_ns)
                 return
             self._sender.when_writable(self._loop, self._flush)
-        # What waits may be a view of something read in place: it takes a copy along.
+        # Arrays of a queued message may be views of a record that is read in place: copy them.
         arrays = [array.copy() for array in encoded.arrays]
         copy = Encoded(encoded.meta, arrays, encoded.nbytes)
         self._waiting.append((copy, kind, number, begin))
@@ -108,8 +112,8 @@ class RemoteOutbox:
 
     @property
     def ready(self) -> bool:
-        """Return True if nothing is queued and, on a paced edge, everything was read and nothing
-        more has arrived for the actor."""
+        """Return True if nothing is queued and, on a paced edge, every record was read and no
+        further message has arrived for the actor."""
         if self._waiting:
             return False
         return not self._paced or bool(self._broken) or self._is_time()
@@ -138,17 +142,18 @@ class RemoteOutbox:
             self._fatal(error)
 
     def break_off(self, reason: str) -> None:
-        """Drop waiting messages; later sends raise `PeerBroken`."""
+        """Drop queued messages; later sends raise `PeerBroken`."""
         self._broken = reason
         self._waiting.clear()
 
     def close(self) -> None:
-        """Close the transport's end."""
+        """Drop queued messages and close the transport's end."""
         self.break_off("the system is closed")
         self._sender.close()
 
     def statistics(self) -> dict[str, int]:
-        """Messages, bytes, waits, depth and high-water mark."""
+        """Return the numbers of messages, bytes and waits, the current depth, and the highest
+        depth."""
         return _figures(self._sender.statistics, len(self._waiting), self._high_water)
 
 
@@ -163,7 +168,7 @@ def _figures(statistics: EdgeStatistics, depth: int, high_water: int) -> dict[st
 
 
 class LocalOutbox:
-    """An outbox to actors of the same node: messages pass by reference."""
+    """An outbox to actors of the same node; messages are passed by reference."""
 
     ready = True
 
@@ -179,5 +184,5 @@ class LocalOutbox:
             put(message)
 
     def statistics(self) -> dict[str, int]:
-        """Return the number of messages passed; queued ones are counted by the mailbox."""
+        """Return the number of messages sent; the mailbox counts queued messages."""
         return _figures(self._statistics, 0, 0)

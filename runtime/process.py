@@ -1,4 +1,4 @@
-"""The first steps of a child process; imports next to nothing."""
+"""The first steps of a child process. This module imports next to nothing."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import sys
 from nanoactor.runtime.errors import UnsupportedPlatform
 
 GROUP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
-"""What terminals and supervisors send to every process of a group; children ignore it."""
+"""Signals that terminals and supervisors send to every process of a group; children ignore them."""
 EXIT_ORPHANED = 70
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
 def interpreter() -> str:
-    """Return the interpreter that runs this program, to start another. Raises `UnsupportedPlatform`
-    if there is none: it would start the program itself again."""
+    """Return the path of the Python interpreter that runs this program, for starting child
+    processes. Raises `UnsupportedPlatform` if there is none, as in a frozen program, where
+    `sys.executable` would start the program itself again."""
     if getattr(sys, "frozen", False):
         raise UnsupportedPlatform(
             "this program is frozen into a bundle (by PyInstaller, for example) and has no "
@@ -33,9 +34,9 @@ def interpreter() -> str:
 
 
 def working_directory() -> str | None:
-    """Return the working directory for a child: None (this process's own) unless that was deleted,
-    for example by a deployment that swaps directories; some libraries exit if the directory does
-    not exist."""
+    """Return the working directory for a child process: None (this process's own directory), or "/"
+    if that directory was deleted, for example by a deployment that swaps directories. Some
+    libraries exit if the directory does not exist."""
     try:
         os.getcwd()
     except OSError:
@@ -44,18 +45,18 @@ def working_directory() -> str | None:
 
 
 def ignore_group_signals() -> None:
-    """Ignore signals to the whole group: the parent decides how to react, and may let work
-    finish."""
+    """Ignore signals that are sent to the whole process group: the parent decides how to react, and
+    may let work finish."""
     for number in GROUP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)
 
 
 def occupy_standard_descriptors() -> None:
-    """Open /dev/null for each of the descriptors 0 to 2 that is closed.
+    """Open /dev/null in place of each of the descriptors 0 to 2 that is closed.
 
-    Otherwise a ring or a socket would take its number, and anything printed to standard error would
-    be written into it.
+    Otherwise a ring or a socket could get one of these numbers, and anything printed to standard
+    error would be written into it.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
@@ -64,10 +65,10 @@ def occupy_standard_descriptors() -> None:
 
 def die_with_parent(parent: int, name: str) -> None:
     """Make the kernel kill this process when the thread that started it ends, and set the process
-    title."""
+    name."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         libc.prctl(_PR_SET_NAME, f"na:{name}"[:15].encode(), 0, 0, 0)
-    if os.getppid() != parent:  # it died before the call above took effect
+    if os.getppid() != parent:  # the parent died before the call above took effect
         os._exit(EXIT_ORPHANED)

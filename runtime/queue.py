@@ -1,8 +1,9 @@
-"""The portable transport: the ring's records through a pipe, a thread at either end.
+"""The portable transport, which sends the ring's records through a pipe with a thread at either
+end.
 
 It does the work of `multiprocessing.Queue` for one writer and one reader, without its named
-semaphores, which would remain after SIGKILL. It copies every record twice and wakes two threads; it
-exists for platforms without memfd and as the benchmark's baseline.
+semaphores, which would remain after SIGKILL. It copies every record twice and wakes two threads. It
+exists for platforms without memfd and as a baseline for benchmarks.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from nanoactor.runtime.transport import Deliver, EdgeStatistics, Fatal
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class QueueSenderEnd:
-    """The writing ends of one pipe for each reader."""
+    """The writing ends of the pipes, one pipe for each reader."""
 
     pipes: tuple[int, ...]
     capacity: int
@@ -38,11 +39,12 @@ class QueueSenderEnd:
         return self.pipes
 
     def moved(self, places: Mapping[int, int]) -> QueueSenderEnd:
-        """Return the same end under the numbers that its descriptors have in another process."""
+        """Return this end with its descriptors mapped by `places` to their numbers in another
+        process."""
         return dataclasses.replace(self, pipes=tuple(places[pipe] for pipe in self.pipes))
 
     def open(self) -> QueueSender:
-        """Start the writing threads; the descriptors now belong to the sender."""
+        """Start the writing threads; the sender takes over the descriptors."""
         return QueueSender(self)
 
 
@@ -59,20 +61,22 @@ class QueueReceiverEnd:
         return (self.pipe,)
 
     def moved(self, places: Mapping[int, int]) -> QueueReceiverEnd:
-        """Return the same end under the numbers that its descriptors have in another process."""
+        """Return this end with its descriptors mapped by `places` to their numbers in another
+        process."""
         return dataclasses.replace(self, pipe=places[self.pipe])
 
     def open(self) -> QueueReceiver:
-        """Take over the descriptor."""
+        """Return a receiver, which takes over the descriptor."""
         return QueueReceiver(self)
 
 
 def create_queue(
     readers: int, capacity: int, debug: bool = False
 ) -> tuple[QueueSenderEnd, list[QueueReceiverEnd]]:
-    """Make pipes for one writer and `readers` readers.
+    """Create the pipes for one writer and `readers` readers.
 
-    `capacity` bounds the bytes that wait in the writer for each reader, as it bounds a ring.
+    `capacity` bounds the number of bytes that are queued in the writer for each reader, as it
+    bounds a ring.
     """
     pairs = [os.pipe() for _ in range(readers)]
     receivers = [QueueReceiverEnd(read, debug) for read, _ in pairs]
@@ -92,13 +96,13 @@ class QueueSender:
 
     @property
     def max_record(self) -> int:
-        """Half the capacity, in bytes, like a ring of the same size."""
+        """Half the capacity in bytes, as for a ring of the same size."""
         return self._end.capacity // 2
 
     def try_send(self, encoded: Encoded) -> bool:
-        """Queue one record for every reader; return False if too many bytes are already waiting.
+        """Queue one record for every reader; return False if too many bytes are already queued.
 
-        Raises `RecordTooLarge` for more than half the capacity.
+        Raises `RecordTooLarge` if the record is larger than half the capacity.
         """
         if encoded.nbytes > self.max_record:
             raise RecordTooLarge(
@@ -117,21 +121,21 @@ class QueueSender:
         return True
 
     def unread(self) -> bool:
-        """Return True if records wait for a pipe; records in the pipe count as read."""
+        """Return True if records are queued for a pipe; records inside a pipe count as read."""
         return any(writer.waiting for writer in self._writers)
 
     def when_writable(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
-        """Call back once when the fullest writer has written something."""
+        """Call `callback` once when the writer with the most queued bytes has written a record."""
         max(self._writers, key=lambda writer: writer.waiting).when_written(loop, callback)
 
     def close(self) -> None:
-        """Flush the threads' records, then close the pipes."""
+        """Write the queued records, then close the pipes."""
         for writer in self._writers:
             writer.close()
 
 
 class _PipeWriter:
-    """A thread that writes to one pipe, and how many bytes wait for it."""
+    """A thread that writes to one pipe, and the number of bytes queued for it."""
 
     def __init__(self, descriptor: int) -> None:
         self.waiting = 0
@@ -156,7 +160,7 @@ class _PipeWriter:
         loop.call_soon(callback)
 
     def _run(self) -> None:
-        # A reader that is gone is the supervisor's business; here it only ends the writing.
+        # The supervisor handles the death of a reader; here it only ends the writing.
         with contextlib.suppress(OSError):
             while (record := self._records.get()) is not None:
                 self._pipe.send_bytes(record)
@@ -174,7 +178,7 @@ class _PipeWriter:
 
 
 class QueueReceiver:
-    """A thread reads records and hands them to the loop in batches."""
+    """Receiver with a thread that reads records and hands them to the loop in batches."""
 
     def __init__(self, end: QueueReceiverEnd) -> None:
         self.statistics = EdgeStatistics()
@@ -186,7 +190,7 @@ class QueueReceiver:
         self._backlog = 0
         self._drained: list[Callable[[], None]] = []
         self._woken = False
-        """True if a scheduled call of `_drain` will see newly appended records."""
+        """Whether a scheduled call of `_drain` will process newly appended records."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._deliver: Deliver
         self._fatal: Fatal
@@ -200,11 +204,11 @@ class QueueReceiver:
 
     @property
     def backlog(self) -> int:
-        """Records that were handed to the loop and not yet read."""
+        """Number of records that were handed to the loop and are not read yet."""
         return self._backlog
 
     def when_drained(self, callback: Callable[[], None]) -> None:
-        """Call back once they are read."""
+        """Call `callback` once the backlog is read."""
         if callback not in self._drained:
             self._drained.append(callback)
 
@@ -252,7 +256,7 @@ class QueueReceiver:
         self.statistics.messages += 1
         self.statistics.bytes += nbytes
         self.statistics.waiting_ns += time.monotonic_ns() - sent
-        # The record is memory of its own and never reused, so nothing can escape from it.
+        # The record has its own memory, which is never reused, so no view can outlive it.
         lease = Lease(None, lambda: None) if kind == KIND_ARRAYS else None
         self._deliver(value, lease, sent)
 

@@ -1,12 +1,13 @@
-"""A recording of an actor's inputs and outputs, and its replay.
+"""Recordings of an actor's inputs and outputs, and their replay.
 
-An actor with decisions that depend on its messages alone (a scheduler, say, without a clock or a
-user) repeats them when it receives the same messages again. So a recording of a failed run
-reproduces that run, as often as needed, and proves that the actor has no other inputs.
+An actor whose decisions depend only on its messages (a scheduler, for example, without a clock or a
+user) repeats them when it receives the same messages again. A recording of a failed run therefore
+reproduces that run, as often as needed, and a successful replay proves that the actor has no other
+inputs.
 
-The file holds one pickle (the actor's specification and the records that all actors published when
-they were ready; replay only files that you trust), then entries: a header, the edge's label, and
-the message in its wire format.
+The file starts with one pickle: the actor's specification and the records that all actors published
+when they were ready. Replay only files that you trust. Entries follow, each with a header, the
+edge's label, and the message in its wire format.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ HANDLED, SENT, READY, NOT_READY, ON_READY, END = range(6)
 _NAMES = ("handles", "sends", "finds room", "finds no room", "is told of room", "ends")
 
 Entry = tuple[int, str, bytes]
-"""(kind, edge label, message as bytes)."""
+"""(kind, edge label, encoded message)."""
 
 
 class Recorder:
-    """Writes one actor's file."""
+    """Writes the recording of one actor."""
 
     def __init__(self, directory: str, spec: ActorSpec, ready: Mapping[str, ReadyInfo]) -> None:
         path = Path(directory, f"{spec.name}.recording")
@@ -48,7 +49,7 @@ class Recorder:
         self._file.write(_ENTRY.pack(kind, len(label), len(body)) + label.encode() + body)
 
     def handlers(self, handlers: Mapping[type, Handler]) -> dict[type, Handler]:
-        """Return the same handlers, which record each message before handling it."""
+        """Return the same handlers, wrapped to record each message before they handle it."""
 
         def recorded(handler: Handler) -> Handler:
             def handle(message: Any) -> None:
@@ -60,7 +61,7 @@ class Recorder:
         return {cls: recorded(handler) for cls, handler in handlers.items()}
 
     def on_ready(self, call: Callable[[Outbox], None]) -> Callable[[Outbox], None]:
-        """Return the same call, which is recorded before it is made."""
+        """Return the same callback, wrapped to record each call before it is made."""
 
         def told(outbox: Outbox) -> None:
             self.write(ON_READY, outbox.label)
@@ -69,7 +70,7 @@ class Recorder:
         return told
 
     def close(self) -> None:
-        """Close the recording."""
+        """Append the end entry and close the file."""
         self.write(END)
         self._file.close()
 
@@ -89,8 +90,8 @@ class RecordedOutbox:
 
     @property
     def ready(self) -> bool:
-        """Return True if there is room. The result is an input of the actor, so it is recorded
-        too."""
+        """Return True if the outbox is ready. The result is an input of the actor, so it is
+        recorded, too."""
         ready = self._outbox.ready
         self._recorder.write(READY if ready else NOT_READY, self.label)
         return ready
@@ -101,7 +102,8 @@ class RecordedOutbox:
 
 
 def read_recording(path: Path) -> tuple[ActorSpec, dict[str, ReadyInfo], Iterator[Entry]]:
-    """Read a recording; its entries are generated lazily."""
+    """Return the actor's specification, the published records, and the entries of a recording;
+    entries are generated lazily."""
     file = io.BytesIO(path.read_bytes())
     spec, ready = pickle.load(file)  # noqa: S301 - the module's docstring warns
     return spec, ready, _entries(file)
@@ -111,21 +113,22 @@ def _entries(file: io.BytesIO) -> Iterator[Entry]:
     while len(header := file.read(_ENTRY.size)) == _ENTRY.size:
         kind, label_size, size = _ENTRY.unpack(header)
         label, body = file.read(label_size).decode(), file.read(size)
-        if len(body) < size:  # the process died while it wrote
+        if len(body) < size:  # the process died during the write
             return
         yield kind, label, body
 
 
 def replay(path: Path) -> int:
-    """Recreate the actor and send it the messages of the recorded one.
+    """Recreate a recorded actor and send it the recorded messages.
 
-    Returns the number of messages handled; raises `ReplayDiverged` if it does not do the same.
+    Returns the number of messages handled. Raises `ReplayDiverged` if the actor behaves differently
+    from the recording.
     """
     spec, ready, entries = read_recording(path)
     script = _Script(spec.name, entries)
     actor = spec.create()
     actor.setup()
-    loop = asyncio.new_event_loop()  # a context has one; an actor that runs it cannot be replayed
+    loop = asyncio.new_event_loop()  # a context needs one; an actor that uses it cannot be replayed
     try:
         actor.start(Context(spec.name, loop, script, _raise), ready)
         return _play(script, actor)
@@ -163,11 +166,11 @@ def _describe(entry: Entry) -> str:
 
 
 class _CutOff(Exception):
-    """The recording stops in the middle, as when its process was killed."""
+    """The recording ends early, for example because its process was killed."""
 
 
 class _Script(dict[str, Outbox]):
-    """The entries in order, and outboxes that hold the actor to them."""
+    """The recorded entries in order, and outboxes that check the actor against them."""
 
     def __init__(self, name: str, entries: Iterator[Entry]) -> None:
         self.name = name
@@ -184,7 +187,8 @@ class _Script(dict[str, Outbox]):
         return entry
 
     def expect(self, *entries: Entry) -> Entry:
-        """Return the next entry, which must be one of these, times and sequence numbers aside."""
+        """Return the next entry. Raises `ReplayDiverged` unless it equals one of `entries`, apart
+        from times and sequence numbers."""
         due = self.next()
         for entry in entries:
             if due[:2] == entry[:2] and due[2][HEADER.size :] == entry[2][HEADER.size :]:

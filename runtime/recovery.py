@@ -1,5 +1,4 @@
-"""Recovery from node deaths: how they are reported, a budget of restarts, and limits on start
-time."""
+"""Recovery from node deaths: reports of deaths, a budget of restarts, and limits on start times."""
 
 from __future__ import annotations
 
@@ -13,13 +12,13 @@ from nanoactor.runtime.stall import is_computing, patience
 log = logging.getLogger("nanoactor.system")
 
 DIED = "node %s has died and is replaced: %s"
-"""Log line for each of them."""
+"""Log message for each death."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
 _EXPECTED = 8
 """Factor on the restart budget while the cause of the deaths is being searched for."""
 _TIMES, _AT_LEAST = 5.0, 10.0
-"""Limit on a node's restart: this multiple of its own start time, plus at least this many seconds
-unless `stall_timeout` is shorter."""
+"""Time limit for a node's restart: `_TIMES` times its own start time, plus `_AT_LEAST` seconds or,
+if shorter, `stall_timeout`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,19 +27,19 @@ class Death:
 
     node: str
     how: str
-    """One line for people: the signal, the status, or an actor's exception."""
+    """One line for humans: the signal, the exit status, or an actor's exception."""
     is_evidence: bool
-    """True if the node's own work may have caused it: no other process killed it, and no resource
-    was denied."""
+    """Whether the node's own work may have caused the death: no other process killed the node, and
+    it was denied no resource."""
 
     def __str__(self) -> str:
-        """Name the node and the cause."""
+        """Return the node's name and the cause of death."""
         return f"{self.node} ({self.how})"
 
 
 class RestartBudget:
-    """Budget of restarts within a window of time. Each but the first is delayed twice as long as
-    the one before."""
+    """Budget of restarts within a time window. The first restart is not delayed; each later one is
+    delayed twice as long as the one before, up to a limit."""
 
     def __init__(self, most: int, window: float) -> None:
         """Create a budget of `most` restarts in `window` seconds."""
@@ -57,7 +56,8 @@ class RestartBudget:
         return True
 
     def refund(self, most: int) -> int:
-        """Take back up to `most` of the latest deaths, as their cause is gone; return how many."""
+        """Remove up to `most` of the latest deaths from the budget, as their cause is gone; return
+        the number removed."""
         found = min(most, len(self._deaths))
         for _ in range(found):
             self._deaths.pop()
@@ -65,7 +65,7 @@ class RestartBudget:
 
     @property
     def spent(self) -> int:
-        """Return the number of deaths in the window, as of the last one."""
+        """Return the number of deaths in the window that ended with the latest death."""
         return len(self._deaths)
 
     def pause(self) -> float:
@@ -76,22 +76,22 @@ class RestartBudget:
 
 
 class Deaths:
-    """The deaths of a system's nodes: those to recover from, those to report, and the rest of the
+    """The deaths of a system's nodes: those to recover from, those to report, and the remaining
     budget."""
 
     def __init__(self, most: int, window: float) -> None:
-        """Create the budgets, see `RestartBudget`."""
+        """Create the budgets; see `RestartBudget`."""
         self._budget = RestartBudget(most, window)
         self._expected = RestartBudget(_EXPECTED * most, window)
         self.victims: dict[str, BaseException] = {}
-        """Nodes that have died, and are not replaced yet."""
+        """Errors of the nodes that have died and are not replaced yet, by node."""
         self._untold: list[Death] = []
         self.restarts: Counter[str] = Counter()
-        """By node: how often it was replaced."""
+        """Number of times that each node was replaced."""
 
     def note(self, death: Death, error: BaseException, now: float, *, expected: bool) -> bool:
-        """Record a death at `now`, in seconds, `expected` if its cause is being searched for;
-        return False if it exceeds the budget."""
+        """Record a death at `now`, in seconds; return False if it exceeds the budget. `expected` is
+        True if the cause of the deaths is being searched for."""
         if not (self._expected if expected else self._budget).spend(now):
             return False
         self.victims[death.node] = error
@@ -99,8 +99,8 @@ class Deaths:
         return True
 
     def tell(self, on_cut: Callable[[Sequence[Death]], int]) -> None:
-        """Report unreported deaths; take as many as `on_cut` returns off the budget, as their cause
-        is gone."""
+        """Report the deaths that were not reported yet to `on_cut`, and refund as many as it
+        returns, as their cause is gone."""
         deaths, self._untold = self._untold, []
         explained = on_cut(deaths)
         self._budget.refund(explained - self._expected.refund(explained))
@@ -110,7 +110,8 @@ class Deaths:
         return self._budget.pause()
 
     def take_victims(self) -> dict[str, BaseException]:
-        """Return the nodes that have died so far, and log each once."""
+        """Return the errors of the nodes that have died so far, by node; log each death and count a
+        restart for it."""
         victims, self.victims = self.victims, {}
         for name, error in victims.items():
             log.warning(DIED + "%s", name, error, details(error))
@@ -119,7 +120,7 @@ class Deaths:
 
 
 def details(error: BaseException) -> str:
-    """Return the tracebacks of other processes that an error came with, for the log."""
+    """Return the tracebacks from other processes that are attached to an error, for the log."""
     notes = [*getattr(error, "__notes__", ()), *getattr(error.__cause__, "__notes__", ())]
     return "".join(f"\n{note}" for note in notes)
 
@@ -132,11 +133,11 @@ def start_limit(own_start: float, stall_timeout: float | None) -> float:
 
 
 class StartWatch:
-    """Limits the time of restarting nodes. Time in which a node computes counts less, as in
-    `StallDetector`: a busy machine is slow, a node that hangs does nothing."""
+    """Limits the time that nodes may take to restart. Time in which a node computes counts less, as
+    in `StallDetector`: on a busy machine a node is slow, but a node that hangs does not compute."""
 
     def __init__(self, limits: Mapping[str, float]) -> None:
-        """`limits`: seconds allowed, by node."""
+        """`limits` holds the time limit of each node in seconds."""
         self._limits = dict(limits)
         self._waited = dict.fromkeys(limits, 0.0)
         self._cpu: dict[str, float] = {}
@@ -147,9 +148,9 @@ class StartWatch:
         return max(0.05, min(self._limits.values(), default=1.0) / 10)
 
     def tick(self, passed: float, cpu_seconds: Mapping[str, float]) -> list[str]:
-        """Advance time by `passed` seconds; `cpu_seconds` are the CPU times so far of the nodes
-        that are not ready. Returns the nodes that are late, each once."""
-        passed = min(passed, 2 * self.interval)  # a longer time is a pause of our own
+        """Advance time by `passed` seconds. `cpu_seconds` holds the total CPU time of each node
+        that is not ready. Returns the nodes that have exceeded their limit, each only once."""
+        passed = min(passed, 2 * self.interval)  # a longer time means that we were paused
         late = []
         for node, used in cpu_seconds.items():
             if node not in self._limits:

@@ -1,16 +1,16 @@
 """The Linux transport: one writer, one or more readers, records in anonymous shared memory.
 
-Nothing in shared memory synchronizes. The writer stores a record and then adds one to each reader's
-*items* eventfd; a reader takes the count from there and reads exactly that many records. It adds
-the bytes that it has consumed to its *space* eventfd; the writer reuses only bytes that every
-reader has credited. The kernel's own locking inside these system calls orders the stores, on every
-processor architecture. There are no names: nothing can collide, and nothing remains when processes
-are killed.
+Shared memory is not used for synchronization. The writer stores a record and then adds one to each
+reader's *items* eventfd; a reader takes the count from there and reads exactly that many records.
+The reader adds the number of bytes that it has consumed to its *space* eventfd; the writer reuses
+only bytes that every reader has credited. The kernel's own locking inside these system calls orders
+the stores, on every processor architecture. Nothing has a name, so names cannot collide, and
+nothing remains when processes are killed.
 
-A record is contiguous. If it does not fit before the ring's end, a padding record fills the rest;
-as a record is at most half the ring, padding and record together always fit into an empty ring. A
-reader credits all it has consumed whenever it has drained the ring: crediting lazily can leave an
-empty ring in which the next record never fits.
+A record is contiguous. If it does not fit before the end of the ring, a padding record fills the
+rest. As a record is at most half the ring, padding and record together always fit into an empty
+ring. A reader credits everything that it has consumed whenever it has drained the ring: with lazy
+crediting, the next record might never fit even if the ring is empty.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ MIN_CAPACITY = 4096
 
 
 def ring_capacity(largest_record: int) -> int:
-    """Return the smallest capacity, a power of two, in which such a record may be sent."""
+    """Return the smallest capacity, a power of two, of a ring for records of up to `largest_record`
+    bytes."""
     return max(MIN_CAPACITY, 1 << (2 * largest_record - 1).bit_length())
 
 
@@ -59,16 +60,17 @@ class RingSenderEnd:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """The memory's descriptor and every reader's items and space eventfd."""
+        """The memory's descriptor and every reader's items and space eventfds."""
         return (self.memory, *(fd for pair in self.events for fd in pair))
 
     def moved(self, places: Mapping[int, int]) -> RingSenderEnd:
-        """Return the same end under the numbers that its descriptors have in another process."""
+        """Return this end with its descriptors mapped by `places` to their numbers in another
+        process."""
         events = tuple((places[items], places[space]) for items, space in self.events)
         return dataclasses.replace(self, memory=places[self.memory], events=events)
 
     def open(self) -> RingSender:
-        """Map the memory; the descriptors now belong to the sender."""
+        """Map the memory; the sender takes over the descriptors."""
         return RingSender(self)
 
 
@@ -85,35 +87,37 @@ class RingReceiverEnd:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """The memory's descriptor and this reader's items and space eventfd."""
+        """The memory's descriptor and this reader's items and space eventfds."""
         return (self.memory, self.items, self.space)
 
     def moved(self, places: Mapping[int, int]) -> RingReceiverEnd:
-        """Return the same end under the numbers that its descriptors have in another process."""
+        """Return this end with its descriptors mapped by `places` to their numbers in another
+        process."""
         memory, items, space = (places[number] for number in self.descriptors)
         return dataclasses.replace(self, memory=memory, items=items, space=space)
 
     def open(self) -> RingReceiver:
-        """Map the memory; the descriptors now belong to the receiver."""
+        """Map the memory; the receiver takes over the descriptors."""
         return RingReceiver(self)
 
 
 def create_ring(
     readers: int, capacity: int, debug: bool = False, spin_us: float = 0.0
 ) -> tuple[RingSenderEnd, list[RingReceiverEnd]]:
-    """Make a ring for one writer and `readers` readers; every end has descriptors of its own.
+    """Create a ring for one writer and `readers` readers; every end has descriptors of its own.
 
-    `capacity` is in bytes, a power of two from 4096. `debug` adds a checksum to every record and
-    overwrites released space. `spin_us` is how long a reader that has drained its ring polls before
-    it blocks. Raises `UnsupportedPlatform` if there is no memfd.
+    `capacity` is in bytes, a power of two of at least 4096. `debug` adds a checksum to every record
+    and overwrites released space. `spin_us` is the time in microseconds for which a reader that has
+    drained its ring polls before it blocks. Raises `UnsupportedPlatform` if there is no memfd or
+    eventfd.
     """
     if not hasattr(os, "memfd_create") or not hasattr(os, "eventfd"):
         raise UnsupportedPlatform("the ring needs Linux (memfd, eventfd); use transport='queue'")
     if capacity < MIN_CAPACITY or capacity & (capacity - 1):
         raise ValueError(f"capacity must be a power of two >= {MIN_CAPACITY}, got {capacity}")
     memory = os.memfd_create("nanoactor-ring", os.MFD_CLOEXEC)
-    # Half as much again is mapped and never touched, so that a lease's buffer may be rounded
-    # up to a power of two past the ring's end (see RingReceiver._lease).
+    # An extra half of the capacity is mapped and never touched, so that a lease's buffer may be
+    # rounded up to a power of two past the ring's end (see RingReceiver._buffer).
     os.ftruncate(memory, capacity + capacity // 2)
     flags = os.EFD_NONBLOCK | os.EFD_CLOEXEC
     pairs = [(os.eventfd(0, flags), os.eventfd(0, flags)) for _ in range(readers)]
@@ -125,7 +129,7 @@ def create_ring(
 
 
 class RingSender:
-    """Writes records; knows how far each reader has credited space back."""
+    """Writes records, and tracks how much space each reader has credited."""
 
     def __init__(self, end: RingSenderEnd) -> None:
         self.statistics = EdgeStatistics()
@@ -145,13 +149,14 @@ class RingSender:
 
     @property
     def max_record(self) -> int:
-        """Half the ring, in bytes."""
+        """Half the ring's capacity in bytes."""
         return self._capacity // 2
 
     def try_send(self, encoded: Encoded) -> bool:
-        """Write one record and notify every reader; return False if the slowest has no room for it.
+        """Write one record and notify every reader; return False if the slowest reader leaves no
+        room for it.
 
-        Raises `RecordTooLarge` for more than half the ring.
+        Raises `RecordTooLarge` if the record is larger than half the ring.
         """
         nbytes = encoded.nbytes
         if nbytes > self._capacity // 2:
@@ -182,7 +187,8 @@ class RingSender:
         return True
 
     def _collect(self) -> None:
-        """Collect the readers' credits; in debug mode overwrite the reusable space."""
+        """Collect the readers' credits; in debug mode, overwrite the space that has become
+        reusable."""
         for index, space in enumerate(self._spaces):
             with contextlib.suppress(BlockingIOError):
                 self._credited[index] += os.eventfd_read(space)
@@ -205,7 +211,7 @@ class RingSender:
         return min(self._credited) < self._written
 
     def when_writable(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
-        """Call back once when a reader has credited space."""
+        """Call `callback` once when a reader has credited space."""
         if self._waiting is None:
             self._waiting = (loop, callback)
             for space in self._spaces:
@@ -227,7 +233,7 @@ class RingSender:
         return callback
 
     def close(self) -> None:
-        """Close memory and descriptors; unread records stay with their readers."""
+        """Release memory and descriptors; readers can still read unread records."""
         self._stop_waiting()
         self._view = memoryview(b"")
         _close_all(self._end.descriptors)
@@ -246,11 +252,12 @@ class RingReceiver:
         self._position = 0
         self._sequence = 0
         self._due = 0
-        """Records that the writer has published and that have not been read yet."""
+        """Number of records that the writer has published and that have not been read yet."""
         self._held: deque[list[int]] = deque()
-        """[end position, 1 once released] of each record with space not yet credited."""
+        """[end position, 1 once released, else 0] of each record whose space is not credited
+        yet."""
         self._free = 0
-        """Position up to which nothing is held."""
+        """Position up to which no record is held."""
         self._credited = 0
         self._drained: list[Callable[[], None]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -264,16 +271,16 @@ class RingReceiver:
 
     @property
     def backlog(self) -> int:
-        """Records that are published and not yet read."""
+        """Number of records that are published and not read yet."""
         return self._due
 
     def when_drained(self, callback: Callable[[], None]) -> None:
-        """Call back once they are read."""
+        """Call `callback` once the backlog is read."""
         if callback not in self._drained:
             self._drained.append(callback)
 
     def _on_items(self) -> None:
-        """Drain the ring. An exception here would only be logged by the loop: it is fatal."""
+        """Drain the ring. An exception is reported as fatal, because the loop would only log it."""
         try:
             self.statistics.waits += 1
             self._take_count()
@@ -337,7 +344,7 @@ class RingReceiver:
             self._credit()
 
     def _consume(self) -> None:
-        """Count a record as consumed that was not read in place."""
+        """Mark as consumed a record that was not read in place."""
         if self._held:
             self._held.append([self._position, 1])
         else:
@@ -355,9 +362,10 @@ class RingReceiver:
             lease.release()
 
     def _buffer(self, at: int, nbytes: int) -> Any:
-        """Return an object of the record's own that every view of it refers to.
+        """Return a buffer object for this record only, to which every view of the record refers.
 
-        ctypes creates a type for each length; rounding up keeps them few.
+        ctypes creates a type for each size; rounding sizes up to powers of two limits the number of
+        types.
         """
         size = 1 << (nbytes - 1).bit_length()
         return (ctypes.c_char * size).from_buffer(self._memory, at)
@@ -368,7 +376,7 @@ class RingReceiver:
             self._credit()
 
     def _credit(self) -> None:
-        """Give the writer all space up to the first record that is still held."""
+        """Credit the writer with all space up to the first record that is still held."""
         credited = self._free
         while self._held and self._held[0][1]:
             credited = self._free = self._held.popleft()[0]
@@ -379,7 +387,7 @@ class RingReceiver:
     def close(self) -> None:
         """Stop delivering; release memory and descriptors.
 
-        The memory itself stays mapped as long as a view of it lives.
+        The memory itself stays mapped as long as a view of it exists.
         """
         if self._loop is not None:
             self._loop.remove_reader(self._end.items)

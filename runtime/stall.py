@@ -1,12 +1,14 @@
-"""The watchdog's decision: which node has stalled. Pure: time and CPU time are passed in.
+"""Stall detection for the watchdog: decides which node has stalled. Pure logic: time and CPU time
+are passed in.
 
-A node is alive while its loop answers pings. Work outside of its loop (a device that computes, say)
-is reported by its actors as `Progress`, and is judged by that.
+A node is alive while its loop answers pings. Work outside its loop (on a device, for example) is
+reported by its actors as `Progress` and is judged by that.
 
-A false alarm ends a healthy engine, so doubt favors the node. Time counts only while the watcher
-itself is awake: after a pause of the whole machine or process group, or while the user's program
-blocks the loop, nothing can be said about others. A node that uses its CPU while it is silent, or
-during work on its own CPU (compiling, or tokenizing a book), gets ten times as long.
+A false alarm ends a healthy engine, so a node counts as alive in cases of doubt. Time counts only
+while the watchdog itself runs: after a pause of the whole machine or process group, or while the
+user's program blocks the loop, nothing can be concluded about other nodes. A node that uses its CPU
+while it is silent, or during work on its own CPU (compiling, or tokenizing a book), is allowed ten
+times as long.
 """
 
 from __future__ import annotations
@@ -17,30 +19,31 @@ from collections.abc import Iterable, Mapping
 from nanoactor.runtime.actor import Progress
 
 _TICKS = 10
-"""Checks per timeout."""
+"""Number of checks per timeout."""
 _SHARE = 0.7
-"""Share of the timeout that may pass in silence: the rest is for reporting what happened."""
+"""Fraction of the timeout that may pass in silence; the rest is for reporting what happened."""
 _FRESH = 2
-"""Checks after which a node's reported progress is out of date."""
+"""Number of checks after which a node's reported progress is out of date."""
 _PATIENCE = 10.0
-"""Factor on the silence allowed to a node that is computing."""
+"""Factor by which a node that is computing may be silent for longer."""
 _COMPUTING = 0.05
-"""Share of a CPU from which on a node counts as computing."""
+"""Fraction of a CPU above which a node counts as computing."""
 
 
 def is_computing(used: float, passed: float) -> bool:
-    """Return True if a process that used this much CPU time in this period is working."""
+    """Return True if a process that used `used` seconds of CPU time in `passed` seconds is
+    computing."""
     return used > _COMPUTING * passed
 
 
 def patience(computes: bool) -> float:
-    """Return the factor by which silence counts less."""
+    """Return the number by which a node's silent time is divided before it is counted."""
     return _PATIENCE if computes else 1.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stall:
-    """A stall: the stalled node, and the symptom."""
+    """A stall: the stalled node and the symptom."""
 
     node: str
     what: str
@@ -52,34 +55,34 @@ class _Work:
 
     progress: Progress
     seconds: float = 0.0
-    """Time for which it has been the same piece."""
+    """Seconds, as counted by `tick`, for which it has been the same piece of work."""
 
 
 class StallDetector:
-    """Judges the nodes of a system while they have something to do."""
+    """Detects stalled nodes while the system has work."""
 
     def __init__(self, nodes: Iterable[str], timeout: float) -> None:
-        """`timeout`: maximum seconds from a node's last sign of activity until it is reported as
-        stalled."""
+        """`timeout` is the maximum time in seconds from a node's last sign of activity until it is
+        reported as stalled."""
         self.interval = timeout / _TICKS
         """Seconds between two calls of `tick`."""
         self._limit = _SHARE * timeout
         self._silence = dict.fromkeys(nodes, 0.0)
         self._work: dict[str, dict[str, _Work]] = {}
         self._told: dict[str, int] = {}
-        """Checks since each node reported its work."""
+        """Number of checks since each node last reported its work."""
         self._cpu: dict[str, float] = {}
         self._ticked_at: float | None = None
 
     def rest(self) -> None:
-        """Forget all observations: there is no work."""
+        """Discard all observations, as there is no work."""
         self._silence = dict.fromkeys(self._silence, 0.0)
         self._work.clear()
         self._cpu.clear()
         self._ticked_at = None
 
     def heard(self, node: str, progress: Mapping[str, Progress]) -> None:
-        """Note an answer to a ping."""
+        """Record an answer to a ping: a node's progress, by actor."""
         self._silence[node], self._told[node] = 0.0, 0
         before = self._work.get(node, {})
         self._work[node] = {
@@ -90,9 +93,9 @@ class StallDetector:
         }
 
     def tick(self, now: float, cpu_seconds: Mapping[str, float]) -> Stall | None:
-        """Advance time to `now`, in seconds; ping every node afterwards. `cpu_seconds` are the CPU
-        times of the nodes' processes. Returns the stalled node, if any."""
-        # More than two intervals is a pause of our own.
+        """Advance time to `now`, in seconds; the caller pings every node afterwards. `cpu_seconds`
+        holds the CPU times of the nodes' processes. Returns a `Stall` if a node has stalled."""
+        # More than two intervals mean that this process was paused.
         since = now if self._ticked_at is None else self._ticked_at
         passed = min(now - since, 2 * self.interval)
         self._ticked_at = now

@@ -1,7 +1,7 @@
-"""The supervisor: starts the nodes of a topology, notices their deaths, ends them.
+"""The supervisor, which starts the nodes of a topology, detects their deaths, and ends them.
 
-It lives in the user's process and on the user's loop, where a pidfd reports a child's death. It
-installs no signal handlers.
+It runs in the user's process and on the user's event loop, where a pidfd reports a child's death.
+It installs no signal handlers.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ from nanoactor.runtime.wiring import Options, wire
 log = logging.getLogger("nanoactor.system")
 
 _LATE = 30.0
-"""Seconds after which the log names the nodes that a start waits for."""
+"""Seconds after which a warning lists the nodes that startup still waits for."""
 _PATIENCE, _STALLED = 2.0, 60.0
-"""Limit on a surviving node's restart: a multiple of `stall_timeout`, or of these seconds if there
-is none."""
+"""A surviving node may take `_PATIENCE` times `stall_timeout` to restart, or `_PATIENCE` times
+`_STALLED` seconds if `stall_timeout` is None."""
 _BURIAL = 5.0
-"""Seconds that a process may take to end after it was killed."""
+"""Seconds that a killed process may take to end."""
 
 
 class System:
-    """A running topology. Use it from the event loop and the process in which it was started."""
+    """A running topology. Use it only in the process and on the event loop in which it was
+    started."""
 
     def __init__(
         self,
@@ -54,14 +55,16 @@ class System:
         on_recovered: Callable[[], None] = lambda: None,
         before_restart: Callable[[Collection[str]], Awaitable[None]] | None = None,
     ) -> None:
-        """`on_death` is called once, on the loop, when the running system has become useless; nodes
-        are watched, with the `stall_timeout` of the options, while `has_work` returns True.
+        """`on_death` is called once, on the loop, when the running system has become unusable.
+        While `has_work` returns True, nodes are watched for stalls, with the options'
+        `stall_timeout`.
 
-        When the system recovers from a death, `on_cut` is called with the deaths not yet reported
-        to it, perhaps again, and then `on_recovered`: between the two nothing can be sent, and
-        messages sent before have not arrived. `on_cut` returns how many of the latest deaths have a
-        cause that is gone: they no longer count. `before_restart` is awaited before nodes of these
-        names are restarted. If one of them raises, the system dies of that error.
+        When the system recovers from a death, `on_cut` is called with the deaths that were not
+        reported to it yet, once or several times, and then `on_recovered` is called. Between the
+        two calls nothing can be sent, and earlier messages that were not handled are lost. `on_cut`
+        returns the number of latest deaths whose cause is gone; they no longer count against the
+        restart budget. `before_restart` is awaited with the names of the nodes that are about to be
+        restarted. If any of these three callbacks raises, the system dies of that error.
         """
         topology.validate()
         self._topology = topology
@@ -72,15 +75,15 @@ class System:
         self._before_restart = before_restart
         self._deaths = Deaths(options.max_restarts, options.restart_window)
         self.restarts: Mapping[str, int] = self._deaths.restarts
-        """By node: how often it was replaced."""
+        """Number of times that each node was replaced."""
         self._start_seconds: dict[str, float] = {}
-        """By node: the longest that it took to become ready."""
+        """Longest time in seconds that each node took to become ready."""
         self._recovery: asyncio.Task[None] | None = None
         self.recovering: tuple[str, float] | None = None
-        """Names of the dead nodes and the recovery's monotonic start time, while one is in
-        progress."""
+        """Names of the dead nodes and the monotonic start time of the recovery, while a recovery is
+        in progress."""
         self.restart_seconds = 0.0
-        """Total time spent on recoveries."""
+        """Total time in seconds spent on recoveries."""
         self._runs = False
         self._watchdog: Watchdog | None = None
         self._children = Children(self._hear)
@@ -91,16 +94,16 @@ class System:
         self._closing = False
         self._stopped = False
         self._end: asyncio.Future[None] | None = None
-        """Future of the closing, once it has started."""
+        """Future that resolves when the system has closed; None until `close` is called."""
         self.ready: dict[str, ReadyInfo] = {}
-        """Record that each actor published when it was ready."""
+        """Record that each actor published when it became ready, by actor."""
 
     async def start(self) -> None:
-        """Start every node and wait until all are ready.
+        """Start every node and wait until all of them are ready.
 
-        If an actor's set-up fails, raises its exception if the exception's class is `picklable`,
-        else `StartupFailed` with the name of the actor or node and its traceback. In either case
-        nothing is left running.
+        If the setup of an actor fails, raises the actor's exception if its class is `picklable`, or
+        else `StartupFailed` with the name of the actor or node and the traceback. In either case,
+        no process is left running.
         """
         if self._loop is not None:
             raise RuntimeFault("a system can start only once; create a new one")
@@ -136,7 +139,7 @@ class System:
             )
 
     def _late(self) -> str:
-        """Return the nodes that are not ready, each with the state of its process."""
+        """Describe the nodes that are not ready, each with the state of its process."""
         late = self._children.late()
         return ", ".join(f"{child.name} ({child.condition()})" for child in late)
 
@@ -168,7 +171,7 @@ class System:
         return {node.name: node for node in self._topology.nodes}
 
     async def _begin(self) -> None:
-        """Wait until all are ready, and start the message flow."""
+        """Wait until all nodes are ready, and start the message flow."""
         assert self._loop is not None
         waiting = list(self._children)
         reports = await asyncio.gather(*(child.ready for child in waiting))
@@ -177,7 +180,7 @@ class System:
             self.ready |= report.actors
             longest = max(self._start_seconds.get(child.name, 0.0), child.start_seconds)
             self._start_seconds[child.name] = longest
-        for child in waiting:  # where one is watched already, nothing changes
+        for child in waiting:  # no effect if the child is watched already
             self._loop.add_reader(child.pidfd, self._child_died, child)
         self._children.send(control.Start(self.ready))
         self._running_node.start(self._loop, self.ready)
@@ -186,7 +189,7 @@ class System:
     # -- deaths ---------------------------------------------------------------------------
 
     async def _recover(self) -> None:
-        """Replace dead nodes until none is left; all nodes restart on other edges."""
+        """Replace dead nodes until none is left; all nodes restart on new edges."""
         begin = time.monotonic()
         while self._deaths.victims and self._dead is None and not self._closing:
             self.recovering = ", ".join(self._deaths.victims), begin
@@ -207,26 +210,27 @@ class System:
             await self._ask_user()
             async with asyncio.timeout(self._options.start_timeout):
                 await asyncio.gather(*(child.introduced for child in self._children))
-                # No await until all survivors are notified: a death recorded before that is among
-                # these, and one recorded later fails the awaits below.
+                # No await until all survivors are notified: a death recorded earlier is among these
+                # victims, and one recorded later makes the awaits below fail.
                 victims = self._deaths.take_victims()
                 await self._begin_anew(victims)
         except TimeoutError:
             await self._end_all_late(bool(victims))
         except Exception as error:
-            if not victims or not self._deaths.victims:  # no other death: a retry is no use
+            if not victims or not self._deaths.victims:  # no other death, so a retry would not help
                 self._die(os_refuses(error) if isinstance(error, OSError) else error)
 
     async def _ask_user(self) -> None:
-        """Call the user's handler for nodes that cannot restart."""
+        """Await `before_restart` for all victims, including those that die in the meantime."""
         asked: set[str] = set()
         while self._before_restart is not None and (new := self._deaths.victims.keys() - asked):
             asked |= new
             await self._before_restart(new)
 
     async def _end_all_late(self, may_go_on: bool) -> None:
-        """End the nodes that are late when the time for a restart is up, so that they are replaced
-        like any that die."""
+        """Kill the nodes that are not ready when the restart timeout expires, so that they are
+        replaced like any dead node. The system dies if `may_go_on` is False or one of them does not
+        end."""
         late, limit = self._children.late(), self._options.start_timeout
         told = f"not ready again after {limit:.0f} s: node(s) {self._late()}"
         for child in late if may_go_on else ():
@@ -235,7 +239,8 @@ class System:
             self._die(StartupFailed(told))
 
     def _told(self, what: Callable[[], None]) -> bool:
-        """Call `what`, a callback of the system's user; return False if it raises."""
+        """Call `what`, a callback of the system's user. If it raises, the system dies and False is
+        returned."""
         try:
             what()
         except Exception as error:
@@ -265,7 +270,8 @@ class System:
             watch.cancel()
 
     def _give_up_on(self, child: ChildProcess, why: str) -> None:
-        """End a node that hangs; its death is reported as a hang, and recovered from."""
+        """Kill a node that hangs; its death is reported as a hang and handled like any other
+        death."""
         log.error("%s", why)
         child.hangs = why
         child.kill()
@@ -283,7 +289,8 @@ class System:
             self._give_up_on(child, str(error))
 
     def _is_made_good(self, child: ChildProcess, error: BaseException) -> bool:
-        """Record a death, and start to recover from it if possible."""
+        """Record a death and start a recovery; return False if the system cannot recover from the
+        death."""
         expected, now = self._running_node.expects_death(), time.monotonic()
         if not self._runs or not self._deaths.note(child.death(), error, now, expected=expected):
             return False
@@ -294,8 +301,8 @@ class System:
         return True
 
     def _end_groups(self, dead: ChildProcess) -> None:
-        """End the other nodes of a dead node's group at once, as they cannot stop by themselves;
-        they are not at fault."""
+        """Kill all nodes that belong to a group, whichever node has died: they may wait for one
+        another and could not stop by themselves. They are not at fault."""
         for child in self._children:
             if child.group and not child.is_over:
                 child.is_innocent = True
@@ -327,18 +334,19 @@ class System:
 
     @property
     def is_ours(self) -> bool:
-        """Return True if this process started the system, rather than a process that it was forked
-        from."""
+        """Return True if this process started the system itself, as opposed to being forked from
+        the process that did."""
         return os.getpid() == self._pid
 
     @property
     def is_here(self) -> bool:
-        """Return True if the running loop is the one that started the system."""
+        """Return True if the running loop is the one on which the system was started."""
         return os.getpid() == self._pid and asyncio.get_running_loop() is self._loop
 
     @property
     def running_elsewhere(self) -> asyncio.AbstractEventLoop | None:
-        """Return the loop on which it was started, if that is another one and runs."""
+        """Return the loop on which the system was started, if it is a different loop that is still
+        running."""
         loop = self._loop
         if loop is None or os.getpid() != self._pid or self.is_here or not loop.is_running():
             return None
@@ -351,62 +359,62 @@ class System:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Return the process ids of the nodes with processes of their own, as far as they have been
-        started."""
+        """Return the process ids of the child processes that have been started, by node."""
         return {child.name: child.pid for child in self._children if child.pid}
 
     async def statistics(self) -> dict[str, dict[str, Any]]:
-        """Return every actor's figures, by actor; a node that does not answer in a second is left
-        out."""
+        """Return the statistics of every actor, by actor. A node that does not answer within one
+        second is left out."""
         figures = dict(self._running_node.statistics())
         for answer in await self._ask(control.Query("statistics"), 1.0):
             figures |= answer
         return figures
 
     async def trace(self, since: int = 0) -> list[NodeTrace]:
-        """Collect the actors' spans after `since`, in ns of the monotonic clock, as far back as
-        they are kept; a node that does not answer in 5 s is left out."""
+        """Collect the actors' spans that ended after `since`, in ns of the monotonic clock, as far
+        back as they are kept. A node that does not answer within 5 s is left out."""
         ours = self._running_node.trace(since)
         return [ours, *await self._ask(control.Query("trace", (since,)), 5.0)]
 
     async def activity(self, begin: int, width: int, bins: int) -> dict[str, NDArray[np.float32]]:
-        """Return, by track, its busy share in each of `bins` intervals of `width` ns from `begin`
-        on; a node that does not answer in a second is left out."""
+        """Return, for each track, the fraction of time that it was busy in each of `bins` intervals
+        of `width` ns from `begin` on. A node that does not answer within one second is left out."""
         shares = self._running_node.activity(begin, width, bins)
         for answer in await self._ask(control.Query("activity", (begin, width, bins)), 1.0):
             shares |= answer
         return shares
 
     async def _ask(self, query: control.Query, seconds: float) -> list[Any]:
-        """Return the replies of all nodes with processes of their own that reply in time."""
+        """Send a query to all child processes and return the replies that arrive within
+        `seconds`."""
         answers = [answer for child in self._children if (answer := child.ask(query)) is not None]
         if answers:
             await asyncio.wait(answers, timeout=seconds)
         return [answer.result() for answer in answers if answer.done()]
 
     def _hear(self, child: ChildProcess, message: Any) -> None:
-        """Handle a control message; runs on the event loop."""
+        """Handle a control message from a child. Runs on the event loop."""
         match message:
             case _ if self._children.by_name.get(child.name) is not child:
-                pass  # it was replaced
+                pass  # the child was replaced
             case control.Pong(progress):
                 if self._watchdog is not None:
                     self._watchdog.heard(child.name, progress)
-            case None:  # the channel is closed: everything that it had to say has been heard
+            case None:  # the channel is closed, and all of its messages have been handled
                 self._child_ended(child)
             case _:
                 child.hear(message)
 
     def _child_ended(self, child: ChildProcess) -> None:
         if child.is_over or self._children.by_name.get(child.name) is not child:
-            return  # that is known
+            return  # already recorded
         child.note_end()
         error = child.give_up()
         if self._dead is None and not self._closing and not self._is_made_good(child, error):
             self._die(error)
 
     def _child_died(self, child: ChildProcess) -> None:
-        """Handle a readable pidfd: the process is gone, perhaps with a last message in its
+        """Handle a readable pidfd: the process has exited, perhaps with a last message still in its
         channel."""
         self._forget(child)
         if not self._closing and self._loop is not None:
@@ -431,10 +439,10 @@ class System:
         self._on_death(error)
 
     async def close(self) -> None:
-        """End every node, latest first, and wait until none is left.
+        """End every node, in reverse order of their start, and wait until none is left.
 
-        A concurrent call waits for the same end; in a process that was forked from the one that
-        started the system it does nothing.
+        A concurrent call waits for the first one to finish. In a process forked from the one that
+        started the system, this does nothing.
         """
         if self._loop is None or os.getpid() != self._pid:
             return
@@ -450,7 +458,8 @@ class System:
         await asyncio.shield(self._end)
 
     def end(self) -> None:
-        """End every node without the loop, which no longer runs; blocks until none is left."""
+        """End every node without the event loop, which no longer runs. Blocks until no node is
+        left."""
         waits = self._closing and self._end is None
         if os.getpid() != self._pid or waits or self._stopped:
             return
@@ -460,7 +469,7 @@ class System:
         self._stop_node()
 
     def abandon(self) -> None:
-        """End every node without waiting for it; from any thread."""
+        """End every node without waiting for them. May be called from any thread."""
         if self._loop is None or os.getpid() != self._pid or self._end is not None:
             return
         self._children.kill()
@@ -474,7 +483,7 @@ class System:
             self._forget(child)
         try:
             await self._children.end(self._options.stop_timeout)
-        except asyncio.CancelledError:  # the loop ends, and with it what waits on it
+        except asyncio.CancelledError:  # the loop ends and cancels its tasks
             self._children.end_without_loop(self._options.stop_timeout)
             raise
         finally:
@@ -495,7 +504,7 @@ class System:
 async def run_on(
     loop: asyncio.AbstractEventLoop, function: Callable[[], Coroutine[Any, Any, None]]
 ) -> bool:
-    """Run a coroutine function to its end on the loop of another thread; return False if that loop
+    """Run a coroutine function to completion on another thread's loop; return False if that loop
     stops first."""
     ending = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(function(), loop))
     while not (await asyncio.wait((ending,), timeout=0.1))[0]:

@@ -1,7 +1,8 @@
-"""The declared shape of a system: actors, the nodes they live in, the edges between them.
+"""The declared structure of a system: actors, the nodes in which they run, and the edges between
+them.
 
-Everything is declared and checked before anything starts: each edge has one writer, and the edges
-with traffic that no protocol bounds form no cycle, so that no chain of full outboxes can grow
+Everything is declared and checked before anything starts. Each edge has one writer, and the edges
+whose traffic is not bounded by a protocol form no cycle, so no chain of full outboxes can grow
 without end.
 """
 
@@ -19,16 +20,17 @@ from nanoactor.runtime.errors import TopologyError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ActorSpec:
-    """One actor: a name, the class that is imported where it runs, and its configuration."""
+    """One actor: its name, the class that is imported where the actor runs, and its
+    configuration."""
 
     name: str
     factory: str
     """"package.module:Class", a subclass of `Actor`; called with `config`."""
     config: Any
-    """Picklable; sent once, at start."""
+    """Picklable configuration, sent once, at start."""
 
     def create(self) -> Actor:
-        """Import the class and make the actor, not set up yet."""
+        """Import the class and create the actor, which is not set up yet."""
         module, _, name = self.factory.partition(":")
         factory = getattr(importlib.import_module(module), name, None)
         if not (isinstance(factory, type) and issubclass(factory, Actor)):
@@ -38,46 +40,49 @@ class ActorSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NodeSpec:
-    """One process with one event loop, and the actors in it."""
+    """One process with one event loop, and the actors that run in it."""
 
     name: str
     actors: tuple[str, ...]
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Variables that are set before the process starts, in this node alone."""
+    """Environment variables that are set before the process starts, for this node only."""
     blocked_modules: tuple[str, ...] = ()
-    """Modules that cannot be imported here, so that nothing heavy slips into a light process."""
+    """Top-level modules that cannot be imported here, so that no heavy import slips into a light
+    process."""
     descriptors: tuple[int, ...] = ()
-    """Further descriptors that the process inherits; they stay the caller's here."""
+    """Additional descriptors that the process inherits; in this process they still belong to the
+    caller."""
     nice: int = 0
     """Niceness of the process, as in `os.nice`."""
     roused: bool = False
-    """True if the node can be woken ahead of work, and then stays awake for a moment."""
+    """Whether the node can be woken ahead of work, and then stays awake for a moment."""
     group: str = ""
-    """Nodes of one group wait for one another without messages: if one dies, the others cannot be
-    asked to stop, so all are replaced."""
+    """Name of the group; empty if there is none. Nodes of a group wait for one another without
+    messages. When any node has died, they cannot be asked to stop, so all of them are replaced."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EdgeSpec:
-    """A one-way channel from one actor to one other, or to several that all receive every
+    """A one-way channel from one actor to another, or to several that each receive every
     message."""
 
     source: str
     targets: tuple[str, ...]
     capacity: int = 1 << 16
-    """Bytes; a power of two, at least twice the largest record."""
+    """Capacity in bytes: a power of two, at least twice the size of the largest record."""
     bound: int | None = None
-    """Largest number of unsent messages that the protocol allows; None: unbounded."""
+    """Maximum number of unsent messages that the protocol allows; None if it is unbounded."""
     paced: bool = False
-    """True if the outbox is ready only once everything sent was read and the source has handled
-    everything that arrived: a source that merges messages (`Outbox.ready`) then merges whenever its
-    reader, or itself, lags."""
+    """Whether the outbox is ready only once everything sent was read and the source has handled
+    everything that arrived. A source that merges messages (see `Outbox.ready`) then merges whenever
+    its reader or the source itself lags."""
     name: str = ""
-    """Name by which the source addresses it; the target's name if there is one target."""
+    """Name by which the source addresses the edge; empty for the target's name, if there is only
+    one target."""
 
     @property
     def label(self) -> str:
-        """Return the name by which the source sends."""
+        """Return the name by which the source addresses the edge."""
         return self.name or next(iter(self.targets), "nobody")
 
 
@@ -89,10 +94,10 @@ class Topology:
     nodes: tuple[NodeSpec, ...]
     edges: tuple[EdgeSpec, ...]
     local: str
-    """The node that lives in the caller's process and on its event loop."""
+    """Name of the node that runs in the caller's process and on its event loop."""
 
     def validate(self) -> None:
-        """Raise `TopologyError` naming the first error."""
+        """Raise a `TopologyError` that names the first error, if there is one."""
         names = [actor.name for actor in self.actors]
         _refuse_duplicates("actor", names)
         _refuse_duplicates("node", [node.name for node in self.nodes])
@@ -109,7 +114,8 @@ class Topology:
         self._check_cycles()
 
     def _check_one_way_out(self, edge: EdgeSpec) -> None:
-        """Check that an outbox leads to the same node or to others: one to both would need two."""
+        """Check that the targets of an edge are either all in the source's node or all in other
+        nodes: a mixed edge would need two outboxes."""
         away = [target for target in edge.targets if self.crosses_nodes(edge.source, target)]
         if away and len(away) < len(edge.targets):
             raise TopologyError(
@@ -133,11 +139,11 @@ class Topology:
             ) from error
 
     def node_of(self, actor: str) -> str:
-        """Return the name of the node in which an actor lives."""
+        """Return the name of the node in which an actor runs."""
         return next(node.name for node in self.nodes if actor in node.actors)
 
     def crosses_nodes(self, source: str, target: str) -> bool:
-        """Return True if a message between two actors leaves its node."""
+        """Return True if two actors run in different nodes."""
         return self.node_of(source) != self.node_of(target)
 
 

@@ -1,8 +1,9 @@
-"""Spans: what an actor did when, in a bounded buffer that costs a fraction of a microsecond.
+"""Spans, which record what an actor did and when, in a bounded buffer that costs a fraction of a
+microsecond per span.
 
 A track is one row of a timeline: an actor, or a device or thread that works for it. A span is five
-int64 in the track's ring buffer; nothing is allocated per span, and the oldest are overwritten.
-Names are kept in a separate table and become readable only when a trace is taken.
+int64 values in the track's ring buffer. Nothing is allocated per span, and the oldest spans are
+overwritten. Names are kept in a separate table and are looked up only when a trace is taken.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from numpy.typing import NDArray
 
 _SPAN = struct.Struct("=5q")
 CAPACITY = 1 << 15
-"""Spans that a track keeps: at ten a step and a thousand steps a second, three seconds."""
+"""Number of spans that a track keeps: three seconds' worth at ten spans per step and a thousand
+steps per second."""
 SPAN_DTYPE = np.dtype(
     [(name, np.int64) for name in ("kind", "number", "sent", "begin", "end")], align=False
 )
@@ -25,43 +27,47 @@ SPAN_DTYPE = np.dtype(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kind:
-    """The properties that all spans of a kind share."""
+    """Properties shared by all spans of one kind."""
 
     name: str
     by: str = ""
-    """The message field that their `number` comes from; spans of one number belong together."""
+    """Message field from which a span's `number` is read; spans with the same number belong
+    together."""
     source: str = ""
-    """Track that sent the handled message; empty if the span is not a handler's."""
+    """Name of the track that sent the handled message; empty if the span does not handle a
+    message."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrackTrace:
-    """The memory of a track."""
+    """Snapshot of one track."""
 
     track: str
     node: str
     kinds: list[Kind]
     spans: NDArray[np.void]
-    """Array of `SPAN_DTYPE`, in the order in which the spans ended; times in ns of the monotonic
-    clock. `kind` is an index into `kinds`, `sent` the send time of the message, or 0."""
+    """Array of `SPAN_DTYPE`, in the order in which the spans ended; times are in ns of the
+    monotonic clock. `kind` is an index into `kinds`; `sent` is the send time of the handled
+    message, or 0."""
     lost: int
-    """Number of older entries that were overwritten."""
+    """Number of older spans that were overwritten."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NodeTrace:
-    """The memory of all tracks of a node, and the processor time of its process."""
+    """Snapshot of all tracks of a node, and the CPU time of its process."""
 
     node: str
     tracks: list[TrackTrace]
     cpu_seconds: float
-    """CPU time of the process since its actors were started."""
+    """CPU time of the process in seconds since its actors were started."""
     taken_at: int
-    """When, in ns of the monotonic clock."""
+    """Time of the snapshot, in ns of the monotonic clock."""
 
 
 class Track:
-    """The writing side: one for each actor, and more if it asks for them."""
+    """Buffer in which spans are recorded: one for each actor, and more if the actor requests
+    them."""
 
     def __init__(self, name: str, capacity: int = CAPACITY) -> None:
         self.name = name
@@ -74,7 +80,7 @@ class Track:
         self._rounds = 0
 
     def kind(self, name: str, by: str = "", source: str = "") -> int:
-        """Return the number of a kind of span, to be requested once."""
+        """Register a kind of span and return its number, which callers should store."""
         kind = Kind(name, by, source)
         if kind not in self._numbers:
             self._numbers[kind] = len(self._kinds)
@@ -82,7 +88,8 @@ class Track:
         return self._numbers[kind]
 
     def add(self, kind: int, number: int, begin: int, end: int, sent: int = 0) -> None:
-        """Record a span; times are `time.monotonic_ns()`. Called from one thread."""
+        """Record a span, with times from `time.monotonic_ns()`. Must always be called from the same
+        thread."""
         at = self._at
         self._pack(self._buffer, at, kind, number, sent, begin, end)
         at += 40
@@ -92,7 +99,7 @@ class Track:
         self._at = at
 
     def close(self) -> None:
-        """Drop all spans and free the memory; later ones are lost."""
+        """Drop all spans and free the memory; spans recorded later are lost."""
         self._buffer, self._size, self._at = bytearray(_SPAN.size), _SPAN.size, 0
 
     def spans(self, since: int = 0) -> NDArray[np.void]:
@@ -101,11 +108,11 @@ class Track:
         cut = self._at // _SPAN.size
         older = spans[cut:] if self._rounds else spans[:0]
         parts = (older, spans[:cut])
-        # They are added as they end, so each part is in that order.
+        # Spans are added when they end, so each part is sorted by end.
         return np.concatenate([p[np.searchsorted(p["end"], since, "right") :] for p in parts])
 
     def trace(self, node: str, since: int = 0) -> TrackTrace:
-        """Return the entries after `since`."""
+        """Return a snapshot of the spans that ended after `since`."""
         spans = self.spans(since)
         capacity, cut = self._size // _SPAN.size, self._at // _SPAN.size
         lost = 0
@@ -114,7 +121,8 @@ class Track:
         return TrackTrace(self.name, node, list(self._kinds), spans, lost)
 
     def activity(self, begin: int, width: int, bins: int) -> NDArray[np.float32]:
-        """Return the busy share of each of `bins` intervals of `width` ns from `begin` on."""
+        """Return the fraction of time that was busy in each of `bins` intervals of `width` ns from
+        `begin` on."""
         spans = self.spans(begin)
         edges = begin + width * np.arange(bins + 1, dtype=np.int64)
         until = IntervalSet(spans["begin"], spans["end"]).until(edges)
@@ -122,12 +130,12 @@ class Track:
 
 
 class IntervalSet:
-    """The union of intervals."""
+    """Union of time intervals."""
 
     def __init__(self, begins: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
         order = np.argsort(begins, kind="stable")
         begins, reached = begins[order], np.maximum.accumulate(ends[order])
-        # An interval opens a new stretch where it begins after all before it have ended.
+        # An interval opens a new stretch if it begins after all earlier ones have ended.
         opens = np.ones(len(begins), np.bool_)
         opens[1:] = begins[1:] > reached[:-1]
         closes = np.append(opens[1:], True)[: len(begins)]
@@ -143,25 +151,25 @@ class IntervalSet:
         return int(self._measure[-1]) if len(self._measure) else 0
 
     def until(self, times: Any) -> NDArray[np.float64]:
-        """Return the total length before each of these times."""
+        """Return the total length covered before each of `times`."""
         if not len(self._knots):
             return np.zeros(np.shape(times))
         values: NDArray[np.float64] = np.interp(times, self._knots, self._measure)
         return values
 
     def overlap(self, other: IntervalSet) -> float:
-        """Return the length of the intersection."""
+        """Return the length of the intersection with another set."""
         return float((self.until(other.ends) - self.until(other.begins)).sum())
 
     def within(self, begin: int, end: int) -> IntervalSet:
-        """Return the part between two times."""
+        """Return the part of the set between two times."""
         begins, ends = self.begins.clip(begin, end), self.ends.clip(begin, end)
         kept = ends > begins
         return IntervalSet(begins[kept], ends[kept])
 
 
 def nanoseconds_per_span(repetitions: int = 200_000) -> float:
-    """Measure the cost of a span here: two clock reads and the record."""
+    """Return the measured cost of a span on this machine, in ns: two clock reads and the record."""
     track = Track("measured")
     kind, clock = track.kind("span"), time.monotonic_ns
     begin = clock()

@@ -1,8 +1,9 @@
-"""The interface of a transport to the outboxes and mailboxes above it.
+"""The interface between transports and the outboxes and mailboxes that use them.
 
-A transport carries records from one writer to one or more readers, in order, each once. The pieces
-are created in the supervisor's process as *ends*: plain descriptions of inherited file descriptors
-that are opened, in any process, into a `Sender` or a `Receiver`.
+A transport carries records from one writer to one or more readers; each reader receives every
+record once, in order. The parts are created in the supervisor's process as *ends*: plain
+descriptions of inherited file descriptors, which any process can open as a `Sender` or a
+`Receiver`.
 """
 
 from __future__ import annotations
@@ -16,28 +17,28 @@ from nanoactor.runtime.codec import Encoded
 from nanoactor.runtime.lease import Lease
 
 Deliver = Callable[[Any, Lease | None, int], bool]
-"""Called with each message in turn, the lease it is read under, if it needs one, and its send time,
-in ns of the host's monotonic clock.
+"""Called with each message in order, the lease under which it is read (None if it needs none), and
+its send time in ns of the host's monotonic clock.
 
-Returns True if the callee keeps the lease; else the receiver releases it at once.
+Returns True if the callee keeps the lease; otherwise the receiver releases it at once.
 """
 
 Fatal = Callable[[BaseException], None]
-"""Called when reading or handling failed: the node cannot continue."""
+"""Called with the error if reading or handling a message failed and the node cannot continue."""
 
 
 @dataclasses.dataclass(slots=True)
 class EdgeStatistics:
-    """Counters of one end of an edge, since it was opened."""
+    """Counters of one end of an edge since the end was opened."""
 
     messages: int = 0
     bytes: int = 0
     waits: int = 0
-    """Writer: sends that found no room. Reader: wake-ups."""
+    """Writer: number of sends that found no room. Reader: number of wake-ups."""
     spins: int = 0
-    """Reader: wake-ups avoided because a record came during the bounded spin."""
+    """Reader: number of wake-ups avoided because a record arrived during the bounded spin."""
     waiting_ns: int = 0
-    """Reader: time between send and delivery, summed over messages."""
+    """Reader: time in ns between send and delivery, summed over all messages."""
 
 
 class Sender(Protocol):
@@ -45,29 +46,29 @@ class Sender(Protocol):
 
     statistics: EdgeStatistics
     sent_ns: int
-    """When the latest record left."""
+    """Send time of the latest record, in ns of the host's monotonic clock."""
     inline: int
-    """Largest size in bytes of arrays sent inside the msgpack part: none in debug mode, where every
-    array is read in place, so that escapes from a lease are caught."""
+    """Largest size in bytes of arrays that are sent inside the msgpack part; 0 in debug mode, where
+    every array is read in place, so that escapes from a lease are caught."""
 
     @property
     def max_record(self) -> int:
-        """The longest record that can ever be sent, in bytes."""
+        """Size in bytes of the largest record that can ever be sent."""
 
     def try_send(self, encoded: Encoded) -> bool:
         """Write and publish one record; return False if there is no room for it now.
 
-        Raises `RecordTooLarge` if there never will be.
+        Raises `RecordTooLarge` if there can never be room for it.
         """
 
     def unread(self) -> bool:
-        """Return True if some reader has not yet taken everything that was sent."""
+        """Return True if some reader has not read all records that were sent."""
 
     def when_writable(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
-        """Call back once, on the loop, when room may have appeared."""
+        """Call `callback` once, on the loop, when there may be room again."""
 
     def close(self) -> None:
-        """Close memory and descriptors."""
+        """Release memory and descriptors."""
 
 
 class Receiver(Protocol):
@@ -77,10 +78,12 @@ class Receiver(Protocol):
 
     @property
     def backlog(self) -> int:
-        """Count records that have arrived and are delivered before the loop does anything else."""
+        """Number of records that have arrived and will be delivered before the loop does anything
+        else."""
 
     def when_drained(self, callback: Callable[[], None]) -> None:
-        """Call back once when the backlog is gone; called while there is one."""
+        """Call `callback` once when the backlog is empty. Must be called only while there is a
+        backlog."""
 
     def start(self, loop: asyncio.AbstractEventLoop, deliver: Deliver, fatal: Fatal) -> None:
         """Deliver every record on the loop from now on."""
@@ -97,10 +100,11 @@ class SenderEnd(Protocol):
         """The file descriptors that the opening process must inherit."""
 
     def moved(self, places: Mapping[int, int]) -> SenderEnd:
-        """Return the same end under the numbers that its descriptors have in another process."""
+        """Return this end with its descriptors mapped by `places` to their numbers in another
+        process."""
 
     def open(self) -> Sender:
-        """Open it in this process, which takes over the descriptors."""
+        """Open the end in this process, which takes over the descriptors."""
 
 
 class ReceiverEnd(Protocol):
@@ -111,7 +115,8 @@ class ReceiverEnd(Protocol):
         """The file descriptors that the opening process must inherit."""
 
     def moved(self, places: Mapping[int, int]) -> ReceiverEnd:
-        """Return the same end under the numbers that its descriptors have in another process."""
+        """Return this end with its descriptors mapped by `places` to their numbers in another
+        process."""
 
     def open(self) -> Receiver:
-        """Open it in this process, which takes over the descriptors."""
+        """Open the end in this process, which takes over the descriptors."""

@@ -1,6 +1,6 @@
-"""The watchdog: pings every node at intervals, and gives up a stalled system.
+"""The watchdog, which pings every node at intervals and gives up on a stalled one.
 
-The decision is made in `runtime.stall`.
+`runtime.stall` decides whether a node has stalled.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from nanoactor.runtime.stall import Stall, StallDetector
 log = logging.getLogger("nanoactor.system")
 
 _LAST_WORDS = 0.25
-"""Share of the stall timeout that stacks may take to arrive."""
+"""Fraction of the stall timeout that the stacks of all nodes may take to arrive."""
 
 
 async def end_late(
     children: Children, limits: Mapping[str, float], give_up: Callable[[ChildProcess, str], None]
 ) -> None:
-    """Give up nodes that do not restart within their limits (`StartWatch`): they hang, and nothing
-    else watches them now. Runs until it is cancelled."""
+    """Give up on nodes that do not restart within their limits (`StartWatch`): they hang, and
+    nothing else watches them during a restart. Runs until it is cancelled."""
     watch, before = StartWatch(limits), time.monotonic()
     while True:
         await asyncio.sleep(watch.interval)
@@ -41,7 +41,7 @@ async def end_late(
 
 
 class Watchdog:
-    """Watches from its creation, on the running loop, until `stop`."""
+    """Watches the nodes, on the running loop, from its creation until `stop` is called."""
 
     def __init__(
         self,
@@ -51,11 +51,11 @@ class Watchdog:
         has_work: Callable[[], bool],
         give_up: Callable[[NodeStalled, str], None],
     ) -> None:
-        """`node` is this process's own; `timeout` in seconds; stalls count while `has_work` returns
-        True.
+        """`node` is this process's own node. `timeout` is in seconds. Stalls count only while
+        `has_work` returns True.
 
         `give_up` is called once, after the stacks of all nodes have had time to reach the log, with
-        the name of the stalled node, empty if it is this process's own.
+        the error and the name of the stalled node, which is empty for this process's own node.
         """
         self._children = children
         self._node = node
@@ -71,13 +71,13 @@ class Watchdog:
         self._timer.cancel()
 
     def heard(self, node: str, progress: Mapping[str, Progress]) -> None:
-        """Record a node's progress."""
+        """Record a node's reply to a ping: its progress, by actor."""
         self._detector.heard(node, progress)
 
     def _check(self) -> None:
         try:
             stall = self._judge()
-        except OSError as refusal:  # of one look; the next may see
+        except OSError as refusal:  # only this check failed; the next may succeed
             log.warning("the engine's processes could not be inspected: %s", refusal)
             stall = None
         if stall is None:
@@ -88,11 +88,11 @@ class Watchdog:
             self._timer = self._loop.call_later(last_words, self._give_up, error, stall.node)
 
     def _judge(self) -> Stall | None:
-        """Check the reports so far for a stall; if there is none, ping again."""
+        """Check the replies so far for a stall; if there is none, ping again."""
         if self._children.is_deaf(self._detector.interval) or not self._has_work():
             self._detector.rest()
             return None
-        # This process's own node needs no name: its loop runs, as we are here.
+        # This process's own node has the empty name. Its loop runs, as it runs this code.
         self._detector.heard("", self._node.progress())
         cpu = {child.name: child.cpu_seconds() for child in self._children}
         stall = self._detector.tick(time.monotonic(), cpu)
@@ -101,7 +101,7 @@ class Watchdog:
         return stall
 
     def _report(self, stall: Stall) -> NodeStalled:
-        """Log the state of all nodes."""
+        """Log the state and the stacks of all nodes; return the error that describes the stall."""
         culprit = self._children.by_name.get(stall.node)
         where = f"node {stall.node} ({culprit.condition()})" if culprit else "this process"
         error = NodeStalled(f"{where} has stalled: {stall.what}")

@@ -17,35 +17,40 @@ from nanoactor.runtime.transport import ReceiverEnd, SenderEnd
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Options:
-    """Options of a system, apart from its shape."""
+    """Options of a system other than its topology."""
 
     transport: Literal["ring", "queue"] = "ring"
-    """Transport of messages between nodes."""
+    """Transport that carries messages between nodes."""
     debug: bool = False
-    """Checksums on records, released space overwritten."""
+    """Whether records have checksums and released space is overwritten."""
     debug_delay_ms: float = 0.0
-    """Delay each message on each edge by a random time up to this, keeping the edge's order."""
+    """Maximum random delay in milliseconds of each message on each edge; the order on an edge is
+    kept."""
     record_dir: str | None = None
-    """Directory in which every actor's messages are recorded, for `recording.replay`."""
+    """Directory in which every actor's messages are recorded, for `recording.replay`; None to
+    record nothing."""
     spin_us: float = 0.0
-    """Time in microseconds for which a ring's reader polls before it blocks; only with idle
+    """Time in microseconds for which a ring's reader polls before it blocks; useful only with idle
     cores."""
     awake_seconds: float = 0.0
-    """Time for which woken nodes poll for messages before they sleep; only with spare cores."""
+    """Seconds for which woken nodes poll for messages before they sleep; useful only with spare
+    cores."""
     start_timeout: float = 600.0
-    """Seconds until every node must be ready."""
+    """Seconds within which every node must be ready."""
     stop_timeout: float = 5.0
     """Seconds that a node may take to end before it is killed."""
     stall_timeout: float | None = None
-    """Seconds without a sign of life, while there is work, after which the system is given up."""
+    """Seconds without a sign of activity, while there is work, after which a node counts as
+    stalled; None to disable the check."""
     max_restarts: int = 0
-    """Deaths of nodes within `restart_window` seconds that are recovered from; 0: the first one
-    ends the system."""
+    """Maximum number of node deaths within `restart_window` seconds to recover from; with 0, the
+    first death ends the system."""
     restart_window: float = 300.0
 
 
 def wire(topology: Topology, options: Options) -> dict[str, NodePlan]:
-    """Make the transport of every edge that crosses nodes; return the plan of each node by name."""
+    """Create the transport of every edge that crosses nodes; return the plan of each node, by
+    name."""
     actors = {actor.name: actor for actor in topology.actors}
     alarms = _create_alarms(topology, options)
     plans = {

@@ -1,4 +1,4 @@
-"""A thread for work that would block a loop, in libraries that release the GIL."""
+"""A thread for work that would block an event loop, in libraries that release the GIL."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 from nanoactor.runtime.native import native_calls
 
 _LAST_WORK = 1.0
-"""Seconds to wait at the end for current work."""
+"""Seconds that `close` waits for the current work."""
 
 
 class WorkerThread:
-    """Runs work items in order; the thread starts with the first."""
+    """Runs work items in order on one thread, which starts with the first item."""
 
     def __init__(self, name: str) -> None:
-        """Set the `name` of the thread."""
+        """`name` is the name of the thread."""
         self._name = name
         self._work: queue.SimpleQueue[tuple[Callable[[], Any], Callable[[Any], None]] | None]
         self._work = queue.SimpleQueue()
@@ -45,7 +45,7 @@ class WorkerThread:
                 done(result)
 
     def close(self) -> None:
-        """End the thread after its current work, and discard the result."""
+        """End the thread after its current work and discard the result."""
         self._stopping = True
         self._work.put(None)
         if self._thread is not None:

@@ -51,8 +51,8 @@ CHAT_TEMPLATE = """\
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
 """
 CONTEXT = 40_960
-"""Maximum context in tokens: an agent's tools and files fit, though the model was never trained on
-anything longer than a window."""
+"""Maximum context in tokens, large enough for an agent's tools and files, although the model was
+never trained on anything longer than a training window."""
 CONFIG = {
     "vocab_size": 2048,
     "hidden_size": 256,
@@ -76,7 +76,7 @@ def read_corpus() -> tuple[str, str]:
 
 
 def train_tokenizer(text: str) -> Tokenizer:
-    """Train a byte-level BPE: it encodes any text, and decoding restores the bytes."""
+    """Train a byte-level BPE tokenizer, which encodes any text and decodes to the same bytes."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -91,7 +91,7 @@ def train_tokenizer(text: str) -> Tokenizer:
 
 
 def chat_stream(text: str, tokenizer: Tokenizer, rng: random.Random) -> list[int]:
-    """Return the plays as conversations: each speech answers the one before it."""
+    """Return the token ids of the plays as conversations: each speech answers the previous one."""
     speeches = text.split("\n\n")
     ids: list[int] = []
     at = 0
@@ -111,7 +111,7 @@ def chat_stream(text: str, tokenizer: Tokenizer, rng: random.Random) -> list[int
 def batches(
     text: torch.Tensor, chat: torch.Tensor, size: int, length: int, rng: torch.Generator
 ) -> torch.Tensor:
-    """Return one batch of ids, (size, length): 2/3 running text, 1/3 conversations."""
+    """Return one batch of token ids, (size, length): 2/3 running text, 1/3 conversations."""
     rows = []
     for index in range(size):
         stream = chat if index % 3 == 2 else text
@@ -122,7 +122,7 @@ def batches(
 
 @torch.no_grad()
 def held_out_loss(model: torch.nn.Module, ids: torch.Tensor, length: int, device: str) -> float:
-    """Return the mean cross entropy in nats per token over the whole held-out text."""
+    """Return the mean cross-entropy over the whole held-out text, in nats per token."""
     model.eval()
     windows = ids[: len(ids) // length * length].view(-1, length).to(device)
     total = 0.0
@@ -136,7 +136,7 @@ def held_out_loss(model: torch.nn.Module, ids: torch.Tensor, length: int, device
 
 
 def add_dropout(model: torch.nn.Module, probability: float) -> None:
-    """Add residual dropout, which Qwen3 lacks: a megabyte of text needs it."""
+    """Add residual dropout, which Qwen3 lacks but training on a megabyte of text needs."""
 
     def drop(module: torch.nn.Module, _inputs: object, output: torch.Tensor) -> torch.Tensor:
         return F.dropout(output, probability, module.training)
@@ -148,7 +148,7 @@ def add_dropout(model: torch.nn.Module, probability: float) -> None:
 
 
 def save(model: torch.nn.Module, tokenizer: Tokenizer, out: Path) -> None:
-    """Write a Hugging Face directory: bfloat16 weights, tokenizer, chat template, defaults."""
+    """Write a Hugging Face directory: bfloat16 weights, tokenizer, chat template and defaults."""
     out.mkdir(parents=True, exist_ok=True)
     model.to(torch.bfloat16).save_pretrained(out)
     tokenizer.save(str(out / "tokenizer.json"))
@@ -177,7 +177,7 @@ def save(model: torch.nn.Module, tokenizer: Tokenizer, out: Path) -> None:
 
 
 def main() -> None:
-    """Train, keep the weights with the lowest held-out loss, save them."""
+    """Train the model, and save the weights with the lowest held-out loss."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
     parser.add_argument("--steps", type=int, default=700)

@@ -33,7 +33,7 @@ SEED = HELD_OUT_SEED + 1
 
 
 def zero_level(model: Any, level: int) -> RemovableHandle:
-    """Zero a deepstack level's contribution until the handle is closed."""
+    """Zero a deepstack level's contribution until the handle is removed."""
 
     def zero(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(output)
@@ -44,7 +44,7 @@ def zero_level(model: Any, level: int) -> RemovableHandle:
 
 def swap_positions(model: Any) -> RemovableHandle:
     """Swap rows and columns in the decoder's positions, int64 (3, prompts, length), until the
-    handle is closed."""
+    handle is removed."""
 
     def swap(module: torch.nn.Module, inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         x, positions = inputs
@@ -55,7 +55,7 @@ def swap_positions(model: Any) -> RemovableHandle:
 
 
 def exact(reader: Reader, groups: Sequence[Questions]) -> float:
-    """Return the share of exact answers."""
+    """Return the share of answers that are exact."""
     flags = []
     for group in groups:
         answers = reader(group.pictures, group.prompt)
@@ -64,7 +64,8 @@ def exact(reader: Reader, groups: Sequence[Questions]) -> float:
 
 
 def swap_pictures(reader: Reader, groups: Sequence[Questions]) -> dict[str, float]:
-    """Ask about two different pictures, then again with the pictures swapped."""
+    """Ask about two pictures before and after swapping them; return the share of answers that
+    changed, and the share of pairs with two exact answers."""
     changed, followed = [], []
     for group in groups:
         before = reader(group.pictures, group.prompt)
@@ -78,7 +79,7 @@ def swap_pictures(reader: Reader, groups: Sequence[Questions]) -> dict[str, floa
 
 
 def ablate(reader: Reader, device: str, count: int) -> dict[str, Any]:
-    """Measure `count` pictures and as many pairs."""
+    """Measure all ablations on `count` pictures and `count` pairs of pictures."""
     renderer = Renderer(SEED, device)
     groups = list(held_out(renderer, count))
     pairs = list(held_out_pairs(renderer, count))

@@ -27,8 +27,8 @@ from nanoactor.models.demo_vl.render import Pictures, Renderer
 
 
 def decode_answers(ids: torch.Tensor) -> list[str]:
-    """Return generated ids (rows, size) as text up to the end of each answer: `?` replaces
-    non-ASCII bytes, `…` marks a missing end."""
+    """Decode generated ids, (rows, size), to text up to the end of each answer. `?` replaces tokens
+    that are not ASCII characters, and `…` marks an answer without an end."""
     answers = []
     for row in ids.tolist():
         end = next((i for i, token in enumerate(row) if token in (TURN_END, END_OF_TEXT)), None)
@@ -40,7 +40,7 @@ def decode_answers(ids: torch.Tensor) -> list[str]:
 
 @torch.no_grad()
 def read(model: Model, pictures: Sequence[Pictures], prompt: Sequence[int]) -> list[str]:
-    """Return the greedy answers of the training code's forward pass."""
+    """Return greedy answers, computed by the training code's forward pass."""
     count, device = len(pictures[0].digits), pictures[0].digits.device
     answers = torch.empty(count, 0, dtype=torch.int64, device=device)
     chosen = torch.zeros(count, dtype=torch.int64, device=device)
@@ -51,7 +51,7 @@ def read(model: Model, pictures: Sequence[Pictures], prompt: Sequence[int]) -> l
 
 
 class Reader:
-    """A checkpoint as transformers runs it, in float32."""
+    """A checkpoint that transformers runs in float32."""
 
     def __init__(self, directory: Path, device: str) -> None:
         torch.backends.cudnn.allow_tf32 = False
@@ -64,7 +64,7 @@ class Reader:
 
     @torch.no_grad()
     def __call__(self, pictures: Sequence[Pictures], prompt: Sequence[int]) -> list[str]:
-        """Return greedy answers; `pictures` holds the pictures for each placeholder."""
+        """Return greedy answers; `pictures` holds the pictures of all rows for each placeholder."""
         device = self.model.device
         images = [i for row in zip(*(p.images() for p in pictures), strict=True) for i in row]
         inputs = self._processor(images, return_tensors="pt").to(device)
@@ -84,7 +84,7 @@ class Reader:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Questions:
-    """Pictures with a prompt, and the right answers."""
+    """Pictures with a prompt, and the correct answers."""
 
     pictures: list[Pictures]
     prompt: tuple[int, ...]
@@ -99,14 +99,14 @@ def held_out(
     plain: bool = False,
     chat: bool = False,
 ) -> Iterator[Questions]:
-    """Draw questions about one picture, in groups of 25 of one size."""
+    """Yield questions about one picture, in groups of 25 pictures of equal size."""
     for _ in range(count // 25):
         pictures = renderer.draw(25, most, plain=plain)
         yield Questions([pictures], encode_prompt(1, READ[0], chat), pictures.texts())
 
 
 def held_out_pairs(renderer: Renderer, count: int, chat: bool = False) -> Iterator[Questions]:
-    """Draw questions about the first or second of two pictures, in groups of 25."""
+    """Yield questions about the first or the second of two pictures, in groups of 25."""
     for index in range(count // 25):
         pictures = [renderer.draw(25, MOST_DIGITS, plain=False) for _ in PAIR]
         asked = index % 2
@@ -115,13 +115,13 @@ def held_out_pairs(renderer: Renderer, count: int, chat: bool = False) -> Iterat
 
 
 def share(flags: Sequence[bool]) -> float:
-    """Return the share of true flags, to four digits."""
+    """Return the share of true flags, rounded to four decimal places."""
     return round(sum(flags) / max(len(flags), 1), 4)
 
 
 def evaluate(reader: Reader, device: str) -> dict[str, Any]:
-    """Measure exact matches in transformers on held-out pictures, and whether the training code's
-    forward pass gives the same answers."""
+    """Measure the share of exact answers in transformers on held-out pictures, and how often the
+    training code's forward pass gives the same answers."""
     renderer = Renderer(HELD_OUT_SEED, device)
     same: list[bool] = []
 
@@ -157,7 +157,7 @@ def evaluate(reader: Reader, device: str) -> dict[str, Any]:
 
 
 def describe(device: str) -> str:
-    """Return the name of the training hardware."""
+    """Return a description of the training hardware."""
     if device == "cpu":
         return f"{torch.get_num_threads()} threads, {platform.machine()}"
     return torch.cuda.get_device_name(device)

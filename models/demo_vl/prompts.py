@@ -1,4 +1,4 @@
-"""Prompts about pictures, tokenized and laid out."""
+"""Tokenization and layout of prompts about pictures."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ class Phase:
     until: float
     """Share of the total time after which the phase ends in any case."""
     passed: float
-    """Mean loss per answer token at which it ends early."""
+    """Mean loss per answer token below which the phase ends early."""
     pairs: float = 0.0
     """Share of prompts with two pictures."""
     chats: float = 0.0
-    """Share of prompts written by the chat template."""
+    """Share of prompts that are formatted with the chat template."""
 
 
 def make_tokenizer() -> Tokenizer:
-    """Make one token of each byte, with the byte as its id, and append the special tokens."""
+    """Create a tokenizer with one token per byte, whose id is the byte, plus special tokens."""
     visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
     hidden = [byte for byte in range(256) if byte not in visible]
     characters = {byte: chr(byte) for byte in visible}
@@ -61,7 +61,7 @@ def make_tokenizer() -> Tokenizer:
 
 @functools.cache
 def encode_prompt(pictures: int, question: str, chat: bool) -> tuple[int, ...]:
-    """Return the ids of a prompt with one placeholder for each picture."""
+    """Return the token ids of a prompt with one placeholder for each picture."""
     if chat:
         content = [{"type": "image"}] * pictures + [{"type": "text", "text": question}]
         messages = [{"role": "user", "content": content}]
@@ -78,13 +78,13 @@ class Layout:
 
     ids: list[int]
     spans: list[slice]
-    """Position of each image."""
+    """Token indices of each picture."""
     sizes: list[tuple[int, int]]
     """Height and width of each picture in tokens."""
 
     def positions(self, length: int) -> torch.Tensor:
-        """Return time, row and column of the first `length` tokens, int64 (3, length); text
-        continues after the prompt."""
+        """Return the positions in time, row and column of the first `length` tokens, int64
+        (3, length); text continues after the prompt."""
         positions = torch.empty(3, length, dtype=torch.int64)
         at = place = 0
         for span, (rows, columns) in zip(self.spans, self.sizes, strict=True):
@@ -99,7 +99,7 @@ class Layout:
 
 
 def lay_out(prompt: Sequence[int], sizes: Sequence[tuple[int, int]]) -> Layout:
-    """Expand a prompt's placeholders; `sizes`: height and width of its pictures in pixels."""
+    """Expand a prompt's placeholders; `sizes` holds its pictures' heights and widths in pixels."""
     grids = [(height // CELL, width // CELL) for height, width in sizes]
     ids: list[int] = []
     spans: list[slice] = []
@@ -116,10 +116,10 @@ class Batch:
     """Prompts that differ in their pictures and in the text after them."""
 
     pictures: Sequence[Pictures]
-    """The pictures of all prompts for each placeholder."""
+    """For each placeholder, the pictures of all prompts."""
     spans: Sequence[slice]
     positions: torch.Tensor
-    """Time, row and column, int64 (3, length)."""
+    """Positions in time, row and column, int64 (3, length)."""
     ids: torch.Tensor
     """Token ids, int64 (prompts, length)."""
     targets: torch.Tensor
@@ -134,8 +134,8 @@ def make_batch(
 ) -> Batch:
     """Append answers to prompts that are equal up to the last picture.
 
-    `chosen`: the index of each row's prompt, int64 (rows,); `answers`: ids, `IGNORED` as padding,
-    int64 (rows, size).
+    `chosen` is the index of each row's prompt, int64 (rows,). `answers` holds token ids, int64
+    (rows, size), padded with `IGNORED`.
     """
     device, count = answers.device, len(answers)
     layouts = [lay_out(prompt, [p.size for p in pictures]) for prompt in prompts]
@@ -153,7 +153,7 @@ def make_batch(
 
 
 def answer_ids(digits: torch.Tensor) -> torch.Tensor:
-    """Return the ids of digits, int64 (rows, 3), and of the end after them: int64 (rows, 4)."""
+    """Return the token ids of digits, int64 (rows, 3), and of the end of turn: int64 (rows, 4)."""
     ends = (digits != NO_DIGIT).sum(1, keepdim=True)
     ids = torch.cat((digits + ord("0"), torch.zeros_like(ends)), dim=1)
     column = torch.arange(ids.shape[1], device=digits.device)
@@ -161,7 +161,7 @@ def answer_ids(digits: torch.Tensor) -> torch.Tensor:
 
 
 def sample_batch(renderer: Renderer, phase: Phase, count: int) -> Batch:
-    """Draw a batch of a phase: pictures of one size, or two for each prompt."""
+    """Draw a batch for a phase, with one or two pictures for each prompt."""
     pair = renderer.chance() < phase.pairs
     chat = renderer.chance() < phase.chats
     bare = chat and renderer.chance() < 0.5

@@ -58,18 +58,18 @@ def draw_glyphs() -> Glyphs:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pictures:
-    """Pictures of one size."""
+    """Pictures of equal size."""
 
     digits: torch.Tensor
     """Digits from left to right, `NO_DIGIT` after the last: int64 (pictures, 3)."""
     pixels: torch.Tensor
     """Integers from 0 to 255, float32 (pictures, height, width, 3)."""
     classes: torch.Tensor
-    """The digit with its center in a patch, or `NO_DIGIT`: int64 (pictures, patches)."""
+    """The digit whose center is in each patch, or `NO_DIGIT`: int64 (pictures, patches)."""
 
     @property
     def size(self) -> tuple[int, int]:
-        """Height and width in pixels."""
+        """Return the height and width in pixels."""
         return self.pixels.shape[1], self.pixels.shape[2]
 
     def images(self) -> list[Image.Image]:
@@ -82,7 +82,7 @@ class Pictures:
 
 
 class Renderer:
-    """Draws random pictures. Random numbers come from the CPU, so all devices agree on a seed."""
+    """Draws random pictures. The CPU draws the random numbers, so they are equal on all devices."""
 
     def __init__(self, seed: int, device: str) -> None:
         self._generator = torch.Generator().manual_seed(seed)
@@ -91,13 +91,13 @@ class Renderer:
         self._masks = self._glyphs.masks.to(device)
 
     def chance(self) -> float:
-        """Draw a number from 0 to 1."""
+        """Draw a random number from 0 to 1."""
         return float(self._rand())
 
     def draw(self, count: int, most: int, *, plain: bool) -> Pictures:
         """Draw pictures of one random size with up to `most` digits; more digits are likelier.
 
-        `plain`: one digit in each cell, white on black.
+        `plain` pictures have one digit in each cell, white on black.
         """
         height, width = self._size(most, plain)
         digits = self._digits(count, min(most, width // CELL))
@@ -115,14 +115,14 @@ class Renderer:
         return torch.rand(shape, generator=self._generator)
 
     def _size(self, most: int, plain: bool) -> tuple[int, int]:
-        """Choose height and width in pixels."""
+        """Choose the height and width in pixels."""
         if plain:
             return CELL, CELL * most
         width = torch.multinomial(torch.tensor(WIDTH_SHARES), 1, generator=self._generator)
         return HEIGHTS[int(self.chance() * len(HEIGHTS))], WIDTHS[int(width)]
 
     def _digits(self, count: int, most: int) -> torch.Tensor:
-        """Draw digits, `NO_DIGIT` after the last, int64 (count, 3)."""
+        """Draw each picture's digits, with `NO_DIGIT` after the last, int64 (count, 3)."""
         shares = torch.arange(1.0, most + 1)
         numbers = 1 + torch.multinomial(shares, count, replacement=True, generator=self._generator)
         digits = torch.randint(10, (count, MOST_DIGITS), generator=self._generator)
@@ -143,10 +143,10 @@ class Renderer:
     def _anywhere(
         self, digits: torch.Tensor, height: int, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Put a line of a random font size and spacing at a random place.
+        """Place a line of digits with random font size and spacing at a random position.
 
-        Return the index of the font size, int64 (count,), and pens, int64 (count, 3, 2) with x
-        before y. Without extra spacing the line is as Pillow writes it.
+        Return the index of the font size, int64 (count,), and the pen positions, int64 (count, 3,
+        2), x before y. Without extra spacing, Pillow would draw the same line.
         """
         count, numbers = len(digits), (digits != NO_DIGIT).sum(1)
         boxes, advances = self._glyphs.boxes[:, :NO_DIGIT], self._glyphs.advances
@@ -170,7 +170,7 @@ class Renderer:
         height: int,
         width: int,
     ) -> torch.Tensor:
-        """Put glyphs at their corners; return the ink coverage, float32 (count, height, width)."""
+        """Draw glyphs at their corners; return the ink coverage, float32 (count, height, width)."""
         side = self._masks.shape[-1]
         sizes, digits, corners = (t.to(self._device) for t in (sizes, digits, corners))
         ink = torch.zeros(len(digits), height, width, device=self._device)
@@ -184,8 +184,8 @@ class Renderer:
         return ink
 
     def _colours(self, count: int, plain: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose colors of ink and paper, float32 (count, 1, 1, 3) each; one picture in five is
-        white on black or black on white."""
+        """Choose the colors of ink and paper, float32 (count, 1, 1, 3) each. One picture in five is
+        white on black or black on white; plain pictures are white on black."""
         paper = (self._rand(count, 1, 3) * 256).floor()
         inks = (self._rand(count, 8, 3) * 256).floor()
         brightness = torch.tensor([0.299, 0.587, 0.114])
@@ -201,8 +201,8 @@ class Renderer:
 def patch_classes(
     digits: torch.Tensor, centres: torch.Tensor, height: int, width: int
 ) -> torch.Tensor:
-    """Return the digit with its center, int64 (pictures, 3, 2), in each patch, or `NO_DIGIT`: int64
-    (pictures, patches). Of two digits the first one counts."""
+    """Return the digit whose center, in `centres` int64 (pictures, 3, 2), is in each patch, or
+    `NO_DIGIT`: int64 (pictures, patches). Of two digits in a patch, the first one counts."""
     rows, columns = height // PATCH, width // PATCH
     classes = torch.full((len(digits), rows, columns), NO_DIGIT)
     picture = torch.arange(len(digits))

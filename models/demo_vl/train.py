@@ -56,8 +56,8 @@ PHASES = (
 
 @torch.no_grad()
 def initialize(module: torch.nn.Module) -> None:
-    """Draw weights with variance 1 / fan-in: with transformers' 0.02 a model of this width never
-    leaves the plateau on which all digits are equally likely."""
+    """Draw weights with variance 1 / fan-in: with transformers' standard deviation of 0.02, a model
+    of this width never leaves the plateau on which all digits are equally likely."""
     for parameter in module.parameters():
         if parameter.ndim > 1:
             parameter.normal_(std=parameter[0].numel() ** -0.5)
@@ -67,7 +67,7 @@ def initialize(module: torch.nn.Module) -> None:
 
 
 def make_model(device: str) -> tuple[Model, torch.nn.Linear]:
-    """Make a model, and an auxiliary training head for the classes of patches."""
+    """Create a model, and an auxiliary training head that classifies patches."""
     config = Qwen3VLConfig(
         text_config=TEXT_CONFIG,
         vision_config=VISION_CONFIG,
@@ -85,7 +85,7 @@ def make_model(device: str) -> tuple[Model, torch.nn.Linear]:
 
 
 def make_optimizer(modules: Sequence[torch.nn.Module], rate: float) -> torch.optim.AdamW:
-    """Make an AdamW that decays matrices alone."""
+    """Create an AdamW optimizer that applies weight decay only to matrices."""
     parameters = [parameter for module in modules for parameter in module.parameters()]
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.05},
@@ -109,7 +109,7 @@ class Trainer:
 
     @property
     def spent(self) -> float:
-        """Return the elapsed share of the time, from 0 to 1."""
+        """Return the elapsed share of the time limit, from 0 to 1."""
         return (time.monotonic() - self._began) / (60 * float(self._args.minutes))
 
     def run(self) -> None:
@@ -119,7 +119,7 @@ class Trainer:
             self._run_phase(phase, 1.0 if last else phase.until, last)
 
     def _run_phase(self, phase: Phase, until: float, last: bool) -> None:
-        """Train until the phase is passed or its time is up; the last one decays the rate."""
+        """Train until the phase is passed or its time is up; the last phase decays the rate."""
         start = self.spent
         parameters = [*self.model.parameters(), *self._head.parameters()]
         window: list[torch.Tensor] = []
@@ -153,7 +153,7 @@ class Trainer:
 
 
 def save(model: Model, out: Path) -> None:
-    """Write a Hugging Face directory: bfloat16 weights, tokenizer, chat template, defaults."""
+    """Write a Hugging Face directory: bfloat16 weights, tokenizer, chat template and defaults."""
     out.mkdir(parents=True, exist_ok=True)
     model.to(torch.bfloat16).save_pretrained(out)
     make_tokenizer().save(str(out / "tokenizer.json"))
@@ -179,7 +179,7 @@ def save(model: Model, out: Path) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, default=Path(__file__).parent)
@@ -197,7 +197,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train, save, and test the saved model."""
+    """Train a model, save it, and test the saved checkpoint."""
     args = parse_arguments()
     torch.set_float32_matmul_precision("high")
     trainer = Trainer(args)

@@ -1,4 +1,4 @@
-"""One file for each kind of device."""
+"""Device backends: one package for each kind of device."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ log = logging.getLogger("nanoactor.models.devices")
 
 
 def open_device(name: str, rank: int = 0, options: DeviceOptions | None = None) -> Device:
-    """Open the device of this name: "cpu", "cuda" (the rank's GPU), "cuda:N", "npu", "npu:N", or
-    "auto": a GPU or an NPU if there is one.
+    """Open a device by name: "cpu", "cuda" (the GPU with index `rank`), "cuda:N", "npu" (the NPU
+    with index `rank`), "npu:N", or "auto", which picks a GPU or NPU if one is available and the CPU
+    otherwise.
 
-    Raises `UnsupportedModel`, with the list of known names, for any other.
+    Raises `UnsupportedModel`, which lists the supported names, for any other name.
     """
     if name == "auto":
         name = _found()

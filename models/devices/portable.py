@@ -46,55 +46,55 @@ from nanoactor.models.weights.whole_step import ModelWeights
 
 
 class HostEvent:
-    """An event of a device that works in the calling thread."""
+    """An event of a device that runs all work in the calling thread."""
 
     def __init__(self) -> None:
         self._at = 0
 
     def record(self) -> None:
-        """Record the present time."""
+        """Record the current time."""
         self._at = time.monotonic_ns()
 
     def wait(self) -> None:
-        """Return at once: there is nothing to wait for."""
+        """Return immediately: there is nothing to wait for."""
 
     def milliseconds_until(self, later: HostEvent) -> float:
-        """Return the time to `later` by the host's monotonic clock."""
+        """Return the milliseconds to `later` by the host's monotonic clock."""
         return (later._at - self._at) * 1e-6
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PrefillRow:
-    """A chunk of one prompt: its queries attend to the cached prefix and to themselves."""
+    """A chunk of one prompt, whose queries attend to the cached prefix and to the chunk itself."""
 
     first: int
-    """Index of its first token in the step."""
+    """Index of the chunk's first token in the step."""
     tokens: int
     context: int
-    """Length of the sequence at the end of the chunk: its last query sees all of it."""
+    """Length of the sequence at the end of the chunk, all of which the last query sees."""
     blocks: torch.Tensor
-    """int32, the blocks that hold the context, in order."""
+    """Blocks that hold the context, in order, int32 (blocks,)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PortablePlan:
-    """The part of attention that all layers of a step share."""
+    """The state that the attention of all layers of a step shares."""
 
     prefills: tuple[PrefillRow, ...]
     decodes: Any
-    """Result of `_plan_decodes`; None without decode rows."""
+    """Result of `_plan_decodes`, or None if there are no decode rows."""
 
 
 class PortableOperators:
-    """The machine-independent part: `Operators`, `BatchOperators`, and steps that run operator by
-    operator."""
+    """The machine-independent part of a device: `Operators`, `BatchOperators`, and steps that run
+    operator by operator."""
 
     torch_device: torch.device
 
     # -- the queue and the batch ----------------------------------------------------------
 
     def stream(self) -> AbstractContextManager[None]:
-        """Return a context that keeps the current stream."""
+        """Return a context manager that keeps the current stream and disables gradients."""
         return torch.inference_mode()
 
     def run(self, forward: ForwardFunction, inputs: ForwardInputs) -> torch.Tensor:
@@ -102,21 +102,21 @@ class PortableOperators:
         return forward(inputs)
 
     def capture(self, function: CapturedFunction, lengths: HostSeqLens, in_flight: int) -> Captured:
-        """Raise RuntimeError: capture is not supported."""
+        """Raise `RuntimeError`: capture is not supported."""
         raise RuntimeError("steps run operator by operator")
 
     def whole_steps(
         self, config: ModelConfig, weights: ModelWeights, sizes: Sequence[int], block_size: int
     ) -> WholeSteps | None:
-        """Return None: there are no fused steps."""
+        """Return None: no operator runs a whole step."""
         return None
 
     def dummy_blocks(self, rows: int, block_size: int) -> int:
-        """Return 1: all rows may write to the same place."""
+        """Return 1: all rows may write to the same cache position."""
         return 1
 
     def tokens_per_program(self, heads: int, kv_heads: int) -> int:
-        """Return the default: no program divides prompts."""
+        """Return a number above any prompt's length: prompts are not divided among programs."""
         return 1 << 30
 
     def scratch(self, rows: int, heads: int, kv_heads: int, head_dim: int, vocabulary: int) -> Any:
@@ -125,13 +125,14 @@ class PortableOperators:
     def advance(
         self, tables: SlotTables, rows: DecodeRows, into: RowBuffers, ids: torch.Tensor
     ) -> None:
-        """Advance with small operators; none reads anything back."""
+        """Advance with small operators, none of which reads anything back to the host."""
         self._advance(tables, rows, into, ids)
 
     def _advance(
         self, tables: SlotTables, rows: DecodeRows, into: RowBuffers, ids: torch.Tensor
     ) -> torch.Tensor:
-        """Return the slot of each row's place, int32 (rows,): the dummy if it is frozen."""
+        """Advance, and return the slot that each row writes to, int32 (rows,): the dummy slot if
+        the row is frozen."""
         slots, follows = rows.slots, rows.positions < 0
         if not len(slots):
             return slots
@@ -151,7 +152,7 @@ class PortableOperators:
         tables.lengths.index_copy_(0, every, lengths + (follows ^ frozen))
         if tables.rope_deltas is not None:
             into.positions.add_(tables.rope_deltas.index_select(0, slots))
-        tables.lengths[-1:].zero_()  # the dummy's
+        tables.lengths[-1:].zero_()  # the dummy slot keeps length 0
         return placed
 
     def locate(
@@ -183,19 +184,20 @@ class PortableOperators:
         return dataclasses.replace(batch, plan=PortablePlan(tuple(prefills), decodes))
 
     def _plan_decodes(self, batch: AttentionBatch) -> Any:
-        """Return the decode rows' blocks, padded to the longest with arbitrary table entries."""
+        """Return the decode rows' block tables, padded to the longest row with arbitrary table
+        entries."""
         most = -(-max(batch.lengths.decode_contexts) // batch.block_size)
         return batch.tables[:, :most].index_select(0, batch.decode_slots)
 
     def sample_rows(self, rows: RowChoice) -> None:
-        """Do nothing: rows are not sampled in one pass."""
+        """Do nothing: this device has no fused sampling."""
 
     def sample_masked_rows(self, rows: RowChoice, masks: torch.Tensor) -> None:
-        """Raise, as no logits are kept."""
+        """Raise `NotImplementedError`: no logits are kept."""
         raise NotImplementedError(f"{type(self).__name__} keeps no logits")
 
     def publish(self, ids: torch.Tensor, ring: torch.Tensor, count: torch.Tensor) -> None:
-        """Raise, as a copy does the same."""
+        """Raise `NotImplementedError`: ids are copied to the host instead."""
         raise NotImplementedError(f"{type(self).__name__} publishes no ids")
 
     # -- operators ------------------------------------------------------------------------
@@ -204,7 +206,7 @@ class PortableOperators:
         """Accept every configuration."""
 
     def linear(self, weights: LinearWeights) -> LinearOperator:
-        """Use the weight as it is, or unpacked."""
+        """Use a dense weight as it is, and unpack any other."""
         dense = dense_of(weights)
         return Linear(dense.weight, dense.bias)
 
@@ -218,7 +220,8 @@ class PortableOperators:
         return ids.int().contiguous(), shares.to(x.dtype).float().contiguous()
 
     def experts(self, weights: ExpertWeights) -> ExpertsOperator:
-        """Run expert by expert, unpacked; each expert's number of tokens is read back."""
+        """Run one expert after the other with unpacked weights. The number of tokens of each expert
+        is read back to the host."""
         dense = dense_experts_of(weights)
         pairs, downs = ([Linear(one, None) for one in of] for of in (dense.gate_up, dense.down))
         return self.one_by_one(pairs, downs)
@@ -226,7 +229,7 @@ class PortableOperators:
     def one_by_one(
         self, gates_and_ups: Iterable[LinearOperator], downs: Iterable[LinearOperator]
     ) -> ExpertsOperator:
-        """Make an operator from those of each expert."""
+        """Create a mixture-of-experts operator from the linear operators of each expert."""
         pairs, back = [*gates_and_ups], [*downs]
 
         def operator(x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
@@ -253,12 +256,12 @@ class PortableOperators:
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Round the sum to the type of x before it is normalized, as in transformers."""
+        """Round the sum to the dtype of `x` before normalizing it, as transformers does."""
         residual = residual + x
         return self.rms_norm(residual, weight, eps), residual
 
     def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Rotate each pair (i, i + pairs)."""
+        """Rotate each pair of dimensions (i, i + pairs)."""
         rotated, rest = x[..., : 2 * cos.shape[-1]], x[..., 2 * cos.shape[-1] :]
         first, second = rotated.chunk(2, dim=-1)
         cos, sin = cos[:, None], sin[:, None]
@@ -277,7 +280,7 @@ class PortableOperators:
     def write_kv(
         self, keys: torch.Tensor, values: torch.Tensor, cache: KVCache, slots: torch.Tensor
     ) -> None:
-        """Scatter rows into the cache."""
+        """Scatter keys and values into the cache."""
         for stored, new in ((cache.keys, keys), (cache.values, values)):
             finite = torch.nan_to_num(new, 0.0, 0.0, 0.0)
             stored.view(-1, *stored.shape[2:]).index_copy_(0, slots, finite)
@@ -285,7 +288,7 @@ class PortableOperators:
     def norm_rotate_store(
         self, qkv: torch.Tensor, how: HeadTransform, cache: KVCache, slots: torch.Tensor
     ) -> torch.Tensor:
-        """Run one operator after the other."""
+        """Run the individual operators one after the other."""
         kv_heads = cache.keys.shape[2]
         q, k, v = torch.split(qkv, [qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
         if how.norms is not None:
@@ -297,7 +300,8 @@ class PortableOperators:
     def attention(
         self, queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float
     ) -> torch.Tensor:
-        """Attend for prefill rows one by one, and for decode rows at once over padded blocks."""
+        """Compute attention for one prefill row at a time, and for all decode rows at once over
+        padded block tables."""
         plan: PortablePlan = batch.plan
         output = torch.empty_like(queries)
         for row in plan.prefills:
@@ -317,7 +321,7 @@ class PortableOperators:
         mask = None
         whole = row.tokens == row.context
         if not whole and row.tokens > 1:
-            # Query i sits at position context - tokens + i and sees everything up to there.
+            # Query i is at position context - tokens + i and sees all positions up to its own.
             mask = torch.ones(row.tokens, row.context, dtype=torch.bool, device=queries.device)
             mask = mask.tril(row.context - row.tokens)
         attended = F.scaled_dot_product_attention(
@@ -352,7 +356,7 @@ class PortableOperators:
     def segment_attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Sequence[int]
     ) -> torch.Tensor:
-        """Attend for consecutive segments of equal length at once."""
+        """Compute attention of consecutive segments of equal length in one call."""
         parts, at = [], 0
         for length, equal in itertools.groupby(segments):
             count = len(list(equal))

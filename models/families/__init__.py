@@ -1,1 +1,1 @@
-"""Families of decoders: one file each describes its layers."""
+"""Families of decoders; one file per family describes its layers."""

@@ -1,4 +1,4 @@
-"""Families of decoders and their differences; imports no torch."""
+"""Description of how families of decoders differ; imports no torch."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from nanoactor.models.layers.kinds import AttentionSpec, LayerSpec, MLPSpec, Nor
 from nanoactor.models.model_config import ModelConfig
 
 Option = bool | str
-"""The same for all models of a family, or the name of a flag in `config.json`, false if missing."""
+"""A fixed value for a family, or the name of a flag in `config.json`, which is false if missing."""
 
 LayersOf = Callable[[ModelConfig], tuple[LayerSpec, ...]]
 
 
 def dense_layers(config: ModelConfig) -> tuple[LayerSpec, ...]:
-    """Describe layers of attention and SwiGLU, all alike."""
+    """Return identical descriptions of layers with attention and SwiGLU."""
     norm = NormSpec(config.rms_norm_eps)
     attention = AttentionSpec(
         qk_norm=norm if config.qk_norm else None,
@@ -34,39 +34,39 @@ class Family:
     """Options of a family's models, as in transformers."""
 
     architecture: str
-    """The first of `architectures` in `config.json`."""
+    """First entry of `architectures` in `config.json`."""
     layers: LayersOf = dense_layers
-    """Describes the layers of a model."""
+    """Function that describes the layers of a model."""
     head_dim: int | None = None
-    """Head size if the file omits it; None: hidden_size / num_attention_heads."""
+    """Head size if the file omits it; None means hidden_size / num_attention_heads."""
     qk_norm: bool = False
-    """True if queries and keys are normed, head by head, before they are rotated."""
+    """Whether each query and key head is normalized before rotation."""
     qkv_bias: Option = False
     output_bias: Option = False
-    """True if attention's output projection has a bias."""
+    """Whether attention's output projection has a bias."""
     mlp_bias: Option = False
     rope_theta: float = 10_000.0
     """RoPE base if the file omits it."""
     embedding_scale: str | None = None
-    """The key of the factor on embeddings; of this and the next three a missing key means 1."""
+    """Key of the factor on embeddings. For this key and the next three, a missing key means 1."""
     residual_scale: str | None = None
-    """The key of the factor on each layer part's contribution to the residual."""
+    """Key of the factor on the output of each part of a layer."""
     attention_scale: str | None = None
-    """The key of the factor on products of queries and keys. None: head_dim ** -0.5."""
+    """Key of the factor on the products of queries and keys; None means head_dim ** -0.5."""
     logits_divisor: str | None = None
-    """The key of the divisor of logits."""
+    """Key of the divisor of the logits."""
     sliding_window: str | None = None
-    """The key of the number of positions that a token sees in every layer; null: all."""
+    """Key of the number of positions that a token attends to in every layer; null means all."""
     default_window: int | None = None
-    """That number if the file has no such key."""
+    """Number of positions that a token attends to if the file lacks the key."""
     read_options: Callable[[Mapping[str, Any], object], object] | None = None
-    """Reads options of the family's own from the decoder's part of `config.json`, for its `layers`;
-    the second argument names the file in errors. Raises `ModelError`."""
+    """Function that reads the family's own options, used by `layers`, from the decoder's part of
+    `config.json`. Its second argument names the file in errors. It raises `ModelError`."""
     option_keys: frozenset[str] = frozenset()
-    """The keys that `read_options` reads, and the family's other keys that change no result."""
+    """Keys that `read_options` reads, and other keys of the family that do not affect results."""
     text_config: str | None = None
-    """The object of `config.json` that holds the decoder's sizes; None: the file itself."""
+    """Key of the object in `config.json` with the decoder's sizes; None if they are at the top."""
     text_prefix: str = "model"
     """Prefix of the decoder's weight names."""
     vision_prefix: str | None = None
-    """The same of the vision tower; None: there is none."""
+    """Prefix of the vision tower's weight names; None if there is no tower."""

@@ -1,7 +1,7 @@
 """Qwen2 and Qwen2.5, dense: biases on queries, keys and values, and on nothing else.
 
 Source: Qwen2.5 Technical Report, arXiv:2412.15115; options as in transformers' `Qwen2Config`.
-Models that slide windows over some of their layers (`use_sliding_window`) are refused.
+Models with sliding windows in some layers (`use_sliding_window`) are refused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Qwen3, dense: grouped-query attention with normed queries and keys.
+"""Qwen3, dense: grouped-query attention with normalized queries and keys.
 
 Source: Qwen3 Technical Report, arXiv:2505.09388; options as in transformers' `Qwen3Config`.
 """

@@ -22,7 +22,7 @@ from nanoactor.models.model_config import ModelConfig
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExpertOptions:
-    """The part of `config.json` that is about experts."""
+    """The options of `config.json` that concern experts."""
 
     spec: ExpertsSpec
     step: int
@@ -34,7 +34,7 @@ class ExpertOptions:
 def _read(
     raw: Mapping[str, Any], origin: object, *, normalizes: bool, transposed: bool
 ) -> ExpertOptions:
-    """Read the options; `normalizes` is the default of `norm_topk_prob`, `transposed` as in
+    """Read the options. `normalizes` is the default of `norm_topk_prob`; `transposed` is that of
     `ExpertsSpec`."""
     counts = [key for key in ("num_experts", "num_local_experts") if raw.get(key) is not None]
     if len({raw[key] for key in counts}) > 1:
@@ -76,7 +76,7 @@ _KEYS = frozenset(
         "num_experts",
         "num_experts_per_tok",
         "num_local_experts",
-        # About training, and about returned values.
+        # Keys about training and about returned values.
         "output_router_logits",
         "router_aux_loss_coef",
     ]

@@ -1,4 +1,4 @@
-"""The known families; imports no torch."""
+"""The supported families; imports no torch."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ BARE: dict[str, Family] = {
     for name, family in FAMILIES.items()
     if name.endswith(_HEAD)
 }
-"""The same by the names of decoders without a head, as `AutoModel` saves them."""
+"""Families by the architecture name of decoders without a head, as saved by `AutoModel`."""
 
 
 def family_of(architecture: str) -> Family:
-    """Return the family of an architecture's name. Raises `UnsupportedModel`, with the list of
-    known ones, for any other."""
+    """Return the family of an architecture. Raises `UnsupportedModel`, which lists the supported
+    architectures, for any other."""
     if architecture in BARE:
         return BARE[architecture]
     if architecture not in FAMILIES:
@@ -55,5 +55,5 @@ def layers_of(config: ModelConfig) -> tuple[LayerSpec, ...]:
 
 
 def keeps_slot_state(config: ModelConfig) -> bool:
-    """Return True if a layer keeps an array for each sequence, besides or instead of pages."""
+    """Return True if a layer keeps an array for each sequence, with or without pages."""
     return any(layer.mixer.keeps_slot_state for layer in layers_of(config))

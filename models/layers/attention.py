@@ -1,4 +1,4 @@
-"""Attention over the keys and values of a sequence's positions."""
+"""Attention over the keys and values of a sequence."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nanoactor.models.weights.linear import Part, Projection
 
 
 class Attention:
-    """Project, norm each head (if the family does), rotate, store, attend, project back."""
+    """Projection, head norms (if any), rotation, KV cache write, attention, output projection."""
 
     def __init__(self, spec: AttentionSpec, context: LayerContext, prefix: str) -> None:
         config, shard, name = context.config, context.shard, f"{prefix}.{spec.name}"
@@ -23,7 +23,7 @@ class Attention:
         size = self._head_dim = config.head_dim
         self._device, self.scale = context.device, size**-0.5 if spec.scale is None else spec.scale
         self.is_plain = spec.scale is None and spec.rotary_dim is None
-        """True if `LayerWeights` can describe it."""
+        """Whether `LayerWeights` can describe this attention."""
         inner = config.num_heads * size
         parts = _separate(context, name) if spec.qkv == "separate" else _fused(spec, context, name)
         self.qkv = ColumnParallel(
@@ -44,7 +44,7 @@ class Attention:
         self.state = PagedKV(self._kv_heads, size, context.weights.dtype)
 
     def __call__(self, x: torch.Tensor, state: LayerState, step: LayerStep) -> torch.Tensor:
-        """Map (tokens, hidden) to the same, or to (final rows, hidden)."""
+        """Map (tokens, hidden) to the same shape, or to (final rows, hidden) if they are set."""
         assert isinstance(state, KVCache)
         batch, final = step.batch, step.final
         heads = self.qkv(x).view(len(x), self._heads + 2 * self._kv_heads, self._head_dim)
@@ -69,7 +69,7 @@ def _separate(context: LayerContext, name: str) -> tuple[Part, ...]:
 
 
 def _fused(spec: AttentionSpec, context: LayerContext, name: str) -> tuple[Part, ...]:
-    """Return queries, keys and values as parts of one tensor."""
+    """Return the queries, keys and values as parts of one tensor."""
     config, shard, size = context.config, context.shard, context.config.head_dim
     heads, kv_heads = config.num_heads, config.num_kv_heads
     outputs, group = (heads + 2 * kv_heads) * size, heads // kv_heads

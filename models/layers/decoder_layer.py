@@ -20,7 +20,7 @@ from nanoactor.models.weights.whole_step import LayerWeights, Matrix
 
 
 class DecoderLayer:
-    """A mixer and a feed-forward part, each after a norm and added to the residual stream."""
+    """A mixer and a feed-forward part; each follows a norm and is added to the residual stream."""
 
     def __init__(self, spec: LayerSpec, context: LayerContext, prefix: str) -> None:
         size = context.config.hidden_size
@@ -35,8 +35,8 @@ class DecoderLayer:
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, state: LayerState, step: LayerStep
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (this layer's contribution, the residual stream without it), of the final rows
-        alone if the step has some."""
+        """Return (output of the feed-forward part, residual stream before that output is added),
+        only for the final rows if the step has any."""
         if residual is None:
             x, residual = self._input_norm(x), x
         else:
@@ -53,8 +53,8 @@ class DecoderLayer:
         return x if self._residual_scale == 1.0 else x * self._residual_scale
 
     def weights(self) -> LayerWeights | None:
-        """Return its tensors; None if `LayerWeights` cannot describe it fully: parts it does not
-        cover, a device's own layout of matrices, biases without a field."""
+        """Return the layer's tensors; None if `LayerWeights` cannot fully describe the layer: some
+        parts, device-specific layouts of matrices and some biases have no field there."""
         attention, inner = self._mixer, self._feed_forward
         if not isinstance(attention, Attention) or not attention.is_plain or not self._is_plain:
             return None
@@ -87,7 +87,7 @@ class _Pair:
 
 
 def _pair_of(into: ColumnParallel, out: RowParallel) -> _Pair | None:
-    """Return two projections; None if one has another layout, or the second a bias."""
+    """Return two projections; None if a matrix is not exposed, or if the second has a bias."""
     first, second = into.operator, out.operator
     if not isinstance(first, HasMatrix) or not isinstance(second, HasMatrix):
         return None
@@ -98,7 +98,7 @@ def _pair_of(into: ColumnParallel, out: RowParallel) -> _Pair | None:
 
 
 def _feed_forward_of(part: FeedForward) -> _Pair | None:
-    """Return the projections of a feed-forward part, or of all its experts."""
+    """Return the projections of a feed-forward part or of its experts, like `_pair_of`."""
     if isinstance(part, Experts):
         operator = part.operator
         found = operator.matrices() if isinstance(operator, HasExpertMatrices) else None

@@ -1,4 +1,4 @@
-"""The embedding of tokens."""
+"""Token embedding."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nanoactor.models.layers.step import LayerContext
 
 
 class Embedding:
-    """A table of rows; each rank has those of its token ids."""
+    """The embedding table; each rank has the rows of its own token ids."""
 
     def __init__(self, context: LayerContext, name: str) -> None:
         config, shard, group = context.config, context.shard, context.group
@@ -18,7 +18,7 @@ class Embedding:
         self._start, self._group = shard.vocabulary.start, group
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Map (tokens,) to (tokens, hidden)."""
+        """Map token ids, (tokens,), to embeddings, (tokens, hidden)."""
         if self._group.size == 1:
             return F.embedding(token_ids, self.weight)
         local = token_ids - self._start

@@ -14,11 +14,11 @@ from nanoactor.models.weights.linear import Dense, ExpertWeights, Part, Projecti
 
 
 class Experts:
-    """A router in float32, then SwiGLU by each token's experts. Each rank has a part of every
-    expert's inner dimension; the products are summed."""
+    """A float32 router, followed by SwiGLU in each token's experts. Each rank has a part of every
+    expert's inner dimension, and the ranks' results are summed."""
 
     def __init__(self, spec: ExpertsSpec, context: LayerContext, prefix: str) -> None:
-        """Load the experts. Raises `UnsupportedModel` if they are too small for the ranks."""
+        """Load the experts. Raises `UnsupportedModel` if they are too small to be divided."""
         name, hidden = f"{prefix}.{spec.name}", context.config.hidden_size
         mine = context.shard.part(spec.inner)
         if spec.inner < context.shard.ranks:
@@ -36,7 +36,7 @@ class Experts:
         self.operator = context.device.experts(experts)
 
     def __call__(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
-        """Map (tokens, hidden) to the same."""
+        """Map (tokens, hidden) to the same shape."""
         ids, shares = self._device.route(x, self.router)
         return self._group.all_reduce(self.operator(x, ids, shares))
 
@@ -44,7 +44,7 @@ class Experts:
 def _separate(
     spec: ExpertsSpec, weights: Weights, name: str, hidden: int, mine: Span
 ) -> ExpertWeights:
-    """Read a tensor for each projection of each expert."""
+    """Read experts that are stored as one tensor for each projection of each expert."""
     pairs, downs = [], []
     for number in range(spec.experts):
         kinds = (f"{name}.{number}.{kind}_proj" for kind in ("gate", "up"))
@@ -57,7 +57,7 @@ def _separate(
 def _fused(
     spec: ExpertsSpec, weights: Weights, name: str, hidden: int, mine: Span
 ) -> ExpertWeights:
-    """Read one tensor for all experts' gates and ups, and one for their down projections."""
+    """Read experts that are stored as one tensor of gates and ups, and one of down projections."""
     pair, down = f"{name}.gate_up_proj", f"{name}.down_proj"
     experts, inner, up = spec.experts, spec.inner, mine.moved(spec.inner)
     plain, turned = (experts, 2 * inner, hidden), (experts, hidden, 2 * inner)

@@ -1,4 +1,4 @@
-"""The two parts of a layer as `DecoderLayer` calls them, and how they are made."""
+"""Interfaces of the two parts of a layer, and functions that create them from descriptions."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from nanoactor.models.layers.step import LayerContext, LayerStep
 
 
 class Mixer(Protocol):
-    """Lets the tokens of a sequence see each other."""
+    """The part of a layer that passes information between the tokens of a sequence."""
 
     state: StateSpec
-    """State that it keeps for sequences."""
+    """Spec of the state that the mixer keeps for sequences."""
 
     def __call__(self, x: torch.Tensor, state: LayerState, step: LayerStep) -> torch.Tensor:
-        """Map (tokens, hidden) to the same, or to (final rows, hidden) if the step has some."""
+        """Map (tokens, hidden) to the same shape, or to (final rows, hidden) if they are set."""
 
 
 class FeedForward(Protocol):
-    """Handles each token separately."""
+    """The part of a layer that processes each token separately."""
 
     def __call__(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
-        """Map (tokens, hidden) to the same. In the last layer, tokens may be the final rows."""
+        """Map (tokens, hidden) to the same shape. The last layer may pass only the final rows."""
 
 
 def make_mixer(spec: MixerSpec, context: LayerContext, prefix: str) -> Mixer:
-    """Return the mixer that a spec describes, with the weights whose names begin with `prefix`."""
+    """Create the mixer that `spec` describes, from the weights whose names start with `prefix`."""
     mixer: Mixer = _class_of(spec.implementation)(spec, context, prefix)
     return mixer
 
 
 def make_feed_forward(spec: FeedForwardSpec, context: LayerContext, prefix: str) -> FeedForward:
-    """Return the feed-forward part of a description, with the weights named with `prefix`."""
+    """Create the feed-forward part of `spec` from the weights whose names start with `prefix`."""
     part: FeedForward = _class_of(spec.implementation)(spec, context, prefix)
     return part
 

@@ -16,7 +16,7 @@ class ColumnParallel:
     """
 
     def __init__(self, context: LayerContext, projection: Projection) -> None:
-        """`projection` is this rank's part. Raises `WeightsError` if a tensor does not fit."""
+        """Load `projection`, this rank's part. Raises `WeightsError` if a tensor does not fit."""
         self.operator = context.device.linear(context.weights.linear(projection))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -25,14 +25,14 @@ class ColumnParallel:
 
 
 class RowParallel:
-    """y = x Wᵀ + b; each rank has a part of the inputs, and the products are summed."""
+    """y = x Wᵀ + b; each rank has a part of the inputs, and the ranks' products are summed."""
 
     def __init__(self, context: LayerContext, projection: Projection) -> None:
-        """`projection` has this rank's part of the inputs as its columns."""
+        """Load `projection`, whose columns are this rank's part of the inputs."""
         self._group = context.group
         read = context.weights.linear(projection)
         self._bias = None
-        if self._group.size > 1:  # added once, to the sum
+        if self._group.size > 1:  # the bias is added once, to the sum
             self._bias, read = read.bias, read.without_bias()
         self.operator = context.device.linear(read)
 
@@ -43,5 +43,5 @@ class RowParallel:
 
 
 def part_of(inputs: int, mine: Span) -> Span | None:
-    """Return the columns of a rank; None if they are all."""
+    """Return the columns of a rank; None if they are all columns."""
     return None if mine.size == inputs else mine

@@ -11,7 +11,7 @@ from nanoactor.models.weights.linear import Part, Projection
 
 
 class MLP:
-    """Gate and up in one multiplication, SwiGLU, down."""
+    """Gate and up projections in one product, SwiGLU, and the down projection."""
 
     def __init__(self, spec: MLPSpec, context: LayerContext, prefix: str) -> None:
         name, inner, hidden = f"{prefix}.{spec.name}", spec.inner, context.config.hidden_size
@@ -30,5 +30,5 @@ class MLP:
         self._device = context.device
 
     def __call__(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
-        """Map (tokens, hidden) to the same."""
+        """Map (tokens, hidden) to the same shape."""
         return self.down(self._device.swiglu(self.gate_up(x)))

@@ -9,7 +9,7 @@ from nanoactor.models.layers.step import LayerContext
 
 
 class RMSNorm:
-    """Root mean square normalization, optionally with the residual sum before it."""
+    """Root mean square normalization, optionally fused with the residual addition before it."""
 
     def __init__(self, spec: NormSpec, context: LayerContext, name: str, size: int) -> None:
         self.weight = norm_weight(spec, context, name, size)
@@ -17,19 +17,19 @@ class RMSNorm:
         self._device = context.device
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the norm of x over its last dimension."""
+        """Return x, normalized over its last dimension."""
         return self._device.rms_norm(x, self.weight, self._eps)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (norm of x + residual, x + residual)."""
+        """Return (norm of (x + residual), x + residual)."""
         return self._device.add_rms_norm(x, residual, self.weight, self._eps)
 
 
 def norm_weight(spec: NormSpec, context: LayerContext, name: str, size: int) -> torch.Tensor:
-    """Return the factor of a norm, (size,): the tensor of this name, plus 1 if the norm adds
-    one."""
+    """Return the weight of the norm called `name`, (size,): the stored tensor, plus 1 if the norm
+    adds one."""
     weights = context.weights
-    wide = spec.in_float32 or spec.adds_one  # in a narrower type, 1 + w would lose the bits of w
+    wide = spec.in_float32 or spec.adds_one  # in a narrower type, 1 + w would lose bits of w
     weight = weights.load(f"{name}.weight", size, dtype=torch.float32 if wide else None)
     if spec.adds_one:
         weight = weight + 1

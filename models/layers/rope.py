@@ -1,4 +1,4 @@
-"""Rotary position embedding (arXiv:2104.09864) with the scalings *linear* and *yarn*."""
+"""Rotary position embedding (arXiv:2104.09864), with linear, YaRN and Llama 3 scaling."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nanoactor.models.model_config import RopeConfig
 
 
 class RotaryEmbedding:
-    """Cosines and sines for every position, made once; all layers of a step share a lookup."""
+    """Cosines and sines for every position, computed once; all layers of a step share a lookup."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class RotaryEmbedding:
             self._axes = interleaved_axes(config.sections, head_dim // 2)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> RotaryEmbedding:
-        """Move the tables; angles are computed in float32 for any dtype."""
+        """Move the tables, which are computed in float32, to a device and dtype."""
         self.cos = self.cos.to(device, dtype)
         self.sin = self.sin.to(device, dtype)
         self._axes = None if self._axes is None else self._axes.to(device)
@@ -44,8 +44,8 @@ class RotaryEmbedding:
 
 
 def interleaved_axes(sections: tuple[int, int, int], frequencies: int) -> torch.Tensor:
-    """Return the position axis of each frequency: time, height, width, time, ... to the end of a
-    section, then time (Qwen3-VL, arXiv:2511.21631). int64 (frequencies,)."""
+    """Return the position axis of each frequency, int64 (frequencies,): time, height and width
+    alternate, and time replaces an axis whose section has ended (Qwen3-VL, arXiv:2511.21631)."""
     axes = torch.zeros(frequencies, dtype=torch.int64)
     for axis in (1, 2):
         axes[axis : 3 * sections[axis] : 3] = axis
@@ -66,8 +66,8 @@ def _frequencies(config: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float
 
 
 def _llama3(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
-    """Scale as Llama 3.1 (arXiv:2407.21783): stretch slow dimensions, keep fast ones, and blend
-    between by the number of periods over the original length."""
+    """Scale as in Llama 3.1 (arXiv:2407.21783): divide low frequencies by the factor, keep high
+    ones, and blend in between by the number of periods over the original length."""
     turns = config.original_max_positions * frequencies / (2 * math.pi)
     span = config.high_freq_factor - config.low_freq_factor
     keep = ((turns - config.low_freq_factor) / span).clamp(0, 1)
@@ -77,10 +77,10 @@ def _llama3(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
 def _yarn(
     config: RopeConfig, head_dim: int, frequencies: torch.Tensor
 ) -> tuple[torch.Tensor, float]:
-    """Scale by YaRN, arXiv:2309.00071: stretch slow dimensions, keep fast, blend between."""
+    """Scale by YaRN (arXiv:2309.00071): divide low frequencies, keep high ones, blend the rest."""
 
     def dimension(rotations: float) -> float:
-        # The dimension of a pair that makes `rotations` turns over the original length.
+        # The dimension whose pair makes `rotations` turns over the original length.
         length = config.original_max_positions
         return (
             head_dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(config.theta))

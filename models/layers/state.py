@@ -1,4 +1,4 @@
-"""Per-sequence state of mixers between steps, and its memory."""
+"""State that mixers keep for each sequence between steps, and its allocation."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import torch
 from nanoactor.models.batch import KVCache
 
 Zeros = Callable[..., torch.Tensor]
-"""`Memory.zeros` of a device."""
+"""`Runtime.zeros` of a device."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PagedKV:
-    """Keys and values of each position, in the blocks of its sequence. All layers share a block
-    table, so that a block's bytes are the sum of what each keeps in it."""
+    """Spec of the keys and values of each position, which are stored in the sequence's blocks. All
+    layers share a block table, so a block's size is the sum over all layers."""
 
     kv_heads: int
-    """Number of this rank's KV heads."""
+    """Number of KV heads on this rank."""
     head_dim: int
     dtype: torch.dtype
 
     @property
     def bytes_per_token(self) -> int:
-        """Of this rank and layer."""
+        """Return the number of bytes for a token, in one layer on this rank."""
         return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
 
     @property
@@ -35,14 +35,14 @@ class PagedKV:
         return 0
 
     def allocate(self, zeros: Zeros, blocks: int, block_size: int, slots: int) -> KVCache:
-        """Return zeros: padded reads must see finite numbers from the start."""
+        """Allocate a zeroed cache: padded reads must see finite numbers from the start."""
         shape = blocks, block_size, self.kv_heads, self.head_dim
         return KVCache(zeros(*shape, dtype=self.dtype), zeros(*shape, dtype=self.dtype))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SlotArray:
-    """An array kept for each sequence."""
+    """Spec of an array that is kept for each sequence."""
 
     shape: tuple[int, ...]
     """Shape for one sequence, on this rank."""
@@ -51,10 +51,10 @@ class SlotArray:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SlotState:
-    """Arrays for each sequence, independent of its length.
+    """Spec of arrays that are kept for each sequence, independent of its length.
 
-    A slot's arrays are zero when a sequence is admitted, and are copied when a sequence is copied.
-    A layer does not change those of frozen slots, see `AttentionBatch.frozen`.
+    A slot's arrays are zeroed when a sequence is admitted, and copied when a sequence is copied.
+    Layers do not change the arrays of frozen slots; see `AttentionBatch.frozen`.
     """
 
     arrays: tuple[SlotArray, ...]
@@ -66,11 +66,11 @@ class SlotState:
 
     @property
     def bytes_per_slot(self) -> int:
-        """Of this rank and layer."""
+        """Return the number of bytes for a slot, in one layer on this rank."""
         return sum(math.prod(array.shape) * array.dtype.itemsize for array in self.arrays)
 
     def allocate(self, zeros: Zeros, blocks: int, block_size: int, slots: int) -> SlotArrays:
-        """Return zeros for `slots` slots, including the dummy slot for padded rows."""
+        """Allocate zeroed arrays for `slots` slots, including the dummy slot for padded rows."""
         arrays = (zeros(slots, *array.shape, dtype=array.dtype) for array in self.arrays)
         return SlotArrays(tuple(arrays))
 
@@ -82,12 +82,12 @@ class SlotArrays:
     arrays: tuple[torch.Tensor, ...]
 
     def zero(self, slots: torch.Tensor) -> None:
-        """Reset slots, int64, to zero."""
+        """Zero the arrays of `slots`, int64."""
         for array in self.arrays:
             array.index_fill_(0, slots, 0)
 
     def copy(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy slots, int64; all sources are read before any target is written, so two may swap."""
+        """Copy slots, int64. All sources are read before any target is written, so two may swap."""
         for array in self.arrays:
             array.index_copy_(0, targets, array.index_select(0, sources))
 
@@ -97,6 +97,6 @@ LayerState = KVCache | SlotArrays
 
 
 def paged(states: Sequence[LayerState]) -> list[KVCache] | None:
-    """Return all layers' states if each keeps keys and values, else None."""
+    """Return all layers' states if every layer keeps keys and values, else None."""
     caches = [state for state in states if isinstance(state, KVCache)]
     return caches if len(caches) == len(states) else None

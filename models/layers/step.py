@@ -18,7 +18,7 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerContext:
-    """Construction inputs of a layer other than its description."""
+    """Inputs for the construction of a layer, other than its description."""
 
     config: ModelConfig
     weights: Weights
@@ -29,11 +29,11 @@ class LayerContext:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerStep:
-    """Step inputs of a layer besides hidden states and its own state."""
+    """Inputs of a layer at each step, other than hidden states and the layer's own state."""
 
     batch: AttentionBatch
-    """Rows of the step, their places in the cache and their contexts."""
+    """Rows of the step, their positions in the cache and their contexts."""
     rotation: Rotation
-    """Cosines and sines of the rows' positions, as `Operators.rotation` prepares them."""
+    """Cosines and sines of the tokens' positions, as returned by `Operators.rotation`."""
     final: FinalRows | None = None
-    """Set in the last layer if only some rows' results are read."""
+    """Set in the last layer if the results of only some tokens are read."""

@@ -1,1 +1,1 @@
-"""From logits to a token: rules, masks, filters, random numbers."""
+"""Sampling of tokens from logits: rules, masks, truncation and random numbers."""

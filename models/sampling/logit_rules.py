@@ -1,13 +1,13 @@
-"""Rules that requests apply to their logits before a token is chosen: allowed ids, banned words,
-biases and penalties, only for the rows that use them.
+"""Rules that requests apply to their logits before a token is chosen: allowed ids, bad words,
+biases and penalties. They are computed only for the rows that use them.
 
 The order is: allowed ids and bad words (minus infinity for excluded ids), biases (added),
 repetition penalty (logits above 0 divided by it, others multiplied; arXiv:1909.05858), frequency
 penalty (subtracted for each occurrence in the output), presence penalty (subtracted once).
-`min_tokens` excludes ids after these, which has the same effect.
+`min_tokens` excludes ids after these rules, which has the same effect.
 
-Penalties count the ids of a sequence in `TokenIds`; only the logits themselves are as wide as the
-vocabulary.
+Penalties count the ids of a sequence in `TokenIds`, so only the logits themselves are as wide as
+the vocabulary.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from nanoactor.models.sampling.rows import LogitRules
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenIds:
-    """The ids of all sequences, at the places of their keys and values, so sequences that share a
-    block share these too."""
+    """Token ids of all sequences, stored at the same cache positions as their keys and values, so
+    that sequences that share a block also share its ids."""
 
     ids: torch.Tensor
-    """int32 (blocks * block_size,)."""
+    """Token ids, int32 (blocks * block_size,)."""
     prompt_lengths: torch.Tensor
-    """int32 (slots,): start of each slot's output."""
+    """Number of prompt tokens in each slot, int32 (slots,); the output starts after them."""
     tables: SlotTables
 
     def write(self, places: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Store a step's tokens, int32, at their places, int64."""
+        """Store a step's token ids, int32, at their cache positions, int64."""
         self.ids.index_copy_(0, places, token_ids)
 
     def at(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return the ids, int64 (rows, n), at positions (rows, n) of slots (rows,)."""
+        """Return the token ids, int64 (rows, n), at positions (rows, n) of slots (rows,)."""
         size = self.tables.block_size
         blocks = self.tables.blocks[slots[:, None], positions // size].long()
         return self.ids[blocks * size + positions % size].long()
@@ -53,7 +53,7 @@ class _Local:
 
     def column(self, ids: torch.Tensor) -> torch.Tensor:
         local = ids - self.start
-        # Filtering out the others would wait for the device.
+        # Filtering out the other ids would wait for the device.
         return torch.where((local >= 0) & (local < self.width), local, self.width)
 
 
@@ -65,8 +65,8 @@ def apply_rules(
     tokens: TokenIds,
     start: int = 0,
 ) -> torch.Tensor:
-    """Return logits float32 (rows, ids) under their rules. They belong to `slots`, int64 (rows,),
-    with the parameters in `sampling`; the first of the ids is `start`."""
+    """Return the logits with their rules applied, float32 (rows, ids). The rows belong to `slots`,
+    int64 (rows,), with the parameters in `sampling`; the first id is `start`."""
     width = logits.shape[-1]
     local = _Local(start, width)
     logits = F.pad(logits.float(), (0, 1))
@@ -103,7 +103,7 @@ def _ban_words(
     said = positions >= tokens.prompt_lengths[slots][:, None]
     same = said & (tokens.at(slots, positions.clamp_min(0)) == before)
     banned = (same | (before < 0)).all(-1)
-    # Added, as another word of the row may end with the same id.
+    # Accumulated, because another word of the row may end with the same id.
     ban = torch.where(banned, float("-inf"), 0.0)
     logits.index_put_((rules.word_rows, local.column(rules.words[:, -1])), ban, accumulate=True)
 
@@ -116,7 +116,7 @@ def _penalize(
     tokens: TokenIds,
     local: _Local,
 ) -> torch.Tensor:
-    """Return the logits of `rules.penalized`, which are those of these slots, with penalties."""
+    """Return `logits`, whose rows are `rules.penalized` and belong to `slots`, with penalties."""
 
     def column(values: torch.Tensor) -> torch.Tensor:
         return values[rules.penalized][:, None]
@@ -138,7 +138,7 @@ def _penalize(
 
 
 def _counts(ids: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-    """Count how often each of ids (rows, n) occurs among the `counted` ids of its row."""
+    """Return how often each of `ids`, (rows, n), occurs among the `counted` ids of its row."""
     ordered = torch.where(counted, ids, torch.iinfo(torch.int64).max).sort(-1).values
     after = torch.searchsorted(ordered, ids, right=True)
     return after - torch.searchsorted(ordered, ids)

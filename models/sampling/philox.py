@@ -1,4 +1,4 @@
-"""Philox 4x32-10 in integer tensor operations: random bits that depend on a counter alone.
+"""Philox 4x32-10 in integer tensor operations: random bits from a counter and a key.
 
 J. K. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. The same
 (seed, position, token id) gives the same bits on every device and in every batch.
@@ -27,7 +27,7 @@ def _multiply(multiplier: int, word: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def philox(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
-    """Return four random 32-bit words (int64 tensors) for each counter and key, all broadcast."""
+    """Return four random 32-bit words (int64 tensors) for each broadcast counter and key."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -39,7 +39,7 @@ def philox(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
 
 
 def _gumbel(words: torch.Tensor) -> torch.Tensor:
-    """Return standard Gumbel noise, float32, from 32-bit words: 23 bits, never 0 and never 1."""
+    """Return standard Gumbel noise, float32, from 32-bit words: 23 bits make a number in (0, 1)."""
     uniform = ((words >> 9).to(torch.float32) + 0.5) * 2.0**-23
     return -torch.log(-torch.log(uniform))
 
@@ -61,7 +61,7 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocabulary: int) 
 def gumbel_noise_at(
     seeds: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor
 ) -> torch.Tensor:
-    """Return the same noise, float32 (rows, candidates), for token ids (rows, candidates)."""
+    """Return the same noise for some token ids only: (rows, candidates), float32 of that shape."""
     position = positions[:, None]
     zero = torch.zeros_like(position)
     words = philox((ids >> 2, position & _MASK, position >> 32, zero), _key(seeds))

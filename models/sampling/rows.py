@@ -1,4 +1,4 @@
-"""Sampling of rows: as NumPy arrays on the host, as tensors on the device."""
+"""How rows are sampled: NumPy arrays on the host, tensors on the device."""
 
 from __future__ import annotations
 
@@ -20,34 +20,35 @@ class SamplingGroups(Generic[T]):
     limited: T
     """Rows with a top-k of at most `limits.CANDIDATES`."""
     unlimited: T
-    """Rows with another top-k."""
+    """Rows with a top-k above `limits.CANDIDATES`."""
     nucleus: T
-    """Rows with top-p or min-p alone."""
+    """Rows with top-p or min-p, but without top-k."""
     masked_rows: T
-    """Rows of `masked_ids`, the ids that must not be chosen (`min_tokens`)."""
+    """The row of each id in `masked_ids`, which must not be chosen (`min_tokens`)."""
     masked_ids: T
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogitRules(Generic[T]):
-    """The rules of some rows of logits. Indices are prepared on the host; all but `biases` and
-    `longest` are int64."""
+    """The rules of some rows of logits. Indices are prepared on the host; all fields but `biases`
+    and `longest` are int64."""
 
     penalized: T
     """Rows with a penalty."""
     allowed: T
     """Rows that may choose only the ids in `allowed_ids`."""
     allowed_rows: T
-    """The row of each of `allowed_ids`."""
+    """The row of each id in `allowed_ids`."""
     allowed_ids: T
     biased_rows: T
+    """The row of each id in `biased_ids`."""
     biased_ids: T
     biases: T
-    """float32: added to the logit of each of `biased_ids`."""
+    """Bias added to the logit of each id in `biased_ids`, float32."""
     word_rows: T
     """The row of each bad word."""
     words: T
-    """(words, tokens of the longest): its ids, padded with -1 on the left. The last is excluded if
-    the output ends with those before it."""
+    """Token ids of each bad word, (words, tokens of the longest), padded with -1 on the left. The
+    last id is excluded if the output ends with the ids before it."""
     longest: int = 0
-    """Upper bound of the length of the longest of `penalized`."""
+    """Upper bound on the sequence lengths of the rows in `penalized`."""

@@ -1,7 +1,7 @@
-"""Choosing tokens: greedy, or by the Gumbel-max trick with noise keyed by (seed, position).
+"""Choice of tokens: greedy, or by the Gumbel-max trick with noise keyed by (seed, position).
 
-The arg-max of score + Gumbel noise is a sample from softmax(score); as the noise depends on
-(seed, position, token id) alone, a sampled token does not depend on the batch around it.
+The argmax of score + Gumbel noise is a sample from softmax(score). Because the noise depends only
+on (seed, position, token id), a sampled token does not depend on the other rows of the batch.
 Truncation is that of transformers: temperature, top-k, top-p, min-p, in this order.
 """
 
@@ -24,7 +24,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     logits, groups = logits.float(), batch.groups
     if groups.masked_rows.numel():
         logits[groups.masked_rows, groups.masked_ids] = float("-inf")
-    highest, chosen = logits.max(-1)  # NaN propagates, and the first of equals wins
+    highest, chosen = logits.max(-1)  # NaN propagates, and the first of equal logits wins
     if groups.greedy.numel() == len(logits):
         return where_finite(highest, chosen)
     if groups.plain.numel():
@@ -44,7 +44,7 @@ def where_finite(highest: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
 
 
 def scores_of(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """Return (logits - maximum) / temperature, which no temperature can make overflow."""
+    """Return (logits - maximum) / temperature, which is at most 0, whatever the temperature."""
     return (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]
 
 
@@ -64,10 +64,10 @@ def _sample_truncated(
 
 
 def sort_keys(scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Return int64 keys in the descending order of float32 scores, equal ones by ascending id.
+    """Return int64 keys whose descending order is that of float32 scores, then of ascending ids.
 
     `topk` alone orders equal scores arbitrarily, and bfloat16 logits have many. A float's bits,
-    read as an integer, keep the order of positive floats and reverse that of negative ones.
+    read as an integer, keep the order of positive floats and reverse the order of negative ones.
     """
     bits = (scores + 0.0).view(torch.int32)  # the addition makes -0.0 equal 0.0
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
@@ -75,7 +75,7 @@ def sort_keys(scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 def from_keys(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the (scores, ids) of `sort_keys`."""
+    """Return the (scores, ids) from which `sort_keys` made the keys."""
     ordered = (keys >> 32).int()
     bits = torch.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered)
     return bits.view(torch.float32), _MOST_IDS - (keys & _MOST_IDS)
@@ -84,7 +84,7 @@ def from_keys(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def choose_truncated(
     scores: torch.Tensor, ids: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor
 ) -> torch.Tensor:
-    """Choose ids (rows,) from the best scores (rows, candidates), descending, and their ids."""
+    """Choose ids (rows,) from the highest scores (rows, candidates), descending, and their ids."""
     by = batch.sampling
     keep = truncation(scores, by.top_k[rows], by.top_p[rows], by.min_p[rows])
     noise = gumbel_noise_at(batch.seeds[rows], batch.positions[rows], ids)
@@ -95,13 +95,13 @@ def choose_truncated(
 def truncation(
     scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
-    """Return a mask of the scores (rows, candidates), descending, that stay: bool, same shape."""
+    """Return which scores (rows, candidates), sorted descending, are kept: bool, same shape."""
     order = torch.arange(scores.shape[-1], device=scores.device)[None]
     limit = torch.where(top_k > 0, top_k, scores.shape[-1])[:, None]
     keep = order < limit
     probabilities = scores.masked_fill(~keep, float("-inf")).softmax(-1)
-    # A token stays if the likelier ones do not yet reach top_p; 1 excludes nothing, however the
-    # sum is rounded.
+    # A token is kept if the more likely ones do not reach top_p. A top_p of 1 excludes no token,
+    # however the sum is rounded.
     before = probabilities.cumsum(-1) - probabilities
     keep &= (before < top_p[:, None]) | (top_p >= 1)[:, None]
     keep &= probabilities >= min_p[:, None] * probabilities[:, :1]

@@ -1,9 +1,10 @@
-"""Choosing tokens when each rank has the logits of a part of the vocabulary.
+"""Choice of tokens when each rank has the logits of a part of the vocabulary.
 
-Every rank reduces its part to a few numbers, the ranks exchange these, and each decides from the
-same bits; ties go to the lower id. The tokens are those of `models/sampling/sampler.py`. If a
-device's fused sampler is part of a captured step, ranks gather whole logits for it instead: a few
-hundred kilobytes a row, in one collective that is independent of the sampling parameters.
+Every rank reduces its part to a few numbers, the ranks exchange them, and each rank chooses from
+the same bits; ties go to the lower id. The tokens are those that `models/sampling/sampler.py`
+would choose. If a device's fused sampler is part of a captured step, the ranks gather the logits of
+the whole vocabulary for it instead: a few hundred kilobytes per row, in one collective that is
+independent of the sampling parameters.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from nanoactor.models.sampling.sampler import choose_truncated, from_keys, sort_
 
 
 def whole_logits(group: Group, logits: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """Gather logits of the whole vocabulary, (rows, vocabulary), from all ranks' (rows, ids)."""
+    """Gather the logits of all ranks, (rows, ids) each, into (rows, vocabulary)."""
     return group.all_gather(logits).permute(1, 0, 2).flatten(1)[:, :vocabulary]
 
 
 class ShardedSampler:
-    """Samples for one rank of a group; all ranks call it with the same rows at the same time."""
+    """Sampler of one rank of a group; all ranks call it with the same rows at the same time."""
 
     def __init__(self, group: Group, start: int, vocabulary: int) -> None:
-        """Take the first token id of this rank's logits, and the size of the whole vocabulary."""
+        """`start` is this rank's first token id, `vocabulary` the size of the whole vocabulary."""
         self._group = group
         self._start = start
         self._vocabulary = vocabulary
@@ -50,7 +51,7 @@ class ShardedSampler:
         return where_finite(best, chosen)
 
     def _masked(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-        """Set padding, and ids excluded by `min_tokens`, to minus infinity."""
+        """Set the logits of padding and of ids excluded by `min_tokens` to minus infinity."""
         mine = max(0, min(logits.shape[-1], self._vocabulary - self._start))
         logits[:, mine:] = float("-inf")
         masked_rows, masked_ids = batch.groups.masked_rows, batch.groups.masked_ids
@@ -68,7 +69,7 @@ class ShardedSampler:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (the highest score of each row over all ranks, the lowest id that has it)."""
         values, at = scores.max(-1)
-        # One message with one integer for both; NPUs have no float64.
+        # One collective with one integer for both score and id; NPUs have no float64.
         keys = self._group.all_gather(sort_keys(values, local_ids[at] + self._start))
         return from_keys(keys.amax(0))
 
@@ -95,10 +96,10 @@ class ShardedSampler:
         rows: torch.Tensor,
         candidates: int,
     ) -> torch.Tensor:
-        """Choose from all ranks' best candidates, which include the best of all."""
+        """Choose from all ranks' best candidates, which include the best of all ids."""
         scores = self._scores(logits, best, batch.sampling.temperature[rows])
         ids = torch.arange(scores.shape[-1], device=scores.device) + self._start
         mine = sort_keys(scores, ids).topk(min(candidates, len(ids))).values
-        # (ranks, rows, candidates) to (rows, candidates of all).
+        # (ranks, rows, candidates) to (rows, candidates of all ranks).
         keys = self._group.all_gather(mine).permute(1, 0, 2).flatten(1).topk(candidates).values
         return choose_truncated(*from_keys(keys), batch, rows)

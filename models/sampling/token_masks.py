@@ -1,4 +1,4 @@
-"""Masks of allowed ids, one bit each, as produced by a grammar."""
+"""Masks of allowed token ids, one bit per id, as produced by a grammar."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class TokenMasks:
         self._bits = torch.tensor([*bits, -1 << (BITS - 1)], dtype=torch.int32, device=device)
 
     def apply(self, logits: torch.Tensor, masks: torch.Tensor, start: int = 0) -> torch.Tensor:
-        """Return logits float32 (rows, ids), minus infinity for ids that are not allowed.
+        """Return logits, float32 (rows, ids), with minus infinity for ids that are not allowed.
 
         `masks` are int32 (rows, words): bit t % 32 of word t // 32 is set if id t may be chosen.
-        The first of the logits is that of id `start`.
+        The first logit is that of id `start`.
         """
         first, ids = start // BITS, logits.shape[-1]
         words = masks[:, first : -(-(start + ids) // BITS)]

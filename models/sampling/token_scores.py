@@ -1,7 +1,7 @@
 """Log-probabilities of tokens: the log-softmax of the model's raw logits.
 
-Each rank of a group has the logits of a part of the vocabulary; the ranks exchange a few numbers a
-row, and all end with the same result.
+Each rank of a group has the logits of a part of the vocabulary; the ranks exchange a few numbers
+per row, and all get the same result.
 """
 
 from __future__ import annotations
@@ -12,24 +12,25 @@ from nanoactor.models.collective import Group
 from nanoactor.models.sampling.sampler import from_keys, sort_keys
 
 FIXED_WORDS = 2
-"""Words of a result before those of the likeliest tokens."""
+"""Number of words in a result before the words of the most likely tokens."""
 
 
 class TokenScorer:
-    """Scores for one rank; all ranks call it with the same rows at the same time."""
+    """Scorer of one rank of a group; all ranks call it with the same rows at the same time."""
 
     def __init__(self, group: Group, start: int, vocabulary: int) -> None:
-        """Take the first token id of this rank's logits, and the size of the whole vocabulary."""
+        """`start` is this rank's first token id, `vocabulary` the size of the whole vocabulary."""
         self._group = group
         self._start = start
         self._vocabulary = vocabulary
 
     def __call__(self, logits: torch.Tensor, targets: torch.Tensor, most: int) -> torch.Tensor:
-        """Score targets int64 (rows,) by this rank's logits (rows, ids), which are overwritten.
+        """Score targets, int64 (rows,), with this rank's logits (rows, ids), which are overwritten.
 
         Returns int32 (rows, 2 + 2 * most): the bits of the target's float32 log-probability, its
-        rank from 1, the ids of the `most` likeliest, and the bits of their log-probabilities. Of
-        equal logits the lower id comes first; which of them are cut at the end is unspecified.
+        rank starting at 1, the ids of the `most` most likely tokens, and the bits of their
+        log-probabilities. Of equal logits, the lower id comes first; which of them are cut off at
+        the end is unspecified.
         """
         logits = logits.float()
         mine = max(0, min(logits.shape[-1], self._vocabulary - self._start))
@@ -42,7 +43,7 @@ class TokenScorer:
         return torch.cat([_words(column) for column in columns], dim=1)
 
     def _log_sum(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the logarithm of the sum of all ranks' exponentials, (rows,)."""
+        """Return the log-sum-exp of all ranks' logits, (rows,)."""
         parts = self._group.all_gather(logits.logsumexp(-1))
         return parts.logsumexp(0) if len(parts) > 1 else parts[0]
 
@@ -53,10 +54,10 @@ class TokenScorer:
         return self._group.all_gather(torch.where(here, found, float("-inf"))).amax(0)
 
     def _best(self, logits: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the highest logits, (rows, most), and their ids."""
+        """Return the highest logits of all ranks, (rows, most), and their ids."""
         values, at = logits.topk(min(most, logits.shape[-1]))
         keys = self._group.all_gather(sort_keys(values, at + self._start))
-        # (ranks, rows, candidates) to (rows, candidates of all).
+        # (ranks, rows, candidates) to (rows, candidates of all ranks).
         return from_keys(keys.permute(1, 0, 2).flatten(1).topk(most).values)
 
 

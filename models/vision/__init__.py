@@ -1,1 +1,1 @@
-"""Parts of vision models besides the decoder: patches, positions, the tower."""
+"""Parts of vision models other than the decoder: patches, positions and the tower."""

@@ -15,7 +15,7 @@ _KEY = "vision_config"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VisionConfig:
-    """The sizes of Qwen3-VL's tower, and its placeholder ids in a prompt."""
+    """Sizes of Qwen3-VL's vision tower, and the ids of its special tokens in a prompt."""
 
     depth: int
     hidden_size: int
@@ -23,17 +23,17 @@ class VisionConfig:
     num_heads: int
     channels: int
     patch_size: int
-    """Pixels of a patch's side."""
+    """Side of a patch, in pixels."""
     temporal_patch_size: int
     """Number of frames in a patch; a picture is repeated that many times."""
     merge_size: int
-    """Patches of the side of a square that becomes one token."""
+    """Side, in patches, of a square that is merged into one token."""
     out_hidden_size: int
     table_side: int
-    """The learned table of positions is square; it is resampled to each picture's grid."""
+    """Side of the learned position table, a square that is resampled to each picture's grid."""
     deepstack_layers: tuple[int, ...]
-    """Blocks after which features go to the decoder's first layers, through a merger each. Empty
-    for a tower without deepstack; its configuration lacks the key."""
+    """Indices of the blocks whose outputs go through a merger each, and are then added after the
+    decoder's first layers. Empty for a tower without deepstack; its configuration lacks the key."""
     rope_theta: float
     image_token_id: int
     video_token_id: int
@@ -42,19 +42,19 @@ class VisionConfig:
 
     @property
     def row_size(self) -> int:
-        """Return the numbers in a patch: channels x frames x side x side."""
+        """Return the number of values in a patch: channels x frames x side x side."""
         return self.channels * self.temporal_patch_size * self.patch_size**2
 
     @property
     def feature_size(self) -> int:
-        """Return the numbers of a token: its embedding, then each deepstack level's features."""
+        """Return the number of values per token: embedding and features of all deepstack levels."""
         return self.out_hidden_size * (1 + len(self.deepstack_layers))
 
 
 def parse_vision(raw: Mapping[str, Any], origin: object) -> VisionConfig:
-    """Read a tower's configuration from the whole file's JSON; defaults are transformers' own.
+    """Parse a tower's configuration from the whole file's JSON; defaults are transformers' own.
 
-    Raises `ModelError` for an invalid configuration, `UnsupportedModel` for one that is not
+    Raises `ModelError` for an invalid configuration, and `UnsupportedModel` for one that is not
     implemented.
     """
     section = raw.get(_KEY)

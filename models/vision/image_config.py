@@ -1,4 +1,4 @@
-"""A checkpoint's rules for pictures: sizes and pixel normalization; imports no torch."""
+"""How a checkpoint resizes pictures and normalizes their pixels; imports no torch."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ _MOST_PIXELS = 1 << 40
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ImageConfig:
-    """The checkpoint's processing of a picture."""
+    """How the checkpoint preprocesses a picture."""
 
     min_pixels: int
-    """Smallest area in pixels; smaller images are enlarged."""
+    """Minimum area in pixels; smaller pictures are enlarged."""
     max_pixels: int
-    """Largest area in pixels; larger images are reduced."""
+    """Maximum area in pixels; larger pictures are reduced."""
     factor: int
-    """Sides are multiples of it: the pixels of a token's side."""
+    """Side of a token in pixels; sides of resized pictures are multiples of it."""
     rescale: float
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
     def fit(self, height: int, width: int) -> tuple[int, int]:
-        """Return the height and width to which a picture is resized; each is a multiple of
-        `factor`, their ratio about the picture's (`smart_resize` of transformers).
+        """Return the height and width to which a picture is resized (`smart_resize` of
+        transformers): multiples of `factor` with about the picture's aspect ratio.
 
         Raises ValueError if one side is more than `MOST_ASPECT` times the other.
         """
@@ -61,9 +61,9 @@ class ImageConfig:
         return rounded[0], rounded[1]
 
     def pixel_table(self) -> NDArray[np.float32]:
-        """Return the normalized form of each of the 256 values of a channel, (channels, 256), with
-        the same float64 and float32 rounding as transformers' NumPy backend: bit-identical on any
-        device."""
+        """Return the normalized form of each of the 256 values of a channel, (channels, 256). The
+        float64 and float32 rounding is that of transformers' NumPy backend, so that the results are
+        bit-identical on any device."""
         scaled = (np.arange(256, dtype=np.float64) * self.rescale).astype(np.float32)
         mean, std = np.array(self.mean, np.float32), np.array(self.std, np.float32)
         table: NDArray[np.float32] = (scaled[None] - mean[:, None]) / std[:, None]
@@ -73,8 +73,8 @@ class ImageConfig:
 def read_image_config(directory: Path, vision: VisionConfig) -> ImageConfig:
     """Read `processor_config.json` or `preprocessor_config.json`, in transformers' order.
 
-    Raises `ModelError` if both are missing or wrong, `UnsupportedModel` if something is not
-    implemented.
+    Raises `ModelError` if both files are missing or one is invalid, and `UnsupportedModel` if a
+    setting is not implemented.
     """
     for name, key in (("processor_config.json", "image_processor"), (_FILE, None)):
         path = directory / name
@@ -88,11 +88,11 @@ def read_image_config(directory: Path, vision: VisionConfig) -> ImageConfig:
 def parse_image_config(
     raw: Mapping[str, Any], vision: VisionConfig, origin: object = "image config"
 ) -> ImageConfig:
-    """Parse the rules from a dictionary; errors refer to the dictionary as `origin`."""
+    """Parse the configuration from a dictionary; `origin` names the dictionary in errors."""
     size = raw.get("size") or {}
     if not isinstance(size, dict):
         raise ModelError(f"{origin}: size must be an object, got {size!r}")
-    # No defaults: those of transformers' classes are for other families.
+    # There are no defaults: those of transformers' classes are meant for other families.
     least = _area(raw.get("min_pixels"), size, "shortest_edge", origin)
     most = _area(raw.get("max_pixels"), size, "longest_edge", origin)
     if least > most:
@@ -120,7 +120,7 @@ def parse_image_config(
 
 
 def _area(older: Any, size: Mapping[str, Any], name: str, origin: object) -> int:
-    """Return an area; the min_pixels and max_pixels of older files take precedence over `size`."""
+    """Return an area in pixels; `older`, min_pixels or max_pixels, takes precedence over `size`."""
     value = size.get(name) if older is None else older
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < _MOST_PIXELS:
         raise ModelError(f"{origin}: {name} must be a positive integer, got {value!r}")

@@ -1,5 +1,5 @@
-"""Positions of text, pictures and video frames in one prompt (interleaved M-RoPE of Qwen3-VL,
-arXiv:2511.21631); NumPy alone."""
+"""Rotary positions of text, pictures and video frames in one prompt (Qwen3-VL's interleaved M-RoPE,
+arXiv:2511.21631); needs only NumPy."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class VisualSpan:
 
 
 def rope_positions(length: int, spans: Sequence[VisualSpan]) -> tuple[NDArray[np.int32], int]:
-    """Return (positions, int32 (3, length): time, height, width; the delta of later tokens).
+    """Return (positions for time, height and width, int32 (3, length); delta of later tokens).
 
-    Text advances by one in all three. The tokens of a span share one time and have their own row
-    and column; text continues after the longer side. A token after the prompt at index i has
-    position i + delta in all three. Spans must come in order and not overlap.
+    Each text token advances all three by one. The tokens of a span share one time, and their height
+    and width follow their row and column; text continues after the longer side. A token at index i
+    after the prompt has position i + delta in all three. Spans must be in order and not overlap.
     """
     positions = np.empty((3, length), np.int32)
     index = position = 0

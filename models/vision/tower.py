@@ -1,7 +1,7 @@
-"""The vision tower of Qwen3-VL (arXiv:2511.21631): patches to rows for the decoder.
+"""The vision tower of Qwen3-VL (arXiv:2511.21631), which maps patches to rows for the decoder.
 
-Patches are in the order of the squares that are merged into one token. A picture attends to all of
-itself, each temporal patch of a video only to itself.
+Patches are in the order of the squares that are merged into one token. They attend to all patches
+of the same picture, or of the same temporal patch of a video.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _EPS = 1e-6
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Grid:
-    """The patches of a picture or a video."""
+    """The grid of patches of a picture or a video."""
 
     frames: int
     """Number of temporal patches."""
@@ -38,7 +38,7 @@ class Grid:
 
 @dataclasses.dataclass(slots=True)
 class TowerState:
-    """State of pictures that the tower is encoding."""
+    """Intermediate state of pictures that the tower is encoding."""
 
     x: torch.Tensor
     """Hidden states, (patches, hidden)."""
@@ -46,7 +46,7 @@ class TowerState:
     segments: list[int]
     """Numbers of consecutive patches that attend to each other."""
     levels: list[torch.Tensor] = dataclasses.field(default_factory=list)
-    """Features of the deepstack levels so far."""
+    """Features of the deepstack levels that have been computed so far."""
 
 
 class VisionTower:
@@ -55,7 +55,7 @@ class VisionTower:
     def __init__(
         self, config: VisionConfig, weights: Weights, device: Operators, prefix: str
     ) -> None:
-        """Take all weights; every rank has the whole tower. Raises `WeightsError`."""
+        """Load all weights; every rank has the whole tower. Raises `WeightsError` like `load`."""
         self._config = config
         self._patch = _patch_embedding(config, weights, device, f"{prefix}.patch_embed.proj")
         shape = config.table_side**2, config.hidden_size
@@ -73,32 +73,32 @@ class VisionTower:
         }
 
     def __call__(self, patches: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
-        """Map the (patches, row_size) of consecutive grids to (tokens, feature_size): the
-        embedding's features, then those of the deepstack levels in the order of their layers."""
+        """Map the patches of consecutive grids, (patches, row_size), to (tokens, feature_size): the
+        embedding, then the features of the deepstack levels in the order of their blocks."""
         state = self.begin(patches, grids)
         self.run(state, range(len(self._blocks)))
         return self.finish(state)
 
     def begin(self, patches: torch.Tensor, grids: Sequence[Grid]) -> TowerState:
-        """Embed patches; next come `run` with all blocks in order, then `finish`."""
+        """Embed patches. Call `run` next, for all blocks in order, and then `finish`."""
         places = torch.cat([self._places(grid) for grid in grids])
         x = self._patch(patches) + self._positions(places, grids).to(patches.dtype)
         segments = [grid.height * grid.width for grid in grids for _ in range(grid.frames)]
         return TowerState(x, self._rotation(places), segments)
 
     def run(self, state: TowerState, blocks: range) -> None:
-        """Run pictures through some blocks."""
+        """Run the pictures through some of the blocks."""
         for index in blocks:
             state.x = self._blocks[index](state.x, state.rotation, state.segments)
             if index in self._levels:
                 state.levels.append(self._levels[index](state.x))
 
     def finish(self, state: TowerState) -> torch.Tensor:
-        """Return the rows, (tokens, feature_size), after the last block."""
+        """Merge patches after the last block, and return the rows, (tokens, feature_size)."""
         return torch.cat((self._merger(state.x), *state.levels), dim=1)
 
     def _places(self, grid: Grid) -> torch.Tensor:
-        """Return each patch's row and column, int64 (patches, 2), in the merged squares' order."""
+        """Return the row and column of each patch, int64 (patches, 2), grouped by merged square."""
         m, device = self._config.merge_size, self._table.device
         rows = torch.arange(grid.height, device=device).view(-1, 1, m, 1)
         columns = torch.arange(grid.width, device=device).view(1, -1, 1, m)
@@ -107,12 +107,13 @@ class VisionTower:
         return places.repeat(grid.frames, 1)
 
     def _positions(self, places: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
-        """Return the table, bilinearly interpolated with aligned corners; (patches, hidden)."""
+        """Return position embeddings, (patches, hidden): the table, bilinearly interpolated with
+        aligned corners."""
         side = self._config.table_side
         counts = [grid.patches for grid in grids]
         taps, weights = [], []
         for axis, sizes in enumerate(([g.height for g in grids], [g.width for g in grids])):
-            # Made on the device: a copy from the host would wait for all earlier steps.
+            # Created on the device: a copy from the host would wait for all earlier steps.
             spans = [
                 torch.full((count,), max(1, size - 1), device=places.device)
                 for count, size in zip(counts, sizes, strict=True)
@@ -127,7 +128,7 @@ class VisionTower:
         return (F.embedding(index, self._table) * weight[:, :, None]).sum(1)
 
     def _rotation(self, places: torch.Tensor) -> Rotation:
-        """Return (cos, sin), float32 (patches, head_dim / 2): first by rows, then by columns."""
+        """Return (cos, sin), float32 (patches, head_dim / 2): for rows first, then for columns."""
         config = self._config
         size = config.hidden_size // config.num_heads // 2
         exponents = torch.arange(0, size, 2, dtype=torch.float32, device=places.device) / size
@@ -139,7 +140,7 @@ class VisionTower:
 def _patch_embedding(
     config: VisionConfig, weights: Weights, device: Operators, name: str
 ) -> LinearOperator:
-    """Return a convolution with a stride of its kernel size: one product of whole patches."""
+    """Return a convolution whose stride is its kernel size: one product over whole patches."""
     sides = config.temporal_patch_size, config.patch_size, config.patch_size
     weight = weights.load(f"{name}.weight", config.hidden_size, config.channels, *sides)
     bias = weights.load(f"{name}.bias", config.hidden_size)
@@ -154,7 +155,7 @@ def _linear(
 
 
 class _LayerNorm:
-    """Mean 0 and variance 1 over the last dimension, scaled and shifted (arXiv:1607.06450)."""
+    """Layer normalization over the last dimension, with scale and shift (arXiv:1607.06450)."""
 
     def __init__(self, weights: Weights, name: str, size: int) -> None:
         self._weight = weights.load(f"{name}.weight", size)
@@ -165,7 +166,7 @@ class _LayerNorm:
 
 
 class _Block:
-    """Attention and MLP, each after a norm and added to the residual stream."""
+    """Attention and an MLP; each follows a norm and is added to the residual stream."""
 
     def __init__(
         self, config: VisionConfig, weights: Weights, device: Operators, prefix: str
@@ -201,7 +202,7 @@ class _Merger:
         *,
         norm_merged: bool,
     ) -> None:
-        """`norm_merged`: norm whole squares, as deepstack levels do, instead of patches."""
+        """`norm_merged` normalizes whole squares, as deepstack levels do, instead of patches."""
         merged = config.hidden_size * config.merge_size**2
         self._merged, self._norm_merged = merged, norm_merged
         size = merged if norm_merged else config.hidden_size

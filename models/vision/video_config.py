@@ -1,4 +1,4 @@
-"""A checkpoint's rules for videos: the size of their frames; imports no torch."""
+"""How a checkpoint resizes the frames of videos; imports no torch."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ _FILE = "video_preprocessor_config.json"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VideoConfig:
-    """The checkpoint's processing of a video's frames."""
+    """How the checkpoint preprocesses a video's frames."""
 
     min_pixels: int
-    """Smallest total area of the frames; smaller videos are enlarged."""
+    """Minimum total area of the frames in pixels; smaller videos are enlarged."""
     max_pixels: int
-    """Largest total area of the frames; larger videos are reduced."""
+    """Maximum total area of the frames in pixels; larger videos are reduced."""
     factor: int
-    """Sides are multiples of it: the pixels of a token's side."""
+    """Side of a token in pixels; sides of resized frames are multiples of it."""
     together: int
-    """Frames of a temporal patch."""
+    """Number of frames in a temporal patch."""
     max_frames: int
     frame_tokens: int | None = None
-    """Maximum tokens of a frame, if the processor bounds each separately."""
+    """Maximum number of tokens of a frame; None if only the total area is limited."""
 
     @property
     def max_rows(self) -> int:
         """Return the maximum number of tokens of a temporal patch."""
         if self.frame_tokens is None:
             return self.max_pixels // self.together // self.factor**2
-        return int(self.max_pixels * 1.05) // self.factor**2  # `min_pixels` may need this
+        return int(self.max_pixels * 1.05) // self.factor**2  # 5 percent: see `_most`
 
     def fit(self, frames: int, height: int, width: int) -> tuple[int, int]:
         """Return the height and width to which frames are resized (`smart_resize` of transformers'
-        `Qwen3VLVideoProcessor`). Raises ValueError if there are too few or too many, or one side is
-        more than `MOST_ASPECT` times the other."""
+        `Qwen3VLVideoProcessor`). Raises ValueError if there are too few or too many frames, or if
+        one side is more than `MOST_ASPECT` times the other."""
         if not self.together <= frames <= self.max_frames:
             raise ValueError(
                 f"a video must have {self.together} to {self.max_frames} frames, but this one "
@@ -81,9 +81,10 @@ def read_video_config(
     directory: Path, vision: VisionConfig, images: ImageConfig
 ) -> VideoConfig | None:
     """Read `processor_config.json` or `video_preprocessor_config.json`, in transformers' order;
-    None if neither covers videos.
+    return None if neither covers videos.
 
-    Raises `ModelError` if something is wrong, `UnsupportedModel` if it is not implemented.
+    Raises `ModelError` if a file is invalid, and `UnsupportedModel` if a setting is not
+    implemented.
     """
     for name, key in (("processor_config.json", "video_processor"), (_FILE, None)):
         path = directory / name
@@ -100,7 +101,7 @@ def parse_video_config(
     images: ImageConfig,
     origin: object = "video config",
 ) -> VideoConfig:
-    """Return the rules from a dictionary; `origin` names it in errors."""
+    """Parse the configuration from a dictionary; `origin` names the dictionary in errors."""
     areas = parse_image_config(raw, vision, origin)
     if (areas.rescale, areas.mean, areas.std) != (images.rescale, images.mean, images.std):
         raise UnsupportedModel(

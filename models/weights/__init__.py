@@ -1,1 +1,1 @@
-"""Tensors of a checkpoint, read by name."""
+"""Weights of a checkpoint: reading, formats, and the forms in which devices use them."""

@@ -1,4 +1,4 @@
-"""Reads tensors from safetensors files, one or many, with or without an index."""
+"""Reads tensors from one or more safetensors files, with or without an index."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ log = logging.getLogger("nanoactor.weights")
 
 INDEX = "model.safetensors.index.json"
 _FLOATING = ("F64", "F32", "BF16", "F16")
-"""The safetensors types of unpacked weights."""
+"""Safetensors types of unpacked weights."""
 _WIDE = {"I32": 4, "I64": 8, "I16": 2, "U16": 2, "U32": 4, "U64": 8}
-"""Sizes of other multi-byte types."""
+"""Sizes in bytes of the other multi-byte types."""
 _SPARE = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
-"""Name suffixes of buffers in older checkpoints."""
+"""Name suffixes of unused buffers in older checkpoints."""
 _MOST_NAMED = 5
 _NAMES = {
     torch.float8_e4m3fn: "F8_E4M3",
@@ -45,20 +45,20 @@ Rows = Span | Sequence[Span]
 
 
 class Format(Protocol):
-    """Reads packed weights. Made from a `Quantization`; refuses unknown options."""
+    """Reader of packed weights, created from a `Quantization`; it refuses unknown options."""
 
     def has(self, projection: Projection) -> bool:
-        """Return True if a projection is quantized; others are read unchanged."""
+        """Return True if a projection is quantized; other projections are read unchanged."""
 
     def read(self, weights: Weights, projection: Projection) -> LinearWeights:
-        """Return this rank's part. Raises `WeightsError` where tensors do not fit."""
+        """Return this rank's part of a projection. Raises `WeightsError` if tensors do not fit."""
 
 
 class Weights:
-    """Every tensor of a checkpoint by name, converted and placed as it is taken.
+    """Tensors of a checkpoint by name, each converted and moved to the device when it is loaded.
 
-    Use it as a context manager: files stay open and mapped until it ends, and loaded tensors do
-    not refer to them.
+    Use it as a context manager: files stay open and mapped until the context ends, and loaded
+    tensors do not refer to them.
     """
 
     def __init__(
@@ -70,8 +70,9 @@ class Weights:
         *,
         packed: Format | None = None,
     ) -> None:
-        """Open the files. `check`: verify every value. `packed` reads packed weights, if any.
-        Raises `WeightsError` if files are missing, damaged, or hold the same tensor twice."""
+        """Open the files. `check` verifies that all loaded values are finite. `packed` reads packed
+        weights, if there are any. Raises `WeightsError` if files are missing, damaged, or hold the
+        same tensor twice."""
         self.dtype = dtype
         self.device = device
         self._check = check
@@ -151,7 +152,7 @@ class Weights:
         return list(self._open_file(name).keys())
 
     def __contains__(self, name: str) -> bool:
-        """Return True if the checkpoint has a tensor of this name."""
+        """Return True if the checkpoint has a tensor with this name."""
         return name in self._home
 
     def load(
@@ -164,14 +165,15 @@ class Weights:
         dtype: torch.dtype | None = None,
         stored: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """Return one tensor, or a part of it, on the wanted device.
+        """Return one tensor, or a part of it, on the device.
 
-        `shape` is that of the whole tensor; only the part is read from the file: rows of one span
-        or several, in order; or, for any number of dimensions, a span of each, None for all. Rows
-        of a single span past the end are zero. The result has type `dtype`, by default the
-        model's. A packed tensor is `stored` in a type and keeps it.
+        `shape` is the shape of the whole tensor, but only the requested part is read from the file.
+        `rows` is one span of rows, or several in order; rows of a single span past the end are
+        zero. `columns` is a span of columns, and `spans` has a span for each dimension, or None for
+        all of it. The result has type `dtype`, by default the model's. A packed tensor must have
+        the type `stored`, and keeps it.
 
-        Raises `WeightsError` if it is missing, of another shape or type, or unreadable.
+        Raises `WeightsError` if the tensor is missing, has another shape or type, or is unreadable.
         """
         home = self._home.get(name)
         if home is None:
@@ -204,14 +206,14 @@ class Weights:
         if self._check and tensor.is_floating_point():
             self._check_values(tensor, dtype, f"{path}: {name}")
         moved = tensor.to(self.device, dtype)
-        # A tensor without conversion still maps the file, which may change at any time.
+        # A tensor that was not converted still maps the file, which may change at any time.
         return moved.clone() if moved.data_ptr() == tensor.data_ptr() else moved
 
     def _check_values(self, tensor: torch.Tensor, dtype: torch.dtype, where: str) -> None:
-        """Raise `WeightsError` for values that are not finite in the file or the wanted type."""
+        """Raise `WeightsError` if a value is not finite, or is too large for `dtype`."""
         if not tensor.numel():
             return
-        if tensor.dtype.itemsize == 1:  # minimum is not implemented for these
+        if tensor.dtype.itemsize == 1:  # aminmax is not implemented for one-byte types
             tensor = tensor.to(torch.bfloat16)
         low, high = (float(value) for value in torch.aminmax(tensor))  # NaN propagates
         if not math.isfinite(low) or not math.isfinite(high):
@@ -227,8 +229,8 @@ class Weights:
             )
 
     def warn_of_unused(self, spare: Collection[str] = ()) -> None:
-        """Warn of tensors that were never loaded: the checkpoint may be another model's. Names in
-        `spare` are exempt; one that ends with a dot exempts a whole module."""
+        """Log a warning if tensors were never loaded: the checkpoint may belong to another model.
+        Names in `spare` are exempt; a name that ends with a dot exempts a whole module."""
         modules = tuple(name for name in spare if name.endswith("."))
         spare = {
             name
@@ -285,7 +287,7 @@ class Weights:
         return Dense(_joined(weight), self.bias_of(projection))
 
     def bias_of(self, projection: Projection) -> torch.Tensor | None:
-        """Return the biases of a projection's outputs; None if it has none."""
+        """Return the bias of a projection's outputs; None if the projection has no bias."""
         if not projection.bias:
             return None
         parts = projection.parts
@@ -295,10 +297,11 @@ class Weights:
         self,
         projections: Sequence[Projection],
     ) -> LinearWeights:
-        """Return the matrices of projections of one shape as one, (projections, outputs, inputs).
-        Each is copied to its place as it is read, so that no second copy of the whole exists.
+        """Return the matrices of equally shaped projections as one stack, (projections, outputs,
+        inputs). Each is copied to its place as soon as it is read, so that there is never a second
+        copy of the whole stack.
 
-        Raises `WeightsError` as `load` does, and if they are in several formats."""
+        Raises `WeightsError` as `load` does, and if the projections have different formats."""
         whole: LinearWeights | None = None
         for at, projection in enumerate(projections):
             one = self.linear(projection)
@@ -314,8 +317,8 @@ class Weights:
         return whole
 
     def least_bytes(self, spare: Collection[str] = ()) -> int:
-        """Return the minimum bytes of all ranks' weights: tensors in the model's type, packed ones
-        as stored. `spare` as for `warn_of_unused`."""
+        """Return the minimum size of all ranks' weights in bytes: unpacked tensors in the model's
+        type, packed ones as stored. Tensors named in `spare` are not counted."""
         own = torch.empty(0, dtype=self.dtype).element_size()
         total = 0
         for name, home in self._home.items():
@@ -337,8 +340,8 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def format_of(quantization: Quantization | None) -> Format | None:
-    """Return the reader of packed weights; None if nothing is packed. Raises `ModelError` for a
-    configuration that contradicts itself."""
+    """Return the reader of packed weights; None if nothing is packed. Raises `ModelError` for an
+    invalid or unsupported configuration."""
     if quantization is None:
         return None
     module, _, name = FORMATS[quantization.method].partition(":")
@@ -347,7 +350,7 @@ def format_of(quantization: Quantization | None) -> Format | None:
 
 
 def _listed(names: set[str]) -> str:
-    """Return some of the names, in order."""
+    """Return the first few names in sorted order, as one string."""
     listed = ", ".join(sorted(names)[:_MOST_NAMED])
     return listed + ", ..." * (len(names) > _MOST_NAMED)
 
@@ -367,7 +370,7 @@ class RandomWeights(Weights):
         *,
         packed: Format | None = None,
     ) -> None:
-        """Create random weights without reading files."""
+        """Seed the generator; no files are read."""
         self.dtype, self.device, self._format = dtype, device, packed
         self._generator = torch.Generator(device).manual_seed(0)
 
@@ -375,15 +378,15 @@ class RandomWeights(Weights):
         """Do nothing: no file is open."""
 
     def warn_of_unused(self, spare: Collection[str] = ()) -> None:
-        """Do nothing: there are no other tensors."""
+        """Do nothing: there are no unused tensors."""
 
     def least_bytes(self, spare: Collection[str] = ()) -> int:
         """Return 0: without files the size is unknown."""
         return 0
 
     def __contains__(self, name: str) -> bool:
-        """Return True for all names that the configuration implies: there is no separate head if
-        weights are tied, and experts have separate tensors."""
+        """Return False for the head, so that tied weights have no separate one, and for fused
+        experts, so that experts have separate tensors; True for all other names."""
         return name != "lm_head.weight" and not name.endswith("experts.gate_up_proj")
 
     def load(
@@ -396,7 +399,8 @@ class RandomWeights(Weights):
         dtype: torch.dtype | None = None,
         stored: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """Draw normal numbers with a deviation of 0.02, as in initialization; norms are ones."""
+        """Draw normal numbers with a standard deviation of 0.02, as in initialization, or 20 for
+        integer types; the weights of norms are ones."""
         sizes = list(shape)
         if rows is not None:
             sizes[0] = rows.size if isinstance(rows, Span) else sum(span.size for span in rows)

@@ -1,8 +1,9 @@
-"""FP8 in blocks, as Qwen and DeepSeek publish: e4m3 with a scale for each block of a matrix.
+"""Block-scaled FP8, as published by Qwen and DeepSeek: e4m3, and a scale for each block.
 
-Source: DeepSeek-V3 Technical Report, arXiv:2412.19437, section 3.3.2; the names and the meaning of
-`quantization_config` are those of transformers' `FineGrainedFP8Config`. In published checkpoints a
-block has 128 x 128 numbers, and `weight_scale_inv` is their factor.
+Source: DeepSeek-V3 Technical Report, arXiv:2412.19437, section 3.3.2. The keys of
+`quantization_config` have the names and meanings of transformers' `FineGrainedFP8Config`. In
+published checkpoints a block has 128 x 128 numbers, and `weight_scale_inv` is the factor by which
+they are multiplied.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from nanoactor.models.weights.linear import Part, Projection
 
 E4M3 = torch.float8_e4m3fn
 _AT_ONCE = 1024
-"""Outputs that are unpacked together, to bound the float32 memory."""
+"""Number of outputs that are unpacked together, to bound the float32 memory."""
 _KNOWN = {
     "quant_method": ("fp8",),
     "activation_scheme": ("dynamic",),
@@ -28,17 +29,17 @@ _KNOWN = {
     "dequantize": (False,),
     "scale_fmt": ("float",),
 }
-"""The supported values of optional keys."""
+"""Supported values of optional keys."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fp8Blocks:
-    """A matrix in e4m3."""
+    """A matrix in e4m3 with block scales, or a stack of such matrices."""
 
     weight: torch.Tensor
     """float8_e4m3fn (outputs, inputs), or (matrices, outputs, inputs)."""
     scales: torch.Tensor
-    """float32 (..., groups, blocks): the scale of a group's numbers in each block of inputs."""
+    """float32 (..., groups, blocks): scale of each group of outputs in each block of inputs."""
     block: int
     """Number of inputs in a block."""
     offset: int
@@ -46,7 +47,7 @@ class Fp8Blocks:
     dtype: torch.dtype
     """Data type of the model."""
     group: int = 1
-    """Outputs of a group; the last may have fewer."""
+    """Number of outputs in a group; the last group may have fewer."""
     bias: torch.Tensor | None = None
 
     def dequantize(self) -> torch.Tensor:
@@ -61,37 +62,37 @@ class Fp8Blocks:
         return whole
 
     def scales_of_outputs(self) -> torch.Tensor:
-        """Return float32 (..., outputs, blocks): the scales of each output."""
+        """Return the scales of each output, float32 (..., outputs, blocks)."""
         each = self.scales.repeat_interleave(self.group, -2)
         return each[..., : self.weight.shape[-2], :]
 
     def without_bias(self) -> Fp8Blocks:
-        """Return the same matrix alone."""
+        """Return the same matrix without its bias."""
         return dataclasses.replace(self, bias=None)
 
     def room(self, count: int) -> Fp8Blocks:
-        """Return memory for `count` matrices."""
+        """Allocate memory for `count` matrices of this shape, without biases."""
         weight = self.weight.new_empty(count, *self.weight.shape)
         scales = self.scales.new_empty(count, *self.scales.shape)
         return dataclasses.replace(self, weight=weight, scales=scales, bias=None)
 
     def put(self, at: int, matrix: Fp8Blocks) -> None:
-        """Copy a matrix to its place."""
+        """Copy a matrix to index `at` of the stack."""
         self.weight[at].copy_(matrix.weight)
         self.scales[at].copy_(matrix.scales)
 
 
 def experts_of(weights: Fp8Blocks) -> Iterator[Fp8Blocks]:
-    """Yield each of several matrices."""
+    """Yield each matrix of a stack."""
     for weight, scales in zip(weights.weight, weights.scales, strict=True):
         yield dataclasses.replace(weights, weight=weight, scales=scales)
 
 
 class Fp8Format:
-    """Reads FP8 checkpoints with block scales."""
+    """Reader of FP8 checkpoints with block scales."""
 
     def __init__(self, quantization: Quantization) -> None:
-        """Check the options. Raises `UnsupportedModel` for unsupported ones, `ModelError` for
+        """Check the options. Raises `UnsupportedModel` for unsupported options and `ModelError` for
         invalid ones."""
         raw = quantization.raw
         for key, value in raw.items():
@@ -120,7 +121,7 @@ class Fp8Format:
 
     def has(self, projection: Projection) -> bool:
         """Return True if a projection is quantized. Raises `ModelError` if only some of its parts
-        are: they form one product."""
+        are quantized, since they are computed as one matrix product."""
         packed = {part.name: not self._is_spared(part.name) for part in projection.parts}
         if len({*packed.values()}) > 1:
             apart = ", ".join(name for name, there in packed.items() if not there)
@@ -137,7 +138,7 @@ class Fp8Format:
         )
 
     def read(self, weights: Weights, projection: Projection) -> Fp8Blocks:
-        """Return this rank's part. Raises `WeightsError` if tensors do not fit."""
+        """Return this rank's part of a projection. Raises `WeightsError` if tensors do not fit."""
         inputs, columns = projection.inputs, projection.columns or Span(0, projection.inputs)
         first, last = columns.start // self._columns, -(-columns.stop // self._columns)
         parts, scales, rows, above = [], [], [], 0
@@ -178,8 +179,8 @@ def _numbers(part: Part, device: torch.device) -> torch.Tensor:
 
 
 def _largest_group(rows: torch.Tensor, most: int) -> int:
-    """Return the largest number of consecutive outputs that always share their scales; `rows` are
-    the scales by output."""
+    """Return the largest size of groups of consecutive outputs that share their scales: `most`, or
+    `most` halved repeatedly. `rows` holds the index of each output's scales."""
     sizes = (most >> halved for halved in range(most.bit_length()))
     same = (s for s in sizes if torch.equal(rows[::s].repeat_interleave(s)[: len(rows)], rows))
     return next(same, 1)

@@ -1,4 +1,4 @@
-"""The weights of a projection in the format of the checkpoint."""
+"""Weights of a projection, in the format of the checkpoint."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ log = logging.getLogger("nanoactor.weights")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
-    """Some outputs of one logical matrix of a checkpoint."""
+    """Selected outputs of one matrix of a checkpoint."""
 
     name: str
-    """Name of its tensor without the `.weight` suffix."""
+    """Name of the matrix's tensor, without the `.weight` suffix."""
     outputs: int
-    """Total outputs of the matrix."""
+    """Total number of outputs of the matrix."""
     rows: tuple[Span, ...] | None = None
-    """The wanted outputs, in this order; None: all."""
+    """Spans of the wanted outputs, in this order; None means all outputs."""
 
     @property
     def size(self) -> int:
@@ -33,44 +33,45 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Projection:
-    """Definition of a linear operator: y = x Wᵀ + b, with outputs from consecutive parts."""
+    """Definition of a linear operator, y = x Wᵀ + b, with the outputs of all parts in order."""
 
     parts: tuple[Part, ...]
     inputs: int
-    """Total inputs of the matrices."""
+    """Total number of inputs of the matrices."""
     columns: Span | None = None
-    """The inputs to load; None: all."""
+    """The inputs to load; None means all inputs."""
     bias: bool = False
-    """True if the checkpoint has biases for all rows of the parts."""
+    """Whether the checkpoint has biases for all outputs of the parts."""
 
 
 class LinearWeights(Protocol):
-    """One of the formats: `Dense`, or one that `nanoactor.models.weights.formats` names. Devices
-    with an operator for a format take it as it is, others take what `dequantize` returns."""
+    """Weights in one of the formats: `Dense`, or one listed in `nanoactor.models.weights.formats`.
+    Devices with an operator for a format use it unchanged; others use the result of
+    `dequantize`."""
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """Bias, (outputs,)."""
+        """Return the bias, (outputs,), if there is one."""
 
     def dequantize(self) -> torch.Tensor:
-        """Return the matrix (outputs, inputs) in the model's type."""
+        """Return the matrix, (outputs, inputs), in the model's type."""
 
     def without_bias(self) -> LinearWeights:
-        """Return the same matrix alone."""
+        """Return the same matrix without its bias."""
 
     def room(self, count: int) -> Self:
-        """Return memory for `count` matrices of the same shape, without biases."""
+        """Allocate memory for `count` matrices of this shape, without biases."""
 
     def put(self, at: int, matrix: Self) -> None:
-        """Copy a matrix to its place."""
+        """Copy a matrix to index `at` of the stack."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Dense:
-    """A matrix in the compute type."""
+    """A matrix in the compute type, or a stack of matrices."""
 
     weight: torch.Tensor
-    """Matrix, (outputs, inputs)."""
+    """(outputs, inputs), or (matrices, outputs, inputs)."""
     bias: torch.Tensor | None = None
 
     def dequantize(self) -> torch.Tensor:
@@ -78,15 +79,15 @@ class Dense:
         return self.weight
 
     def without_bias(self) -> Dense:
-        """Return the same matrix alone."""
+        """Return the same matrix without its bias."""
         return Dense(self.weight)
 
     def room(self, count: int) -> Dense:
-        """Return memory for `count` matrices."""
+        """Allocate memory for `count` matrices of this shape, without biases."""
         return Dense(self.weight.new_empty(count, *self.weight.shape))
 
     def put(self, at: int, matrix: Dense) -> None:
-        """Copy a matrix to its place."""
+        """Copy a matrix to index `at` of the stack."""
         self.weight[at].copy_(matrix.weight)
 
 
@@ -95,14 +96,14 @@ class DenseExperts:
     """The matrices of all experts of a layer, in the compute type."""
 
     gate_up: torch.Tensor
-    """(experts, 2 * inner, hidden): gates, then ups."""
+    """Gate projections, then up projections, (experts, 2 * inner, hidden)."""
     down: torch.Tensor
     """Down projections, (experts, hidden, inner)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """The matrices of all experts of a layer in a checkpoint's format; shapes are those of
+    """The matrices of all experts of a layer, in a checkpoint's format; the shapes are those of
     `DenseExperts`."""
 
     gate_up: LinearWeights
@@ -111,17 +112,18 @@ class ExpertWeights:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Router:
-    """Chooses the experts of a token: those with the highest softmax scores."""
+    """Top-k routing: each token goes to the experts with the highest softmax scores."""
 
     weight: torch.Tensor
     """Router weights, float32 (experts, hidden)."""
     chosen: int
+    """Number of experts chosen for each token."""
     normalizes: bool
-    """True if the weights of a token's experts are scaled to a sum of 1."""
+    """Whether the weights of a token's experts are scaled to a sum of 1."""
 
 
 def dense_of(weights: LinearWeights, why: str | None = None) -> Dense:
-    """Return the matrix of any format; `why` it is unpacked is logged once."""
+    """Return the matrix of any format, unpacked; `why`, the reason for that, is logged once."""
     if isinstance(weights, Dense):
         return weights
     _log_once(
@@ -133,8 +135,7 @@ def dense_of(weights: LinearWeights, why: str | None = None) -> Dense:
 
 
 def dense_experts_of(weights: ExpertWeights, why: str | None = None) -> DenseExperts:
-    """Return experts of any format, unpacked; `why`, the reason for unpacking them, is logged
-    once."""
+    """Return experts of any format, unpacked; `why`, the reason for that, is logged once."""
     pair, down = (dense_of(one, why) for one in (weights.gate_up, weights.down))
     return DenseExperts(pair.weight, down.weight)
 

@@ -1,1 +1,1 @@
-"""The actors: thin shells that receive, call the pure logic, and send."""
+"""The actors: thin shells that receive messages, call the pure logic, and send messages."""

@@ -1,4 +1,4 @@
-"""The block manager's shell."""
+"""Actor around the block manager."""
 
 from __future__ import annotations
 
@@ -14,24 +14,27 @@ from nanoactor.setup.actors import ActorConfig, RunnerReady, encoder_limits
 _HASHES_AT_ONCE = 4096
 """Maximum number of index changes in one message."""
 _SOME_CHANGES = 64
-"""Index changes that are worth a message; fewer are sent when a sequence ends."""
+"""Minimum number of index changes in one message; fewer are sent only when a sequence ends, when
+the index is cleared, or when the edge has room again."""
 
 
 class BlockManagerActor(Actor):
-    """Turns plans into steps, and answers; answers merge while the edge is busy."""
+    """Turns plans into steps for the runners, and answers the scheduler. Answers are merged while
+    the edge to the scheduler has no room."""
 
     def __init__(self, config: ActorConfig) -> None:
         self._config = config
         self._step_at = 0
         self._caches: list[int] = []
-        """By rank: the cache that the manager's records describe."""
+        """By rank: identifier of the KV cache whose contents the manager tracks."""
         self._manager: BlockManager
 
     def renew(self) -> None:
         """Keep the manager: if the runners survive, so do the contents of their caches."""
 
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
-        """Make the block manager, now that the runners have sized the cache."""
+        """Create the block manager for the cache that the runners have allocated; keep the present
+        one if the cache is still the same."""
         super().start(context, ready)
         caches = [of_rank.cache for of_rank in ready.values() if isinstance(of_rank, RunnerReady)]
         if caches == self._caches:
@@ -58,15 +61,15 @@ class BlockManagerActor(Actor):
         )
 
     def handlers(self) -> Mapping[type, Handler]:
-        """Turns, in the order of the events from which they follow."""
+        """Handle turns, which arrive in the order of the events that caused them."""
         return {Turn: self._take}
 
     def span_names(self) -> Mapping[type, str]:
-        """Binding blocks is what a step waits for."""
+        """Name the spans that bind blocks to a step; the step waits for them."""
         return {Turn: "bind"}
 
     def _take(self, turn: Turn) -> None:
-        """Send the step first: a device may wait for it."""
+        """Process a turn, and send its step first: a device may be waiting for it."""
         turn = self.context.own(turn)
         if (step := self._manager.take(turn)) is not None:
             self._runners.send(step)
@@ -83,7 +86,7 @@ class BlockManagerActor(Actor):
             self._scheduler.send(answer)
 
     def _tell_index(self, at_least: int = 1) -> None:
-        """Publish index changes once there are `at_least` of them; readers can wait."""
+        """Publish index changes if there are at least `at_least` of them; they are not urgent."""
         changes = self._manager.pool.changes
         if changes is None or len(changes) < at_least:
             return
@@ -91,18 +94,18 @@ class BlockManagerActor(Actor):
             self._frontend.send(events)
 
     def on_ready(self, outbox: Any) -> None:
-        """An edge has room again: send what was merged meanwhile."""
+        """Handle an edge that has room again: send what was merged meanwhile."""
         self._send_answer()
         self._tell_index()
 
     def statistics(self) -> dict[str, Any]:
-        """Blocks available now, and how much of the prompts was found in the cache.
+        """Return the number of available blocks, and counts of cache hits and evictions.
 
-        `hit_tokens` are the tokens that did not have to be computed; `step_at` is when the latest
-        step left, in ns of the monotonic clock.
+        `hit_tokens` is the number of prompt tokens that did not have to be computed; `step_at` is
+        the time at which the latest step was sent, in ns of the monotonic clock.
         """
         manager = self._manager
-        if self._config.engine.debug:  # a look at every block
+        if self._config.engine.debug:  # this checks every block
             manager.check()
         return {
             "available": manager.pool.available,

@@ -1,4 +1,4 @@
-"""Standing orders of an engine's owner to its scheduler, which deaths do not undo."""
+"""Standing orders of an engine's owner to its scheduler, which survive the death of processes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from nanoactor.messages.orders import ForgetIndex, Pause
 
 
 class EngineControl:
-    """Sends orders at once, or when all processes run again."""
+    """Sends orders to the scheduler at once, or once all processes have restarted."""
 
     def __init__(self) -> None:
         self.is_paused = False
         """Whether no steps are planned, so that requests wait where they are."""
         self._forgotten = 0
-        """Number of orders to forget the index."""
+        """Number of orders so far to forget the prefix index."""
         self._scheduler: Any = None
 
     def pause(self, paused: bool) -> None:
@@ -30,7 +30,7 @@ class EngineControl:
             self._scheduler.send(ForgetIndex(self._forgotten))
 
     def cut_off(self) -> None:
-        """Keep orders until all processes run again."""
+        """Hold back orders until all processes have restarted."""
         self._scheduler = None
 
     def begin(self, scheduler: Any) -> None:

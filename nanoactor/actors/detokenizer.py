@@ -1,4 +1,5 @@
-"""The detokenizer's shell: it sends when the frontend has room, and merges until then."""
+"""Actor around the detokenizer: sends output when the frontend has room, and merges it until
+then."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ _made_up = functools.cache(text_messages)
 
 
 class DetokenizerActor(Actor):
-    """Tokens in, chunks out."""
+    """Turns tokens into chunks of output for the frontend, and stops sequences at stop strings."""
 
     def __init__(self, config: ActorConfig) -> None:
         self._directory = config.files.tokenizer_directory
@@ -28,7 +29,7 @@ class DetokenizerActor(Actor):
         self._step_at = 0
 
     def setup(self) -> None:
-        """Read the tokenizer and build its tables."""
+        """Load the tokenizer and build its decoding tables."""
         self._decoders = None
         if self._directory is not None:
             from nanoactor.text.decoding import DecoderFactory
@@ -49,7 +50,7 @@ class DetokenizerActor(Actor):
         self._scheduler = context.outbox("scheduler")
 
     def handlers(self) -> Mapping[type, Handler]:
-        """Requests that begin, and their tokens."""
+        """Handle new requests, and their tokens."""
         return {Open: self._open, Tokens: self._tokens}
 
     def span_names(self) -> Mapping[type, str]:
@@ -66,7 +67,8 @@ class DetokenizerActor(Actor):
         self._report()
 
     def _report(self) -> None:
-        """Stops to the scheduler, news to the frontend; each waits until its edge has room."""
+        """Send stops to the scheduler and output to the frontend, as far as their edges have
+        room."""
         stopped = self._detokenizer.stopped
         if stopped and self._scheduler.ready:
             self._scheduler.send(Stop(np.array(stopped, np.int64)))
@@ -74,18 +76,18 @@ class DetokenizerActor(Actor):
         self._flush()
 
     def _flush(self) -> None:
-        # Asking an edge that is not ready has it call back: only where there is something to say.
+        # Asking an edge that is not ready requests a callback: ask only if there is output to send.
         while self._detokenizer.pending and self._frontend.ready:
             chunk = self._detokenizer.take_delta(self._delta_bytes)
             if chunk is not None:
                 self._frontend.send(chunk)
 
     def on_ready(self, outbox: Any) -> None:
-        """An edge has room again."""
+        """Handle an edge that has room again."""
         self._report()
 
     def rehearse(self) -> Iterator[object]:
-        """A request's only token, from its prompt to its text."""
+        """Process a dummy request with a single token, from its prompt to its text."""
         for message in _made_up():
             if isinstance(message, Open):
                 self._double.open(message)
@@ -95,8 +97,8 @@ class DetokenizerActor(Actor):
             yield message
 
     def statistics(self) -> dict[str, Any]:
-        """Return the numbers of requests with decoding state and with pending output, and when the
-        latest step's tokens came, in ns of the monotonic clock."""
+        """Return the numbers of requests with decoding state and with pending output, and the time
+        at which the latest step's tokens arrived, in ns of the monotonic clock."""
         return {
             "entries": self._detokenizer.entries,
             "pending": self._detokenizer.pending,

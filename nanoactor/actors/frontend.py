@@ -1,4 +1,4 @@
-"""The frontend: the request journal, in the user's process and on the user's loop."""
+"""The frontend: the request journal, in the user's process and on the user's event loop."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from nanoactor.text.scores import ToldRun, told_runs
 
 log = logging.getLogger("nanoactor.engine")
 
-# A tokenizer other than the first takes prompts longer than this, where there are several.
+# If there are several tokenizers, the first one gets no prompts longer than this.
 _LONG_PROMPT_BYTES = 64 * 1024
 
 
 class FrontendActor(Actor):
-    """Keeps the journal. The engine's public face calls it; it never waits."""
+    """Keeps the request journal. The engine's public API calls this actor, which never blocks."""
 
     def __init__(self, config: ActorConfig) -> None:
         self._config, self._files, self._salt = config.engine, config.files, config.salt
@@ -50,28 +50,29 @@ class FrontendActor(Actor):
         self._vocabulary = config.files.config.vocab_size
         self._entries: dict[int, Entry] = {}
         self._by_id: dict[str, Entry] = {}
-        """The same by request id."""
+        """Entries by request id."""
         self._waiting_requests: set[int] = set()
-        """Uids that wait for a first token."""
+        """Uids of sequences that wait for their first token."""
         self._waiting_tokens = self._waiting_media_bytes = 0
         self._untokenized: dict[int, tuple[int, int]] = {}
-        """(tokenizer, bytes) of requests that no tokenizer has answered."""
+        """By uid of each request that no tokenizer has answered: (tokenizer, charge)."""
         self._load = [0] * self._config.num_tokenizers
         self._next_uid = 0
         self._paused = False
-        """True while all processes restart: nothing can be sent."""
+        """Whether all processes are restarting, so that nothing can be sent."""
         self._readmission = Readmission(config.engine.max_num_seqs)
         self.control = EngineControl()
         self._direct = 0
-        """Requests that no tokenizer has seen."""
+        """Number of requests that were admitted without a tokenizer."""
         self._step_at = 0
         self._media = MediaSender(())
         self.index = IndexFeed()
         self._progress: asyncio.Event | None = None
-        """Set, and dropped, when a request no longer waits; None if no caller waits for that."""
+        """Event that is set, and dropped, when a request stops waiting; None if no caller waits for
+        that."""
 
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
-        """Look up the outgoing edges."""
+        """Look up the outgoing edges, and prepare admission for the cache of the runners."""
         super().start(context, ready)
         self._tokenizers = [
             context.outbox(f"tokenizer.{index}") for index in range(self._config.num_tokenizers)
@@ -88,8 +89,8 @@ class FrontendActor(Actor):
         self._submit_kind = context.track.kind("submit", "uid")
 
     def pause(self, deaths: Sequence[Death]) -> int:
-        """Keep new requests while all processes restart. Return how many deaths are explained by a
-        request that is now ended."""
+        """Hold back new requests while all processes restart. If a request is found to have caused
+        deaths, end it and return the number of these deaths; otherwise return 0."""
         if self._paused:  # nothing has run since the last death
             return 0
         self._paused = True
@@ -107,7 +108,7 @@ class FrontendActor(Actor):
         return explained
 
     def _is_at(self, entry: Entry, node: str) -> bool:
-        """Return True if a request may have been running in a node when the node died."""
+        """Return True if a request may have been running on a node when the node died."""
         kind, _, number = node.partition(".")
         if kind == "tokenizer":
             own = int(number)
@@ -125,7 +126,7 @@ class FrontendActor(Actor):
         return self._readmission.is_trial
 
     def resume(self) -> None:
-        """Send all unfinished requests again, now that all processes run."""
+        """Send all unfinished requests again, now that all processes have restarted."""
         self._paused = False
         for entry in self._each_entry():
             if entry.aborted:
@@ -150,9 +151,10 @@ class FrontendActor(Actor):
             self.context.call_later(TRIAL_SECONDS, end)
 
     def _send_again(self, entry: Entry) -> None:
-        """Send the unfinished sequences of a request, from where their reader was."""
+        """Send the unfinished sequences of a request again, to resume after the output that their
+        reader has received."""
         for submit in resumed(entry):
-            # Streams resume at once; requests that only waited are left to the tokenizers.
+            # Sequences with output resume at once; requests without output go to the tokenizers.
             self._dispatch(entry, submit, direct=submit.output is not None)
 
     def _look_at_trial(self) -> None:
@@ -164,7 +166,7 @@ class FrontendActor(Actor):
             self._go_on(self._readmission.admit_next(self.context.now()))
 
     def _end_aborted(self, entry: Entry) -> None:
-        """End an aborted request here, since no other process knows about it any more."""
+        """End an aborted request here, as no other process has it any more."""
         for uid in [uid for uid in entry.uids if self._entries.get(uid) is entry]:
             self._terminal(own_terminal(entry, uid, "abort"))
 
@@ -188,7 +190,8 @@ class FrontendActor(Actor):
     # -- from the user --------------------------------------------------------------------
 
     def _check_room(self, entries: Sequence[Entry]) -> None:
-        """Raise `EngineOverloaded` if the queue's bounds leave no room for these requests."""
+        """Raise `EngineOverloaded` if the queue has no room for these requests, or `InvalidRequest`
+        if there are more of them than may ever wait."""
         config, requests = self._config, sum(len(entry.places) for entry in entries)
         charge, media = sum(e.charge for e in entries), sum(e.media_bytes for e in entries)
         if requests > config.max_waiting_requests:
@@ -213,25 +216,25 @@ class FrontendActor(Actor):
             )
 
     def announce(self) -> None:
-        """Say that a request is about to be submitted: the others wake while it is checked. Where
-        requests are already waiting, they are awake, or have enough to do."""
+        """Announce that a request is about to be submitted, so that the other processes wake up
+        while it is checked. If requests are already waiting, these processes are awake or busy."""
         if not self._waiting_requests:
             self.context.rouse()
 
     def submit(self, make: Callable[[int], Entry]) -> Entry:
-        """Make a request with the next number, enter it into the journal, send it on its way.
+        """Create a request with the next uid, add it to the journal, and dispatch it.
 
-        A refused request takes no number: the scheduler relies on there being no gaps.
+        A rejected request uses no uid: the scheduler relies on uids without gaps.
         """
         return self.submit_all([make])[0]
 
     def submit_all(self, makes: Sequence[Callable[[int], Entry]]) -> list[Entry]:
-        """Submit several requests: either all find room or none does."""
+        """Submit several requests: all of them, or none if there is no room for all."""
         entries, uid = [], self._next_uid
         for make in makes:
             entries.append(make(uid))
             uid = entries[-1].uids.stop
-        if not all(entry.moved for entry in entries):  # these were accepted once
+        if not all(entry.moved for entry in entries):  # moved ones were accepted before
             self._check_room(entries)
         for entry in entries:
             self._send(entry)
@@ -240,8 +243,8 @@ class FrontendActor(Actor):
     def _send(self, entry: Entry) -> None:
         uid, begin = entry.submit.uid, time.monotonic_ns()
         if not self._paused and not self._readmission.keep(entry):
-            # Where requests wait, a hop more costs nothing, and tokenizers have more time than the
-            # user's loop.
+            # If requests are waiting, another hop costs nothing, and the tokenizers have more time
+            # than the user's event loop.
             self._dispatch(entry, entry.submit, direct=not self._waiting_requests)
         self._next_uid = entry.uids.stop
         self._entries |= dict.fromkeys(entry.uids, entry)
@@ -252,7 +255,8 @@ class FrontendActor(Actor):
         self.context.track.add(self._submit_kind, uid, begin, time.monotonic_ns())
 
     def _dispatch(self, entry: Entry, submit: Submit, direct: bool) -> None:
-        """Send a new or resumed request; with `direct`, past the tokenizers if it needs none."""
+        """Send a new or resumed request to a tokenizer or, if `direct` and it needs no tokenizer,
+        to the scheduler."""
         admit = self._admission.direct(submit) if direct else None
         if admit is not None:
             self._direct += 1
@@ -269,35 +273,37 @@ class FrontendActor(Actor):
         self._untokenized[uid] = (tokenizer, entry.charge)
 
     def _resend(self, event: ResendMedia) -> None:
-        """Resend bytes that a worker has dropped, unless their request has finished."""
+        """Resend media that a vision worker has dropped, unless their request has finished."""
         for uid, item in zip(event.uids.tolist(), event.items.tolist(), strict=True):
             entry = self._entries.get(uid)
             if entry is not None and not self._media.is_sending(uid, item):
                 self._media.send(entry, uid, item, -1)
 
     def on_ready(self, outbox: Any) -> None:
-        """An edge has room again."""
+        """Handle an edge that has room again."""
         self._media.on_ready(outbox)
 
     # -- the queue ------------------------------------------------------------------------
 
     async def wait_for_capacity(self) -> None:
-        """Wait until a waiting request has its first token or has finished."""
+        """Wait until a waiting request has its first token or has finished; return at once if none
+        is waiting."""
         if self._waiting_requests:
             self._progress = self._progress or asyncio.Event()
             await self._progress.wait()
 
     def _choose_tokenizer(self, size: int) -> int:
-        """Return the least loaded; the first never takes a long prompt, so short ones pass it."""
+        """Return the index of the least loaded tokenizer. If there are several, the first one gets
+        no long prompts, so that short prompts need not wait for them."""
         first = 1 if size > _LONG_PROMPT_BYTES and len(self._load) > 1 else 0
         return min(range(first, len(self._load)), key=self._load.__getitem__)
 
     def abort(self, entry: Entry) -> None:
-        """Request a request's end; its entry lives until terminals acknowledge it."""
+        """Abort a request; its entry is kept until terminals confirm the abort."""
         if entry.aborted:
             return
         if not self._paused and self._readmission.let_go(entry):
-            self._send_again(entry)  # the scheduler relies on all live requests arriving
+            self._send_again(entry)  # the scheduler relies on receiving all live requests
         entry.aborted = True
         if self._paused:
             self._end_aborted(entry)
@@ -311,21 +317,21 @@ class FrontendActor(Actor):
                 self._tokenizers[self._untokenized[uid][0]].send(Abort(uid))
 
     def end_for_reader(self, entry: Entry) -> None:
-        """End an aborted request for its reader now. Its entry lives, and counts, until the engine
-        has released it."""
+        """End an aborted request for its reader now. Its entry is kept, and counts, until the
+        engine has released the request."""
         for uid in entry.uids:
             if entry.answer(uid).terminal is None:
                 self._note_end(entry, own_terminal(entry, uid, "abort"))
         self._forget_name(entry)
 
     def _forget_name(self, entry: Entry) -> None:
-        if self._by_id.get(entry.request_id) is entry:  # else it was given to another since
+        if self._by_id.get(entry.request_id) is entry:  # otherwise the id was reused
             del self._by_id[entry.request_id]
 
     def go_on(self, entry: Entry, parents: Sequence[int], tokens: Sequence[int]) -> None:
-        """Resume a paused request: each sequence becomes a copy of its parent in `parents` and
-        continues with its token; those with parent -1 end. Raises the error that ended the request,
-        or `InvalidRequest` if it cannot resume."""
+        """Resume a paused request. Sequence i becomes a copy of sequence `parents[i]` and continues
+        with `tokens[i]`; if its parent is -1, it ends. Raises the error that ended the request, or
+        `InvalidRequest` if the request cannot resume."""
         entry.raise_error()
         if self._paused:
             self._lose(entry)
@@ -358,7 +364,7 @@ class FrontendActor(Actor):
             )
 
     def fail_all(self, error: NanoactorError) -> None:
-        """End every unfinished request with an error, as the engine is gone."""
+        """End every unfinished request with an error, because the engine is gone."""
         for entry in self._each_entry():
             if not entry.over:
                 entry.error = error
@@ -377,7 +383,7 @@ class FrontendActor(Actor):
 
     @property
     def has_work(self) -> bool:
-        """Return True if an unfinished request is not paused."""
+        """Return True if there are unfinished requests and the engine is not paused."""
         return bool(self._entries) and not self.control.is_paused
 
     # -- from the detokenizer -------------------------------------------------------------
@@ -412,7 +418,7 @@ class FrontendActor(Actor):
     def _opened(self, uid: int, prompt: list[int]) -> None:
         self._tokenized(uid)
         entry = self._read_entry(uid)
-        if entry is not None and prompt:  # only one of several sequences carries it
+        if entry is not None and prompt:  # only one of several sequences carries the prompt
             if entry.accepted.is_set() and prompt != entry.prompt_token_ids:
                 entry.error = ComputationFailed(CHANGED)
                 self.abort(entry)
@@ -428,8 +434,8 @@ class FrontendActor(Actor):
         self._load[tokenizer] -= size
 
     def _read_entry(self, uid: int) -> Entry | None:
-        """Return the entry of a sequence; None if its reader knows its end already, as the engine
-        may emit output for a while after that."""
+        """Return the entry of a sequence, or None if the sequence has already ended for its reader:
+        the engine may emit output for a while after that."""
         entry = self._entries.get(uid)
         return entry if entry is not None and entry.answer(uid).terminal is None else None
 
@@ -452,7 +458,7 @@ class FrontendActor(Actor):
         entry.wake()
 
     def _no_longer_waiting(self, entry: Entry, uid: int) -> None:
-        """Stop counting a sequence as waiting, and with the first of a request its prompt."""
+        """Stop counting a sequence as waiting, and with the request's first sequence its prompt."""
         self._waiting_requests.discard(uid)
         if not entry.is_counted_out:
             entry.is_counted_out = True
@@ -484,14 +490,15 @@ class FrontendActor(Actor):
         metrics = entry.answer(terminal.uid).metrics
         metrics.finished_time = time.monotonic()
         if terminal.began >= 0:
-            began = terminal.began * 1e-9  # if it was resumed after a death: the time after that
+            began = terminal.began * 1e-9  # if resumed after a death, the time after the restart
             metrics.first_scheduled_time = min(began, metrics.first_token_time or began)
         entry.note_end(terminal.uid, terminal)
 
     def statistics(self) -> dict[str, Any]:
-        """Living answers, those without a first token; requests that wait for others to be tried,
-        those that no tokenizer has answered, and those that none was asked about; when news last
-        came, in ns of the monotonic clock."""
+        """Return the numbers of unfinished sequences and of those without a first token (with their
+        prompt tokens and media bytes), of requests that wait for a trial to end (`kept`), that no
+        tokenizer has answered, and that needed no tokenizer (`direct`), and of media items in
+        transit; and the time of the latest output (`step_at`), in ns of the monotonic clock."""
         return {
             "entries": len(self._entries),
             "waiting_requests": len(self._waiting_requests),

@@ -1,4 +1,4 @@
-"""The grammar's shell: tokens in, masks out; grammars are compiled on a thread."""
+"""The grammar actor: turns tokens into masks, and compiles grammars on threads."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ log = logging.getLogger("nanoactor.grammar")
 
 # Number of latest masks with recorded times.
 _TIMES = 4096
-# Masks that threads of the parser make at once.
+# Number of masks that the parser's threads compute at once.
 _BATCH = 16
-# Bytes of a specification; larger ones are compiled on a separate thread.
+# Maximum length, in characters, of a small grammar; others are compiled on a separate thread.
 _SMALL_GRAMMAR = 16 * 1024
 _FAILED = "the parser failed on the grammar; the log has its words"
 
 
 def _made(config: ActorConfig) -> GrammarCompiler | InvalidRequest:
-    """Return a grammar compiler, or the reason that there is none."""
+    """Return a grammar compiler, or the error that explains why there is none."""
     try:
         with native_calls():
             from nanoactor.grammar.compiling import GrammarCompiler
@@ -48,19 +48,20 @@ def _made(config: ActorConfig) -> GrammarCompiler | InvalidRequest:
 
 
 class GrammarActor(Actor):
-    """Owns nothing: an answer's state follows from its grammar and its tokens."""
+    """Keeps no irreplaceable state: a sequence's state follows from its grammar and its tokens."""
 
     def __init__(self, config: ActorConfig) -> None:
         self._config = config
         self._book = self._new_book()
-        # Large grammars take the parser longest: small ones need not wait for them.
+        # Large grammars take long to compile: small ones must not wait for them.
         self._small = WorkerThread("compile")
         self._large = WorkerThread("compile large")
         self._compiler: GrammarCompiler | InvalidRequest | None = None
-        """Made by the first thread; the reason why there is none refuses every grammar."""
+        """Created by the first thread that needs it; if it is an error, every grammar is rejected
+        with that error."""
         self._making = threading.Lock()
         self._reads = self._turning = False
-        """Whether the vocabulary is read, or was; whether another turn is to come."""
+        """Whether reading the vocabulary has been started; whether another turn is scheduled."""
         self._masks = 0
         self._times: deque[int] = deque(maxlen=_TIMES)
         self._compiled = 0
@@ -71,13 +72,13 @@ class GrammarActor(Actor):
         return GrammarBook(-(-files.config.vocab_size // 32), files.eos_token_ids)
 
     def renew(self) -> None:
-        """Keep what was read of the vocabulary, and compiled grammars."""
+        """Keep the compiler, with the vocabulary and compiled grammars; forget all sequences."""
         before, self._book = self._book, self._new_book()
         self._book.fill, self._book.batch = before.fill, before.batch
         self._turning = False
 
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
-        """Look up the edges, and start reading the vocabulary."""
+        """Look up the outgoing edges, and start reading the vocabulary."""
         super().start(context, ready)
         self._runners = context.outbox("runners")
         self._scheduler = context.outbox("scheduler")
@@ -126,7 +127,7 @@ class GrammarActor(Actor):
         note = functools.partial(self.context.call_soon, self._note, book, event.uid)
         try:
             thread.put(functools.partial(self._compile, book, event.grammar), note)
-        except RuntimeError as error:  # there is no thread for it
+        except RuntimeError as error:  # no thread can be started
             book.note_compiled(event.uid, out_of_resources(error))
             self._report()
 
@@ -145,12 +146,13 @@ class GrammarActor(Actor):
     # -- turns ----------------------------------------------------------------------------
 
     def _turn_unless_due(self) -> None:
-        """Make masks now, unless earlier work is left: then the next turn makes all."""
+        """Make masks now, unless a turn is already scheduled, which will make them."""
         if not self._turning:
             self._turn()
 
     def _turn(self) -> None:
-        """Make some masks; let messages be handled before the next ones."""
+        """Make a bounded number of masks. If more are due, schedule another turn, so that messages
+        are handled in between."""
         begin = time.monotonic_ns()
         count = self._book.advance()
         if count:
@@ -164,8 +166,8 @@ class GrammarActor(Actor):
     # -- the threads ----------------------------------------------------------------------
 
     def _compile(self, book: GrammarBook, text: str) -> tuple[AnswerMatcher | Refusal, int]:
-        """On a thread: the parser lets go of the interpreter while it compiles, so that masks of
-        others are made meanwhile. Return the matcher, or why there is none, and the ns it took."""
+        """Compile a grammar on a worker thread. The parser releases the GIL meanwhile, so that
+        masks of other sequences are made. Return the matcher, or the error, and the time in ns."""
         begin = time.monotonic_ns()
         found: AnswerMatcher | Refusal
         try:
@@ -179,7 +181,7 @@ class GrammarActor(Actor):
                 found = self._compiler.matcher(text)
         except (InvalidRequest, OutOfResources) as error:
             found = error
-        except Exception as error:  # nothing in a grammar may end the engine
+        except Exception as error:  # no grammar may crash the engine
             log.error("a grammar cannot be compiled", exc_info=error)
             refused = machine_refuses(error)
             found = out_of_resources(error) if refused else InvalidRequest(_FAILED)
@@ -196,7 +198,8 @@ class GrammarActor(Actor):
     # -- the edges ------------------------------------------------------------------------
 
     def _report(self) -> None:
-        """Masks to the runners, the rest to the scheduler; each waits until its edge has room."""
+        """Send masks to the runners, and forced tokens and failures to the scheduler, as far as
+        their edges have room."""
         while self._runners.ready:
             if (masks := self._book.take_masks(MASKS_AT_ONCE)) is None:
                 break
@@ -207,7 +210,7 @@ class GrammarActor(Actor):
             self._scheduler.send(failed)
 
     def on_ready(self, outbox: Any) -> None:
-        """An edge has room again."""
+        """Handle an edge that has room again."""
         self._report()
 
     def stop(self) -> None:
@@ -216,9 +219,9 @@ class GrammarActor(Actor):
             thread.close()
 
     def statistics(self) -> dict[str, Any]:
-        """Answers that are open; grammars prepared and the seconds that took; masks, and the
-        microseconds that the latest took, those made together taken as equal: the median, and 99
-        of 100."""
+        """Return the number of open sequences; the number of compiled grammars, and the seconds
+        that they took; the number of masks, and the median and 99th percentile of the time of the
+        latest ones, in microseconds. The time of a turn is divided equally among its masks."""
         times = sorted(self._times) or [0]
         return {
             "open": len(self._book),

@@ -11,8 +11,8 @@ from nanoactor.kv.index_events import IndexEvents
 
 
 class IndexFeed:
-    """Sends each reader the whole index first, then its changes; changes merge while the reader is
-    busy."""
+    """Sends each reader the whole index first, then its changes, which are merged while the reader
+    is busy."""
 
     def __init__(self) -> None:
         self._copy = IndexCopy()
@@ -20,7 +20,7 @@ class IndexFeed:
         self._error: NanoactorError | None = None
 
     def take(self, events: IndexEvents) -> None:
-        """Pass on changes from the block manager."""
+        """Forward changes from the block manager to all readers."""
         self._copy.take(events)
         for changes, news in self._readers.items():
             if events.cleared:
@@ -32,13 +32,14 @@ class IndexFeed:
             news.set()
 
     def end(self, error: NanoactorError) -> None:
-        """The engine is gone: readers get the error."""
+        """Raise an error in all readers, because the engine is gone."""
         self._error = error
         for news in self._readers.values():
             news.set()
 
     async def read(self) -> AsyncGenerator[IndexEvents, None]:
-        """Yield changes until the engine is gone."""
+        """Yield the index and then its changes, until the engine is gone. Raises the error that was
+        passed to `end`."""
         changes, news = IndexChanges(), asyncio.Event()
         changes.begin_anew(self._copy.contents)
         self._readers[changes] = news

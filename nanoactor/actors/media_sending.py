@@ -1,4 +1,4 @@
-"""Pictures on their way from the journal to the vision workers, in pieces."""
+"""Transfer of pictures from the journal to the vision workers, in pieces."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class MediaSender:
     """Sends the bytes of pictures as the workers' edges have room for them."""
 
     def __init__(self, workers: Sequence[Outbox]) -> None:
-        """`workers`: the edges to them."""
+        """`workers` are the outboxes of the edges to the vision workers."""
         self._workers = workers
         self._sending: dict[int, deque[MediaPiece]] = {}
-        """By worker: pieces for which its edge had no room; of each item the next one, ..."""
+        """By worker: the next piece of each item in transit, without its data."""
         self._data: dict[tuple[int, int], memoryview] = {}
-        """... and all bytes of those."""
+        """By (uid, item): all bytes of each item in transit."""
 
     def __len__(self) -> int:
         """Return the number of items in transit."""
@@ -35,8 +35,8 @@ class MediaSender:
         return (uid, item) in self._data
 
     def send(self, entry: Entry, uid: int, item: int, tokenizer: int) -> None:
-        """Send a picture to a worker, the same for all sequences of the request. The worker reports
-        what it is to that tokenizer, or, for -1, to none."""
+        """Send a picture to a worker, the same one for all sequences of the request. The worker
+        reports the picture's key and grid to `tokenizer`, or to none if that is -1."""
         media = entry.media[item]
         worker = entry.submit.uid % len(self._workers)
         data = memoryview(media.data).cast("B")
@@ -57,7 +57,7 @@ class MediaSender:
         self._send_pieces(worker)
 
     def on_ready(self, outbox: Any) -> None:
-        """An edge has room again."""
+        """Handle an edge that has room again."""
         for worker, mine in enumerate(self._workers):
             if mine is outbox:
                 self._send_pieces(worker)

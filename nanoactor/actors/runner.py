@@ -1,4 +1,4 @@
-"""The runner's shell: prepares step N+1 on the node's loop while the device computes step N."""
+"""The runner actor: prepares step N+1 on the node's event loop while the device computes step N."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from nanoactor.runner.protocol import Computed, Executor, Launched
 
 DEVICE = "device"
-"""The track that shows what the device computes, and when it does not."""
+"""Name of the trace track that shows what the device computes, and when it is idle."""
 
 _LOOK = 0.1
-"""Seconds between checks whether a device thread has failed while waiting for it."""
+"""Seconds between checks for a failed device thread during a wait for it."""
 
 
 class Pause:
-    """Passes through a runner's threads after all launched steps."""
+    """Marker that passes through a runner's threads after all launched steps."""
 
     def __init__(self) -> None:
         self.collected, self.over = threading.Event(), threading.Event()
@@ -46,11 +46,11 @@ class Pause:
 
 
 class RunnerActor(Actor):
-    """One rank. Rank 0 alone reports what it sampled."""
+    """One tensor-parallel rank. Only rank 0 reports the tokens that it sampled."""
 
     def __init__(self, config: RankConfig) -> None:
         self._config = config
-        # Whether the scheduler waits to be asked for steps.
+        # Whether this rank requests each step from the scheduler.
         self._asks = config.rank == 0 and config.engine.plan_lead == "late"
         self._prepared: queue.SimpleQueue[tuple[int, Any] | Pause | None] = queue.SimpleQueue()
         self._launched: queue.SimpleQueue[tuple[int, Launched] | Pause | None] = queue.SimpleQueue()
@@ -61,27 +61,30 @@ class RunnerActor(Actor):
         self._deadline = StepDeadline()
         self._cache = secrets.randbits(62)
         self._ahead = 0
-        """Steps that were laid out while one before was computed or waited to be."""
+        """Number of steps that were prepared while an earlier step was queued or running."""
         self._requests, self._time = StepRequests(), DeviceTime()
         self._forget()
 
     def _forget(self) -> None:
-        """Begin with no work."""
+        """Reset the state of all steps, pixels and masks."""
         self._beginning: set[int] = set()
-        """Steps that sample after a prompt row, maybe a sequence's first token."""
+        """Steps that sample after prompt tokens, perhaps a sequence's first token."""
         self._queued: deque[int] = deque()
-        """Tokens of each step that is queued or running."""
+        """Number of tokens of each step that is queued or running; if the step encodes pictures,
+        the encoder's token budget is included."""
         self._received = self._completed = 0
         self._requests.forget()
         self._pixels = PixelStore()
         self._ready: list[int] = []
-        """Pixels that have arrived and are not reported to the scheduler yet."""
+        """Numbers of the items whose pixels have arrived but are not reported to the scheduler
+        yet."""
         self._masks = MaskStore()
         self._masks_ready: tuple[list[int], list[int]] = [], []
-        """Likewise for masks: uids and positions."""
+        """Uids and positions of masks that have arrived but are not reported to the scheduler
+        yet."""
 
     def setup(self) -> RunnerReady:
-        """Load the model; return the size of the cache, for all actors."""
+        """Load the model; return the size of the KV cache, for all actors."""
         self._executor = self._open_on_thread()
         for tokens, seconds in self._executor.warmed_up:
             self._deadline.note(tokens, seconds)
@@ -99,8 +102,8 @@ class RunnerActor(Actor):
         )
 
     def renew(self) -> RunnerReady:
-        """Keep the model and the cache's memory; return once the device is idle and its records of
-        blocks are cleared."""
+        """Keep the model and the KV cache's memory. Return once the device is idle and the executor
+        has dropped the state of all sequences."""
         self._discards = True
         pause = Pause()
         self._prepared.put(pause)
@@ -112,17 +115,18 @@ class RunnerActor(Actor):
         return self._what_is_ready()
 
     def _wait_for(self, event: threading.Event) -> None:
-        """Wait for an event from a device thread; raises the error that ended one of them."""
+        """Wait for an event that a device thread sets. Raises the error that ended such a
+        thread."""
         while not event.wait(_LOOK):
             if self._broken is not None:
                 raise self._broken
 
     def _open_on_thread(self) -> Executor:
-        """Start the device's thread: the model is loaded on it, and steps are launched from it.
+        """Start the device thread, on which the model is loaded and steps are launched.
 
-        OpenMP keeps a pool for each thread that computes. With a second one, from loading, there
-        would be more threads than cores, and it would no longer spin between operators: on two
-        cores a normalisation of 64 rows then takes 300 us instead of 40.
+        OpenMP keeps a thread pool for each thread that computes. With a second pool, created by
+        loading, there would be more threads than cores, and OpenMP would no longer spin between
+        operators: on two cores, a normalization of 64 rows would take 300 us instead of 40.
         """
         from nanoactor.runner.open import open_executor
 
@@ -149,7 +153,7 @@ class RunnerActor(Actor):
         thread.start()
 
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
-        """Open the tracks: steps may come from now on."""
+        """Create the trace tracks; steps may arrive from now on."""
         super().start(context, ready)
         self._open_tracks()
 
@@ -160,7 +164,7 @@ class RunnerActor(Actor):
         self._report = self.context.track.kind("report", "step")
 
     def handlers(self) -> Mapping[type, Handler]:
-        """Steps, in order; pixels and masks on edges of their own."""
+        """Handle steps, in order, and pixels and masks, which arrive on separate edges."""
         return {
             Step: self._on_step,
             Pixels: self._on_pixels,
@@ -171,11 +175,12 @@ class RunnerActor(Actor):
         }
 
     def span_names(self) -> Mapping[type, str]:
-        """Laying out a step's inputs, and handing them to the device."""
+        """Name the spans that prepare a step's inputs and hand them to the device."""
         return {Step: "prepare"}
 
     def _on_step(self, step: Step) -> None:
-        """Lay out the step's inputs while the one before may still be running."""
+        """Prepare a step, perhaps while the previous one is still running, and launch or queue
+        it."""
         self._ahead += bool(self._queued)
         pixels, masks = self._pixels.take(step, self._units_of), self._masks.take(step)
         prepared = self._executor.prepare(step, pixels, masks)
@@ -188,16 +193,16 @@ class RunnerActor(Actor):
         first = ((rows.wants & (SAMPLE | DECODE)) == SAMPLE) & (rows.counts > 0)
         if self._config.rank == 0 and first.any():
             self._beginning.add(step.step)
-        self.context.rest()  # from here on other threads want the interpreter
+        self.context.rest()  # from here on, other threads need the GIL
         if len(self._queued) == 1 and self._executor.any_thread:
-            # Everything before is done, so the device's thread sleeps, and the device idles: to
-            # wake the one would only take the other's time.
+            # All earlier steps are done, so the device thread sleeps and the device is idle:
+            # waking the thread would only add a delay.
             self._launch_step(self._executor, step.step, prepared)
         else:
             self._prepared.put((step.step, prepared))
 
     def _units_of(self, pixels: NDArray[np.uint8]) -> int:
-        """Count the units in which an item is encoded."""
+        """Return the number of units in which an item with these pixels is encoded."""
         files, budget = self._config.files, self._config.engine.max_num_batched_tokens
         assert files.images is not None
         assert files.config.vision is not None
@@ -237,11 +242,11 @@ class RunnerActor(Actor):
             self._masks_ready = [], []
 
     def on_ready(self, outbox: Any) -> None:
-        """The scheduler's edge has room again."""
+        """Handle the scheduler's edge, which has room again."""
         self._tell_ready()
 
     def _launch(self, executor: Executor) -> None:
-        """The device's thread: it hands steps to the device, or is the device where that is the
+        """Run the device thread: launch steps on the device, or compute them if the device is the
         host."""
         while (prepared := self._prepared.get()) is not None and not self._stopping:
             if isinstance(prepared, Pause):
@@ -250,7 +255,7 @@ class RunnerActor(Actor):
                 return
 
     def _pause(self, executor: Executor, pause: Pause) -> None:
-        """On the device's thread: wait for all launched steps, then reset the executor."""
+        """Wait for all launched steps, then reset the executor. Runs on the device thread."""
         if executor.asynchronous:
             self._launched.put(pause)
         try:
@@ -262,7 +267,7 @@ class RunnerActor(Actor):
         pause.over.set()
 
     def _launch_step(self, executor: Executor, step: int, inputs: Any) -> bool:
-        """Hand a step to the device; return False if that has failed."""
+        """Hand a step to the device; return False if that fails."""
         if not executor.asynchronous:
             self._announce(step)
         try:
@@ -277,7 +282,7 @@ class RunnerActor(Actor):
         return True
 
     def _collect(self) -> None:
-        """The thread that waits for a device with a queue of its own."""
+        """Run the results thread: wait for each launched step of an asynchronous device."""
         while (launched := self._launched.get()) is not None and not self._stopping:
             if isinstance(launched, Pause):
                 launched.collected.set()
@@ -291,14 +296,14 @@ class RunnerActor(Actor):
             self.context.call_soon(self._begun, step)
 
     def _report_done(self, step: int, launched: Launched) -> bool:
-        """Wait for a step; return False if it has failed."""
+        """Wait for a step and report its result; return False if the step has failed."""
         try:
             computed = launched.wait()
         except BaseException as error:
             self._broken = error
             self.context.call_soon(self.context.fail, error)
             return False
-        if not self._stopping:  # else the loop may be gone
+        if not self._stopping:  # otherwise the event loop may be gone
             self.context.call_soon(self._done, step, computed)
             if step in self._beginning:
                 self._beginning.discard(step)
@@ -319,7 +324,7 @@ class RunnerActor(Actor):
 
     def _done(self, step: int, computed: Computed) -> None:
         begin, seconds = time.monotonic_ns(), (computed.end - computed.begin) * 1e-9
-        if self._config.rank == 0:  # the others have chosen the same
+        if self._config.rank == 0:  # the other ranks have sampled the same tokens
             self._tell(step, computed, seconds)
         # Report the tokens before the bookkeeping.
         self._trace_device(step, computed)
@@ -343,7 +348,7 @@ class RunnerActor(Actor):
         self.context.outbox("scheduler").send(done)
 
     def _trace_device(self, step: int, computed: Computed) -> None:
-        """Record what the device did, by its own account."""
+        """Add trace spans for the device's work, with the times that the device reported."""
         times = (
             computed.begin,
             computed.encoded or computed.begin,
@@ -356,23 +361,24 @@ class RunnerActor(Actor):
                 self._device.add(kind, step, begin, end)
 
     def may_stay_awake(self) -> bool:
-        """Return False while a step is queued or running: its threads need the interpreter."""
+        """Return False while a step is queued or running, because its threads need the GIL."""
         return not self._queued
 
     def rehearse(self) -> Iterator[object]:
-        """A step's layout, unless there are real ones."""
+        """Prepare a dummy step, unless real steps are queued or running."""
         return self._executor.rehearse() if not self._queued else iter(())
 
     def progress(self) -> Progress | None:
-        """Return the number of finished steps, and the time that the running one may take."""
+        """Return the number of the last finished step, and the seconds that the running step may
+        take; None if no step is queued or running."""
         if not self._queued:
             return None
-        # A device with a queue of its own computes while this process waits, or spins.
+        # An asynchronous device computes while this process waits, or spins.
         own = not self._executor.asynchronous
         return self._completed, self._deadline.seconds(self._queued[0]), own
 
     def stop(self) -> None:
-        """End the threads once the step under way is done."""
+        """Stop the threads once the current step is done."""
         self._stopping = True
         self._prepared.put(None)
         self._launched.put(None)
@@ -380,11 +386,11 @@ class RunnerActor(Actor):
             thread.join(timeout=1.0)
 
     def statistics(self) -> dict[str, Any]:
-        """Steps received and done, those of them laid out while the device was busy with one
-        before, and those launched operator by operator because they could not be captured, or
-        because no captured one holds as much; steps queued or running, what the first of them may
-        take, how long the device was busy, and idle between steps; when the latest ended, in ns of
-        the monotonic clock."""
+        """Return the numbers of steps received, done, prepared while the device was busy with an
+        earlier step (`ahead`), launched operator by operator because they could not be captured or
+        were larger than all captured steps, and queued or running; the seconds that the first of
+        the latter may take; the seconds for which the device was busy, and idle between steps; and
+        the end of the latest step (`step_at`), in ns of the monotonic clock."""
         may_take = (self.progress() or (0, 0.0))[1]
         return {
             "step_may_take": may_take,

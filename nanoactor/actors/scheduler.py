@@ -16,21 +16,21 @@ from nanoactor.scheduling.rehearsal import Rehearsal
 from nanoactor.scheduling.scheduler import Scheduler
 from nanoactor.setup.actors import ActorConfig, RunnerReady, encoder_limits
 
-# Turns of the loop in which a plan becomes a step on its way.
+# Iterations of the event loop from a plan to the sending of its step.
 _HOPS = 4
 LOAD, ENTERS, LEAVES, ENCODES = "load", "enters", "leaves", "encodes"
-"""A track that shows when requests are live, and, with `sent`, the steps with which each enters and
-leaves, and those that encode a picture."""
+"""Names of the trace track that shows when requests are live, and of its spans for requests that
+enter, requests that leave and pictures that are encoded. The spans' field `sent` is the step."""
 
 
 class SchedulerActor(Actor):
-    """Passes events to the logic, and its messages to their edges."""
+    """Passes events to the scheduler, and sends the scheduler's messages to their edges."""
 
     def __init__(self, config: ActorConfig) -> None:
         self._config = config
 
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
-        """Make the scheduler, now that the runners have sized the cache."""
+        """Create the scheduler for the cache that the runners have allocated."""
         super().start(context, ready)
         self._load = context.new_track(LOAD)
         self._busy = self._load.kind("requests")
@@ -40,18 +40,19 @@ class SchedulerActor(Actor):
         self._busy_since = 0
         self._live_since = self._load_ns = self._step_at = self._tokens_at = 0
         self._clock_runs = False
-        """Whether a tick is under way: masks are late by ticks, ..."""
+        """Whether a `MaskClock` tick is pending, by which late masks are detected."""
         self._hold_clock_runs = False
-        """... and so are the callers of held answers."""
+        """Whether a `HoldClock` tick is pending, by which late callers of held sequences are
+        detected."""
         self._scheduler = Scheduler(_limits(self._config, RunnerReady.find(ready)))
         self._block_size = RunnerReady.find(ready).block_size
 
     def handlers(self) -> Mapping[type, Handler]:
-        """Pass all events to the logic."""
+        """Handle all events by passing them to the scheduler."""
         return dict.fromkeys(Scheduler.EVENTS, self._handle)
 
     def span_names(self) -> Mapping[type, str]:
-        """The result of a step is what leads to the next plan."""
+        """Name the spans; the result of a step leads to the next plan."""
         return {m.StepDone: "schedule", m.StepWanted: "schedule early", m.Admit: "admit"}
 
     def _handle(self, event: Any) -> None:
@@ -62,7 +63,7 @@ class SchedulerActor(Actor):
         elif type(event) is m.HoldClock:
             self._hold_clock_runs = False
         elif type(event) is Pause and self._live_since:
-            self._live_since = time.monotonic_ns()  # nothing was late meanwhile
+            self._live_since = time.monotonic_ns()  # nothing can be late during a pause
         for edge, message in self._scheduler.handle(event):
             self._link_requests(message)
             self.context.outbox(edge).send(message)
@@ -75,8 +76,8 @@ class SchedulerActor(Actor):
         self._note_load()
 
     def _link_requests(self, message: Any) -> None:
-        """Remember with which step a request comes and goes, and a picture is encoded: traces
-        follow them from there."""
+        """Record the steps in which requests enter and leave and pictures are encoded, so that
+        traces can follow them."""
         if isinstance(message, m.Turn):
             if (plan := message.plan) is not None:
                 for uid in plan.admissions.uids.tolist():
@@ -93,7 +94,7 @@ class SchedulerActor(Actor):
         self._load.add(kind, uid, now, now, step)
 
     def _note_load(self) -> None:
-        """Record when there was work to do: only then does an idle device count."""
+        """Record the times in which there was work: a device's idle time counts only then."""
         if self._scheduler.live and not self._busy_since:
             self._busy_since = self._live_since = time.monotonic_ns()
         elif self._busy_since and not self._scheduler.live:
@@ -105,20 +106,21 @@ class SchedulerActor(Actor):
         self._load_ns += now - self._busy_since
 
     def before_trace(self) -> None:
-        """Record the load so far, if there is any."""
+        """Record the current period of load up to now, if there is one."""
         if self._busy_since:
             now = time.monotonic_ns()
             self._add_load(now)
             self._busy_since = now
 
     def progress(self) -> Progress | None:
-        """Return the number of planned steps if there are sequences but no step is in flight."""
+        """Return the number of planned steps if there are sequences but nothing that they wait for
+        is in flight, otherwise None."""
         scheduler = self._scheduler
         return (scheduler.statistics.steps, 0.0) if scheduler.is_waiting else None
 
     def rehearse(self) -> Iterator[object]:
-        """Rehearse the path of a request through a scheduler and a block manager. Starts once the
-        first step has been planned, because there is too little time before it."""
+        """Rehearse the path of a request through a scheduler and a block manager. This starts once
+        the next step has been planned, because there is too little time before it."""
         before = self._scheduler.statistics.steps
         while self._scheduler.statistics.steps == before:
             yield None
@@ -130,9 +132,9 @@ class SchedulerActor(Actor):
         return Rehearsal(self._block_size)
 
     def statistics(self) -> dict[str, Any]:
-        """Counts of steps, tokens, preemptions and ends; what waits, runs and is held now; for how
-        long there was something to do, since when there is, when the latest step came back, and
-        when tokens were last passed on (all three in ns of the monotonic clock)."""
+        """Return the scheduler's figures; the seconds in which there was work; and, in ns of the
+        monotonic clock, the start of the current work (`live_since`), the arrival of the latest
+        step's result (`step_at`), and the last time at which tokens were sent on (`tokens_at`)."""
         scheduler = self._scheduler
         scheduler.check_idle()
         self.before_trace()
@@ -146,7 +148,7 @@ class SchedulerActor(Actor):
 
 
 def _limits(config: ActorConfig, cache: RunnerReady) -> SchedulerConfig:
-    """Return the limits of an engine whose cache the runners have sized."""
+    """Return the scheduler's limits for the cache that the runners have allocated."""
     engine = config.engine
     return SchedulerConfig(
         blocks=cache.num_blocks,

@@ -1,4 +1,4 @@
-"""The tokenizer's shell: turns prompts into ids and hashes, or a reason for refusal."""
+"""The tokenizer actor: turns prompts into token ids and block hashes, or rejects them."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("nanoactor.tokenizer")
 
-# A template's complaint may quote the prompt.
+# Maximum length of the reason for a rejection; a template's error may quote the prompt.
 _LONGEST_REASON = 2000
 _MADE_UP = "Speak the speech, I pray you, as I pronounced it to you, trippingly on the tongue. " * 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Encoded:
-    """Ids of a prompt, and of the spellings of its request's bad words."""
+    """Token ids of a prompt, and of the spellings of its request's bad words."""
 
     prompt: Int32
     words: Mapping[str, Sequence[int]]
@@ -58,7 +58,7 @@ def _result_of(work: Callable[[], Encoded]) -> Encoded | Exception:
 
 
 class TokenizerActor(Actor):
-    """Owns nothing: a request that was not answered can be sent again."""
+    """Keeps no irreplaceable state: an unanswered request can be sent again."""
 
     def __init__(self, config: ActorConfig) -> None:
         self._config = config
@@ -68,18 +68,19 @@ class TokenizerActor(Actor):
         """Number of restarts."""
         self._templates: RenderQueue | None = None
         self._facts: TemplateFacts | None = None
-        """None if the template is broken."""
+        """Facts about the chat template; None if it is broken."""
         self._items = ItemGathering()
         self._tags: dict[str, int | None] = {}
-        """Ids of the tags that end free text, as far as they were asked for."""
+        """Token ids of the tags around free text that were looked up so far; None for a tag that is
+        not a single token."""
         self._held: dict[int, tuple[Submit, Encoded | Exception]] = {}
-        """Requests that wait for the names and sizes of their pictures."""
+        """Requests that wait for the keys and sizes of their pictures."""
         self._long_texts = WorkerThread("long texts")
         self._workers: dict[int, int] = {}
         """By request: the vision worker that has its pictures."""
 
     def setup(self) -> None:
-        """Read the tokenizer and the template, so that a broken one is found at the start."""
+        """Load the tokenizer and the chat template, so that a broken one is detected at startup."""
         directory = self._config.files.tokenizer_directory
         if directory is not None:
             from nanoactor.text.tokenizer import TextEncoder
@@ -100,18 +101,20 @@ class TokenizerActor(Actor):
             log.warning("%s", templates.note)
 
     def renew(self) -> None:
-        """Keep the tokenizer, and the template's process."""
+        """Keep the tokenizer and the template process; forget all requests."""
         if self._templates is not None:
             self._templates.cancel_all()
         self._items, self._held, self._workers = ItemGathering(), {}, {}
         self._lives += 1
 
     def _number(self, uid: int) -> int:
-        """Return the number for the template's queue, which may hold some from before a restart."""
+        """Return a request's number in the template queue, unique across restarts: the queue may
+        still have requests from before a restart."""
         return self._lives << 48 | uid
 
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
-        """Learn the block size, for the hashes."""
+        """Set up admission and the encoder's limits for the cache that the runners have
+        allocated."""
         super().start(context, ready)
         cache = RunnerReady.find(ready)
         files, salt = self._config.files.fitted(cache.tokens), self._config.salt
@@ -120,7 +123,7 @@ class TokenizerActor(Actor):
         self._limits = encoder_limits(self._config, cache)
 
     def handlers(self) -> Mapping[type, Handler]:
-        """Handle requests, aborts, and the names and sizes of pictures."""
+        """Handle requests, aborts, and the keys and sizes of pictures."""
         return {Submit: self._submit, Abort: self._abort, ItemsRead: self._items_read}
 
     def span_names(self) -> Mapping[type, str]:
@@ -144,7 +147,7 @@ class TokenizerActor(Actor):
         self._templates.render(self._number(event.uid), chat, options, done)
 
     def _check_options(self, options: str) -> None:
-        """Raise `InvalidRequest` for what the template does not read."""
+        """Raise `InvalidRequest` if there are options that the template does not read."""
         try:
             decoded = json.loads(options)
         except RecursionError:  # the user's process may have a higher limit
@@ -181,10 +184,11 @@ class TokenizerActor(Actor):
     # -- encoding -------------------------------------------------------------------------
 
     def _encode_text(self, event: Submit, text: str | None) -> None:
-        """Encode a request's prompt, unless it is ids, and its bad words: here, where that is short
-        and bounded, else on a thread, or in a process that can be thrown away."""
+        """Encode a request's prompt, unless it consists of token ids, and its bad words. Short
+        texts are encoded here, and long ones on a thread; if the tokenizer's run time is not
+        bounded, all texts are encoded in a disposable process."""
         own_ids = event.token_ids.copy()
-        if text is None and not event.bad_words:  # perhaps there is no tokenizer at all
+        if text is None and not event.bad_words:  # there may be no tokenizer at all
             self._answer(event, Encoded(own_ids, {}))
             return
         pieces: list[Piece] = []
@@ -217,12 +221,12 @@ class TokenizerActor(Actor):
     ) -> None:
         try:
             self._long_texts.put(work, done)
-        except RuntimeError as error:  # there is no thread for it
+        except RuntimeError as error:  # no thread can be started
             self._answer(event, error)
 
     def _later(self, event: Submit, made: Callable[[Any], Encoded]) -> Callable[[Any], None]:
-        """Return a callback that passes a result from another thread to this one and handles it
-        here."""
+        """Return a callback for another thread, which passes a result to the event loop, where it
+        is handled."""
         own = self.context.own(event)
 
         def answer(result: Any) -> None:
@@ -232,7 +236,7 @@ class TokenizerActor(Actor):
         return functools.partial(self.context.call_soon, answer)
 
     def _refuse(self, event: Submit, error: Exception | None = None) -> None:
-        """Reject a request with the reason; None: it was aborted."""
+        """Reject a request because of an error, or because it was aborted if `error` is None."""
         self._forget_items(event)
         if error is not None and machine_refuses(error):
             error = out_of_resources(error)
@@ -263,7 +267,7 @@ class TokenizerActor(Actor):
                 if isinstance(result, Exception):
                     raise result
                 admit = self._admitted(event, result)
-        except Exception as error:  # nothing in a prompt may end the engine
+        except Exception as error:  # no prompt may crash the engine
             self._refuse(event, error)
             return
         self._forget_items(event)
@@ -280,10 +284,10 @@ class TokenizerActor(Actor):
         return self._admission.admit(event, spec, tokens, items, free)
 
     def _freed(self, grammar: str) -> tuple[str, FreeText | None]:
-        """Return a grammar without its leading free text, and where that text ends. If layers keep
-        states, the grammar is returned unchanged and free text is chosen under masks: rejecting an
-        end means going back to a position that the device has already computed, which a state would
-        count twice."""
+        """Return a grammar without its leading free text, and the tokens that delimit that text. If
+        layers keep states, the grammar is returned unchanged and free text is sampled under masks:
+        to reject the end of free text, a sequence would have to go back to a position that the
+        device has already computed, and its state would include that position twice."""
         if not grammar or self._config.files.has_slot_state:
             return grammar, None
         return freed(grammar, self._id_of)
@@ -300,8 +304,8 @@ class TokenizerActor(Actor):
         return self._tags[tag]
 
     def _rules(self, event: Submit, words: Mapping[str, Sequence[int]]) -> TokenRules | None:
-        """Return the rules with the ids of the bad words. Raises `InvalidRequest` where they leave
-        nothing to choose from the start."""
+        """Return a request's token rules, with the ids of its bad words, or None if it has none.
+        Raises `InvalidRequest` if the rules leave no choice for the first token."""
         if event.spec.rules is None:
             return None
         rules = with_words(event.spec.rules, event.bad_words, words.__getitem__)
@@ -309,7 +313,8 @@ class TokenizerActor(Actor):
         return rules
 
     def _place_items(self, event: Submit, tokens: Int32) -> tuple[Int32, Items | None]:
-        """Return the prompt with a token for each row of its pictures, and their places."""
+        """Return the prompt with one token for each row of its pictures, and the places of the
+        pictures; None instead of the places if there are no pictures."""
         vision = self._config.files.config.vision
         if vision is None:
             return tokens, None
@@ -328,7 +333,7 @@ class TokenizerActor(Actor):
     def _check_room(self, visual: list[VisualItem], tokens: int) -> None:
         """Raise `InvalidRequest` if the pictures are too many or too large to be placed."""
         rows, limit = sum(item.tokens for item in visual), self._config.files.max_model_len
-        if rows + tokens > 2 * limit:  # else the error states the whole prompt's length
+        if rows + tokens > 2 * limit:  # otherwise a later error states the whole prompt's length
             raise InvalidRequest(
                 f"the request's pictures and videos have {rows} tokens, but max_model_len is "
                 f"{limit}"
@@ -347,19 +352,20 @@ class TokenizerActor(Actor):
         return ids
 
     def rehearse(self) -> Iterator[object]:
-        """A text's ids and hashes."""
+        """Tokenize a dummy text, and hash dummy blocks."""
         if self._config.files.tokenizer_directory is not None:
             yield self._encoder.encode_text(_MADE_UP)
         yield block_hashes(np.zeros(512, np.int32), self._admission.block_size, bytes(16))
 
     def stop(self) -> None:
-        """End the template's process."""
+        """Stop the worker thread and the template process."""
         self._long_texts.close()
         if self._templates is not None:
             self._templates.close()
 
     def statistics(self) -> dict[str, Any]:
-        """Prompts and tokens so far."""
+        """Return the numbers of prompts and of tokens so far, and of requests that wait for
+        pictures (`held`)."""
         return {
             "requests": self._requests,
             "tokens": self._tokens,

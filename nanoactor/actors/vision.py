@@ -1,4 +1,4 @@
-"""The vision worker's shell: names pictures at once, and decodes those that are wanted."""
+"""The vision worker actor: computes the keys of pictures at once, and decodes them on request."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ T = TypeVar("T")
 _IN_ONE_MESSAGE = 256
 _LONGEST_REASON = 300
 _LONGEST_DECODE = 120.0
-"""Seconds; of a picture, or a frame."""
-# Bytes of items, undecoded, that a worker keeps; what it lacks it asks the frontend for.
+"""Maximum seconds for decoding a picture, or one frame of a video."""
+# Maximum bytes of undecoded items that a worker keeps; it requests dropped items again.
 STORE_BYTES = 256 << 20
 
 
 @dataclasses.dataclass(slots=True)
 class _Arriving:
-    """Bytes of an item, as far as they have come."""
+    """An item of which some bytes have arrived."""
 
     data: bytearray
     first: MediaPiece
@@ -63,28 +63,29 @@ class _Counts:
 
 
 class VisionActor(Actor):
-    """Owns nothing: everything it loses can be sent again."""
+    """Keeps no irreplaceable state: everything that it loses can be sent again."""
 
     def __init__(self, config: ActorConfig) -> None:
         self._config = config
         self._arriving: dict[tuple[int, int], _Arriving] = {}
         self._store = MediaStore(STORE_BYTES)
         self._wants: dict[int, WantPixels] = {}
-        """By number: the wants with pixels that are not fully sent to the runners."""
+        """By number: requests for pixels that are not fully sent to the runners."""
         self._waiting: dict[tuple[int, int], list[int]] = {}
-        """By (request, item): the numbers of the wants that wait for its bytes."""
+        """By (request, item): numbers of the pixels that wait for the item's bytes."""
         self._resends: list[tuple[int, int]] = []
         self._read: dict[int, list[tuple[int, int, ReadItem | Unusable]]] = {}
-        """By tokenizer: (request, item, what it is or why it cannot be used)."""
+        """By tokenizer: (request, item, result) of each item to report to it; the result is what
+        the item is or why it cannot be used."""
         self._failed: list[tuple[int, Unusable]] = []
         self._absent: list[int] = []
-        """Pixels that will not come, not yet reported to the runners."""
+        """Numbers of pixels that will not be sent, which is not reported to the runners yet."""
         self._sending: deque[tuple[int, NDArray[np.uint8]]] = deque()
         self._sent = 0
-        """Bytes of the first of them."""
+        """Number of bytes already sent of the first entry of `_sending`."""
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._naming = 0
-        """Number of videos with headers that the thread has to read."""
+        """Number of videos whose headers the thread has to read."""
         self._frames = 0
         """Number of frames that were examined or that the thread has started to decode."""
         self._thread: threading.Thread | None = None
@@ -92,7 +93,7 @@ class VisionActor(Actor):
         self._counts = _Counts()
 
     def setup(self) -> None:
-        """Import Pillow, and start the thread that decodes."""
+        """Import Pillow, and start the decoding thread."""
         files = self._config.files
         assert files.images is not None
         salt, most = self._config.salt, self._config.engine.max_image_pixels
@@ -113,14 +114,14 @@ class VisionActor(Actor):
         self._runners = context.outbox("runners")
 
     def handlers(self) -> Mapping[type, Handler]:
-        """Handle bytes, which come unrequested, and requests for pixels."""
+        """Handle media bytes, which arrive unrequested, and requests for pixels."""
         return {MediaPiece: self._piece, WantPixels: self._want, CancelPixels: self._unwant}
 
     def span_names(self) -> Mapping[type, str]:
-        """Name the item when the last of its bytes arrives."""
+        """Name the spans that process media bytes; the last bytes of an item yield its key."""
         return {MediaPiece: "name picture"}
 
-    # -- bytes come -----------------------------------------------------------------------
+    # -- media bytes ----------------------------------------------------------------------
 
     def _piece(self, event: MediaPiece) -> None:
         place = event.uid, event.item
@@ -136,7 +137,7 @@ class VisionActor(Actor):
     def _complete(self, place: tuple[int, int], arriving: _Arriving) -> None:
         first = arriving.first
         media = Media(first.form, first.shape, first.area, arriving.data, first.frames)
-        if media.frames:  # many headers, and some must be decoded to be read
+        if media.frames:  # a video has many headers, some of which must be decoded to be read
             self._naming += 1
             self._work.put(functools.partial(self._name_video, place, first, media))
         else:
@@ -150,7 +151,7 @@ class VisionActor(Actor):
             return _why(error)
 
     def _name_video(self, place: tuple[int, int], first: MediaPiece, media: Media) -> None:
-        """Assign names to a video's frames; runs on the worker thread."""
+        """Compute the key and the grid of a video. Runs on the decoding thread."""
         found = self._read_header(media)
         if not self._stopping:
             self.context.call_soon(self._named_video, place, first, media, found)
@@ -173,7 +174,7 @@ class VisionActor(Actor):
             self._start(number, media)
         self._report()
 
-    # -- pixels are wanted ----------------------------------------------------------------
+    # -- pixels ---------------------------------------------------------------------------
 
     def _want(self, event: WantPixels) -> None:
         self._wants[event.pixels] = event
@@ -195,7 +196,7 @@ class VisionActor(Actor):
         self._work.put(functools.partial(self._decode_one, number, media))
 
     def _work_all(self) -> None:
-        """The thread: Pillow lets go of the interpreter's lock while it works."""
+        """Run the decoding thread. Pillow releases the GIL while it works."""
         while (work := self._work.get()) is not None and not self._stopping:
             work()
 
@@ -210,17 +211,18 @@ class VisionActor(Actor):
             return
         except Exception as error:
             result = _why(error)
-        if self._stopping:  # the loop may be gone
+        if self._stopping:  # the event loop may be gone
             return
         self.context.call_soon(self._note_decoded, number, begin, time.monotonic_ns())
         self.context.call_soon(self._decoded, number, result)
 
     def _note_header(self) -> None:
-        """Record progress; called before each frame of a video."""
+        """Record progress. Called before each frame of a video is examined."""
         self._frames += 1
 
     def _note_frame(self, number: int) -> None:
-        """Count a frame to decode; raise `_BrokenOff` if unwanted: the loop informs the runners."""
+        """Count a frame to decode. Raises `_BrokenOff` if its pixels are no longer wanted; the
+        event loop then informs the runners."""
         if self._stopping or number not in self._wants:
             raise _BrokenOff
         self._frames += 1
@@ -237,7 +239,7 @@ class VisionActor(Actor):
             waiting = self._waiting.get(place, [])
             if number in waiting:
                 waiting.remove(number)
-                if not waiting:  # bytes that still come go to the store alone
+                if not waiting:  # bytes that still arrive only go to the store
                     del self._waiting[place]
             if self._sending and self._sending[0][0] == number:
                 self._sent = 0
@@ -260,11 +262,11 @@ class VisionActor(Actor):
     # -- reports --------------------------------------------------------------------------
 
     def on_ready(self, outbox: Any) -> None:
-        """An edge has room again."""
+        """Handle an edge that has room again."""
         self._report()
 
     def _report(self) -> None:
-        """Send as much as the edges have room for; the rest waits and merges."""
+        """Send as much as the edges have room for; the rest waits, and is merged."""
         for tokenizer, found in self._read.items():
             while found and self._tokenizers[tokenizer].ready:
                 self._tokenizers[tokenizer].send(self._items_read(_first(found)))
@@ -308,20 +310,22 @@ class VisionActor(Actor):
                 del self._wants[number]
 
     def progress(self) -> Progress | None:
-        """Pictures and frames decoded, while some are wanted; a large one takes seconds."""
+        """Return the number of pictures and frames processed so far while there is work, otherwise
+        None; a large picture takes seconds."""
         done = self._counts.decoded + self._frames + self._counts.items
         return (done, _LONGEST_DECODE) if self._wants or self._naming else None
 
     def stop(self) -> None:
-        """End the thread once the picture at hand is done."""
+        """Stop the thread once the current picture is done."""
         self._stopping = True
         self._work.put(None)
         if self._thread is not None:
             self._thread.join(timeout=1.0)
 
     def statistics(self) -> dict[str, Any]:
-        """Return counts of items received and items decoded, the bytes kept, and the number of
-        unanswered wants."""
+        """Return the numbers of items received, items decoded and frames processed; the seconds of
+        decoding; the bytes kept; and the numbers of unanswered requests for pixels (`wants`), of
+        items that no tokenizer knows yet (`unread`), and of items waited for (`waiting`)."""
         return {
             "items": self._counts.items,
             "decoded": self._counts.decoded,
@@ -342,7 +346,7 @@ def _first(entries: list[T]) -> list[T]:
 
 
 def _why(error: Exception) -> Unusable:
-    """Return the error for an image that cannot be used; no image may crash the engine."""
+    """Return the reason why a picture cannot be used; no picture may crash the engine."""
     if isinstance(error, MemoryError):
         return Unusable("there is not enough memory to decode the picture", is_refused=True)
     known = isinstance(error, InvalidRequest)

@@ -1,1 +1,1 @@
-"""From a user's request to the message that admits it."""
+"""Processing of a user's request, up to the message that admits it."""

@@ -1,4 +1,4 @@
-"""Admission of tokenized requests: checks, and the message that admits them."""
+"""Admission of tokenized requests: checks them, and builds the messages that admit them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from nanoactor.messages.vision import Items
 from nanoactor.model_files.files import ModelFiles
 
 DIRECT_TOKENS = 4096
-"""The longest prompt that the frontend admits itself: hashing more would block the user's loop for
-too long."""
+"""Maximum number of tokens of a request that the frontend admits itself: hashing more would block
+the user's event loop for too long."""
 _NO_TOKENS = np.empty(0, np.int32)
 
 
 class Admission:
-    """Turns a `Submit` into an `Admit`, for one engine."""
+    """Turns `Submit` messages into `Admit` messages, for one engine."""
 
     def __init__(self, files: ModelFiles, salt: bytes, block_size: int) -> None:
         self._limit, self._vocabulary = files.max_model_len, files.config.vocab_size
@@ -29,8 +29,8 @@ class Admission:
         self._salt, self.block_size = salt, block_size
 
     def direct(self, submit: Submit) -> Admit | None:
-        """Return the admission of a request that needs no tokenizer, or None if it needs one, even
-        if only to report an error."""
+        """Return the `Admit` message of a request that needs no tokenizer, or None if it needs one,
+        even if only to report an error."""
         tokens, spec = submit.token_ids, submit.spec
         if submit.text is not None or submit.chat is not None or spec.grammar:
             return None
@@ -54,7 +54,8 @@ class Admission:
         items: Items | None = None,
         free: FreeText | None = None,
     ) -> Admit:
-        """Return the admission of a request with these tokens, already checked."""
+        """Return the `Admit` message of a request with these prompt tokens, which `check` has
+        accepted."""
         extras = block_extras(items, self.block_size) if items else {}
         return Admit(
             uid=submit.uid,
@@ -67,8 +68,8 @@ class Admission:
         )
 
     def check(self, tokens: Int32, submit: Submit) -> RequestSpec:
-        """Return the options of a request with this prompt, with max_tokens filled in; raise
-        `InvalidRequest` if the prompt, or the output emitted so far, violates a limit."""
+        """Return the options of a request with these prompt tokens, with `max_tokens` filled in.
+        Raises `InvalidRequest` if the prompt, or the output emitted so far, violates a limit."""
         limit, stopping = self._limit, submit.spec.stopping
         if not len(tokens):
             raise InvalidRequest("the prompt is empty: it must have at least one token")
@@ -101,7 +102,8 @@ class Admission:
 
 
 def check_length(tokens: int, limit: int, *, pools: bool) -> None:
-    """Raise `InvalidRequest` if a prompt is too long. A request that `pools` has no output."""
+    """Raise `InvalidRequest` if a prompt is too long. Unless the request `pools`, there must be
+    room for one output token."""
     if tokens + (not pools) <= limit:
         return
     most = f"{limit} fit" if pools else f"{limit - 1} leave room for one token of output"
@@ -111,5 +113,5 @@ def check_length(tokens: int, limit: int, *, pools: bool) -> None:
 
 
 def _told(submit: Submit) -> Int32:
-    """Return the tokens of a resumed sequence that its reader has already received."""
+    """Return the output tokens of a resumed sequence that its reader has already received."""
     return _NO_TOKENS if submit.output is None else submit.output.token_ids

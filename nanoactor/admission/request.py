@@ -15,25 +15,26 @@ from nanoactor.requests.params import DefaultTokens
 log = logging.getLogger("nanoactor.engine")
 
 _WARNED: list[str] = []
-"""Id of the request that was warned about; at most one."""
+"""Id of the request for which the warning was logged; at most one."""
 
 
 class Journal(Protocol):
-    """The keeper of a request's entry: an engine's frontend, or the ingress of several engines."""
+    """The owner of a request's journal entry: an engine's frontend, or an ingress of several
+    engines."""
 
     def abort(self, entry: Entry) -> None:
         """Abort a request that is no longer read."""
 
     def go_on(self, entry: Entry, parents: Sequence[int], tokens: Sequence[int]) -> None:
-        """Resume its paused sequences with these parents and tokens."""
+        """Resume a request's paused sequences with these parents and tokens."""
 
 
 class Request:
-    """A request from `AsyncLLM.submit`: an async iterator of outputs. Close it if it is not read to
-    its end."""
+    """A request from `AsyncLLM.submit`: an async iterator of outputs. Close it unless it is read to
+    the end."""
 
     def __init__(self, frontend: Journal, entry: Entry, engine: object) -> None:
-        """Keep `engine` alive as long as the request."""
+        """`engine` is kept alive as long as the request."""
         self._engine = engine
         self._frontend = frontend
         self._entry = entry
@@ -41,12 +42,13 @@ class Request:
 
     @property
     def request_id(self) -> str:
-        """Return its id, as given by the caller or the engine."""
+        """Return the request's id, chosen by the caller or the engine."""
         return self._entry.request_id
 
     @property
     def cached_tokens(self) -> int:
-        """Return the number of prompt tokens found in the prefix cache; known at the end."""
+        """Return the number of prompt tokens found in the prefix cache; 0 until the first sequence
+        has ended."""
         terminal = self._entry.answers[0].terminal
         return terminal.cached_tokens if terminal else 0
 
@@ -56,22 +58,23 @@ class Request:
         return self._entry.metrics
 
     def metrics_of(self, index: int) -> RequestMetrics:
-        """Return the times of one of its sequences."""
+        """Return the times of the events of sequence `index`."""
         return self._entry.answers[index].metrics
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """Return the prompt's token ids; those of a text are known once it is accepted."""
+        """Return the prompt's token ids; those of a text prompt are known once the request is
+        accepted."""
         return self._entry.prompt_token_ids
 
     async def accepted(self) -> None:
-        """Wait until the request is tokenized and queued; raises the error that rejects it."""
+        """Wait until the request is tokenized and queued. Raises the error that rejects it."""
         await self._entry.accepted.wait()
         self._entry.raise_error()
 
     async def begun(self) -> None:
-        """Wait until there is an output to read; raises the error that prevents one, such as a
-        grammar that cannot be compiled."""
+        """Wait until there is an output to read. Raises the error that ended the request, for
+        example if its grammar cannot be compiled."""
         await self._entry.news()
         self._entry.raise_error()
 
@@ -80,7 +83,7 @@ class Request:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        """Return the next output; raises what `AsyncLLM.generate` does."""
+        """Return the next output. Raises the errors of `AsyncLLM.generate`."""
         if self._read:
             raise StopAsyncIteration
         output = await self._entry.next()
@@ -90,7 +93,7 @@ class Request:
         return output
 
     def _warn_of_default(self, output: RequestOutput) -> None:
-        """Warn once that an output was ended by a `max_tokens` that its user did not set."""
+        """Log a warning, only once, if an output was cut off by the default of `max_tokens`."""
         most = self._entry.submit.spec.stopping.max_tokens
         cut = any(answer.finish_reason == "length" for answer in output.outputs)
         if cut and isinstance(most, DefaultTokens) and not _WARNED:
@@ -103,14 +106,14 @@ class Request:
             )
 
     async def held(self) -> list[Logprobs]:
-        """Wait until all sequences are paused; return the likely next tokens of each. Raises the
-        error that ended the request."""
+        """Wait until all sequences are paused; return the log-probabilities of the likely next
+        tokens of each sequence. Raises the error that ended the request."""
         await self._entry.held()
         return [answer.logprobs[-1] for answer in self._entry.answers if answer.logprobs]
 
     async def vector(self) -> Float32:
-        """Wait for the result of a pooling request, as the device returns it. If the request ended
-        with an error, raises that error; after an abort, `RequestAborted`."""
+        """Wait for the result of a pooling request, as the device returned it. Raises the error
+        that ended the request, or `RequestAborted` if it was aborted."""
         await self._entry.ended.wait()
         self._entry.raise_error()
         if (vector := self._entry.answers[0].vector) is None:
@@ -119,13 +122,13 @@ class Request:
 
     @property
     def vector_so_far(self) -> Float32 | None:
-        """Return the same without waiting; None if it is not there."""
+        """Return the result of a pooling request without waiting; None if it has not arrived."""
         return self._entry.answers[0].vector
 
     def go_on(self, parents: Sequence[int], tokens: Sequence[int]) -> None:
-        """Resume the paused sequences: each becomes a copy of its parent, or stays itself, and
-        continues with its token; those with parent -1 end. Raises the errors of `held`, and
-        `InvalidRequest`."""
+        """Resume the paused sequences. Sequence i becomes a copy of sequence `parents[i]`, which
+        may be itself, and continues with `tokens[i]`; if its parent is -1, it ends. Raises the
+        errors of `held`, and `InvalidRequest` if the request cannot resume."""
         self._frontend.go_on(self._entry, parents, tokens)
 
     def close(self) -> None:

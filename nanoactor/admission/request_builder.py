@@ -1,4 +1,4 @@
-"""User requests, checked and translated into the message that submits them."""
+"""Checks of user requests, and their translation into `Submit` messages."""
 
 from __future__ import annotations
 
@@ -41,17 +41,18 @@ log = logging.getLogger("nanoactor")
 
 _NO_TOKENS = np.empty(0, np.int32)
 _MOVED_FIRST = 2**32
-"""Exceeds all priorities: requests resumed from another engine run before all others."""
+"""Subtracted from a priority; it exceeds the range of priorities, so that requests resumed from
+another engine run before all others."""
 
 
 def check_name(request_id: object) -> None:
-    """Raise `InvalidRequest` for an invalid request id."""
+    """Raise `InvalidRequest` if a request id is not a string."""
     if not isinstance(request_id, str):
         raise InvalidRequest(f"request_id must be a string, got {request_id!r:.100}")
 
 
 def check_numbers(**values: object) -> None:
-    """Raise `InvalidRequest` for values that are no integers from 0 to 2^63 - 1, as they are sent
+    """Raise `InvalidRequest` unless all values are integers from 0 to 2^63 - 1, which can be sent
     to other processes."""
     for name, value in values.items():
         if not isinstance(value, int) or not 0 <= value < 2**63:
@@ -59,8 +60,8 @@ def check_numbers(**values: object) -> None:
 
 
 def held(params: SamplingParams, submit: Submit, media: Sequence[Media]) -> Submit:
-    """Return the same request with sequences that pause after each token; raise `InvalidRequest`
-    for incompatible parameters."""
+    """Return the request with sequences that pause after each token. Raises `InvalidRequest` if its
+    parameters are incompatible with that."""
     if params.logprobs is None or params.max_tokens is None:
         raise InvalidRequest("held answers need logprobs and max_tokens")
     spec = submit.spec
@@ -73,14 +74,15 @@ def held(params: SamplingParams, submit: Submit, media: Sequence[Media]) -> Subm
 
 
 class RequestBuilder:
-    """Makes requests for one engine; every method raises `InvalidRequest`, naming what is wrong.
+    """Builds requests for one engine. Every method raises `InvalidRequest`, with the reason, if its
+    input is invalid.
 
-    Checks that need the tokenizer (of the number of tokens in a text, say) are made by the
-    tokenizer actor.
+    Checks that need a tokenizer, such as the number of tokens in a text, are left to the tokenizer
+    actor.
     """
 
     def __init__(self, config: EngineConfig, files: ModelFiles, seeds: random.Random) -> None:
-        """Draw seeds for requests without one from `seeds`."""
+        """`seeds` generates the seeds of requests that have none."""
         self._max_logprobs = config.max_logprobs
         self._skips_tokenizer = config.skip_tokenizer_init
         self._files = files
@@ -88,8 +90,8 @@ class RequestBuilder:
         self._media = MediaTaker(config, files, encoder_pages(config, files))
 
     def fit(self, tokens: int) -> ModelFiles:
-        """Lower `max_model_len`, if it is "auto", to `tokens`, the capacity of the KV cache;
-        return the files with it."""
+        """If `max_model_len` is "auto", lower it to `tokens`, the capacity of the KV cache. Return
+        the model files with the resulting `max_model_len`."""
         fitted = self._files.fitted(tokens)
         if fitted is not self._files:
             log.warning(
@@ -109,9 +111,9 @@ class RequestBuilder:
         media: tuple[Media, ...] | None = None,
         so_far: Any = None,
     ) -> tuple[Submit, tuple[Media, ...]]:
-        """Return the request and its media; its uid is 0 until the frontend numbers it. `media`
-        are those that `take_media` has returned with the prompt; `so_far` is the output emitted so
-        far."""
+        """Return the request, with uid 0 until the frontend numbers it, and its media. `media` is
+        what `take_media` has returned with the prompt, or None if `take_media` is still to be
+        called; `so_far` is the output emitted so far."""
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"sampling_params must be SamplingParams, got {params!r}")
         if not self._files.generates:
@@ -156,7 +158,7 @@ class RequestBuilder:
     def build_pooled(
         self, prompt: Any, params: Any, priority: Any = 0, *, scores: bool = False
     ) -> Submit:
-        """Return a request for a vector, or for a score if it `scores`; its uid is 0."""
+        """Return a pooling request, with uid 0: for a score if `scores`, otherwise for a vector."""
         files = self._files
         pooling = check_pooling(params, files.pooling, files.config.hidden_size)
         if pooling.scores is not scores:
@@ -175,7 +177,7 @@ class RequestBuilder:
         return Submit(0, spec, text, None, "{}", token_ids, keep_last=keep_last)
 
     def _moved(self, submit: Submit, params: SamplingParams, so_far: Any) -> Submit:
-        """Return the request that resumes after `so_far`, ahead of new requests."""
+        """Return the request, changed to resume after `so_far` and to run before new requests."""
         if not isinstance(so_far, OutputSoFar):
             raise InvalidRequest(f"so_far must be OutputSoFar or None, got {so_far!r:.100}")
         if params.n != 1:
@@ -201,19 +203,22 @@ class RequestBuilder:
         return dataclasses.replace(submit, spec=spec, output=output)
 
     def chosen(self, params: SamplingParams | None) -> SamplingParams:
-        """Return a request's parameters; if there are none, the model's recommendations."""
+        """Return a request's sampling parameters, or those that the model recommends if they are
+        None."""
         return SamplingParams.for_model() if params is None else params
 
     def seeded(self, params: Any) -> Any:
-        """Return parameters with a seed drawn if they have none. Call it on arrival if a request is
-        built later, so that requests get the same seeds in each run."""
+        """Return sampling parameters, with a new random seed if they have none. If a request is
+        built later, call this method on its arrival, so that requests get the same seeds in each
+        run."""
         if not isinstance(params, SamplingParams) or params.seed is not None:
             return params
         return dataclasses.replace(params, seed=self._seeds.getrandbits(64))
 
     def take_media(self, prompt: Any) -> tuple[Any, tuple[Media, ...]]:
-        """Return the prompt without its media, and the media. Reads files, and decodes images that
-        Pillow has not decoded yet: on a loop, call it in a thread if `must_open` says so."""
+        """Return the prompt without its media, and the media. This reads files, and decodes images
+        that Pillow has not decoded yet: on an event loop, call it in a thread if `must_open`
+        returns True."""
         if isinstance(prompt, Mapping):
             prompt = dict(prompt)
             given = prompt.pop("multi_modal_data", None)
@@ -224,7 +229,7 @@ class RequestBuilder:
         return prompt, ()
 
     def _keep_last(self, params: SamplingParams, media: tuple[Media, ...]) -> int:
-        """Return the number of prompt tokens to keep, counted from the end; 0: all."""
+        """Return the number of prompt tokens to keep, counted from the end; 0 to keep all."""
         asked, limit = params.truncate_prompt_tokens, self._files.max_model_len
         if asked is None:
             return 0
@@ -244,7 +249,7 @@ class RequestBuilder:
     def _read_prompt(
         self, prompt: Any, keep_last: int, *, pools: bool = False
     ) -> tuple[str | None, str | None, Int32]:
-        """Return (text, messages, token ids), one of which is given."""
+        """Return (text, messages as JSON, token ids), only one of which is set."""
         if isinstance(prompt, Mapping):
             keys = set(prompt)
             if keys == {"prompt_token_ids"}:
@@ -340,7 +345,7 @@ class RequestBuilder:
         given = {name: getattr(params, name) for name in columns.NAMES}
         values = {**self._files.generation.sampling}
         values |= {name: value for name, value in given.items() if value is not None}
-        values["top_k"] = max(0, values["top_k"])  # -1 means no limit too
+        values["top_k"] = max(0, values["top_k"])  # -1, like 0, means no limit
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
         answers = ({**values, "seed": derived_seed(seed, index)} for index in range(params.n))
         return b"".join(map(columns.pack, answers))
@@ -349,7 +354,7 @@ class RequestBuilder:
         recommended = self._files.generation.max_new_tokens
         asked = params.max_tokens is not None and not isinstance(params.max_tokens, DefaultTokens)
         return Stopping(
-            # 0: as many as fit; filled in once the prompt's length is known.
+            # 0 means as many as fit; it is replaced once the prompt's length is known.
             max_tokens=params.max_tokens
             or (max(recommended, params.min_tokens) if recommended else 0),
             min_tokens=params.min_tokens,
@@ -363,7 +368,7 @@ class RequestBuilder:
 _NO_TEXT = TextOptions((), include_stop=False, skip_special=False, min_tokens=0, detokenize=False)
 
 
-@functools.lru_cache(maxsize=8)  # all prompts of a batch have the same
+@functools.lru_cache(maxsize=8)  # all prompts of a batch have the same specification
 def _grammar_text(wanted: StructuredOutputsParams) -> str:
     spec = wanted.spec()
     try:
@@ -393,7 +398,8 @@ def _check_priority(priority: Any) -> int:
 
 
 def _rules(params: SamplingParams) -> TokenRules | None:
-    """Return the rules for the logits; the tokenizer adds the bad words."""
+    """Return the rules for the logits, or None if there are none. The tokenizer adds the ids of the
+    bad words."""
     biases = params.logit_bias or {}
     if not (biases or params.allowed_token_ids or params.bad_words):
         return None

@@ -1,4 +1,4 @@
-"""Beam search on top of the engine, by requests with sequences that pause after each token."""
+"""Beam search on top of the engine, with requests whose sequences pause after each token."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Requests(Protocol):
-    """The part of `AsyncLLM` that a search needs."""
+    """Subset of `AsyncLLM` that a beam search uses."""
 
     def submit_held(
         self,
@@ -30,20 +30,20 @@ class Requests(Protocol):
         priority: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Request:
-        """Queue a prompt with sequences that pause after each token."""
+        """Queue a prompt whose sequences pause after each token."""
 
 
 class BeamSearcher:
-    """Beam searches of one engine. Each search is one request with one sequence per beam, which
-    pause after each token until the search supplies the next one."""
+    """Runner of beam searches on one engine. Each search is one request with one sequence per beam;
+    each sequence pauses after every token until the search supplies its next token."""
 
     def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
         self._config = config
         self._files = files
         vision = files.config.vision
         self._placeholders = (vision.image_token_id, vision.video_token_id) if vision else ()
-        """Never chosen by a beam: a beam is the next step's prompt, in which these ids are
-        image placeholders."""
+        """Token ids that no beam may choose: a beam becomes the prompt of the next step, in which
+        these ids would be image or video placeholders."""
         self._tokenizer: Tokenizer | None = None
         self._tokenizer_lock = threading.Lock()
 
@@ -55,8 +55,8 @@ class BeamSearcher:
         priority: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> BeamSearchOutput:
-        """Run a search; raises the same errors as `AsyncLLM.beam_search`. Canceling it ends its
-        request."""
+        """Run a search. Raises the same errors as `AsyncLLM.beam_search`. Canceling the search ends
+        its request."""
         request = engine.submit_held(
             prompt,
             self._check(prompt, params),
@@ -73,7 +73,7 @@ class BeamSearcher:
         return found
 
     async def _search(self, request: Request, params: BeamSearchParams) -> BeamSearch:
-        """Search until the result is final, then end the request."""
+        """Run the search until its result is final, then end the request."""
         told = await request.held()
         search = BeamSearch(request.prompt_token_ids, params, self._files.eos_token_ids)
         search.advance([self._likeliest(told[0])])  # all sequences have the same candidates
@@ -90,8 +90,8 @@ class BeamSearcher:
         return search
 
     def _check(self, prompt: Any, params: Any) -> SamplingParams:
-        """Return the sampling parameters for each step. Raises `InvalidRequest` for unsupported
-        searches."""
+        """Return the sampling parameters of the search's request. Raises `InvalidRequest` if the
+        search is not supported."""
         if not isinstance(params, BeamSearchParams):
             raise InvalidRequest(f"params must be BeamSearchParams, got {type(params).__name__}")
         if _has_media(prompt):
@@ -113,7 +113,7 @@ class BeamSearcher:
             )
         return SamplingParams(
             temperature=0.0,
-            repetition_penalty=1.0,  # the model's default would cost time and change nothing
+            repetition_penalty=1.0,  # the model's default would only cost time
             seed=0,
             logprobs=count,
             max_tokens=params.max_tokens,
@@ -147,19 +147,20 @@ class BeamSearcher:
 
 
 class Places:
-    """The assignment of beams to the sequences of a request. The best child of a beam keeps
-    its parent's sequence, which costs one position."""
+    """Assignment of beams to the sequences of a request. The best child of a beam takes over the
+    parent's sequence, so that only one position is computed for it."""
 
     def __init__(self, answers: int) -> None:
         self._answers = answers
         self.of: list[int] = []
-        """The sequence index of each live beam; empty before the first step."""
+        """Sequence index of each live beam; empty before the first step."""
 
     def move(self, parents: Sequence[int]) -> list[int]:
-        """Assign new beams, given the current beam that each extends; return the sequence that
-        each sequence becomes a copy of. Spare sequences continue as themselves."""
+        """Assign sequences to the new beams; `parents` contains, for each new beam, the index of
+        the current beam that it extends. Return, for each sequence, the index of the sequence that
+        it becomes a copy of; for spare sequences, this is their own index."""
         before, sources = self.of, list(range(self._answers))
-        if not before:  # all sequences are the same
+        if not before:  # all sequences are identical
             self.of = sources[: len(parents)]
             return sources
         self.of = [-1] * len(parents)
@@ -177,7 +178,7 @@ class Places:
 
 
 def _has_media(prompt: Any) -> bool:
-    """Return True if a prompt contains anything but text."""
+    """Return True if a prompt contains anything that is not text."""
     if isinstance(prompt, Mapping):
         return prompt.get("multi_modal_data") is not None
     if not isinstance(prompt, list | tuple):

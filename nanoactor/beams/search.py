@@ -1,4 +1,4 @@
-"""Beam search over one prompt; pure logic: log-probabilities in, sequences out."""
+"""Beam search over one prompt as pure logic: log-probabilities in, sequences out."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from nanoactor.requests.params import BeamSearchParams
 
 
 def candidates_per_beam(params: BeamSearchParams, eos_token_ids: Collection[int]) -> int:
-    """Return the number of likeliest tokens that each beam is expanded with: twice the width, and
-    enough to leave `beam_width` if all end-of-sequence ids are among them."""
+    """Return the number of most likely tokens by which each beam is extended: twice `beam_width`,
+    or more if needed to leave `beam_width` tokens when all end-of-sequence ids are among them."""
     ends = 0 if params.ignore_eos else len(set(eos_token_ids))
     return max(2 * params.beam_width, params.beam_width + ends)
 
 
 def beam_score(cum_logprob: float, length: int, length_penalty: float) -> float:
-    """Return the score by which sequences are ranked. `length` counts the prompt but not the token
-    that ended the sequence; it is at least 1."""
+    """Return the score by which sequences are ranked. `length` counts the prompt but not the
+    end-of-sequence token that ended the sequence; it is at least 1."""
     return float(cum_logprob / length**length_penalty)
 
 
 class BeamSearch:
     """The beams of one prompt.
 
-    Each step extends every live beam with its likeliest tokens. End-of-sequence tokens finish a
-    sequence; of all others, the `beam_width` likeliest sequences stay live. Ties go to the better
+    Each step extends every live beam by its most likely tokens. An end-of-sequence token finishes a
+    sequence. Of the other sequences, the `beam_width` most likely stay live. Ties go to the better
     beam, then to the lower token id.
     """
 
     def __init__(
         self, prompt: Sequence[int], params: BeamSearchParams, eos_token_ids: Collection[int]
     ) -> None:
-        """`prompt`: at least one token id."""
+        """`prompt` contains at least one token id."""
         self.live = [BeamSearchSequence(tokens=list(prompt))]
-        """The sequences that the next step extends, likeliest first."""
+        """The sequences that the next step extends, most likely first."""
         self.parents: list[int] = []
-        """For each of these: index of the previous live sequence that it extends."""
+        """For each live sequence, the index of the previous live sequence that it extends."""
         self._params = params
         self._eos = frozenset(() if params.ignore_eos else eos_token_ids)
         self._count = candidates_per_beam(params, eos_token_ids)
         self._final_length = len(prompt) + params.max_tokens
         self._left = params.max_tokens
         self._ended: list[BeamSearchSequence] = []
-        """The best so far, best first, at most `beam_width`."""
+        """The best finished sequences so far, best first; at most `beam_width`."""
 
     @property
     def is_over(self) -> bool:
@@ -53,9 +53,9 @@ class BeamSearch:
         return not (self._left and self.live) or self._cannot_improve()
 
     def _cannot_improve(self) -> bool:
-        """Return True if no continuation of a live beam can beat the finished ones.
-        Log-probabilities are never positive, so sums never rise; the bound uses the most favorable
-        length."""
+        """Return True if no continuation of a live beam can beat the finished sequences.
+        Log-probabilities are never positive, so their sums never rise; the bound assumes the most
+        favorable length."""
         if len(self._ended) < self._params.beam_width:
             return False
         best, penalty = self.live[0], self._params.length_penalty
@@ -63,8 +63,9 @@ class BeamSearch:
         return self._score(self._ended[-1]) >= beam_score(best.cum_logprob, length, penalty)
 
     def advance(self, likeliest: Sequence[Logprobs]) -> None:
-        """Take a step. `likeliest` has, for each live beam in order, its likeliest next tokens: at
-        least `candidates_per_beam`, or the whole vocabulary."""
+        """Extend all live beams by one token. `likeliest` contains the most likely next tokens of
+        each live beam, in order: at least `candidates_per_beam` of them, or the whole
+        vocabulary."""
         ended: list[BeamSearchSequence] = []
         grown: list[tuple[float, int, int]] = []
         for at, (beam, told) in enumerate(zip(self.live, likeliest, strict=True)):
@@ -84,7 +85,7 @@ class BeamSearch:
         self._left -= 1
 
     def _candidates(self, told: Logprobs) -> list[tuple[int, float]]:
-        """Return the likeliest tokens with their log-probabilities, the likeliest first."""
+        """Return the most likely tokens with their log-probabilities, most likely first."""
 
         def rank(item: tuple[int, Logprob]) -> tuple[float, int]:
             return -item[1].logprob, item[0]
@@ -97,12 +98,13 @@ class BeamSearch:
         return beam_score(sequence.cum_logprob, length, self._params.length_penalty)
 
     def _best(self, sequences: list[BeamSearchSequence]) -> list[BeamSearchSequence]:
-        """Return the best, best first; ties go to the earlier sequence."""
+        """Return the best sequences, best first, at most `beam_width`; ties go to the earlier
+        sequence."""
         return heapq.nlargest(self._params.beam_width, sequences, key=self._score)
 
     def result(self) -> BeamSearchOutput:
-        """Return the best sequences, without text; fewer than `beam_width` if there are no more.
-        Live sequences finish here, with finish reason "length"."""
+        """Return the best sequences, without text; fewer than `beam_width` if there are not enough.
+        Live sequences finish here, with the finish reason "length"."""
         for beam in self.live:
             beam.finish_reason = "length"
         return BeamSearchOutput(self._best([*self._ended, *self.live]))

@@ -31,12 +31,13 @@ from nanoactor.server.config import ServerConfig
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line; exit with 1 and one line for an error, 2 for wrong arguments."""
+    """Run the command line. Exits with status 1 and a one-line message for an error, and with
+    status 2 for wrong arguments."""
     _speak_utf8()
     args = _parse(sys.argv[1:] if arguments is None else arguments)
     level = {0: logging.WARNING, 1: logging.INFO}.get(args.verbose, logging.DEBUG)
     logging.basicConfig(level=level, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    if args.command is not run_server:  # which logs them
+    if args.command is not run_server:  # the server logs them itself
         for note in getattr(args, NOTES, ()):
             print(f"nanoactor: {note}", file=sys.stderr)
     try:
@@ -46,20 +47,20 @@ def main(arguments: list[str] | None = None) -> None:
     except (NanoactorError, ModelError, RuntimeFault) as error:
         print(f"nanoactor: {error}", file=sys.stderr)
         sys.exit(1)
-    except BrokenPipeError:  # the reader has seen enough
+    except BrokenPipeError:  # the reader of the output is gone
         sys.stderr.close()
         sys.exit(1)
 
 
 def _speak_utf8() -> None:
-    """Read and write UTF-8 even if the locale (POSIX, say) supports only ASCII."""
+    """Read and write UTF-8 even if the locale (such as POSIX) supports only ASCII."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name == "ascii":
             stream.reconfigure(encoding="utf-8", errors="surrogateescape")
 
 
 def _as_utf8(argument: str) -> str:
-    """Decode an argument as UTF-8 that was read as ASCII."""
+    """Decode as UTF-8 an argument that Python has decoded as ASCII."""
     with contextlib.suppress(UnicodeError):
         return os.fsencode(argument).decode()
     return argument
@@ -69,7 +70,7 @@ _MODEL = "a directory, a name on the Hugging Face hub, `demo` or `demo-vl`"
 
 
 def _hint(unknown: list[str], options: list[str]) -> str:
-    """Return hints for the options that were almost certainly meant."""
+    """Return hints about which options the unknown ones were almost certainly meant to be."""
     given = (name.partition("=")[0] for name in unknown if name.startswith("-"))
     return "".join(f"; {name}{hint}" for name in given if (hint := meant(name, options)))
 
@@ -96,7 +97,7 @@ def _parse(arguments: list[str]) -> Any:
 
 
 def _place(own: argparse.ArgumentParser, args: Any, given: list[str], line: Line) -> None:
-    """Determine which positional argument is the model, and which the prompt."""
+    """Determine which positional argument is the model and which one is the prompt."""
     takes_prompt = hasattr(args, "prompt")
     most = 1 + takes_prompt
     if line.model is not None and len(given) == most:
@@ -119,12 +120,12 @@ def _place(own: argparse.ArgumentParser, args: Any, given: list[str], line: Line
 
 
 def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """Return the parser, and those of its commands by name."""
+    """Return the main parser, and the parser of each command, by name."""
     parser = argparse.ArgumentParser(
         prog="nanoactor", description="An LLM inference engine made of actors."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    # An option that a request and the engine both have (--seed) is the request's, which comes last.
+    # If a request and the engine share an option (--seed), the request's, added last, is used.
     one = commands.add_parser(
         "generate",
         help="continue a prompt, streamed to the terminal",
@@ -152,7 +153,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     fields: dict[argparse.ArgumentParser, dict[str, Any]] = {}
     for command in (one, talk):
         sampling = command.add_argument_group("sampling (default: what the model's files say)")
-        # For one user: a start with fewer batch sizes to prepare for.
+        # There is one user: the start is faster with fewer batch sizes to prepare.
         engine = command.add_argument_group("engine")
         fields[command] = add_options(engine, EngineConfig, max_num_seqs=8)
         add_options(sampling, SamplingParams)
@@ -198,7 +199,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
 
 
 def _doctor(args: Any) -> int:
-    """Print the findings; return exit status 1 if one is bad."""
+    """Print the findings; return exit status 1 if one is bad, else 0."""
     findings = examine(Machine())
     print(as_json(findings) if args.json else as_text(findings), flush=True)
     return int(any(finding.state == "bad" for finding in findings))

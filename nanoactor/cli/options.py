@@ -1,4 +1,5 @@
-"""Options from dataclasses: names, types, defaults and help are those of the fields."""
+"""Command-line options generated from dataclasses: names, types, defaults and help texts are those
+of the fields."""
 
 from __future__ import annotations
 
@@ -19,18 +20,20 @@ from typing import Any, get_args
 _PLAIN = (int, float, str)
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kmgKMG])")
 _FOLLOWING = ("served_model_name",)
-"""Options that take several values in a row, as in vLLM; they would swallow a model after them."""
+"""Options that accept several values in a row, as in vLLM; they would consume a model name that
+follows them."""
 _DESCRIBED: dict[Any, dict[str, str]] = {}
-"""Cached descriptions: all commands share the same configurations, and reading a source file takes
-a while."""
+"""Cached descriptions: all commands share the same configurations, and reading a source file is
+slow."""
 
 
 def add_options(group: Any, config: type[Any], **defaults: Any) -> dict[str, Mapping[str, Any]]:
-    """Add an option for each field of a dataclass; `defaults` take the place of the fields' own.
-    Return, by field, what argparse knows of it.
+    """Add an option for each field of a dataclass; `defaults` override the fields' own defaults.
+    Return the argparse settings of each option, by field.
 
-    A flag has a `--no-` form, a sequence is an option that may be repeated. A field without a
-    default is for an argument; a type that no command line can spell (an enum, say) is left out.
+    A boolean option has a `--no-` form, too, and an option for a sequence may be repeated. Fields
+    without a default are omitted, as they are for positional arguments, and so are fields of a type
+    that no command line can express (such as an enum).
     """
     hints, said = typing.get_type_hints(config), descriptions(config)
     added: dict[str, Mapping[str, Any]] = {}
@@ -61,7 +64,8 @@ def add_options(group: Any, config: type[Any], **defaults: Any) -> dict[str, Map
 
 
 def values(args: Any, config: type[Any]) -> dict[str, Any]:
-    """Return the fields of a dataclass that were given, by name; lists as tuples."""
+    """Return the values of a dataclass's fields that were given on the command line, by field name;
+    lists become tuples."""
     prefix = f"{config.__name__}."
     return {
         name.removeprefix(prefix): tuple(value) if isinstance(value, list) else value
@@ -104,7 +108,8 @@ def _of_one(kind: Any, is_optional: bool) -> dict[str, Any] | None:
 
 
 def count(text: str) -> int:
-    """Read a whole number, which may end with k, m or g (thousands) or K, M or G (1,024s)."""
+    """Parse an integer, which may end with k, m or g (powers of 1000) or K, M or G (powers of
+    1024)."""
     found = _COUNT.fullmatch(text.strip())
     if found is None:
         return int(text)
@@ -120,7 +125,7 @@ count.__name__ = "int"
 
 
 def _or_word(read: Callable[[str], Any], words: Sequence[str]) -> Callable[[str], Any]:
-    """Return a reader of values that may be one of these words, or "none"."""
+    """Return a parser for values that may also be one of `words`, or "none" for None."""
 
     def either(text: str) -> Any:
         word = text.lower()
@@ -131,7 +136,7 @@ def _or_word(read: Callable[[str], Any], words: Sequence[str]) -> Callable[[str]
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """Read an object in JSON."""
+    """Parse a JSON object."""
     value = json.loads(text)
     if not isinstance(value, dict):
         raise ValueError(f"{text!r} is not a JSON object")
@@ -139,17 +144,18 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def _or_none(kind: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a reader of values that may be "none"."""
+    """Return a parser for values that may also be "none", for None."""
 
     def read(text: str) -> Any:
         return None if text.lower() == "none" else kind(text)
 
-    read.__name__ = kind.__name__  # argparse names it where a value is wrong
+    read.__name__ = kind.__name__  # argparse shows this name if a value is wrong
     return read
 
 
 def descriptions(config: type[Any]) -> dict[str, str]:
-    """Return, by field, the text below it in its source, if the source is available."""
+    """Return, by field, the docstring below the field in the source; empty if the source is
+    unavailable."""
     if config not in _DESCRIBED:
         _DESCRIBED[config] = _read_descriptions(config)
     return _DESCRIBED[config]

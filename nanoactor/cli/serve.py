@@ -1,4 +1,4 @@
-"""`serve`: an HTTP server with an engine."""
+"""The `serve` command: an HTTP server with an engine."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ KEY_VARIABLE, VLLM_KEY_VARIABLE = "NANOACTOR_API_KEY", "VLLM_API_KEY"
 
 
 async def run_server(args: Any) -> None:
-    """Serve until a signal."""
+    """Serve until a signal ends the server."""
     from nanoactor.server.run import serve
 
-    # Removed from the environment: started processes do not need it.
+    # The keys are removed from the environment, as child processes do not need them.
     keys = [os.environ.pop(name, None) for name in (KEY_VARIABLE, VLLM_KEY_VARIABLE)]
     key = next(filter(None, keys), None)
     options = ({"api_keys": (key,)} if key else {}) | values(args, ServerConfig)
@@ -42,7 +42,8 @@ async def run_server(args: Any) -> None:
 
 
 def run_on_uvloop(main: Coroutine[Any, Any, None]) -> None:
-    """Run like `asyncio.run`; a server is busy enough for a faster loop to matter."""
+    """Run like `asyncio.run`, but on uvloop: a server is busy enough for a faster loop to
+    matter."""
     import uvloop
 
     uvloop.run(main)

@@ -1,4 +1,4 @@
-"""Read standard input without a thread, which would keep Ctrl-C from ending the program."""
+"""Reading of standard input without a thread, which would keep Ctrl-C from ending the program."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import os
 
 
 class LineReader:
-    """Read a descriptor when it has something; neither blocks the loop nor changes the flags
-    of a terminal, which standard output shares."""
+    """Reads lines from a descriptor when it has data. Reading neither blocks the loop nor changes
+    the flags of a terminal, which standard output shares."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -16,7 +16,7 @@ class LineReader:
         self._ended = False
 
     async def next(self) -> str | None:
-        """Return the next line without its end, None when there are no more."""
+        """Return the next line without its line ending, or None at the end of the input."""
         while b"\n" not in self._buffer and not self._ended:
             await self._readable()
             data = os.read(self._descriptor, 1 << 16)

@@ -1,4 +1,5 @@
-"""`generate` and `chat`: text to the terminal as it comes, then the line that matters."""
+"""The `generate` and `chat` commands: they stream text to the terminal, then print a summary
+line."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def _engine(args: Any) -> AsyncLLM:
 
 
 async def generate(args: Any) -> None:
-    """Complete one prompt."""
+    """Run the `generate` command: complete one prompt."""
     prompt = args.prompt if args.prompt is not None else sys.stdin.read()
     params = _params(args)
     _check_writable(args.trace)
@@ -48,7 +49,8 @@ async def generate(args: Any) -> None:
 
 
 def _with_images(text: str, files: list[str]) -> Prompt:
-    """Put pictures before a text, unless it says where they belong."""
+    """Return a prompt with a text and images. Placeholders are put before the text unless it has
+    its own."""
     if not files:
         return text
     if IMAGE_PLACEHOLDER not in text:
@@ -58,7 +60,7 @@ def _with_images(text: str, files: list[str]) -> Prompt:
 
 
 def _check_writable(path: str | None) -> None:
-    """Refuse a path before the run if it cannot be written afterwards."""
+    """Raise `InvalidRequest` before the run if a path cannot be written to afterwards."""
     if path is not None:
         try:
             with open(path, "a"):
@@ -68,7 +70,7 @@ def _check_writable(path: str | None) -> None:
 
 
 async def _report(llm: AsyncLLM, args: Any) -> None:
-    """Print the summary line, and write the timeline if one was asked for."""
+    """Print the summary line, and write the timeline if one was requested."""
     trace = await llm.trace()
     if not args.json:
         print(trace.summary().line, file=sys.stderr, flush=True)
@@ -77,7 +79,8 @@ async def _report(llm: AsyncLLM, args: Any) -> None:
 
 
 async def chat(args: Any) -> None:
-    """Keep a conversation; its history is sent again each time, and found in the prefix cache."""
+    """Run the `chat` command: hold a conversation. Its history is sent again each time, and hits
+    the prefix cache."""
     messages: list[dict[str, Any]] = []
     if args.system:
         messages.append({"role": "system", "content": args.system})
@@ -93,7 +96,7 @@ async def chat(args: Any) -> None:
             pictures = []
             try:
                 answer = await _stream(llm, messages, params, args.json)
-            except InvalidRequest as error:  # the conversation has outgrown the model, say
+            except InvalidRequest as error:  # for example, the conversation has become too long
                 print(f"nanoactor: {error}", file=sys.stderr)
                 messages.pop()
                 continue
@@ -103,7 +106,8 @@ async def chat(args: Any) -> None:
 
 
 def _first_turn(said: str, files: list[str]) -> str | list[dict[str, Any]]:
-    """Yield what the user says, with the pictures of the command line in the first turn."""
+    """Return the content of a user message: the text, after any images from the command line, which
+    belong to the first turn."""
     if not files:
         return said
     parts: list[dict[str, Any]] = [{"type": "image", "image": Path(file)} for file in files]
@@ -111,16 +115,16 @@ def _first_turn(said: str, files: list[str]) -> str | list[dict[str, Any]]:
 
 
 async def _ask(lines: LineReader, quiet: bool) -> str | None:
-    """Return the user's next line, None at the end of input."""
+    """Print a prompt and return the user's next line, or None at the end of the input."""
     prompt = "" if quiet or not sys.stdin.isatty() else "\n> "
     print(prompt, end="", flush=True)
     return await lines.next()
 
 
 async def _stream(llm: AsyncLLM, prompt: Prompt, params: SamplingParams, as_json: bool) -> str:
-    """Print the deltas as they come, then the summary; return the first answer's text.
+    """Print the deltas as they arrive, then the summary; return the text of the first answer.
 
-    Several answers are printed one after the other, once all are there.
+    The texts of several answers are printed one after another, once all are complete.
     """
     texts, counts = [""] * params.n, [0] * params.n
     ends: list[str | None] = [None] * params.n
@@ -173,11 +177,11 @@ def _numbers(told: Logprobs) -> dict[int, float]:
 
 
 def _rate(tokens: int, seconds: float) -> str:
-    """Format the rate of tokens; `seconds` passed from the first to the last."""
+    """Format the generation rate; `seconds` is the time from the first token to the last."""
     if tokens == 1:
         return "1 token"
     if seconds < _MEASURABLE:
-        return "too few for a rate"  # they came together
+        return "too few for a rate"  # all arrived at once
     return f"{(tokens - 1) / seconds:.1f} tokens/s"
 
 
@@ -190,7 +194,7 @@ async def _summary(
         return "no token was generated"
     facts = llm.facts
     size = facts["block_size"]
-    shared = prompt // size  # by several answers
+    shared = prompt // size  # full prompt blocks, which all answers share
     blocks = shared + sum(-(-(prompt + count - 1) // size) - shared for count in counts)
     return (
         f"{prompt} + {tokens} tokens, {_rate(tokens, last - first)}, "

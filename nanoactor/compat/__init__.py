@@ -1,1 +1,1 @@
-"""Names, flags and modules of other engines, and their equivalents here."""
+"""Names, flags and modules of other engines, and their equivalents in nanoactor."""

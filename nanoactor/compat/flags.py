@@ -1,4 +1,4 @@
-"""Flags of vLLM's and SGLang's servers on our command line, and configuration files as theirs."""
+"""Support for the flags of vLLM's and SGLang's servers, and for configuration files like theirs."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from nanoactor.errors import InvalidConfig
 from nanoactor.requests.known_names import ENGINE, SERVER, Name
 
 NOTES = "notes"
-"""The attribute of parsed arguments that has a line for each flag that changes nothing."""
+"""Name of the attribute of the parsed arguments that lists a note for each flag without effect."""
 _MODEL = ("--model", "--model-path")
 _IN_JSON = ("--allowed-origins",)
-"""Flags whose lists are written in JSON."""
+"""Flags whose lists are given as JSON."""
 
 
 def add_flags(
     parser: argparse.ArgumentParser, fields: Mapping[str, Mapping[str, Any]], *, serves: bool
 ) -> None:
-    """Add other engines' flags to a command, without help texts. `fields` maps each field with an
-    option to its destination (`dest`) and argparse settings; `serves`: the command also has the
-    server's options."""
+    """Add other engines' flags to a command, without help texts. `fields` maps each field that has
+    an option to that option's argparse settings, including `dest`; `serves` is True if the command
+    also has the server's options."""
     parser.set_defaults(**{NOTES: []})
     taken = set(parser._option_string_actions)
     for name in (*ENGINE, *(SERVER if serves else ())):
@@ -54,7 +54,7 @@ def _alias(name: Name, known: Mapping[str, Any]) -> dict[str, Any]:
     made = {**known, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     if name.inverts:
         return {**made, "action": _Inverted, "nargs": 0}
-    if name.flags[0] in _IN_JSON:  # a list in JSON, where ours is repeated
+    if name.flags[0] in _IN_JSON:  # the alias takes a JSON list; our flag is repeated instead
         return {**made, "action": "store", "type": _json_list}
     return made
 
@@ -67,7 +67,7 @@ def _json_list(text: str) -> list[str]:
 
 
 class _Inverted(argparse.Action):
-    """Switches an option of ours off, or with `--no-` on."""
+    """Turns one of our options off, or on if the flag is given as `--no-...`."""
 
     def __call__(
         self,
@@ -81,7 +81,7 @@ class _Inverted(argparse.Action):
 
 
 class _Foreign(argparse.Action):
-    """Takes a flag that changes nothing, and refuses one that would have to."""
+    """Accepts a flag with a value that has no effect here, and rejects it with any other value."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, *, name: Name, **known: Any):
         super().__init__(option_strings, dest, **known)
@@ -94,7 +94,7 @@ class _Foreign(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        """Record why the flag changes nothing, or exit with an error."""
+        """Record why the flag has no effect, or exit with an error."""
         name, flag = self._name, option_string or ""
         value = not flag.startswith("--no-") if name.takes == "flag" else _value(values)
         if not name.allows(value):
@@ -104,7 +104,7 @@ class _Foreign(argparse.Action):
 
 
 def _value(given: Any) -> Any:
-    """Parse a command-line value: JSON, or the text itself."""
+    """Parse a command-line value as JSON; return the text itself if it is not JSON."""
     if isinstance(given, list):
         return [_value(one) for one in given]
     if given.lower() == "none":
@@ -117,19 +117,20 @@ def _value(given: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A command's arguments in the spelling of our parser."""
+    """A command's arguments, spelled as our parser expects them."""
 
     options: list[str]
-    """Those of the file, then those of the line."""
+    """Options of the configuration file, then those of the command line."""
     model: str | None = None
-    """The value of a flag that names the model."""
+    """Value of the flag that names the model, if it is given."""
     model_of_file: str | None = None
 
 
 def canonical(arguments: Sequence[str], dests: Mapping[str, str]) -> Line:
-    """Read a command's arguments: hyphens in the names of its flags, a model that a flag names, and
-    a configuration file. `dests`: by flag, the option that it sets. Raises `InvalidConfig` for a
-    file that is none."""
+    """Convert a command's arguments for our parser: write flag names with hyphens, extract a model
+    that a flag names, and insert the options of a configuration file. `dests` maps each flag to the
+    option that it sets. Raises `InvalidConfig` if the file is invalid, or if a flag for the model
+    or the file is given twice or without a value."""
     at = arguments.index("--") if "--" in arguments else len(arguments)
     spelled, behind = [_hyphens(one, dests) for one in arguments[:at]], [*arguments[at:]]
     models, rest = _taken(spelled, _MODEL)
@@ -154,7 +155,7 @@ def canonical(arguments: Sequence[str], dests: Mapping[str, str]) -> Line:
 
 
 def _hyphens(argument: str, dests: Mapping[str, str]) -> str:
-    """Return a flag as it is known here, anything else as it is."""
+    """Return a known flag with hyphens instead of underscores, anything else unchanged."""
     name, equals, value = argument.partition("=")
     known = name.replace("_", "-")
     is_flag = name.startswith("--") and (known in dests or known in (*_MODEL, "--config"))
@@ -178,8 +179,8 @@ def _taken(arguments: list[str], flags: Sequence[str]) -> tuple[list[str], list[
 
 
 def _read_file(path: Path) -> dict[str, Any]:
-    """Return the options of a file, by name with hyphens."""
-    import yaml  # few commands have such a file
+    """Return the options in a YAML file, by name; the names have hyphens, not underscores."""
+    import yaml  # imported here, as few commands use a configuration file
 
     try:
         options = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -197,7 +198,7 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _written(flag: str, value: Any) -> Iterable[str]:
-    """Return an option of a file as arguments."""
+    """Return the command-line arguments for an option of a configuration file."""
     if value is None:
         return ()
     if isinstance(value, bool):

@@ -1,15 +1,15 @@
-"""Replacement for the package `vllm` in Python programs written for it.
+"""Replacement for the `vllm` package in Python programs that were written for it.
 
     import nanoactor.compat.vllm
 
     nanoactor.compat.vllm.install()  # before the program's own imports, in each process
     import lm_eval
 
-or, for a program that is a module: `python -m nanoactor.compat.vllm lm_eval --model vllm ...`.
+or, if the program is a module: `python -m nanoactor.compat.vllm lm_eval --model vllm ...`.
 
 After `install`, `import vllm` finds this module, and `importlib.metadata` finds a distribution of
-that name, with the version whose behavior the classes here follow. Names that a program only
-imports exist, and raise `NotInNanoactor` when used; all others do not exist.
+that name, with the version of vLLM whose behavior the classes here follow. Names that programs
+merely import exist too, but raise `NotInNanoactor` when used; no other names exist.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from nanoactor.requests.params import BeamSearchParams, DefaultTokens, SamplingP
 from nanoactor.requests.structured_outputs import StructuredOutputsParams
 
 VERSION = "0.31.0"
-"""The vLLM version whose behavior is here; the newest that TRL 1.16 takes without a warning."""
+"""The vLLM version whose behavior this module follows: the newest that TRL 1.16 accepts without a
+warning."""
 
 
 class NotInNanoactor(NanoactorError, NotImplementedError):
@@ -54,11 +55,12 @@ class TokensPrompt(TypedDict, total=False):
 
 
 class LLM(ours.LLM):
-    """nanoactor's engine with the other methods that vLLM's programs call."""
+    """nanoactor's `LLM`, with the other methods that programs written for vLLM call."""
 
     @property
     def llm_engine(self) -> Any:
-        """The few attributes that programs read of the inner engine: `model_config`."""
+        """Return an object with the only attribute of the inner engine that programs read:
+        `model_config`."""
         engine = self._llm
         config = SimpleNamespace(
             model=engine.config.model,
@@ -78,8 +80,8 @@ class LLM(ours.LLM):
         priority: None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Return completed outputs as `nanoactor.LLM.generate` does; `max_tokens` is a cap if the
-        context leaves less room, as in vLLM."""
+        """Return completed outputs as `nanoactor.LLM.generate` does. As in vLLM, `max_tokens` is
+        only a cap: the context may leave less room."""
         _check_absent(
             lora_request=lora_request,
             priority=priority,
@@ -96,7 +98,8 @@ class LLM(ours.LLM):
         chat_template: None = None,
         **options: Any,
     ) -> list[RequestOutput]:
-        """Return the outputs for conversations as `nanoactor.LLM.chat` does, capped likewise."""
+        """Return the outputs for conversations as `nanoactor.LLM.chat` does; `max_tokens` is a cap
+        as in `generate`."""
         _check_absent(lora_request=lora_request, chat_template=chat_template)
         if options.pop("chat_template_content_format", "auto") not in ("auto", "openai", "string"):
             raise InvalidRequest('chat_template_content_format must be "auto"')
@@ -107,7 +110,7 @@ class LLM(ours.LLM):
         return self._call(self._llm.reset_prefix_cache())
 
     def __getattr__(self, name: str) -> Any:
-        """Raise `AttributeError`, naming vLLM's class."""
+        """Raise `AttributeError` with a message that refers to vLLM's `LLM`."""
         raise AttributeError(f"{name!r} is an attribute of vLLM's LLM that nanoactor does not have")
 
 
@@ -140,8 +143,8 @@ def get_tokenizer(
     download_dir: str | None = None,
     **options: Any,
 ) -> Any:
-    """Return a model's tokenizer as transformers loads it (`vllm.tokenizers`); no code of it is
-    run, whatever `trust_remote_code` says."""
+    """Return a model's tokenizer as transformers loads it (`vllm.tokenizers`). No code of the model
+    is run, whatever the value of `trust_remote_code`."""
     from nanoactor.model_files.files import resolve_model
     from nanoactor.text.huggingface import load_pretrained
 
@@ -163,12 +166,12 @@ def resolve_chat_template(
         return chat_template
     try:
         return cast("str", tokenizer.get_chat_template(None, tools=tools))
-    except ValueError:  # it has none
+    except ValueError:  # the tokenizer has no template
         return None
 
 
 def _absent(name: str, why: str) -> Any:
-    """Return a class in place of a name in vLLM; it raises when instantiated."""
+    """Return a stand-in class for a name in vLLM; creating an instance raises `NotInNanoactor`."""
 
     def refuse(self: object, *_: Any, **__: Any) -> NoReturn:
         raise NotInNanoactor(f"vllm's {name} is not in nanoactor: {why}")
@@ -214,20 +217,20 @@ _MODULES: dict[str, dict[str, Any]] = {
         "packed_nccl_broadcast_producer": _absent("packed_nccl_broadcast_producer", _WEIGHTS)
     },
 }
-"""By module, without `vllm.`: its names."""
+"""By module, without `vllm.`: the names in the module."""
 
 
-# -- in the place of the package ----------------------------------------------------------
+# -- import hook --------------------------------------------------------------------------
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds `vllm`, its modules, and its distribution."""
+    """Import hook that finds `vllm`, its modules and its distribution."""
 
     def find_spec(
         self, name: str, path: Any = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return the module's spec. Raises `ModuleNotFoundError` for a vLLM module that is not
-        provided here."""
+        """Return the module's spec, or None if the module is not vLLM's. Raises
+        `ModuleNotFoundError` if a vLLM module is not provided here."""
         if name != "vllm" and not name.startswith("vllm."):
             return None
         inner = name.removeprefix("vllm").removeprefix(".")
@@ -240,7 +243,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(name, self, is_package=is_package)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give a module its names."""
+        """Populate a module with its names."""
         name = module.__name__
         vars(module).update(_MODULES[name.removeprefix("vllm").removeprefix(".")])
 
@@ -252,24 +255,24 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_distributions(
         self, context: importlib.metadata.DistributionFinder.Context | None = None
     ) -> Iterator[importlib.metadata.Distribution]:
-        """Yield the distribution of `vllm`, if it or all are requested."""
+        """Yield the `vllm` distribution, if it or all distributions are requested."""
         name = getattr(context, "name", None)
         if name is None or name.lower() == "vllm":
             yield _Distribution()
 
 
 class _Distribution(importlib.metadata.Distribution):
-    """The metadata of a `vllm` that is not installed."""
+    """Metadata of a `vllm` distribution that is not actually installed."""
 
     def read_text(self, filename: str) -> str | None:
-        """Return a file of it."""
+        """Return the text of a metadata file, or None if there is no such file."""
         return {
             "METADATA": f"Metadata-Version: 2.1\nName: vllm\nVersion: {VERSION}\n",
             "top_level.txt": "vllm\n",
         }.get(filename)
 
     def locate_file(self, path: Any) -> Any:
-        """Return the path of a distribution file; there are none."""
+        """Return a path unchanged: the distribution has no files."""
         return Path(path)
 
 

@@ -1,6 +1,7 @@
-"""Ascend: driver, device nodes, npu-smi, CANN, torch_npu and what it sees, from below upwards.
+"""Ascend checks, from the lowest layer up: driver, device nodes, npu-smi, CANN, torch_npu and its
+devices.
 
-Never run on an NPU: names and commands are those of Huawei's documents and of torch_npu's files.
+They have never run on an NPU: names and commands are from Huawei's documents and torch_npu's files.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _INSTALL_CANN = "install CANN (toolkit, and the ops of your chip), then source i
 
 
 def npu(machine: Machine) -> Iterator[Finding]:
-    """Run all Ascend checks if an NPU is to be used; otherwise report that in one line."""
+    """Run all Ascend checks if an NPU is expected here; otherwise yield a single finding."""
     if machine.wants_npu:
         for check in (_driver, _nodes, _smi, _cann, _torch_npu, _devices):
             yield from check(machine)
@@ -38,13 +39,13 @@ def npu(machine: Machine) -> Iterator[Finding]:
 
 
 def driver_version(machine: Machine) -> str:
-    """Return the version of the NPU's driver, "" if there is none."""
+    """Return the version of the NPU's driver, or "" if there is none."""
     return machine.match(r"^version\s*=\s*(.+)$", _DRIVER_FILE)
 
 
 def _driver(machine: Machine) -> Iterator[Finding]:
     version = driver_version(machine)
-    if version or not machine.probe.get("npus"):  # otherwise it is elsewhere, and works
+    if version or not machine.probe.get("npus"):  # else it is elsewhere and works
         ill = f"no version in {_DRIVER_FILE}"
         fix = f"{_INSTALL_DRIVER}; in a container: start it with {_DRIVER_MOUNT}; on a machine "
         fix += "without an NPU: pip uninstall torch_npu"
@@ -60,7 +61,7 @@ def _nodes(machine: Machine) -> Iterator[Finding]:
         fix = f"{_INSTALL_DRIVER}; in a container: docker run {flags} {mounts}"
         yield Finding("device nodes", "bad", f"missing: {', '.join(absent)}", fix)
         return
-    # Not opened: that alone does something with a device.
+    # The nodes are not opened: opening one already affects the device.
     closed = [node for node, path in nodes.items() if not os.access(path, os.R_OK | os.W_OK)]
     ill = f"not readable and writable for this user: {', '.join(closed)}"
     fix = "sudo usermod -aG HwHiAiUser $USER, then log in again; in a container: --group-add"
@@ -121,8 +122,8 @@ def _torch_npu(machine: Machine) -> Iterator[Finding]:
 
 
 def _install_pair(torch: str | None) -> str:
-    """Return the command that installs torch_npu for this torch, or both if torch itself is too
-    old."""
+    """Return the command that installs the torch_npu for this version of torch, or both packages if
+    torch is too old."""
     if release(torch) < (2, 11):
         return "pip install '.[npu]'"
     version = ".".join(str(part) for part in release(torch))

@@ -45,7 +45,7 @@ def torch(machine: Machine) -> Iterator[Finding]:
 
 
 def release(version: str | None) -> tuple[int, ...]:
-    """Return (2, 13, 0) of "2.13.0+cpu" and of "2.13.0.post1", () of None."""
+    """Return a version as numbers: (2, 13, 0) for "2.13.0+cpu" and "2.13.0.post1", () for None."""
     return tuple(int(number) for number in re.findall(r"\d+", version or "")[:3])
 
 
@@ -64,7 +64,8 @@ def gpu(machine: Machine) -> Iterator[Finding]:
 
 
 def judge_devices(name: str, found: list[tuple[str, str]], tool: str, driver: str) -> Finding:
-    """Judge the devices that torch sees by the states that the probe reports."""
+    """Return a finding about the devices that torch sees, based on the states that the probe
+    reports."""
     states = {state for _, state in found}
     what = f"{len(found)}: {'; '.join(line for line, _ in found)}; driver {driver}"
     fix = f"{tool}: is it healthy, and nobody else's?"
@@ -94,14 +95,15 @@ def _no_gpu(machine: Machine, driver: str) -> Finding:
 
 
 def visible_devices(machine: Machine) -> Iterator[Finding]:
-    """Show the variables that hide devices, if set."""
+    """Report the environment variables that hide devices, if they are set."""
     for name in ("ASCEND_RT_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
         if name in machine.environment:
             yield Finding(name, "ok", machine.environment[name] or "(empty)")
 
 
 def network(_machine: Machine) -> Iterator[Finding]:
-    """Check that the loopback interface can be bound, at a free port and at the server's."""
+    """Check that sockets can be bound on the loopback interface, at any free port and at the
+    server's default port."""
     up = "ip link set lo up (and let this process bind sockets, where a sandbox forbids it)"
     other = "nanoactor serve MODEL --port 8001"
     for name, port, fix in (("loopback", 0, up), ("port 8000", 8000, other)):
@@ -114,7 +116,8 @@ def network(_machine: Machine) -> Iterator[Finding]:
 
 
 def rings(_machine: Machine) -> Iterator[Finding]:
-    """Create the parts of a ring: anonymous memory, a mapping, and an eventfd."""
+    """Check that the parts of a ring can be created: anonymous memory, a mapping, and an
+    eventfd."""
     trouble = ""
     try:
         with os.fdopen(os.memfd_create("nanoactor-doctor"), "r+b") as memory:
@@ -128,7 +131,7 @@ def rings(_machine: Machine) -> Iterator[Finding]:
 
 
 def limits(machine: Machine) -> Iterator[Finding]:
-    """Check open files, and /dev/shm if HCCL may need it."""
+    """Check the limit on open files, and the size of /dev/shm if HCCL may need it."""
     if machine.wants_npu:
         with contextlib.suppress(OSError):
             size = shutil.disk_usage(machine.path("/dev/shm")).total  # noqa: S108
@@ -143,7 +146,8 @@ def limits(machine: Machine) -> Iterator[Finding]:
 
 
 def numa(machine: Machine) -> Iterator[Finding]:
-    """Report where the accelerators are, and how to stay near them if they are on several nodes."""
+    """Report the NUMA node of each accelerator, and how to keep processes near it if there are
+    several nodes."""
     count = len(machine.files("/sys/devices/system/node/node[0-9]*")) or 1
     where = [f"{kind} {address}: node {node}" for kind, address, node in machine.pci]
     what = "; ".join([f"{count} node{'s' * (count > 1)}", *where])
@@ -154,7 +158,8 @@ def numa(machine: Machine) -> Iterator[Finding]:
 
 
 def cpu(machine: Machine) -> Iterator[Finding]:
-    """Check cores, memory and bfloat16 of the host, or of the container if it has less."""
+    """Check the cores, memory and bfloat16 support of the host, or of the container if it has
+    less."""
     cores, both, v1 = len(os.sched_getaffinity(0)), f"{_CGROUP}/cpu.max", f"{_CGROUP}/cpu/cpu.cfs"
     yield Finding("CPU", "ok", f"{cores} cores, {_memory(machine)}")
     given = _number(machine, r"^(\d+)", both, f"{v1}_quota_us")
@@ -166,7 +171,7 @@ def cpu(machine: Machine) -> Iterator[Finding]:
     flags = machine.match(r"^(?:flags|Features)\s*:(.*)$", "/proc/cpuinfo").split()
     is_native = not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(
         flags
-    )  # as models/devices/cpu/device.py
+    )  # the test of models/devices/cpu/device.py
     ill = "not native: a model on the CPU runs in float32, in twice the memory"
     fix = "nothing; a newer processor has avx512_bf16 or amx_bf16"
     yield judge("CPU bfloat16", is_native, "native", ill, fix, "note")

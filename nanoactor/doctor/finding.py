@@ -1,4 +1,4 @@
-"""Findings, and the report of them for people and for programs."""
+"""Findings of checks, and their reports for people and for programs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ State = Literal["ok", "note", "bad"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finding:
-    """Result of a check. "bad" keeps the engine or its device from working; a "note" costs speed,
-    or may matter later; both have a fix: a command, or what to do."""
+    """Result of a check. A "bad" finding keeps the engine or its device from working; a "note"
+    costs speed or may matter later. Both have a fix: a command, or what to do."""
 
     name: str
     state: State
@@ -22,12 +22,13 @@ class Finding:
 
 
 def judge(name: str, is_ok: object, ok: str, ill: str, fix: str, state: State = "bad") -> Finding:
-    """Return an ok that says `ok`, or a finding of this state that says `ill`, with its fix."""
+    """Return an "ok" finding that says `ok` if `is_ok`, else a finding of this state that says
+    `ill` and has the fix."""
     return Finding(name, "ok", ok) if is_ok else Finding(name, state, ill, fix)
 
 
 def as_text(findings: Sequence[Finding]) -> str:
-    """Return a line for each finding, its fix below it, and a count at the end."""
+    """Return a line for each finding with its fix below it, and the counts at the end."""
     width = max((len(finding.name) for finding in findings), default=0)
     lines = []
     for finding in findings:
@@ -40,7 +41,7 @@ def as_text(findings: Sequence[Finding]) -> str:
 
 
 def as_json(findings: Sequence[Finding]) -> str:
-    """Return one object on one line, where the key "fix" holds the fix."""
+    """Return one JSON object on one line, in which the key "fix" of each finding holds its fix."""
     listed = [{"name": f.name, "state": f.state, "what": f.what, "fix": f.fix} for f in findings]
     is_well = all(finding.state != "bad" for finding in findings)
     return json.dumps({"ok": is_well, "findings": listed})

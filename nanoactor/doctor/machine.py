@@ -1,4 +1,4 @@
-"""The machine as checks read it: files, the environment, programs that may hang or crash."""
+"""The machine as the checks see it: files, the environment, and programs that may hang or crash."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 from typing import Any
 
-# By vendor and class of an accelerator or a display: a GPU's sound and its switches are neither.
+# By PCI vendor and class: accelerators and displays, but not a GPU's audio and switch devices.
 _PCI_KINDS = {("0x19e5", "0x12"): "NPU", ("0x10de", "0x03"): "GPU"}
 Run = Callable[[Sequence[str], Mapping[str, str], float], tuple[str, str]]
 
 
 def run_command(command: Sequence[str], env: Mapping[str, str], seconds: float) -> tuple[str, str]:
-    """Return a program's output, and an error text: "" if it exited with status 0."""
+    """Run a program; return its output and an error text, which is "" if it exited with status
+    0."""
     try:
         process = Popen(  # noqa: S603
             command, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, env=env, start_new_session=True
@@ -44,7 +45,8 @@ def run_command(command: Sequence[str], env: Mapping[str, str], seconds: float) 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """This machine, or a simulated one. Whatever cannot be read is empty: nothing raises."""
+    """This machine, or a simulated one. Anything that cannot be read is empty; nothing raises an
+    error."""
 
     root: Path = Path("/")
     environment: Mapping[str, str] = dataclasses.field(default_factory=lambda: os.environ)
@@ -52,16 +54,17 @@ class Machine:
     python: tuple[int, ...] = sys.version_info[:3]
 
     def path(self, path: str) -> Path:
-        """Return the location of an absolute path below the root."""
+        """Return where an absolute path is located below the root."""
         return self.root / path.lstrip("/")
 
     def files(self, pattern: str) -> list[str]:
-        """Return the absolute paths that match a shell pattern, with numbers in numerical order."""
+        """Return the absolute paths that match a shell pattern, with numbers sorted numerically."""
         found = glob.glob(pattern.lstrip("/"), root_dir=self.root)
         return sorted((f"/{path}" for path in found), key=lambda path: (len(path), path))
 
     def match(self, pattern: str, *paths: str) -> str:
-        """Return the first group of a pattern in the first of these files that has it."""
+        """Return the first group of a pattern, from the first of these files that matches; "" if
+        none matches."""
         for path in paths:
             with contextlib.suppress(OSError):
                 text = self.path(path).read_text(errors="replace").strip()
@@ -71,11 +74,12 @@ class Machine:
 
     @functools.cached_property
     def probe(self) -> dict[str, Any]:
-        """The report of `probe.py` on torch; "cut_short" is why it ended before it had said all."""
-        # -P: no module in this directory may shadow another of the same name.
+        """The report of `probe.py` on torch; "cut_short" is the reason why it ended early, or
+        empty."""
+        # -P keeps the modules in this directory from shadowing others of the same name.
         command = [sys.executable, "-P", str(Path(__file__).with_name("probe.py"))]
         environment = {**self.environment, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-        # torch alone may take half a minute to import from a cold disk, and each NPU some seconds.
+        # Importing torch from a cold disk may take half a minute, and each NPU takes some seconds.
         output, trouble = self.run(command, environment, 60.0)
         said: dict[str, Any] = {"cut_short": trouble}
         for line in output.splitlines():
@@ -86,7 +90,8 @@ class Machine:
 
     @functools.cached_property
     def pci(self) -> list[tuple[str, str, str]]:
-        """Kind (NPU, GPU), address and NUMA node (or "?") of the accelerators on the bus."""
+        """(kind, PCI address, NUMA node) of each accelerator on the bus: the kind is "NPU" or
+        "GPU", and an unknown NUMA node is "?"."""
         found = []
         for path in self.files("/sys/bus/pci/devices/*"):
             vendor, code = (self.match(r"(\w+)", f"{path}/{name}") for name in ("vendor", "class"))
@@ -97,16 +102,16 @@ class Machine:
 
     @functools.cached_property
     def wants_npu(self) -> bool:
-        """Return True if an NPU is expected here. Installed software alone counts, because a
-        container without its devices has nothing else; the PCI bus does not, because it shows the
-        host's devices."""
+        """Return True if an NPU is expected here. Installed software is sufficient, because a
+        container without its devices has nothing else. The PCI bus does not count, because it shows
+        the host's devices."""
         files = map(self.files, ("/dev/davinci[0-9]*", "/usr/local/Ascend/driver/version.info"))
         software = self.cann_scripts or self.environment.get("ASCEND_HOME_PATH")
         return bool(any(files) or software or self.probe.get("torch_npu"))
 
     @property
     def cann_scripts(self) -> list[str]:
-        """Every set_env.sh of CANN, the usual place first."""
+        """Paths of all set_env.sh scripts of CANN, with the usual location first."""
         homes = ("/usr/local/Ascend", f"{self.environment.get('HOME', '')}/Ascend")
         names = ("ascend-toolkit", "cann", "cann-*")
         patterns = [f"{home}/{name}/set_env.sh" for home in homes for name in names]

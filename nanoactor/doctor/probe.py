@@ -1,7 +1,8 @@
 """Query torch and torch_npu about this machine; print each answer at once, as a line of JSON.
 
 Run as a separate program, with TORCH_DEVICE_BACKEND_AUTOLOAD=0: an import may fail without CANN,
-and a driver may hang or crash. It imports nothing of nanoactor, and nothing imports it.
+and a driver may hang or crash. This program imports nothing from nanoactor, and no module imports
+it.
 """
 
 from __future__ import annotations
@@ -17,25 +18,26 @@ from typing import Any
 
 
 def _tell(name: str, ask: Callable[[], Any]) -> Any:
-    """Print and return the answer; if there is none, print why, as the name with "_trouble"."""
+    """Print and return the result of `ask`. If it raises, print the reason instead, under the name
+    with the suffix "_trouble", and return None."""
     answer = None
     try:
         answer = ask()
         fact = {name: answer}
-    except Exception as error:  # a library's or a driver's, of any kind
+    except Exception as error:  # of any kind, from a library or a driver
         fact = {f"{name}_trouble": _why(error)}
-    # Begins a line, whatever a library has printed before.
+    # Starts on a new line, whatever a library has printed before.
     os.write(1, f"\n{json.dumps(fact)}\n".encode())
     return answer
 
 
 def _why(error: Exception) -> str:
-    # The rest of a driver's message is for its makers.
+    # Only the driver's developers need the rest of its message.
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _devices(backend: Any) -> list[tuple[str, str]]:
-    """Return a line about each device that `torch.cuda` or `torch.npu` sees, and its state."""
+    """Return a description and the state of each device that `torch.cuda` or `torch.npu` sees."""
     found = []
     for index in range(backend.device_count() if backend.is_available() else 0):
         state, name = "ok", backend.get_device_name(index)
@@ -65,7 +67,7 @@ def main() -> None:
             _tell("cann", lambda: str(torch_npu.npu.utils.get_cann_version()))
     _tell("libascendcl", lambda: str(ctypes.CDLL("libascendcl.so")))
     _tell("libhccl", lambda: str(ctypes.CDLL("libhccl.so")))
-    # Libraries of devices are known to crash when they are taken down.
+    # Device libraries are known to crash when the interpreter shuts down.
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""Several engines behind one ingress: routing, and streams that move when an engine dies.
+"""Several engines behind an ingress: routing, and streams that move when an engine dies.
 
-Independent of Ray: `nanoactor.ray_serve` connects it.
+This package is independent of Ray; `nanoactor.ray_serve` runs it on Ray.
 """

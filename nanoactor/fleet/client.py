@@ -1,4 +1,4 @@
-"""Several engines as one: the engine of an ingress's server."""
+"""Client that makes several engines look like one; an ingress's server uses it as its engine."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ from nanoactor.vision.media import Media
 log = logging.getLogger("nanoactor.fleet")
 
 _NOT_SAMPLED = SamplingParams(seed=0, output_kind=RequestOutputKind.FINAL_ONLY)
-"""The parameters of requests that pool."""
+"""Placeholder sampling parameters of pooling requests."""
 _TRIES = 3
-"""Attempts to tokenize a text if the tokenizing process dies."""
+"""Maximum number of attempts to tokenize a text, as the tokenizing process may die."""
 _AGAIN_SECONDS = 0.2
 _HELD = (
     "answers that their caller leads (beam search, held answers) stay with the engine that began "
@@ -70,9 +70,10 @@ class FleetLLM(Pooled):
         ingress: str | None = None,
         silence: float = SILENCE,
     ) -> None:
-        """`config` is that of the replicas, `connector` connects to them; `ingress` names this end;
-        a replica that sends nothing for `silence` seconds counts as hung. Raises as `AsyncLLM`
-        does, and `InvalidConfig` without a `prefix_salt`."""
+        """`config` is the configuration of the replicas, and `connector` connects to them.
+        `ingress` is the name of this client. A replica that sends nothing for `silence` seconds is
+        considered hung. Raises the errors of `AsyncLLM`, and `InvalidConfig` if there is no
+        `prefix_salt` or if `max_model_len` is "auto"."""
         if config.prefix_salt is None:
             raise InvalidConfig("a fleet needs a prefix_salt that all of its engines have")
         if config.max_model_len == "auto":
@@ -98,11 +99,11 @@ class FleetLLM(Pooled):
         self._preparing: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
-    # -- life -------------------------------------------------------------------------------
+    # -- lifecycle --------------------------------------------------------------------------
 
     @public
     async def start(self) -> FleetLLM:
-        """Link to the replicas; return when the first of them serves."""
+        """Connect to the replicas; return once the first one is serving."""
         if self.texts is not None:
             with only_ours():
                 await self.texts.start()
@@ -141,7 +142,7 @@ class FleetLLM(Pooled):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return the facts of the latest replica, as `AsyncLLM.facts`."""
+        """Return the facts of the replica that connected last, as in `AsyncLLM.facts`."""
         return dict(self.fleet.facts)
 
     @property
@@ -160,7 +161,8 @@ class FleetLLM(Pooled):
         priority: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[Request]:
-        """Queue several prompts with the same parameters, all or none, as `AsyncLLM.submit`."""
+        """Queue several prompts with the same sampling parameters, all or none of them, like
+        `AsyncLLM.submit`."""
         if self._is_closed:
             raise EngineClosed("the ingress was closed")
         params = self._requests.seeded(self._requests.chosen(sampling_params))
@@ -181,7 +183,8 @@ class FleetLLM(Pooled):
         priority: int = 0,
         scores: bool = False,
     ) -> Request:
-        """Queue a text for its vector, see `Pooled.submit_pooled`; the name is the ingress's."""
+        """Queue a text to be pooled, see `Pooled.submit_pooled`. `request_id` is ignored: the
+        ingress names the request."""
         if self._is_closed:
             raise EngineClosed("the ingress was closed")
         submit = self._requests.build_pooled(prompt, pooling_params, priority, scores=scores)
@@ -211,11 +214,11 @@ class FleetLLM(Pooled):
 
     @public
     async def beam_search(self, *_: Any, **__: Any) -> None:
-        """Raise `InvalidRequest`: beams cannot be moved."""
+        """Raise `InvalidRequest`: beams cannot move to another replica."""
         raise InvalidRequest(_HELD)
 
     def _check_room(self, requests: int) -> None:
-        """Raise `EngineOverloaded` if neither a replica nor the queue here has room."""
+        """Raise `EngineOverloaded` if all replicas are full or the ingress's queue has no room."""
         replicas = self.fleet.replicas.values()
         if replicas and all(replica.place.is_full for replica in replicas):
             raise EngineOverloaded(f"all {len(replicas)} replicas are full")
@@ -255,7 +258,7 @@ class FleetLLM(Pooled):
         self.fleet.advance()
 
     async def _prepare(self, page: Page) -> None:
-        """Render and tokenize, once for all replicas; name the pictures."""
+        """Render, tokenize and hash a prompt, once for all replicas, and queue the request."""
         submit = page.entry.submit
         try:
             with only_ours():
@@ -304,5 +307,5 @@ class FleetLLM(Pooled):
             self.fleet.abort(page)
 
     def go_on(self, entry: Entry, parents: Sequence[int], tokens: Sequence[int]) -> None:
-        """Raise `InvalidRequest`: sequences are never held here."""
+        """Raise `InvalidRequest`: held sequences are not supported with several engines."""
         raise InvalidRequest(_HELD)

@@ -1,4 +1,4 @@
-"""Queue of parts that wait for a replica: moved streams first, if they can run at once."""
+"""Queue of parts that wait for a replica. Moved streams that can run at once start first."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nanoactor.fleet.pages import Part
 from nanoactor.fleet.routing import Place, Router
 
 PATIENCE = 120.0
-"""Seconds for which a request waits while no replica could take it, even an idle one."""
+"""Seconds that a request may wait while no replica could run it, even if it were idle."""
 
 
 class Dispatch:
@@ -21,7 +21,7 @@ class Dispatch:
         self._new: dict[Part, None] = {}
 
     def add(self, part: Part) -> None:
-        """Queue a part for a place."""
+        """Queue a part until a replica can run it."""
         queue = self._moved if part.is_moved else self._new
         queue[part] = None
         part.waits_since = time.monotonic()
@@ -37,15 +37,16 @@ class Dispatch:
         return len(self._moved) + len(self._new)
 
     def note_serving(self, places: Sequence[Place], now: float) -> None:
-        """Restart the wait of parts that a serving replica could take, even if it cannot do so
+        """Restart the timeout of parts that a serving replica could run, even if it has no room
         now."""
         for part in (*self._moved, *self._new):
             if any(fits(part, place) for place in places):
                 part.waits_since = now
 
     def place(self, places: Iterable[Place], begin: Callable[[Part, Place], None]) -> None:
-        """Start all parts that can start. Free slots bound the rush after a death: moved streams go
-        where they run at once, and new ones are held back where moved ones wait."""
+        """Start all parts that can start. A moved stream starts only where it can run at once, so
+        that free slots bound the load after a death. New requests do not start on a replica that a
+        moved stream is waiting for."""
         usable = list(places)
         blocked: set[str] = set()
         for part in sorted(self._moved, key=_by_priority):
@@ -65,7 +66,7 @@ class Dispatch:
             if open_:
                 self._begin(part, open_, begin)
             elif usable and all(place.replica in part.refused_by for place in usable):
-                part.refused_by.clear()  # others have left since: it may ask these again
+                part.refused_by.clear()  # all others have left: it may be sent to these again
 
     def _begin(self, part: Part, places: list[Place], begin: Callable[[Part, Place], None]) -> None:
         self.remove(part)
@@ -74,7 +75,8 @@ class Dispatch:
         begin(part, chosen)
 
     def take_hopeless(self, now: float) -> list[Part]:
-        """Return those that have waited too long for any replica that could take them."""
+        """Remove and return the parts that have waited too long for a replica that could run
+        them."""
         found = [part for part in (*self._moved, *self._new) if now - part.waits_since > PATIENCE]
         for part in found:
             self.remove(part)
@@ -86,5 +88,5 @@ def _by_priority(part: Part) -> tuple[int, int]:
 
 
 def fits(part: Part, place: Place) -> bool:
-    """Return True if a replica can resume a part to the same end as the lost one."""
+    """Return True if a replica can run a part: a part with a fingerprint needs an equal one."""
     return not part.fingerprint or part.fingerprint == place.hello.fingerprint

@@ -25,12 +25,12 @@ _RESULTS = (
     "skip_tokenizer_init",
     "tensor_parallel_size",
 )
-"""Options that change an output, or its rounding."""
+"""Options that affect outputs or their rounding."""
 
 
 def fingerprint(files: ModelFiles, config: EngineConfig) -> str:
-    """Return a digest of the model's files and everything else that outputs depend on. Reads every
-    file, which takes about as long as loading the model."""
+    """Return a digest of the model's files and of everything else that outputs depend on. This
+    reads every file, which takes about as long as loading the model."""
     found = hashlib.blake2b(digest_size=16)
     found.update(f"{VERSION} {nanoactor.__version__} {device_kind(config.device)}".encode())
     for name in _RESULTS:
@@ -44,8 +44,8 @@ def fingerprint(files: ModelFiles, config: EngineConfig) -> str:
 
 
 def device_kind(device: str) -> str:
-    """Return a device without its number; a simulated one with its times, which tokens do not
-    depend on, left out."""
+    """Return a device name without what follows the colon: a device number, or the times of a
+    simulated device, which do not affect tokens."""
     return device.partition(":")[0]
 
 

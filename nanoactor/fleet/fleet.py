@@ -1,5 +1,5 @@
-"""The replicas of an ingress: links to them, the streams on each, and what happens to those streams
-when a replica dies, hangs, leaves or runs a suspect."""
+"""The replicas as one ingress sees them: the links to them, the streams on each replica, and the
+handling of these streams when a replica dies, hangs, leaves or runs a suspect."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ SILENCE = 10.0
 _TICK = 1.0
 _LONGEST_WAIT = 10.0
 _DEAD, _LEAVES = "EngineDead", "EngineClosed"
-"""Errors that report that the replica is leaving, not that the request is wrong."""
+"""Kinds of failures caused by the replica, not the request: its engine died or was closed."""
 _REFUSALS = ("EngineOverloaded", "OutOfResources")
-"""... and those after which another replica is asked."""
+"""Kinds of failures after which a request is sent to another replica."""
 POISON = (
     "each replica on which the request ran has died, the last one with nothing else running: it is "
     "not tried again"
@@ -41,17 +41,18 @@ POISON = (
 
 
 class Counts:
-    """Counts of what happened to streams and replicas, for /metrics."""
+    """Counters of what happened to streams and replicas, for /metrics."""
 
     def __init__(self) -> None:
         self.moved = self.requeued = self.lost = self.deaths = self.poisoned = 0
 
 
 class Fleet:
-    """All replicas, as seen by one ingress. Runs on the ingress's loop."""
+    """All replicas, as seen by one ingress. Runs on the ingress's event loop."""
 
     def __init__(self, connector: Connector, ingress: str, silence: float = SILENCE) -> None:
-        """`ingress` names it to the replicas; `silence`: seconds after which one hangs."""
+        """`ingress` identifies this ingress to the replicas. A replica that sends nothing for
+        `silence` seconds is considered hung."""
         self._connector, self._ingress, self._silence = connector, ingress, silence
         self.router = Router()
         self.dispatch = Dispatch(self.router)
@@ -60,22 +61,23 @@ class Fleet:
         """Replicas whose link is up."""
         self._links: dict[str, LinkEnd] = {}
         self._retries: dict[str, tuple[float, float]] = {}
-        """By lost replica: when it is retried, and the length of that wait."""
+        """By lost replica: time of the next attempt to connect, and the wait before it in
+        seconds."""
         self._at: dict[Part, tuple[Replica, int]] = {}
-        """Where each part runs."""
+        """By running part: its replica and its stream number."""
         self._streams = 0
         self.pages: dict[int, Page] = {}
-        """Unfinished requests, by number."""
+        """Unfinished requests, by uid."""
         self.trials = TrialRuns(self)
         self.first_up = asyncio.Event()
         self.facts: dict[str, Any] = {}
-        """Facts of the replica that came last."""
+        """Facts of the replica that connected last."""
         self._ticker: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self._closed = False
 
     def start(self) -> None:
-        """Link to all replicas, present and future."""
+        """Start connecting to all replicas, current and future ones."""
         self._connector.watch(self.update_members)
         self._ticker = asyncio.ensure_future(self._tick())
         self.update_members()
@@ -88,10 +90,11 @@ class Fleet:
         await asyncio.gather(*(link.close() for link in self._links.values()))
         await asyncio.gather(*self._closing, return_exceptions=True)
 
-    # -- replicas that come and go ----------------------------------------------------------
+    # -- replicas that join and leave -------------------------------------------------------
 
     def update_members(self) -> None:
-        """Follow a change of the members: link to new ones, and leave removed ones."""
+        """Update the links to the current members: connect to new members, and close links to
+        removed members once they are idle."""
         members = self._connector.members
         now = time.monotonic()
         for replica in members - self._links.keys():
@@ -108,7 +111,7 @@ class Fleet:
                 self._leave(link)
 
     def _leave(self, link: LinkEnd) -> None:
-        """Close the link to a replica that leaves, once nothing of ours runs there."""
+        """Close the link to a leaving replica unless it still runs streams of this ingress."""
         replica = self.replicas.get(link.replica)
         if replica is not None and replica.link is link and replica.parts:
             return
@@ -137,7 +140,7 @@ class Fleet:
         self.first_up.set()
 
     def lost(self, link: LinkEnd, cause: str) -> None:
-        """Handle a replica that has died or hangs: its requests resume elsewhere."""
+        """Handle the loss of a replica that has died or hangs: its requests resume elsewhere."""
         replica = self._forget(link)
         waited = min(_LONGEST_WAIT, 2 * self._retries.get(link.replica, (0.0, 0.5))[1])
         self._retries[link.replica] = time.monotonic() + waited, waited
@@ -172,7 +175,7 @@ class Fleet:
         self.fail(page, PoisonRequest(POISON))
 
     def _move_safely(self, part: Part, replica: Replica) -> None:
-        """Move a part; a failure must not keep other parts from moving."""
+        """Move a part. If that fails, only its request fails, so that other parts still move."""
         try:
             self._move(part, replica)
         except Exception as error:
@@ -180,7 +183,7 @@ class Fleet:
             self.fail(part.page, ComputationFailed(f"the stream cannot go on: {error!r}"))
 
     def _move(self, part: Part, replica: Replica) -> None:
-        """Move a part to another replica."""
+        """Queue a part of a lost or leaving replica to resume on another replica."""
         self._at.pop(part, None)
         page = part.page
         for moved in page.move(part):
@@ -195,18 +198,18 @@ class Fleet:
     # -- requests ---------------------------------------------------------------------------
 
     def add(self, part: Part) -> None:
-        """Queue a part until a replica has a place for it; a suspect's part is queued for its trial
+        """Queue a part until a replica has room for it; a suspect's part is queued for its trial
         instead."""
         if not self.trials.keeps(part):
             self.dispatch.add(part)
 
     def advance(self) -> None:
-        """Start everything that can start now."""
+        """Start all queued parts and trials that can start now."""
         if self._closed:
             return
         if self.dispatch.waiting:
             self.dispatch.place([replica.place for replica in self.usable()], self._begin)
-        # A lone replica takes new requests between two trials.
+        # If there is only one replica, queued parts start before the next trial.
         if len(self.replicas) > 1 or not self.dispatch.waiting:
             self.trials.advance()
 
@@ -221,12 +224,12 @@ class Fleet:
         self.begin(part, self.replicas[place.replica])
 
     def begin(self, part: Part, replica: Replica, *, is_alone: bool = False) -> None:
-        """Run a part on a replica."""
+        """Start a part on a replica."""
         self._streams += 1
         stream, page, place = self._streams, part.page, replica.place
         try:
             order = part.order(stream, is_alone=is_alone)
-        except Exception as error:  # of this request alone
+        except Exception as error:  # affects only this request
             log.exception("request %s cannot be sent", page.entry.request_id)
             self.fail(page, ComputationFailed(f"the request cannot be sent: {error!r}"))
             return
@@ -251,7 +254,7 @@ class Fleet:
         self._drop(page)
 
     def _drop(self, page: Page) -> None:
-        """Abort its running parts and forget the waiting ones."""
+        """Abort a request's running parts, and remove its waiting parts from the queue."""
         for part in page.parts:
             self.dispatch.remove(part)
             if part in self._at:
@@ -365,7 +368,7 @@ class Fleet:
         part.refused_by.add(replica.name)
         return any(other.name not in part.refused_by for other in self.usable())
 
-    # -- time -------------------------------------------------------------------------------
+    # -- timer ------------------------------------------------------------------------------
 
     async def _tick(self) -> None:
         while True:
@@ -377,7 +380,7 @@ class Fleet:
                 self.dispatch.note_serving([r.place for r in self.replicas.values()], now)
                 self._give_up(now)
                 self.advance()
-            except Exception:  # a bug here must not stop the supervision of all others
+            except Exception:  # a bug here must not stop the supervision of the replicas
                 log.exception("the fleet's clock has failed once")
 
     def _give_up(self, now: float) -> None:
@@ -392,11 +395,11 @@ class Fleet:
             self.counts.lost += part.page.told > 0
             self.fail(part.page, error)
 
-    # -- figures ----------------------------------------------------------------------------
+    # -- statistics -------------------------------------------------------------------------
 
     @property
     def capacity(self) -> int:
-        """Return the number of requests that may queue: the sum of the replicas' queues."""
+        """Return the maximum number of waiting requests, summed over the replicas."""
         return sum(r.place.hello.max_waiting_requests for r in self.replicas.values())
 
     @property
@@ -406,22 +409,22 @@ class Fleet:
 
     @property
     def block_size(self) -> int:
-        """Return the tokens in a block of the engines' caches; 0 if none serves."""
+        """Return the number of tokens in a KV cache block; 0 if no replica is connected."""
         return next((r.place.block_size for r in self.replicas.values()), 0)
 
     @property
     def prefixes(self) -> PrefixMap:
-        """Return the map of the replicas' caches."""
+        """Return the map of the replicas' cached prefixes."""
         return self.router.prefixes
 
     @property
     def streams(self) -> int:
-        """Return the number of streams of this ingress."""
+        """Return the number of this ingress's running streams."""
         return len(self._at)
 
 
 def error_of(failure: wire.Failure) -> NanoactorError:
-    """Return an error as the replica raised it."""
+    """Return the error that a replica has raised; `ComputationFailed` if its class is unknown."""
     kind = getattr(errors, failure.kind, None)
     if isinstance(kind, type) and issubclass(kind, NanoactorError):
         made: NanoactorError = kind(failure.text)

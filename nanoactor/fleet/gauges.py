@@ -1,4 +1,4 @@
-"""Figures of a replica's engine, for its reports."""
+"""Statistics of a replica's engine, for its reports."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ log = logging.getLogger("nanoactor.fleet")
 
 LOOK_SECONDS = 1.0
 _TELLING_TOKENS = 64
-"""Prompt tokens between two looks below which they say nothing about the pace."""
+"""Minimum number of prompt tokens between two samples for an estimate of the prefill time."""
 _WEIGHT = 0.3
-"""Weight of a new measurement."""
+"""Weight of a new measurement in the running mean."""
 _FIGURES = (
     ("output_tokens", "scheduler", "output_tokens"),
     ("prefill_tokens", "scheduler", "prefill_tokens"),
@@ -30,22 +30,23 @@ _FIGURES = (
     ("kv_blocks_available", "blocks", "available"),
     ("device_busy_seconds", "runner.0", "busy_seconds"),
 )
-"""Figures for /metrics: the name, and the actor and name of the source figure."""
+"""Figures for /metrics: the name, the source actor, and the figure's name there."""
 _PACE = ("device_busy_seconds", "steps", "prefill_tokens")
-"""Figures that determine the time per token."""
+"""Figures from which the prefill time per token is estimated."""
 
 
 class TokenPace:
-    """Estimate of the prefill time per token, from the device's work between two looks."""
+    """Estimate of the prefill time per token, from the device's work between two samples."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        """0: not known yet."""
+        """Prefill seconds per token; 0 if not known yet."""
         self._step = 0.0
-        """A step without prompts."""
+        """Seconds of a step without prompt tokens."""
 
     def note(self, busy: float, steps: float, prefilled: float) -> None:
-        """Record the device's busy seconds, steps and prefilled tokens between two looks."""
+        """Record the device's busy seconds, and the numbers of steps and of prefilled tokens,
+        between two samples."""
         if steps <= 0:
             return
         if prefilled < _TELLING_TOKENS:
@@ -61,18 +62,18 @@ def _mixed(old: float, new: float) -> float:
 
 
 class Gauges:
-    """Looks at an engine once a second."""
+    """Samples an engine's statistics once a second."""
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
         self.pace = TokenPace()
         self.figures: Mapping[str, float] = {}
         self.looks = 0
-        """How often it was looked at."""
+        """Number of samples taken."""
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Start looking."""
+        """Start sampling."""
         self._task = asyncio.ensure_future(self._keep_looking())
 
     async def stop(self) -> None:
@@ -88,7 +89,7 @@ class Gauges:
             await asyncio.sleep(LOOK_SECONDS)
 
     def take(self, statistics: Mapping[str, Any]) -> None:
-        """Take the figures of all actors; while an actor is being replaced, its last figures are
+        """Record the figures of all actors. While an actor is being replaced, its last figures are
         kept."""
         found = dict(self.figures)
         for name, actor, key in _FIGURES:

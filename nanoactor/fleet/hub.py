@@ -1,4 +1,4 @@
-"""A replica's end of its links: an engine's streams, sent to ingresses in combined reports."""
+"""A replica's end of its links: sends each ingress combined reports on its streams."""
 
 from __future__ import annotations
 
@@ -29,44 +29,48 @@ from nanoactor.requests.pooling_params import PoolingParams
 log = logging.getLogger("nanoactor.fleet")
 
 WINDOW = 32
-"""Reports that may be on the way on a link."""
+"""Maximum number of reports on a link that the ingress has not confirmed yet."""
 SILENCE = 20.0
-"""Seconds without a message from an ingress after which its link ends; it sends one every few."""
+"""Seconds without a message from an ingress after which its link ends. An ingress without orders
+sends a heartbeat every few seconds."""
 _TIMER = 0.001
-"""Resolution of a loop's timer in seconds: shorter waits would end at once, repeatedly."""
+"""Resolution of the event loop's timer in seconds; shorter waits would become a busy loop."""
 _REPORT_BYTES = 1 << 20
-"""Maximum size of texts and tokens in a report, except those of its first stream."""
+"""Size at which no more streams are added to a report: characters of text, plus bytes of token ids
+and vectors."""
 
 
 class Hub:
     """Serves one engine to any number of ingresses."""
 
     def __init__(self, llm: AsyncLLM, fingerprint: str, interval: float = INTERVAL) -> None:
-        """`llm` is started; `interval` as `Pace` has it."""
+        """`llm` must have been started. `interval` is passed to `Pace`."""
         self.llm, self.fingerprint, self.interval = llm, fingerprint, interval
         self.gauges = Gauges(llm)
         self._blocks: int = llm.facts["num_blocks"]
         self.links: dict[str, Link] = {}
         self.reserved_by: str | None = None
-        """The link whose suspect is to run alone here."""
+        """Name of the link whose suspect is to run alone here; None if the replica is not
+        reserved."""
 
     def start(self) -> None:
-        """Start looking at the engine."""
+        """Start sampling the engine's statistics."""
         self.gauges.start()
 
     async def stop(self) -> None:
-        """End all links, and their streams."""
+        """Close all links, which ends their streams, and stop sampling."""
         for link in list(self.links.values()):
             link.close()
         await self.gauges.stop()
 
     @property
     def streams(self) -> list[Stream]:
-        """Return the streams that run, of all ingresses."""
+        """Return the unfinished streams of all ingresses."""
         return [stream for link in self.links.values() for stream in link.streams.values()]
 
     def load(self, looks: int) -> wire.Load:
-        """Return the replica's load, with figures if it was sampled since `looks`."""
+        """Return the replica's load. It includes the engine's figures unless they are those of
+        sample number `looks`."""
         streams, gauges = self.streams, self.gauges
         waiting = [stream for stream in streams if not stream.has_begun]
         figures = gauges.figures
@@ -100,7 +104,8 @@ class Hub:
             await link.end()
 
     def take(self, data: bytes) -> bool:
-        """Process orders; return False if the link has ended. Raises `msgspec.DecodeError`."""
+        """Process a batch of orders; return False if its link has ended. Raises
+        `msgspec.DecodeError` if the batch is malformed."""
         batch = wire.decode_orders(data)
         link = self.links.get(batch.link)
         if link is None:
@@ -109,15 +114,17 @@ class Hub:
         return True
 
     def is_alone(self, link: str) -> bool:
-        """Return True if a link has the replica to itself."""
+        """Return True if the replica is reserved for a link and no stream is running."""
         return self.reserved_by == link and not self.streams
 
     def may_begin(self, link: str, order: wire.Begin) -> bool:
-        """Return True if a stream is accepted."""
+        """Return True if a link may start a stream. A reserved replica accepts only streams that
+        are to run alone, and only on the link that reserved it."""
         return self.reserved_by is None or (self.reserved_by == link and order.is_alone)
 
     def reserve(self, link: str, wanted: bool) -> None:
-        """Reserve the replica for one link if it is not reserved, or release it."""
+        """If `wanted`, reserve the replica for a link unless it is already reserved. Otherwise
+        release the link's reservation, if it has one."""
         if wanted and self.reserved_by is None:
             self.reserved_by = link
         elif not wanted and self.reserved_by == link:
@@ -125,35 +132,35 @@ class Hub:
         self.tell_load()
 
     def pool(self, prompt: Prompt, priority: int) -> Request:
-        """Queue a prompt for its vector or its score."""
+        """Submit a prompt to be pooled, or to be scored if the model makes scores."""
         pooling = self.llm.files.pooling
         scores = pooling is not None and pooling.scores
         return self.llm.submit_pooled(prompt, PoolingParams(), priority=priority, scores=scores)
 
     def note_end(self) -> None:
-        """Note the end of a stream: the link that reserved the replica may now have it alone."""
+        """Handle the end of a stream: if the replica is reserved and now idle, report its load."""
         if self.reserved_by is not None and not self.streams:
             self.tell_load()
 
     def tell_load(self) -> None:
-        """Schedule a load report to every ingress."""
+        """Schedule a report, which includes the load, on every link."""
         for each in self.links.values():
             each.note(urgent=True)
 
 
 class Stream:
-    """One request of an ingress, and what is still to be reported of it."""
+    """One request of an ingress, and its output that has not been reported yet."""
 
     def __init__(self, order: wire.Begin, request: Request | None) -> None:
         self.order, self.request = order, request
         self.tokens = len(order.token_ids) // 4
         self.has_begun = False
-        """Whether it has its first token."""
+        """Whether the request has its first output."""
         self.accepted: bytes | None = None
         self.output: RequestOutput | None = None
         self.error: NanoactorError | None = None
         self.told = asyncio.Event()
-        """Set when nothing of the stream waits to be reported."""
+        """Set once the stream's output has been reported."""
         self.reader: asyncio.Task[None] | None = None
 
     def end(self) -> None:
@@ -165,7 +172,7 @@ class Stream:
 
 
 class Link:
-    """The streams of one ingress."""
+    """A replica's end of one link: the streams of one ingress."""
 
     def __init__(self, hub: Hub, name: str) -> None:
         self._hub, self.name = hub, name
@@ -178,7 +185,7 @@ class Link:
         self._reported = self._read = self._orders = 0
         self._heard = time.monotonic()
         self._looks = 0
-        """The engine's look count at the last report to the ingress."""
+        """Number of samples of the engine's statistics at the last report."""
         self._closed = False
         self._index: list[IndexEvents] = []
         self._index_told = asyncio.Event()
@@ -186,7 +193,7 @@ class Link:
     # -- orders ---------------------------------------------------------------------------
 
     def take(self, batch: wire.Orders) -> None:
-        """Carry out what the ingress asks for."""
+        """Process a batch of orders."""
         self._heard = time.monotonic()
         self._read = batch.read
         self._orders += len(batch.orders)
@@ -212,7 +219,7 @@ class Link:
         except NanoactorError as error:
             self._fail(order, error)
             return
-        except Exception as error:  # of this request alone: the link is that of others, too
+        except Exception as error:  # affects only this request: the link carries others, too
             log.exception("request %s cannot be read", order.request_id)
             self._fail(order, ComputationFailed(f"the replica cannot read the request: {error!r}"))
             return
@@ -256,8 +263,8 @@ class Link:
     # -- streams --------------------------------------------------------------------------
 
     async def _follow(self, stream: Stream, request: Request) -> None:
-        """Read a request's outputs until it ends; new outputs are merged while the previous one
-        waits to be reported."""
+        """Read a request's outputs until it ends. While one output waits to be reported, later
+        outputs are merged."""
         number = stream.order.stream
         try:
             await request.accepted()
@@ -288,14 +295,14 @@ class Link:
             self._hub.note_end()
 
     def note(self, *, urgent: bool) -> None:
-        """Note that something waits to be reported."""
+        """Record that there is something to report, and wake the sender."""
         self._pace.note(urgent=urgent)
         self._news.set()
 
     # -- reports --------------------------------------------------------------------------
 
     async def reports(self) -> AsyncGenerator[bytes, None]:
-        """Yield reports as they are due, while the ingress has room for them."""
+        """Yield each report once it is due and the window has room for it."""
         hub = self._hub
         hello = wire.Hello(
             hub.fingerprint,
@@ -319,7 +326,8 @@ class Link:
         return time.monotonic() - self._heard > SILENCE
 
     async def _is_due(self) -> bool:
-        """Wait until a report may be due; return whether one is."""
+        """Return True if a report is due and the window has room for it. Otherwise wait until that
+        may have changed, and return False."""
         has_room = self._reported - self._read < WINDOW
         wait = self._pace.due - time.monotonic()
         if has_room and wait <= 0:
@@ -387,14 +395,14 @@ class Link:
         return wire.encode(report)
 
     async def end(self) -> None:
-        """End all streams."""
+        """Abort all streams, and wait until they have ended."""
         streams, self.streams = list(self.streams.values()), {}
         for stream in streams:
             stream.end()
         await asyncio.gather(*(s.reader for s in streams if s.reader), return_exceptions=True)
 
     def close(self) -> None:
-        """End the link, sending what is ready."""
+        """End the link; output that has not been reported is dropped."""
         self._closed = True
         self._news.set()
 
@@ -419,7 +427,7 @@ def _delta(stream: int, output: CompletionOutput, vector: bytes) -> wire.Delta:
 
 
 def _progress(stream: Stream) -> wire.Progress | None:
-    """Return the progress besides deltas, or None if there is none."""
+    """Return what there is to report about a stream other than deltas, or None."""
     output, is_over = stream.output, stream.output is not None and stream.output.finished
     prompt = None if output is None else wire.pack_logprobs(output.prompt_logprobs)
     if stream.accepted is None and prompt is None and not is_over:

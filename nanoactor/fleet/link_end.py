@@ -1,4 +1,4 @@
-"""An ingress's end of a link: receives reports, sends orders, detects a dead replica."""
+"""An ingress's end of a link: receives reports, sends orders, and detects a dead replica."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nanoactor.fleet.hub import WINDOW
 log = logging.getLogger("nanoactor.fleet")
 
 WORD_SECONDS = 3.0
-"""Seconds after which an ingress without orders sends a heartbeat."""
+"""Seconds after which an ingress that has no orders sends a heartbeat."""
 _TICK = 0.5
 _CLOSE_SECONDS = 2.0
 _SUDDEN_SECONDS = 3.0
@@ -26,25 +26,26 @@ _FAREWELL_SECONDS = 60.0
 
 
 class Connector(Protocol):
-    """Access to replicas: Ray, or a substitute in tests."""
+    """Access to replicas: through Ray, or a substitute in tests."""
 
     @property
     def members(self) -> frozenset[str]:
-        """The names of the replicas that serve now."""
+        """Return the names of the replicas that are serving now."""
 
     def watch(self, changed: Callable[[], None]) -> None:
-        """Call this on the ingress's loop whenever `members` has changed."""
+        """Call `changed` on the ingress's event loop whenever `members` has changed."""
 
     def open(self, replica: str, link: str) -> AsyncGenerator[bytes, None]:
-        """Open a link: yield the replica's reports. Raises if the replica dies or is gone."""
+        """Open a link and yield the replica's reports. Raises an error if the replica dies or is
+        gone."""
 
     async def push(self, replica: str, orders: bytes) -> bool:
-        """Send orders to a replica; return False if it does not know the link. Raises like
+        """Send orders to a replica; return False if it does not know the link. Raises the errors of
         `open`."""
 
 
 class Owner(Protocol):
-    """The fleet, notified of a link's events."""
+    """Receiver of a link's events: the fleet."""
 
     def up(self, link: LinkEnd) -> None:
         """Handle a replica that has identified itself."""
@@ -53,24 +54,26 @@ class Owner(Protocol):
         """Handle a report from the replica."""
 
     def lost(self, link: LinkEnd, cause: str) -> None:
-        """Handle a replica that has died, hangs or has closed the link; no more reports follow."""
+        """Handle the loss of a replica that has died, hangs or has closed the link. No more reports
+        follow."""
 
 
 class LinkEnd:
-    """One link, from its opening to its end."""
+    """An ingress's end of one link, from its opening to its end."""
 
     def __init__(
         self, replica: str, connector: Connector, owner: Owner, silence: float, ingress: str
     ) -> None:
-        """`silence`: seconds without a report after which a replica hangs."""
+        """A replica that sends no report for `silence` seconds is considered hung."""
         self.replica, self.name = replica, f"{ingress}/{secrets.token_hex(4)}"
         self.hello: wire.Hello | None = None
         self.is_over = False
         self.left_at: float | None = None
-        """When the replica left the members: it gets nothing new, and is about to end or dead."""
+        """Time at which the replica left the members, or None. After that, it gets no new streams:
+        it is shutting down, or is dead."""
         self.heard = time.monotonic()
         self.ordered = 0
-        """Number of orders given."""
+        """Number of orders queued so far."""
         self._connector, self._owner, self._silence = connector, owner, silence
         self._orders: list[wire.Order] = []
         self._read = self._told_read = 0
@@ -84,12 +87,14 @@ class LinkEnd:
 
     @property
     def has_drained(self) -> bool:
-        """Return True if the replica has been leaving for a while: its end was planned. A replica
-        that dies stops being a member just before or just after its death shows here."""
+        """Return True if the replica left the members a while ago, so that its end was planned. A
+        replica that dies leaves the members just before or just after its death is detected
+        here."""
         return self.left_at is not None and time.monotonic() - self.left_at > _SUDDEN_SECONDS
 
     def order(self, order: wire.Order) -> None:
-        """Queue an order to the replica; orders of one turn of the loop are sent together."""
+        """Queue an order for the replica. Orders queued in one iteration of the event loop are sent
+        together."""
         self._orders.append(order)
         self.ordered += 1
         self._wanted.set()
@@ -109,7 +114,7 @@ class LinkEnd:
             self._lose(f"{type(error).__name__}: {error}"[:300])
 
     def _take(self, report: wire.Report) -> None:
-        if self.is_over:  # it hung and has come back: its streams run elsewhere
+        if self.is_over:  # the replica hung and has recovered: its streams run elsewhere
             return
         self.heard = time.monotonic()
         self._read = report.number
@@ -121,12 +126,12 @@ class LinkEnd:
         self._owner.reported(self, report)
 
     async def _push(self) -> None:
-        """Send one batch after the other, so that they arrive in order."""
+        """Send batches of orders one at a time, so that they arrive in order."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(WORD_SECONDS):
                     await self._wanted.wait()
-            if self.hello is None:  # before that the replica may not know the link
+            if self.hello is None:  # until its hello, the replica may not know the link
                 await asyncio.sleep(_TICK / 10)
                 continue
             self._wanted.clear()
@@ -143,8 +148,8 @@ class LinkEnd:
                 return
 
     async def _watch(self) -> None:
-        """Detect a hung replica. Time in which this process itself did not run, as late ticks show,
-        does not count."""
+        """Detect a hung replica. A late tick counts as two ticks at most, so that time in which
+        this process itself did not run is ignored."""
         silent, heard = 0.0, self.heard
         while silent < self._silence:
             before = time.monotonic()
@@ -155,7 +160,7 @@ class LinkEnd:
         self._lose(f"it has said nothing for {self._silence:g} s")
 
     def give_up(self, cause: str) -> None:
-        """Give up on a replica that is alive but has a dead engine."""
+        """Treat the replica as lost: its process is alive, but its engine is dead."""
         self._lose(cause)
 
     def _lose(self, cause: str) -> None:
@@ -164,18 +169,18 @@ class LinkEnd:
             for task in self._tasks:
                 if task is not asyncio.current_task():
                     task.cancel()
-            if self.hello is not None:  # should it hang and come back, its streams run elsewhere
+            if self.hello is not None:  # if it hangs and recovers, it must end its streams
                 self._tasks.append(asyncio.ensure_future(self._say_close(_FAREWELL_SECONDS)))
             self._owner.lost(self, cause)
 
     async def _say_close(self, seconds: float) -> None:
         batch = wire.encode(wire.Orders(self.name, self._read, [*self._orders, wire.Close()]))
-        with contextlib.suppress(Exception):  # it may be gone
+        with contextlib.suppress(Exception):  # the replica may be gone
             async with asyncio.timeout(seconds):
                 await self._connector.push(self.replica, batch)
 
     async def close(self) -> None:
-        """End the link; the replica aborts what still runs on it."""
+        """End the link; the replica aborts the streams that still run on it."""
         if self.hello is not None and not self.is_over:
             self.is_over = True
             await self._say_close(_CLOSE_SECONDS)

@@ -1,4 +1,4 @@
-"""A fleet, for `/health`, `/metrics` and the page."""
+"""Monitoring of a fleet, for `/health`, `/metrics` and the web page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from nanoactor.server.health import Health
 
 INTERVAL, BINS, KEPT = 0.5, 10, 60
 _SILENCE = 3.0
-"""Seconds without a report after which /health names a replica; reports come every second."""
+"""Seconds without a report after which /health lists a replica as a culprit. Replicas report at
+least once a second."""
 _COUNTERS = (
     ("moved", "Streams that went on with another replica."),
     ("requeued", "Requests without a token that went to another replica."),
@@ -44,7 +45,7 @@ _OF_REPLICAS = (
 
 
 class FleetMonitor:
-    """Monitor of what replicas have reported; sends no queries itself."""
+    """Monitor of a fleet. It uses what the replicas have reported, and sends no queries itself."""
 
     def __init__(self, llm: FleetLLM) -> None:
         self._llm = llm
@@ -52,16 +53,17 @@ class FleetMonitor:
         self._tokens: deque[float] = deque(maxlen=KEPT)
         self._number = 0
         self._busy: dict[str, tuple[float, float, int]] = {}
-        """By replica: its device's busy seconds, when they were new, and the share since before."""
+        """By replica: its device's busy seconds, the time at which they last changed, and the
+        device's utilization in percent before that time."""
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start looking."""
+        """Start sampling."""
         self._look()
         self._task = asyncio.ensure_future(self._keep_looking())
 
     async def stop(self) -> None:
-        """Stop monitoring."""
+        """Stop sampling."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -94,7 +96,7 @@ class FleetMonitor:
     def _sum(self, name: str) -> float:
         return sum(replica.figures.get(name, 0.0) for replica in self._replicas.values())
 
-    # -- telling ----------------------------------------------------------------------------
+    # -- reporting --------------------------------------------------------------------------
 
     def health(self) -> Health:
         """Return the health of each replica: the fleet is healthy as long as one of them serves."""
@@ -121,7 +123,7 @@ class FleetMonitor:
         return Health(status, culprit, pending, None, actors)
 
     def since(self, number: int) -> dict[str, Any]:
-        """Return the looks after one with this number, for the page."""
+        """Return the samples taken after sample `number`, for the web page."""
         new = min(len(self._looks), max(0, self._number - number))
         loads = [replica.place for replica in self._replicas.values()]
         looked, hits = self._sum("prompt_tokens"), self._sum("hit_tokens")
@@ -149,7 +151,7 @@ class FleetMonitor:
         }
 
     def collect(self) -> Iterator[Metric]:
-        """Iterate over the figures, for Prometheus."""
+        """Yield the metrics for Prometheus."""
         fleet, now = self._llm.fleet, time.monotonic()
         up = float(self.health().well)
         yield GaugeMetricFamily("nanoactor_up", "Whether a replica serves.", value=up)

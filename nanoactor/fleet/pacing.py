@@ -1,18 +1,18 @@
-"""The pace of reports: soon for first tokens and ends, else some twenty times a second."""
+"""Timing of reports: soon after first tokens and ends, otherwise about twenty times a second."""
 
 from __future__ import annotations
 
 INTERVAL = 0.05
-"""Seconds between reports of streams that are under way: each costs ingress and replica together
-nearly a millisecond of a core, whatever is in it."""
+"""Seconds between reports on running streams. Each report costs the ingress and the replica
+together nearly a millisecond of CPU time, whatever it contains."""
 SOON = 0.01
-"""... and if one has started or ended, or is refused."""
+"""Seconds between reports if a stream has started, has ended or was refused."""
 BEAT = 1.0
 """Seconds after which a replica with nothing to report sends a heartbeat."""
 
 
 class Pace:
-    """Timing of the next report, by what waits to be reported."""
+    """Timing of the next report, which depends on what there is to report."""
 
     def __init__(self, interval: float = INTERVAL, soon: float = SOON, beat: float = BEAT) -> None:
         self._interval, self._soon, self._beat = interval, min(soon, interval), beat
@@ -20,17 +20,17 @@ class Pace:
         self._waits = self._is_urgent = False
 
     def note(self, *, urgent: bool) -> None:
-        """Note that something waits to be reported."""
+        """Record that there is something to report."""
         self._waits = True
         self._is_urgent = self._is_urgent or urgent
 
     def reported(self, now: float) -> None:
-        """Note that everything waiting was reported."""
+        """Record that a report was sent at time `now`, in seconds."""
         self._last, self._waits, self._is_urgent = now, False, False
 
     @property
     def due(self) -> float:
-        """Return when the next report is due, in seconds of the same clock."""
+        """Return the time at which the next report is due, on the same clock as `reported`."""
         if self._is_urgent:
             return self._last + self._soon
         return self._last + (self._interval if self._waits else self._beat)

@@ -1,4 +1,5 @@
-"""An ingress's journal: each client's request, what was sent to it, and where it runs."""
+"""An ingress's journal: each client's request, the output sent to the client, and the parts that
+run it."""
 
 from __future__ import annotations
 
@@ -18,23 +19,23 @@ class Page:
     """One request of a client."""
 
     def __init__(self, entry: Entry, params: SamplingParams, priority: int) -> None:
-        """`params` have a seed; `entry` is what the reader reads."""
+        """`params` must have a seed. The reader reads the output from `entry`."""
         self.entry, self.params, self.priority = entry, params, priority
         self.token_ids: bytes = b""
-        """int32: the prompt, once it is tokenized."""
+        """The prompt's token ids, int32; empty until it is tokenized."""
         self.media: tuple[bytes, ...] = ()
         self.hashes: Sequence[int] = ()
-        """Keys of its full blocks, for the router."""
+        """Keys of the prompt's full blocks, for the router."""
         self.blocks: bytes = b""
-        """The same as hashes."""
+        """Hashes of the same blocks, 16 bytes each."""
         self.length = 0
-        """Tokens of the prompt, with those of its pictures, as far as they are known."""
+        """Number of tokens of the prompt, including those of its pictures if they are known."""
         self.parts: list[Part] = []
-        """Unfinished parts of it."""
+        """Unfinished parts of the request."""
 
     @property
     def uid(self) -> int:
-        """Return the ingress's number of the request."""
+        """Return the number that the ingress has given to the request."""
         return self.entry.submit.uid
 
     @property
@@ -43,13 +44,13 @@ class Page:
         return sum(len(answer.token_ids) for answer in self.entry.answers)
 
     def begin(self) -> Part:
-        """Return the part for the whole request, which has not started."""
+        """Create the part that runs the whole request from its start."""
         part = Part(self, range(len(self.entry.answers)), is_moved=False)
         self.parts = [part]
         return part
 
     def move(self, part: Part) -> list[Part]:
-        """Handle the loss of the replica that ran a part; return the parts to resume elsewhere."""
+        """Handle the loss of the replica that ran a part. Return the parts to resume elsewhere."""
         self.parts.remove(part)
         if self.entry.over or self.entry.aborted:
             return []
@@ -63,21 +64,21 @@ class Page:
         return moved
 
     def end(self, uid: int, reason: str, stop_reason: int | str | None) -> None:
-        """Note the end of one of its sequences."""
+        """Record the end of one of the request's sequences."""
         answer = self.entry.answer(uid)
         answer.metrics.finished_time = time.monotonic()
         terminal = own_terminal(self.entry, uid, reason)
         self.entry.note_end(uid, dataclasses.replace(terminal, stop_reason=stop_reason))
 
     def abort(self) -> None:
-        """Abort the request: it is no longer read."""
+        """Mark the request as aborted, and end its sequences."""
         self.entry.aborted = True
         for uid in self.entry.uids:
             if self.entry.answer(uid).terminal is None:
                 self.end(uid, "abort", None)
 
     def take(self, delta: wire.Delta, part: Part) -> None:
-        """Process a delta of one of its sequences."""
+        """Append a delta to the output of one of the request's sequences."""
         uid = self.entry.submit.uid + part.answers[delta.index]
         answer = self.entry.answer(uid)
         if answer.terminal is not None:
@@ -99,7 +100,7 @@ class Page:
         self.entry.wake()
 
     def note_figures(self, part: Part, progress: wire.Progress) -> None:
-        """Record the figures that are known only once a part is finished."""
+        """Record the figures that are known only when a part has finished."""
         for index in part.answers:
             answer = self.entry.answers[index]
             if answer.terminal is None:
@@ -115,26 +116,28 @@ class Page:
                 metrics.first_scheduled_time = min(began, first)
 
     def note_accepted(self, prompt: bytes) -> None:
-        """Note that a replica has accepted it, with its expanded prompt."""
+        """Record that a replica has accepted the request, and its expanded prompt."""
         self.entry.prompt_token_ids = wire.bytes_to_ids(prompt)
         self.entry.accepted.set()
 
 
 class Part:
-    """A request in one place, or one of its sequences that resumes in another."""
+    """The unit that runs on one replica: a whole request, or one resumed sequence of it."""
 
     def __init__(self, page: Page, answers: Sequence[int], is_moved: bool) -> None:
         self.page, self.answers, self.is_moved = page, answers, is_moved
         self.fingerprint = ""
-        """Fingerprint of its replica, once known; it resumes only on an equal one. Empty: any."""
+        """Fingerprint of the replica that emitted its output: it resumes only on an equal one.
+        Empty if it can run on any replica."""
         self.refused_by: set[str] = set()
-        """Replicas that had no room for it."""
+        """Names of the replicas that had no room for the part."""
         self.waits_since = time.monotonic()
-        """When a replica could last have taken it, even if only after a wait."""
+        """Last time at which a replica could have run the part, even if only after a wait."""
 
     @property
     def told_ids(self) -> bytes:
-        """Return the tokens of its sequence that were sent to its reader, as int32."""
+        """Return the ids, int32, of the tokens that were sent to the sequence's reader; empty if
+        the part has several sequences."""
         if len(self.answers) > 1:
             return b""
         return np.asarray(self._answer.token_ids, np.int32).tobytes()
@@ -145,12 +148,12 @@ class Part:
 
     @property
     def tokens(self) -> int:
-        """Return the number of tokens to prefill before it continues: prompt and output."""
+        """Return the number of tokens to prefill before the part continues: prompt and output."""
         told = len(self._answer.token_ids) if len(self.answers) == 1 else 0
         return self.page.length + told
 
     def order(self, stream: int, *, is_alone: bool) -> wire.Begin:
-        """Return the order that starts or resumes it."""
+        """Return the order that starts or resumes the part."""
         page, entry = self.page, self.page.entry
         params = page.params
         if entry.submit.spec.prompt_logprobs >= 0 and entry.has_prompt_logprobs:
@@ -176,5 +179,5 @@ class Part:
 
 
 def has_begun(answer: Answer) -> bool:
-    """Return True if any output of a sequence was emitted."""
+    """Return True if a sequence has emitted output or has ended."""
     return bool(answer.token_ids or answer.text or answer.terminal is not None)

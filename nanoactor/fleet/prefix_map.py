@@ -1,4 +1,5 @@
-"""The cached prefixes of each replica, as an ingress knows them: a moment late, and bounded."""
+"""An ingress's view of the prefixes that each replica has cached: slightly delayed, and bounded in
+size."""
 
 from __future__ import annotations
 
@@ -9,23 +10,23 @@ from nanoactor.fleet.wire import IndexNews
 from nanoactor.kv.hashing import HASH_BYTES
 
 MOST_BLOCKS = 1 << 18
-"""Maximum number of known blocks per replica, some 25 MB. The oldest are forgotten first."""
+"""Maximum number of known blocks per replica, about 25 MB. The oldest blocks are dropped first."""
 LATELY = 60.0
-"""Seconds within which a block that is requested again counts as in use."""
+"""Seconds for which a block counts as in use after a prompt has last contained it."""
 _KEY_BYTES = 8
 
 
 class PrefixMap:
-    """Hashes of the full blocks in the prefix index of each replica. If it is wrong, a request goes
-    to a replica that has to compute more; outputs are never affected."""
+    """Hashes of the full blocks in the prefix index of each replica. If the map is wrong, a request
+    is sent to a replica that has to compute more; outputs are never affected."""
 
     def __init__(self, most_blocks: int = MOST_BLOCKS) -> None:
         self._most = most_blocks
-        # Plain dicts take longer and longer to find their oldest key once many were removed.
+        # A plain dict takes ever longer to find its oldest key after many removals.
         self._known: dict[str, OrderedDict[int, None]] = {}
         self._used: dict[str, OrderedDict[int, float]] = {}
-        """By replica: when its blocks were last in a prompt or new, the oldest first; evicted ones
-        too, as they were wanted."""
+        """By replica: times at which its blocks were last in a prompt or new, the oldest first.
+        Evicted blocks are included, because prompts needed them."""
 
     def take(self, replica: str, news: IndexNews, now: float) -> None:
         """Apply the index changes that a replica reports."""
@@ -37,7 +38,8 @@ class PrefixMap:
         self._add(replica, _keys(news.remembered), now)
 
     def expect(self, replica: str, hashes: bytes, now: float) -> None:
-        """Note that a replica will soon have the blocks of a prompt with these hashes."""
+        """Record that a replica will soon have the blocks with these hashes, as it was sent a
+        prompt with them."""
         self._add(replica, _keys(hashes), now)
 
     def _add(self, replica: str, keys: Sequence[int], now: float) -> None:
@@ -52,15 +54,14 @@ class PrefixMap:
             used.popitem(last=False)
 
     def in_use(self, replica: str, now: float) -> int:
-        """Return the number of a replica's blocks that were used recently, which its cache should
-        hold."""
+        """Return the number of a replica's recently used blocks, which its cache should hold."""
         used = self._used.get(replica, OrderedDict())
         while used and next(iter(used.values())) < now - LATELY:
             used.popitem(last=False)
         return len(used)
 
     def forget(self, replica: str) -> None:
-        """Forget a replica."""
+        """Remove a replica."""
         self._known.pop(replica, None)
         self._used.pop(replica, None)
 
@@ -69,8 +70,8 @@ class PrefixMap:
         return len(self._known.get(replica, ()))
 
     def longest(self, replica: str, hashes: Sequence[int]) -> int:
-        """Return the length, in blocks, of the prompt prefix that a replica has. Children are
-        evicted before their parents, so a binary search finds the last one."""
+        """Return the length, in blocks, of the longest prompt prefix that a replica has cached. A
+        child block is evicted before its parent, so a binary search finds the last cached block."""
         known = self._known.get(replica)
         if not known or not hashes or hashes[0] not in known:
             return 0
@@ -82,7 +83,7 @@ class PrefixMap:
 
 
 def keys_of(hashes: bytes) -> list[int]:
-    """Return the keys of hashes of 16 bytes each, as `PrefixMap.longest` takes them."""
+    """Return the keys of hashes of 16 bytes each, in the form that `PrefixMap.longest` expects."""
     return list(_keys(hashes))
 
 

@@ -1,4 +1,4 @@
-"""The hashes of a prompt's blocks as its engine will compute them, for the router."""
+"""Hashes of a prompt's blocks, equal to those that the engine will compute, for the router."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from nanoactor.vision.media import Media, MediaReader
 log = logging.getLogger("nanoactor.fleet")
 
 _MOST_TOKENS = 16384
-"""Prompt tokens that are hashed, which takes an ingress's loop some 2 ms. Prompts that differ only
-after them are routed as if identical."""
+"""Maximum number of prompt tokens that are hashed, which blocks an ingress's event loop for about
+2 ms. Prompts that differ only after these tokens are routed as if they were identical."""
 _DEFAULT_BLOCK = 16
 
 
 class PromptHasher:
-    """Names blocks with the fleet's salt. The block size is the engines'."""
+    """Computes block hashes with the fleet's salt and the engines' block size."""
 
     def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
         assert config.prefix_salt is not None
         self._salt = config.prefix_salt
         self.block_size = config.block_size or _DEFAULT_BLOCK
-        """Set again when a replica reports its own."""
+        """Number of tokens in a block; updated when a replica reports its block size."""
         self._vision = files.config.vision
         self._reader: MediaReader | None = None
         if files.images is not None:
@@ -39,14 +39,14 @@ class PromptHasher:
             self._reader = MediaReader(files.images, self._salt, most, files.videos)
 
     def of_text(self, token_ids: Int32 | Sequence[int]) -> bytes:
-        """Return the hashes of full blocks, 16 bytes each, one after the other."""
+        """Return the hashes of a prompt's full blocks, 16 bytes each, concatenated."""
         ids = np.asarray(token_ids, np.int32)[:_MOST_TOKENS]
         return block_hashes(ids, self.block_size, self._salt).tobytes()
 
     async def of_pictures(self, token_ids: Int32, media: Sequence[Media]) -> tuple[int, bytes]:
-        """Return the length of a prompt with each picture's placeholder expanded, and its hashes;
-        the unexpanded length and no hashes if a replica will have to report an error, or if there
-        are videos. Picture headers are read on a thread."""
+        """Return the length of a prompt after its picture placeholders are expanded, and its block
+        hashes. Return the unexpanded length and no hashes if the prompt has videos, or an error,
+        which a replica will report. Picture headers are read on a thread."""
         try:
             return await asyncio.to_thread(self._of_pictures, token_ids, media)
         except NanoactorError:

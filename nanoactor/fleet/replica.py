@@ -1,4 +1,4 @@
-"""A replica that serves, as an ingress sees it."""
+"""A serving replica, as an ingress sees it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from nanoactor.fleet.routing import Place
 
 
 class Replica:
-    """A link that is up, and what runs on it."""
+    """A replica whose link is up, and the parts that run on it."""
 
     def __init__(self, link: LinkEnd, hello: wire.Hello) -> None:
         self.link = link
         self.place = Place(link.replica, hello)
         self.parts: dict[int, Part] = {}
-        """By the number of their stream."""
+        """Running parts, by stream number."""
         self.figures: dict[str, float] = {}
         self.reported = time.monotonic()
 

@@ -1,4 +1,4 @@
-"""Suspects run alone: a replica is reserved for each, one after the other."""
+"""Trials of suspected requests: one after the other, each runs alone on a reserved replica."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger("nanoactor.fleet")
 
 
 class Runs(Protocol):
-    """The fleet, as far as trials use it."""
+    """The part of the fleet that trials use."""
 
     replicas: dict[str, Replica]
 
@@ -25,23 +25,23 @@ class Runs(Protocol):
         """Iterate over the replicas that accept new requests."""
 
     def begin(self, part: Part, replica: Replica, *, is_alone: bool = False) -> None:
-        """Run a part on a replica."""
+        """Start a part on a replica."""
 
 
 class TrialRuns:
-    """Executor of the decisions of `Trials`."""
+    """Carries out the decisions of `Trials`."""
 
     def __init__(self, fleet: Runs) -> None:
         self._fleet = fleet
         self._trials = Trials()
         self._pages: dict[int, Page] = {}
-        """Pages of suspects, by number."""
+        """Pages of suspects, by uid."""
         self._kept: dict[Part, None] = {}
         """Waiting parts of suspects."""
         self._replica: Replica | None = None
-        """The replica reserved, or requested, ..."""
+        """The replica that is reserved for a trial, or that was asked to be."""
         self._suspect: int | None = None
-        """... for this suspect."""
+        """Uid of the suspect for which the replica is reserved."""
 
     @property
     def waiting(self) -> int:
@@ -49,13 +49,13 @@ class TrialRuns:
         return len(self._kept)
 
     def is_on(self, replica: Replica) -> bool:
-        """Return True if this ingress has reserved a replica."""
+        """Return True if `replica` is the one that this ingress reserves for a trial."""
         return replica is self._replica
 
     def keeps(self, part: Part) -> bool:
-        """Keep the part of a suspect until its trial; return whether it is one."""
+        """Keep a part until its trial and return True if its request is a suspect."""
         uid = part.page.uid
-        if uid == self._trials.on_trial:  # its replica has not taken it, or leaves
+        if uid == self._trials.on_trial:  # the trial's replica has declined it, or is leaving
             self._trials.put_back()
             self._release()
         if uid not in self._trials.suspects:
@@ -66,7 +66,7 @@ class TrialRuns:
         return True
 
     def note_death(self, replica: Replica) -> Page | None:
-        """Note the death of a replica; return the request that caused it, if known."""
+        """Record the death of a replica; return the request that caused it, if known."""
         pages = {part.page.uid: part.page for part in replica.parts.values()}
         told = {uid: page.told for uid, page in pages.items()}
         before = len(self._trials.suspects)
@@ -78,13 +78,13 @@ class TrialRuns:
         return pages.get(culprit) if culprit is not None else None
 
     def note_gone(self, replica: Replica) -> None:
-        """Handle the end of a replica."""
+        """Handle the end of a replica: if it was reserved for a trial, cancel the trial."""
         if replica is self._replica:
             self._replica = self._suspect = None
             self._trials.put_back()
 
     def note_going_on(self, page: Page) -> None:
-        """Note that a request has resumed."""
+        """Record that a request has resumed."""
         self._trials.note_going_on(page.uid, time.monotonic())
 
     def forget(self, page: Page) -> None:
@@ -102,7 +102,8 @@ class TrialRuns:
         self._replica = self._suspect = None
 
     def advance(self) -> None:
-        """Reserve the replica with the fewest streams for the next suspect that fits on one."""
+        """If no replica is reserved, reserve the one with the fewest streams for the next suspect
+        that a replica can run."""
         replica = self._replica
         if replica is not None:
             if replica.link.is_leaving and self._trials.on_trial is None:
@@ -121,7 +122,8 @@ class TrialRuns:
                 return
 
     def reported(self, replica: Replica, is_alone: bool) -> None:
-        """Handle a replica's report: it may be free for the trial, or the trial may be finished."""
+        """Handle a replica's report: start the trial once the replica is idle, or end the trial
+        once its request is cleared."""
         if replica is not self._replica or self._suspect is None:
             return
         now, tried = time.monotonic(), self._trials.on_trial
@@ -142,8 +144,8 @@ class TrialRuns:
             self._fleet.begin(part, replica, is_alone=True)
 
     def tick(self, now: float) -> None:
-        """Ask again for a replica that another ingress had reserved, and release one that is no
-        longer needed."""
+        """Repeat the reservation, as another ingress may have held the replica; release the replica
+        if it is no longer needed."""
         replica = self._replica
         if replica is not None and self._trials.on_trial is None:
             if self._suspect in self._trials.suspects:
@@ -156,5 +158,6 @@ class TrialRuns:
                 part.waits_since = now
 
     def take_hopeless(self, now: float) -> list[Part]:
-        """Return suspects' parts that have waited too long for a replica."""
+        """Return the suspects' parts that have waited too long for a replica that could run
+        them."""
         return [part for part in self._kept if now - part.waits_since > PATIENCE]

@@ -1,7 +1,7 @@
-"""Messages between ingress and replica: msgpack of the structs below, never a pickle.
+"""Messages between ingress and replica: the structs below, encoded as msgpack, never pickled.
 
-One long-lived *link* joins an ingress and a replica. On it the replica sends *reports*, each with
-what is ready for all streams of the link; the ingress sends *orders*, one batch at a time.
+One long-lived *link* connects an ingress and a replica. The replica sends *reports*, each with the
+new output of all streams on the link; the ingress sends *orders*, one batch at a time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from nanoactor.requests.structured_outputs import StructuredOutputsParams
 from nanoactor.vision.media import Media
 
 VERSION = 2
-"""Version of this format: part of the fingerprint, so that replicas with another are not used."""
+"""Version of this format. It is part of the fingerprint, so that a stream does not resume on a
+replica with another version."""
 
 
 class _Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -34,21 +35,21 @@ class Begin(_Wire, frozen=True, tag="begin"):
     """Run a request, or the rest of one of its sequences."""
 
     stream: int
-    """The ingress's number of the stream on this link."""
+    """Number that the ingress has given to the stream."""
     request_id: str
     token_ids: bytes
-    """int32: the prompt, in which a picture is one placeholder."""
+    """The prompt's token ids, int32; each picture is one placeholder."""
     params: bytes
     priority: int
     media: tuple[bytes, ...]
     told_ids: bytes
-    """int32: tokens of its single sequence that were reported before."""
+    """Token ids, int32, that a resumed sequence has already emitted."""
     told_characters: int
-    """Characters reported before; -1: the stream is new."""
+    """Number of characters that the sequence has already emitted; -1 if the stream is new."""
     is_alone: bool
-    """True if it must run alone because it may crash the replica."""
+    """Whether the stream must run alone because it may crash the replica."""
     pools: bool
-    """True if it returns a vector; `params` are then unused."""
+    """Whether the request returns a vector; `params` is then unused."""
 
 
 class Abort(_Wire, frozen=True, tag="abort"):
@@ -58,7 +59,7 @@ class Abort(_Wire, frozen=True, tag="abort"):
 
 
 class Reserve(_Wire, frozen=True, tag="reserve"):
-    """Accept only new streams that run alone, or accept all again."""
+    """Reserve the replica, which then accepts only a stream that is to run alone, or release it."""
 
     wanted: bool
 
@@ -71,11 +72,11 @@ Order = Begin | Abort | Reserve | Close
 
 
 class Orders(_Wire, frozen=True):
-    """A batch. The next one is sent when the replica has taken this one."""
+    """A batch of orders. The next batch is sent once the replica has processed this one."""
 
     link: str
     read: int
-    """Number of reports that the ingress has read: the window for further ones."""
+    """Number of the last report that the ingress has read; bounds how many more may be sent."""
     orders: list[Order]
 
 
@@ -83,77 +84,78 @@ class Orders(_Wire, frozen=True):
 
 
 class Hello(_Wire, frozen=True):
-    """The first message of a replica on a link."""
+    """What a replica says about itself in its first report on a link."""
 
     fingerprint: str
-    """Replicas with the same fingerprint resume each other's sequences."""
+    """Replicas with the same fingerprint can resume each other's sequences."""
     facts: dict[str, Any]
-    """Those of `AsyncLLM.facts`, and the location of the replica's process."""
+    """`AsyncLLM.facts`, plus the pid and the host of the replica's process."""
     max_num_seqs: int
     max_waiting_requests: int
 
 
 class Load(_Wire, frozen=True):
-    """The load of a replica, all ingresses together."""
+    """The load of a replica, over all ingresses."""
 
     running: int
-    """Sequences with a slot."""
+    """Number of streams with a first output."""
     waiting: int
-    """Requests without a first token."""
+    """Number of streams without a first output."""
     waiting_tokens: int
-    """Tokens of their prompts."""
+    """Number of prompt tokens of the waiting streams."""
     free_blocks: int
-    """Free blocks of the KV cache."""
+    """Number of free KV cache blocks."""
     streams: int
-    """Streams of all ingresses."""
+    """Number of streams."""
     token_seconds: float
-    """Prefill time per token; 0: not known yet."""
+    """Prefill seconds per token; 0 if not known yet."""
     is_reserved: bool
     figures: dict[str, float] = {}
-    """For /metrics, by name; empty without a new look since."""
+    """Figures for /metrics, by name; empty if there is no new sample."""
 
 
 class Delta(_Wire, frozen=True):
-    """News of a sequence."""
+    """New output of a sequence."""
 
     stream: int
     index: int
     text: str
     token_ids: bytes
-    """Token ids, int32."""
+    """New token ids, int32."""
     logprobs: list[Any] | None
     offsets: list[int] | None
     finish_reason: str | None
     stop_reason: int | str | None
     vector: bytes
-    """float32: the result of a pooling request, with its end; else empty."""
+    """The result of a pooling request, float32, sent when it ends; otherwise empty."""
 
 
 class Progress(_Wire, frozen=True):
-    """News of a stream as a whole; news of its sequences is sent separately."""
+    """New facts about a stream as a whole; the output of its sequences is sent as `Delta`s."""
 
     stream: int
     accepted: bytes | None
-    """int32: the prompt, with a token for each row of its pictures."""
+    """If the request was just accepted: its prompt's token ids, int32, with one token for each row
+    of its pictures."""
     prompt_logprobs: list[Any] | None
     is_over: bool
     cached_tokens: int
     preemptions: int
     queued: float
-    """Seconds waited for the first step; below 0: not known."""
+    """Seconds between the request's arrival and its first step; negative if not known."""
 
 
 class Failure(_Wire, frozen=True):
-    """A stream has ended with an error."""
+    """The error that ended a stream."""
 
     stream: int
     kind: str
-    """The name of the error's class."""
+    """Name of the error's class."""
     text: str
 
 
 class IndexNews(_Wire, frozen=True):
-    """Changes of the prefix index: hashes of 16 bytes each, concatenated."""
+    """Changes of the prefix index; hashes are 16 bytes each, concatenated."""
 
     cleared: bool
     forgotten: bytes
@@ -161,21 +163,21 @@ class IndexNews(_Wire, frozen=True):
 
 
 class Report(_Wire, frozen=True):
-    """News of all streams of a link."""
+    """Everything new on a link: the output of its streams, and the state of the replica."""
 
     number: int
-    """From 1 on, without gaps."""
+    """Number of the report on its link, from 1 without gaps."""
     orders: int
-    """Number of orders that the replica has taken."""
+    """Number of the link's orders that the replica has processed."""
     hello: Hello | None = None
     load: Load | None = None
     deltas: list[Delta] = []
     progress: list[Progress] = []
     failures: list[Failure] = []
     declined: list[int] = []
-    """Streams refused here, which have to go elsewhere."""
+    """Streams that the replica refused because it is reserved; they have to run elsewhere."""
     is_alone: bool = False
-    """True if the ingress that reserved the replica now has it to itself."""
+    """Whether the replica is reserved for this link and runs no streams."""
     index: list[IndexNews] = []
 
 
@@ -185,12 +187,12 @@ _REPORT = msgspec.msgpack.Decoder(Report)
 
 
 def encode(message: Orders | Report) -> bytes:
-    """Return a message as bytes."""
+    """Encode a message."""
     return _ENCODER.encode(message)
 
 
 def decode_orders(data: bytes) -> Orders:
-    """Read a batch. Raises `msgspec.DecodeError`, or its `ValidationError`."""
+    """Decode a batch of orders. Raises `msgspec.DecodeError`, or its subclass `ValidationError`."""
     return _ORDERS.decode(data)
 
 
@@ -203,12 +205,12 @@ def decode_report(data: bytes) -> Report:
 
 
 def ids_to_bytes(ids: Sequence[int]) -> bytes:
-    """Return token ids as int32."""
+    """Encode token ids as int32."""
     return np.asarray(ids, np.int32).tobytes()
 
 
 def bytes_to_ids(data: bytes) -> list[int]:
-    """Return the token ids encoded as int32 in these bytes."""
+    """Decode token ids from int32."""
     found: list[int] = np.frombuffer(data, np.int32).tolist()
     return found
 
@@ -217,7 +219,7 @@ _CAP = "max_tokens_cap"
 
 
 def params_to_bytes(params: SamplingParams) -> bytes:
-    """Return parameters without default values and without the kind of output."""
+    """Encode sampling parameters, without default values and without `output_kind`."""
     given = {
         field.name: value
         for field in dataclasses.fields(SamplingParams)
@@ -231,7 +233,7 @@ def params_to_bytes(params: SamplingParams) -> bytes:
 
 
 def bytes_to_params(data: bytes) -> SamplingParams:
-    """Return parameters for delta outputs. Raises `InvalidRequest`."""
+    """Decode sampling parameters, for delta outputs. Raises `InvalidRequest` if one is invalid."""
     given = msgspec.msgpack.decode(data)
     if _CAP in given:
         given["max_tokens"] = TokenCap(given.pop(_CAP))
@@ -243,12 +245,12 @@ def bytes_to_params(data: bytes) -> SamplingParams:
 
 
 def media_to_bytes(media: Media) -> bytes:
-    """Return a picture or a video, undecoded."""
+    """Serialize a picture or a video without decoding it."""
     return msgspec.msgpack.encode(media)
 
 
 def bytes_to_media(data: bytes) -> Media:
-    """Return a picture or a video that was written so."""
+    """Deserialize a picture or a video from `media_to_bytes`."""
     given = msgspec.msgpack.decode(data)
     return Media(
         form=given["form"],
@@ -261,7 +263,7 @@ def bytes_to_media(data: bytes) -> Media:
 
 
 def so_far_of(order: Begin) -> OutputSoFar | None:
-    """Return the output emitted before, or None for a new stream."""
+    """Return the output that a stream has already emitted, or None if the stream is new."""
     if order.told_characters < 0:
         return None
     return OutputSoFar(bytes_to_ids(order.told_ids), order.told_characters)
@@ -280,7 +282,7 @@ def pack_logprobs(given: Sequence[Logprobs | None] | None) -> list[Any] | None:
 
 
 def unpack_logprobs(given: list[Any] | None) -> list[Any] | None:
-    """Return log-probabilities that were written so."""
+    """Return log-probabilities from the lists that `pack_logprobs` made."""
     if given is None:
         return None
     return [None if each is None else _logprobs(each) for each in given]

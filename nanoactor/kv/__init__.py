@@ -1,1 +1,1 @@
-"""The KV cache's bookkeeping: contents of blocks, their users, and which can be reused."""
+"""Bookkeeping of the KV cache: block contents, their holders, and which blocks can be reused."""

@@ -1,4 +1,4 @@
-"""Copies that the runners make before the layers of the next step."""
+"""Copies that the runners make before they run the layers of the next step."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from nanoactor.messages.engine import Copies
 
 
 class PendingCopies:
-    """Blocks, and what layers keep of slots, that have become copies since the last step.
+    """Copies of blocks and of the layers' slot states that were queued since the last step.
 
-    The runners read all sources before they write any target: two slots may swap, and a source that
-    is a copy itself is named by its own source.
+    The runners read all sources before they write any target, so two slots may swap. A source that
+    is a copy itself is replaced by its own source.
     """
 
     def __init__(self, *, slots: bool) -> None:
-        """Without `slots` layers keep nothing of slots, and no copy of one is noted."""
+        """`slots` means that layers keep state by slot; otherwise copies of slots are ignored."""
         self.has_slots = slots
         self._blocks: dict[int, int] = {}
-        """The source of each target."""
+        """Source block of each target block."""
         self._slots: dict[int, int] = {}
-        """The source of each target."""
+        """Source slot of each target slot."""
 
     def copy_block(self, source: int, target: int) -> None:
         """Queue the copy of a block."""
         self._blocks[target] = self._blocks.get(source, source)
 
     def copy_slots(self, targets: Iterable[int], sources: Iterable[int]) -> None:
-        """Queue copies of slots, all read as they are before this call."""
+        """Queue copies of slots. All sources are read as they are before this call."""
         if self.has_slots:
             before = dict(self._slots)
             pairs = zip(targets, sources, strict=True)
@@ -41,8 +41,7 @@ class PendingCopies:
             self._blocks.pop(target, None)
 
     def take(self) -> tuple[Copies | None, Copies | None]:
-        """Return and forget the copies of blocks and the copies of slots; None in place of either
-        if there are none."""
+        """Return and clear the copies of blocks and of slots; each is None if there are none."""
         taken = _message(self._blocks), _message(self._slots)
         self.clear()
         return taken

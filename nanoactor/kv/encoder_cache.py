@@ -1,4 +1,4 @@
-"""The cache of the vision tower's output: references to items, and eviction, in pages."""
+"""Cache of the vision tower's outputs: pages, references and eviction of items."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from nanoactor.media.units import EncodeUnits
 
 @dataclasses.dataclass(eq=False, slots=True)
 class EncodedItem:
-    """One picture's rows, including those of all deepstack levels."""
+    """The rows of one picture or video, including those of all deepstack levels."""
 
     key: bytes
-    """16 bytes that name its content, its size and how it is processed."""
+    """16 bytes that identify the item's content, its size and how it is processed."""
     units: EncodeUnits
     pages: list[int]
     number: int
-    """Never the same twice."""
+    """Unique number, never reused."""
     references: int = 0
     planned: int = 0
-    """Number of units that the planned steps encode. Kept with the item: the next holder continues
-    from there."""
+    """Number of units that the planned steps encode. It is kept with the item, so that the next
+    holder continues from there."""
     ticket: int = 0
-    """Number of the latest release that quarantined it; earlier ones are void."""
+    """Number of the latest release that quarantined the item; earlier releases are void."""
     trusted: bool = True
 
 
 class EncoderCache:
-    """References, fences and the order of eviction, whole items at a time.
+    """References, fences and the order of eviction of whole items.
 
     An item is *held* (referenced), *quarantined* (unreferenced, but a step in flight may still use
-    it) or *idle*; idle ones are evicted, least recently used first. The scheduler spends a credit
-    for each page, as with blocks, so `hold` never has to fail.
+    it) or *idle*; idle items are evicted, least recently used first. The scheduler spends a credit
+    for each page, as it does for blocks, so `hold` never has to fail.
     """
 
     def __init__(self, pages: int, page_rows: int) -> None:
@@ -45,22 +45,21 @@ class EncoderCache:
         self._free: deque[int] = deque(range(pages))
         self._items: dict[bytes, EncodedItem] = {}
         self._numbered: dict[int, EncodedItem] = {}
-        """All that have pages."""
+        """All items that have pages, by number."""
         self._idle: OrderedDict[bytes, EncodedItem] = OrderedDict()
         self._quarantine: deque[tuple[int, int, EncodedItem]] = deque()
-        """(step that must be done before it may be overwritten, ticket, item)."""
+        """(step that must be done before the item may be overwritten, release number, item)."""
         self._tickets = self._completed = self._made = 0
         self.evictions = self.hits = 0
 
     def pages_of(self, rows: int) -> int:
-        """Return the number of pages for `rows` rows."""
+        """Return the number of pages that `rows` rows need."""
         return -(-rows // self._page_rows)
 
     def hold(self, key: bytes, units: EncodeUnits) -> tuple[EncodedItem, int]:
-        """Take a reference to an item; return it, and how many of the pages debited for it others
-        hold already.
+        """Add a reference; return the item, and the number of its pages that others already hold.
 
-        Raises `ProtocolBug` if there is no room: the scheduler spent credits it did not have.
+        Raises `ProtocolBug` if there is no room: the scheduler spent credits that it did not have.
         """
         item = self._items.get(key)
         if item is None:
@@ -77,11 +76,11 @@ class EncoderCache:
         return item, len(item.pages) if item.references > 1 else 0
 
     def find(self, number: int) -> EncodedItem | None:
-        """Return an item that has pages; None where it was evicted."""
+        """Return the item with this number; None if it was evicted."""
         return self._numbered.get(number)
 
     def numbered(self, number: int) -> EncodedItem:
-        """Return an item that has pages. Raises `ProtocolBug` where there is none."""
+        """Return the item with this number. Raises `ProtocolBug` if it has no pages."""
         item = self._numbered.get(number)
         if item is None:
             raise ProtocolBug(f"item number {number} is named, but has no pages")
@@ -124,11 +123,11 @@ class EncoderCache:
         return len(item.pages)
 
     def complete(self, step: int) -> None:
-        """Step `step` is done, and all before it: end the quarantines that waited for it."""
+        """End the quarantines that waited for steps up to `step`, all of which are done."""
         self._completed = max(self._completed, step)
         while self._quarantine and self._quarantine[0][0] <= self._completed:
             _, ticket, item = self._quarantine.popleft()
-            # Held again, or released again later: not yet.
+            # Skip items that are held again, or that were released again later.
             if item.references or item.ticket != ticket:
                 continue
             if item.trusted:
@@ -137,8 +136,8 @@ class EncoderCache:
                 self._drop(item)
 
     def distrust(self, item: EncodedItem) -> None:
-        """Forget an item's content, since a step that encoded part of it has failed: it is not
-        found any more, and sequences that need it encode it again."""
+        """Remove an item from the index, because a row that read it has failed. Sequences that need
+        it encode it again."""
         item.trusted = False
         if self._items.get(item.key) is item:
             del self._items[item.key]
@@ -147,8 +146,8 @@ class EncoderCache:
             self._drop(item)
 
     def check(self, pages: int, holders: Mapping[EncodedItem, int]) -> None:
-        """Raise `ProtocolBug` unless the records agree with `holders`, references by item, and each
-        of the `pages` pages is in exactly one place."""
+        """Raise `ProtocolBug` unless the records agree with `holders`, the number of references by
+        item, and each of the `pages` pages is in exactly one place."""
         quarantined = {
             id(item): item
             for _, ticket, item in self._quarantine

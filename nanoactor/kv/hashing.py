@@ -1,4 +1,4 @@
-"""Names for the content of full blocks, so that equal prefixes find each other."""
+"""Hashes of the contents of full blocks, by which equal prefixes are found."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ HASH_BYTES = 16
 
 
 def block_hash(parent: bytes, tokens: NDArray[np.int32], salt: bytes, extra: bytes = b"") -> bytes:
-    """Return the 128-bit name of a block, which depends on every token up to the block's end.
+    """Return the 128-bit hash of a block, which depends on every token up to the block's end.
 
-    `parent` is the hash of the block before, empty for the first; `salt` (16 to 64 bytes, one
-    per engine) keeps outsiders from constructing collisions; `extra` distinguishes blocks with
-    equal ids but different meaning, such as the placeholders of two images.
+    `parent` is the hash of the preceding block, empty for the first one. `salt` (16 to 64 bytes,
+    the same for all blocks of an engine) keeps outsiders from constructing collisions. `extra`
+    distinguishes blocks with equal ids but different meanings, such as the placeholders of two
+    images.
     """
     digest = hashlib.blake2b(parent, digest_size=HASH_BYTES, key=salt)
     digest.update(np.ascontiguousarray(tokens, np.int32).tobytes())
@@ -32,8 +33,8 @@ def block_hashes(
     parent: bytes = b"",
     extras: Mapping[int, bytes] = MappingProxyType({}),
 ) -> NDArray[np.uint8]:
-    """Return the chained hashes of all full blocks of `tokens`: uint8, (full blocks, 16); `extras`
-    are by block."""
+    """Return the chained hashes of all full blocks of `tokens`, uint8 (full blocks, 16). `extras`
+    maps the index of a block to its `extra`."""
     hashes = bytearray()
     for start in range(0, len(tokens) - block_size + 1, block_size):
         extra = extras.get(start // block_size, b"")

@@ -18,32 +18,32 @@ class Holding:
 
     uid: int
     hashes: list[bytes]
-    """Of the leading full blocks: all of the prompt's, then as outputs become known."""
+    """Hashes of the leading full blocks: those of the prompt, then those of known output."""
     table: list[int]
     items: HeldItems | None = None
     extras: Mapping[int, bytes] = dataclasses.field(default_factory=dict)
-    """By block: what its hash covers of pictures."""
+    """Part of a block's hash input that identifies pictures, by index of the block."""
     request: int = -1
-    """The uid of its request's first answer."""
+    """Uid of the request's first sequence."""
     lends: int = 0
-    """Leading blocks that another answer to the request may take once they are computed."""
+    """Number of leading blocks that other sequences of the request may share once computed."""
     hit: int = 0
-    """Positions that were computed when it got its blocks."""
+    """Number of positions that were already computed when the sequence got its blocks."""
     filled: int = 0
-    """Positions of tokens that the host knew, computed by the steps planned so far."""
+    """Number of positions with tokens known to the host that the steps planned so far compute."""
     announced: int = 0
-    """Leading entries of the table that the runners know."""
+    """Number of leading block table entries that the runners have."""
     distrusted: bool = False
-    """Part of its content is wrong: none of it is indexed any more."""
+    """Whether nothing more is indexed: part of the content is wrong, or the index was cleared."""
     tainted: bool = False
-    """It has read, or would read, what a failing row computed."""
+    """Whether the sequence has read, or would read, the results of a failed row."""
 
 
 class Sharing:
-    """Counts for each slot the blocks that it shares with others.
+    """Counts the blocks that each slot shares with other slots.
 
-    The XOR of the slots that hold a block names the last of them, so that each reference that is
-    taken or dropped costs the same, however many there are.
+    The XOR of the slots that hold a block identifies the last remaining holder, so adding or
+    dropping a reference takes constant time, however many holders there are.
     """
 
     def __init__(self, blocks: int, slots: int) -> None:
@@ -53,7 +53,7 @@ class Sharing:
         self._changed: set[int] = set()
 
     def hold(self, slot: int, blocks: Iterable[int]) -> None:
-        """Note that a slot holds these blocks too."""
+        """Record that a slot holds these blocks in addition to its others."""
         for block in blocks:
             if self._holders[block]:
                 self._change(slot, 1)
@@ -63,7 +63,7 @@ class Sharing:
             self._slots[block] ^= slot
 
     def let_go(self, slot: int, blocks: Iterable[int]) -> None:
-        """Note that a slot gives up all of its blocks."""
+        """Record that a slot gives up `blocks`, which are all of its blocks."""
         for block in blocks:
             self._holders[block] -= 1
             self._slots[block] ^= slot
@@ -77,7 +77,7 @@ class Sharing:
         self._changed.add(slot)
 
     def take(self) -> tuple[list[int], list[int]]:
-        """Return the slots with counts that changed since the last call, and the counts."""
+        """Return the slots whose counts have changed since the last call, and their counts."""
         slots = sorted(self._changed)
         self._changed.clear()
         return slots, [self._shared[slot] for slot in slots]
@@ -94,16 +94,16 @@ class Answers:
     """Number of freed blocks by fence."""
     tainted: list[int] = dataclasses.field(default_factory=list)
     is_due: bool = False
-    """True if the scheduler waits for an answer."""
+    """Whether the scheduler waits for an answer."""
 
     def free(self, fence: int, blocks: int) -> None:
-        """Note that blocks come back when step `fence` is done."""
+        """Record that `blocks` blocks become available once step `fence` is done."""
         self.freed[fence] = self.freed.get(fence, 0) + blocks
 
     def message(
         self, turn: int, shared: tuple[list[int], list[int]], encoder: EncoderCredits | None
     ) -> Answer:
-        """Return the message; `shared` holds the slots whose shared-block counts changed, and the
+        """Return the message; `shared` holds the slots with changed shared-block counts, and the
         new counts."""
         int32 = np.int32
         return Answer(
@@ -123,16 +123,16 @@ class Answers:
 def spread_doubt(
     failing: Sequence[tuple[Holding, int]], every: Sequence[Holding]
 ) -> tuple[set[int], list[Holding]]:
-    """Return the blocks that are bad where these holdings failed from a block of theirs on, and the
-    holdings with any of them, which are tainted from now on.
+    """Return the blocks to distrust, and the holdings with a bad block, which are now tainted.
 
-    What a sequence computes on blocks that are bad is bad too, so it spreads to every holder of one
-    of its blocks. No other sequence can have read them: since they were computed no fence of a
-    sequence that did has passed.
+    `failing` lists each failed holding with the index of its first bad block. What a sequence
+    computes on top of bad blocks is bad too, so the damage spreads to every holder of one of its
+    blocks. No sequence outside `every` can have read the bad blocks, because no fence of a sequence
+    that read them has passed since they were computed.
     """
     bad: set[int] = set()
     doubtful: set[int] = set()
-    """The failing sequences' earlier blocks: to compute them again is cheap."""
+    """All blocks of the failing sequences, also good ones: computing them again is cheap."""
     for holding, first in failing:
         holding.distrusted = True
         doubtful |= set(holding.table)

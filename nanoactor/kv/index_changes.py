@@ -15,12 +15,12 @@ _ALL = 1 << 62
 
 
 class IndexChanges:
-    """Merges changes until they are published, so their number is bounded by the blocks that the
-    index holds, plus those that it held at the last publication."""
+    """Merges changes until they are published, so that their number is bounded by the number of
+    blocks that the index holds, plus the number that it held at the last publication."""
 
     def __init__(self) -> None:
         self._changes: dict[bytes, bool] = {}
-        """By the hash of a full block: whether it is to be remembered, else forgotten."""
+        """By hash of a full block: True if it was added to the index, False if it was removed."""
         self._cleared = False
 
     def __len__(self) -> int:
@@ -28,28 +28,28 @@ class IndexChanges:
         return len(self._changes) + self._cleared
 
     def remember(self, content: bytes) -> None:
-        """A block is found by its hash from now on."""
+        """Record that a block was added to the index."""
         self._note(content, is_there=True)
 
     def forget(self, content: bytes) -> None:
-        """It is not found any more."""
+        """Record that a block was removed from the index."""
         self._note(content, is_there=False)
 
     def _note(self, content: bytes, is_there: bool) -> None:
-        if len(content) != HASH_BYTES:  # the name of a block that is not full: of this engine alone
+        if len(content) != HASH_BYTES:  # the name of a partial block, local to this engine
             return
         # An unpublished change that is undone need not be published at all.
         if self._changes.pop(content, is_there) == is_there:
             self._changes[content] = is_there
 
     def begin_anew(self, contents: Iterable[bytes]) -> None:
-        """Reset the reader and publish the whole index."""
+        """Have readers clear their copies, and publish the whole index."""
         self._cleared, self._changes = True, {}
         for content in contents:
             self.remember(content)
 
     def take(self, most: int = _ALL) -> IndexEvents | None:
-        """Return at most `most` changes, which count as published; None if there are none."""
+        """Return at most `most` changes, which then count as published; None if there are none."""
         if not self:
             return None
         first = list(itertools.islice(self._changes.items(), most))
@@ -64,7 +64,7 @@ class IndexChanges:
 
 
 class IndexCopy:
-    """The hashes of the full blocks in an engine's prefix index, from its published changes."""
+    """Hashes of the full blocks in an engine's prefix index, rebuilt from its published changes."""
 
     def __init__(self) -> None:
         self.contents: set[bytes] = set()

@@ -25,19 +25,19 @@ class HeldItems:
     """The items of one sequence's prompt."""
 
     spans: list[tuple[int, int, int, int]]
-    """(item, first row, first token, end token (exclusive))."""
+    """(item, first row, first token, end token (exclusive)) of each span."""
     stops: list[int]
-    """By item: the index after its last token."""
+    """Index after the last token of each item."""
     extras: dict[int, bytes]
-    """By block: the part of its hash input that identifies items."""
+    """The part of a block's hash input that identifies items, by index of the block."""
     positions: Int32
     """Rotary positions of the tokens known at the lookup, (3, tokens)."""
     delta: int
     """Offset from a later token's index to its rotary position."""
     encoded: list[EncodedItem | None] = dataclasses.field(default_factory=list)
-    """By item; None if all of its tokens were computed already."""
+    """Encoder cache entry of each item; None if all of the item's tokens were already computed."""
     released: set[int] = dataclasses.field(default_factory=set)
-    """Items with a last token that a planned step computes."""
+    """Indices of the items that the sequence has released."""
 
     @classmethod
     def of(cls, items: Items, length: int, block_size: int) -> HeldItems:
@@ -52,7 +52,7 @@ class HeldItems:
         return cls(rows, stops, block_extras(items, block_size), positions, delta)
 
     def behind(self) -> HeldItems:
-        """Return the items of a copy that starts after all of them: none is held."""
+        """Return the items of a copy that starts after all of them, so that it holds none."""
         return dataclasses.replace(self, encoded=[None] * len(self.stops), released=set())
 
     def turned(self, start: int, count: int) -> Int32:
@@ -63,7 +63,7 @@ class HeldItems:
 
 
 class ItemKeeper:
-    """Holds items for sequences, and locates their rows."""
+    """Holds items for sequences, and locates their rows in the encoder cache."""
 
     def __init__(self, limits: EncoderLimits) -> None:
         self.limits = limits
@@ -96,11 +96,11 @@ class ItemKeeper:
     # -- holding --------------------------------------------------------------------------
 
     def match_nothing(self) -> None:
-        """Answer a match without items."""
+        """Record the answer to an admission without items."""
         self._say(items=[0], refunds=[0])
 
     def match(self, held: HeldItems, items: Items, computed: int) -> None:
-        """Hold the items with tokens at or after position `computed`."""
+        """Hold the items with tokens at or after position `computed`, and record the answer."""
         self._has_news = True
         refund, numbers, progress = 0, [], []
         for index, stop in enumerate(held.stops):
@@ -120,13 +120,14 @@ class ItemKeeper:
         self._say(items=[len(numbers)], refunds=[refund], numbers=numbers, units=progress)
 
     def advance(self, held: HeldItems, planned: int, step: int) -> None:
-        """Release the items with a last token that the steps up to `step` compute."""
+        """Release the items whose tokens all lie before position `planned`, which steps up to
+        `step` compute."""
         for index, stop in enumerate(held.stops):
             if stop <= planned:
                 self._release(held, index, step)
 
     def free(self, held: HeldItems, fence: int) -> None:
-        """Release all remaining items."""
+        """Release all items that are still held."""
         for index in range(len(held.stops)):
             self._release(held, index, fence)
 
@@ -139,13 +140,13 @@ class ItemKeeper:
         self._say(freed=[self.cache.release(item, fence)], fences=[fence])
 
     def distrust(self, held: HeldItems) -> None:
-        """Distrust these items, as a row that read them has failed: they are encoded again."""
+        """Distrust these items because a row that read them has failed; they are encoded again."""
         for item in held.encoded:
             if item is not None:
                 self.cache.distrust(item)
 
     def drop(self, event: DropPixels) -> None:
-        """Restart temporal patches that were half encoded when their pixels were dropped."""
+        """Restart temporal patches that were partly encoded when their pixels were dropped."""
         for number in event.numbers.tolist():
             item = self.cache.find(number)
             if item is not None:
@@ -168,7 +169,8 @@ class ItemKeeper:
         slices: EncodeSlices | None,
         chunks: list[tuple[HeldItems | None, int, int]],
     ) -> VisionStep | None:
-        """Name rows for a step: `chunks` are (items, start, tokens) of each prompt in it."""
+        """Return a step's work on pictures and videos; None if there is none. `chunks` has (items,
+        start, number of tokens) for each row that computes known tokens."""
         turned = _positions(chunks)
         if slices is None and not turned.size:
             return None
@@ -218,8 +220,8 @@ class ItemKeeper:
         return np.concatenate(tokens), np.concatenate(rows)
 
     def _readable(self, held: HeldItems, index: int, rows: int) -> EncodedItem:
-        """Return an item with `rows` leading rows encoded. Raises `ProtocolBug` if fewer are: its
-        tokens would be computed without their picture."""
+        """Return an item with at least `rows` leading rows encoded. Raises `ProtocolBug` if fewer
+        are: its tokens would be computed without their picture."""
         item = held.encoded[index]
         there = 0 if item is None else item.units.rows_after(item.planned)
         if item is None or index in held.released or there < rows:
@@ -228,9 +230,9 @@ class ItemKeeper:
 
 
 def _positions(chunks: list[tuple[HeldItems | None, int, int]]) -> Int32:
-    """Return the rotary positions of all chunks' tokens; empty if all are plain text."""
+    """Return the rotary positions of all chunks' tokens, (3, tokens); empty if all are text."""
     if all(held is None or start + count <= held.spans[0][2] for held, start, count in chunks):
-        return _NO_POSITIONS  # before its first picture a prompt is text
+        return _NO_POSITIONS  # a prompt is plain text before its first picture
     positions = [
         held.turned(start, count)
         if held is not None

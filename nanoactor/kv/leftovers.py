@@ -1,4 +1,4 @@
-"""Blocks that were still being written when their sequences were cut off."""
+"""Blocks that were still being written when a restart cut off their sequences."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nanoactor.kv.pool import BlockPool
 from nanoactor.messages.engine import Int32
 
 _BEGUN = b"begun"
-"""Prefix of the index's names of blocks that are not full."""
+"""Prefix of the names under which partial blocks are indexed."""
 
 
 class Begun(NamedTuple):
@@ -20,42 +20,44 @@ class Begun(NamedTuple):
 
     block: int
     positions: int
-    """Number of its leading positions that match the sequence."""
+    """Number of the block's leading positions that match the sequence."""
 
 
 class Leftovers:
     """Finds a block by its first tokens, for a sequence that continues after the same prefix.
 
-    The pool may evict such a block like any other cached one; it exists as long as its name does.
+    The pool may evict such a block like any other cached one; the block is valid as long as its
+    name is indexed.
     """
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
         self._pool = pool
         self._size = block_size
         self._behind: dict[bytes, list[tuple[Int32, int, bytes]]] = {}
-        """By the hash of the block before: (tokens of which a block has keys and values, the block,
-        its name in the index)."""
+        """(tokens whose keys and values a block holds, block, name of the block in the index), by
+        the hash of the preceding block."""
 
     def leave(self, holding: Holding, tokens: Int32) -> None:
-        """Index the blocks of a sequence that has computed these tokens; full ones by their hashes,
-        which it has."""
+        """Index the blocks of a sequence that has computed `tokens`: full blocks by their hashes in
+        `holding`, and the last blocks also by their tokens."""
         size, hashes, full = self._size, holding.hashes, len(tokens) // self._size
         for block, content in zip(holding.table[:full], hashes[:full], strict=True):
             self._pool.remember(block, content)
-        # A sequence may resume some tokens earlier: before the end of a full block.
+        # A sequence may resume a few tokens earlier, before the end of the last full block.
         for index in range(max(0, full - 1), -(-len(tokens) // size)):
             if index not in holding.extras:
                 parent = hashes[index - 1] if index else b""
                 self._leave_block(holding.table[index], parent, tokens[index * size :][:size])
 
     def _leave_block(self, block: int, parent: bytes, tokens: Int32) -> None:
-        self._pool.remember(block, _BEGUN + parent + tokens.tobytes())  # unless it has a name
+        self._pool.remember(block, _BEGUN + parent + tokens.tobytes())  # unless it has one
         if (name := self._pool.content_of(block)) is not None:
             self._behind.setdefault(parent, []).append((tokens.copy(), block, name))
 
     def take(self, hashes: Sequence[bytes], tokens: Int32) -> Begun | None:
         """Take over, with one reference, the block after these hashes that starts with the most of
-        these tokens. None if no block starts with any, or only blocks that others hold."""
+        these tokens. Return None if no block starts with any of them, or if all such blocks are
+        held by others."""
         best, most = None, 0
         for left, block, name in self._behind.get(hashes[-1] if hashes else b"", ()):
             if self._pool.find(name) != block or self._pool.is_held(block):

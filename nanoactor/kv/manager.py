@@ -1,7 +1,8 @@
-"""The block manager's logic: block tables, prefix hits, and how plans become steps.
+"""The block manager's logic: block tables, prefix cache hits, and how plans become steps.
 
-Turns in, steps and answers out; no I/O and no clock. It trusts the scheduler's credits, so an
-allocation cannot fail; if one does, an invariant is broken, and the error reports the slot's state.
+It maps turns to steps and answers, does no I/O and reads no clock. It trusts the scheduler's
+credits, so an allocation can fail only if an invariant is broken. Errors about a slot report the
+slot's state.
 """
 
 from __future__ import annotations
@@ -42,15 +43,15 @@ _UNCHANGED = {f"table_{name}": _NOTHING for name in ("slots", "starts", "counts"
 
 @dataclasses.dataclass(slots=True)
 class PrefixHits:
-    """Counts since the start."""
+    """Counts of prefix cache hits since the start."""
 
     prompt_tokens: int = 0
-    """Of all sequences admitted; a preempted one's count again each time it comes back."""
+    """Number of tokens of all admitted sequences, which count again when readmitted."""
     hit_tokens: int = 0
-    """Number of these tokens found in the cache."""
+    """Number of these tokens that were found in the cache."""
 
     def note(self, prompt_tokens: int, hit_tokens: int) -> None:
-        """Count an admitted sequence's tokens, and those of them that are computed already."""
+        """Count an admitted sequence's tokens, and those of them that are already computed."""
         self.prompt_tokens += prompt_tokens
         self.hit_tokens += hit_tokens
 
@@ -69,7 +70,7 @@ class BlockManager:
         encoder: EncoderLimits = NO_ENCODER,
         slot_state: bool = False,
     ) -> None:
-        """With `slot_state`, layers keep state by slot that no block holds: no prefix is ever
+        """`slot_state` means that layers keep state by slot, outside the blocks: no prefix is ever
         found, and copies of slots are sent to the runners."""
         prefix_caching = prefix_caching and not slot_state
         self.pool = BlockPool(blocks)
@@ -78,40 +79,41 @@ class BlockManager:
         self._sharing = Sharing(blocks, max_seqs)
         self._rows = RowExpander(max_seqs)
         self._turn = self._step = 0
-        """The last turn taken, and the last step planned."""
+        """The last turn processed, and the last step planned."""
         self._fresh: deque[tuple[int, int]] = deque()
-        """(step, block) of blocks indexed for steps that are not known to be done."""
+        """(step, block) for each block that was indexed for a step not known to be done."""
         self._block_size = block_size
         self._salt = salt
         self._prefix_caching = prefix_caching
         self._holdings: dict[int, Holding] = {}
         self._left: deque[tuple[int, int, Holding]] = deque()
-        """(fence, slot, what it held) of slots that were given up while steps had rows in them."""
+        """(fence, slot, holding) for each released slot in which steps in flight may have rows."""
         self._copies = PendingCopies(slots=slot_state)
-        # By slot, as arrays: a step of hundreds of decodes costs a few operations.
+        # Arrays by slot, so that a step of hundreds of decodes takes only a few operations.
         self._tokens = np.empty((max_seqs, max_model_len), np.int32)
-        """Every known token."""
+        """All known tokens."""
         self._known = np.full(max_seqs, _NOTHING_HELD)
         """Number of known tokens; negative if a slot holds nothing."""
         self._room = np.zeros(max_seqs, np.int64)
-        """Number of positions that its blocks hold; 0 if a slot holds nothing."""
+        """Number of positions that a slot's blocks hold; 0 if the slot holds nothing."""
         self._next_index = np.zeros(max_seqs, np.int64)
         """End position of the first block that is not indexed yet."""
         self._computed = np.zeros(max_seqs, np.int64)
-        """Positions that steps which are known to be done have computed."""
+        """Number of positions computed by steps that are known to be done."""
         self._in_flight: deque[tuple[int, Long, Long]] = deque()
-        """(step, slots, positions after it) of steps that are not known to be done."""
+        """(step, slots, end position of each slot) for each step that is not known to be done."""
         self._admitted: set[int] = set()
         """Slots of this turn's admissions."""
         self._to_index: list[tuple[int, int]] = []
-        """(slot, tokens complete) where a block has filled since the last `index`."""
+        """(slot, number of complete tokens) of each slot in which a block has filled up since the
+        last call of `index`."""
         self._answers = Answers()
         self._forgotten = 0
-        """The number of the latest order to forget the index."""
+        """Number of the latest order to clear the index."""
         self.hits = PrefixHits()
 
     def take(self, turn: Turn) -> Step | None:
-        """Process a turn, part by part; return its step, if it has one.
+        """Process a turn, part by part; return its step, or None if it has none.
 
         Raises `ProtocolBug` if turns are out of order, or contradict what slots hold.
         """
@@ -139,9 +141,9 @@ class BlockManager:
     # -- admission ------------------------------------------------------------------------
 
     def _admit(self, event: Admission) -> None:
-        """Give a slot its blocks: cached ones for the longest known prefix, else new ones.
+        """Allocate a slot's blocks: cached ones for the longest known prefix, then new ones.
 
-        At least one token is always left to compute, as it takes one to sample the next.
+        At least one token is always left to compute, because sampling the next token requires it.
         """
         self.index()
         slot = event.slot
@@ -180,8 +182,8 @@ class BlockManager:
         self._admitted.add(slot)
 
     def _take_slot(self, slot: int, holding: Holding, tokens: Int32, indexed: int) -> None:
-        """Assign blocks to a slot for these tokens; the first `indexed` blocks are indexed
-        already."""
+        """Give a slot its holding and known tokens; the first `indexed` blocks are already
+        indexed."""
         self._holdings[slot] = holding
         self._sharing.hold(slot, holding.table)
         self._tokens[slot, : len(tokens)] = tokens
@@ -190,8 +192,8 @@ class BlockManager:
         self._next_index[slot] = (indexed + 1) * self._block_size
 
     def _find(self, event: Admission, hashes: list[bytes]) -> list[int]:
-        """Return the blocks that hold the longest known prefix, in the index or, without one, in
-        another answer to the request."""
+        """Return the blocks that hold the longest known prefix, from the index or, without prefix
+        caching, from another sequence of the request."""
         hashes = hashes[: self._most_hits(event) // self._block_size]
         if not self._prefix_caching:
             return self._lent(event.request)[: len(hashes)]
@@ -206,7 +208,8 @@ class BlockManager:
         return 0 if self._copies.has_slots else event.most_hits
 
     def _lent(self, request: int) -> list[int]:
-        """Return the prompt's full blocks in an answer to a request that has computed them."""
+        """Return the prompt's full blocks from a sequence of the request that has computed them;
+        empty if there is none."""
         size = self._block_size
         for holding in self._holdings.values():
             if holding.request == request and holding.filled >= holding.lends * size:
@@ -216,7 +219,8 @@ class BlockManager:
     def _complete_hashes(
         self, hashes: list[bytes], tokens: Int32, extras: Mapping[int, bytes]
     ) -> list[bytes]:
-        """Add those of a continued sequence's output; its prompt's came with the request."""
+        """Append the hashes of full blocks that `hashes` lacks, and return `hashes`. The request
+        came with the hashes of its prompt only."""
         size = self._block_size
         for index in range(len(hashes), len(tokens) // size if self._prefix_caching else 0):
             block = tokens[index * size : (index + 1) * size]
@@ -227,7 +231,7 @@ class BlockManager:
     # -- planning -------------------------------------------------------------------------
 
     def _bind(self, plan: Plan) -> Step:
-        """Turn a plan into a step: add block ids and the tokens that the host knows."""
+        """Convert a plan into a step: add block ids and the tokens that the host knows."""
         self._step = plan.step
         for slot in plan.grows.tolist():
             block = self.pool.allocate()
@@ -260,8 +264,7 @@ class BlockManager:
         )
 
     def _behind_hits(self, rows: Rows) -> Rows:
-        """Return the rows without the positions that this turn's admissions found in the prefix
-        cache."""
+        """Return the rows without the positions that this turn's admissions found in the cache."""
         starts, counts = rows.starts.copy(), rows.counts.copy()
         for row, slot in enumerate(rows.slots.tolist()):
             if slot in self._admitted and counts[row]:
@@ -270,7 +273,7 @@ class BlockManager:
         return dataclasses.replace(rows, starts=starts, counts=counts)
 
     def _note_ends(self, rows: StepRows, computing: Rows) -> None:
-        """Remember up to where a step computes each slot, and check that it has blocks for it."""
+        """Record up to which position a step computes each slot; check that it has the blocks."""
         slots, ends = rows.decode_slots, rows.decode_starts + 1
         if len(computing):
             self._void_ends(computing.slots, computing.starts.astype(np.int64))
@@ -284,8 +287,8 @@ class BlockManager:
         self._in_flight.append((self._step, slots, ends))
 
     def _void_ends(self, slots: Int32, starts: Long) -> None:
-        """Discard what steps compute for these slots from these positions on: the tokens there
-        differ from those that the decode rows continued with."""
+        """Discard what steps compute for these slots from position `starts` on, since the tokens
+        there differ from those with which the decode rows continued."""
         limits = np.full(len(self._known), np.iinfo(np.int64).max)
         limits[slots] = starts
         np.minimum(self._computed, limits, out=self._computed)
@@ -293,7 +296,8 @@ class BlockManager:
             np.minimum(ends, limits[computed], out=ends)
 
     def _bind_tokens(self, rows: Rows) -> Int32:
-        """Return the tokens of rows, each with their successor if they are scored."""
+        """Return the tokens of all rows, concatenated; the tokens of a scored row include the
+        successor of its last position. Index the blocks that are full now."""
         chunks: list[Int32] = []
         columns = (rows.slots, rows.starts, rows.counts, rows.ids)
         for slot, start, count, ids in zip(*(c.tolist() for c in columns), strict=True):
@@ -303,7 +307,7 @@ class BlockManager:
                 story = self._story(slot)
                 raise ProtocolBug(f"step {self._step} computes {start}+{count} of {story}")
             chunk = self._tokens[slot, start : start + ids]
-            if end == self._known[slot] and ids > count:  # nothing follows it
+            if end == self._known[slot] and ids > count:  # no known token follows the row
                 chunk = np.append(chunk[:count], np.int32(0))
             chunks.append(chunk)
             self._holdings[slot].filled = end
@@ -311,7 +315,7 @@ class BlockManager:
         return np.concatenate(chunks) if chunks else _NOTHING
 
     def _bind_copies(self, plan: Plan, rows: Rows) -> None:
-        """Start slots as copies of those that this step computes to the end."""
+        """Start slots as copies of slots whose known tokens this step computes completely."""
         uids = dict(zip(plan.admissions.slots.tolist(), plan.admissions.uids.tolist(), strict=True))
         for slot, source in zip(rows.slots.tolist(), rows.sources.tolist(), strict=True):
             if slot in self._holdings:
@@ -323,8 +327,9 @@ class BlockManager:
         self._copies.copy_slots(rows.slots.tolist(), rows.sources.tolist())
 
     def _copy(self, uid: int, slot: int, *, spare: bool) -> tuple[Holding, Int32]:
-        """Share a computed slot's full blocks; have the rest copied to a block, which there is also
-        if there is no rest and it is to `spare` one. Return the copy, and its tokens."""
+        """Copy a computed slot: share its full blocks, and have the rest copied to a new block. If
+        `spare` is set, that block is allocated even if there is no rest. Return the copy's holding
+        and tokens."""
         source, known = self._of(slot), int(self._known[slot])
         if source.filled != known:
             raise ProtocolBug(f"request {uid} becomes a copy of {self._story(slot)}")
@@ -356,7 +361,7 @@ class BlockManager:
         return bound
 
     def _announce(self, slots: Iterable[int]) -> dict[str, Int32]:
-        """Return the changes of these slots' block tables since the runners last heard of them."""
+        """Return the changes of these slots' block tables that the runners do not have yet."""
         changed, starts, counts = [], [], []
         blocks: list[int] = []
         for slot in slots:
@@ -374,7 +379,7 @@ class BlockManager:
     # -- results --------------------------------------------------------------------------
 
     def _complete(self, step: int) -> None:
-        """Release what waited for step `step`: it and all earlier steps are done."""
+        """Release what waited for steps up to `step`, all of which are done."""
         while self._left and self._left[0][0] < step:
             self._left.popleft()
         while self._fresh and self._fresh[0][0] <= step:
@@ -386,8 +391,8 @@ class BlockManager:
         self.items.cache.complete(step)
 
     def _learn(self, event: KnownTokens) -> None:
-        """Record newly known tokens. Filled blocks wait for `index`: planned steps compute all but
-        the newest token of a sequence."""
+        """Record newly known tokens, and queue filled blocks for `index`: planned steps compute all
+        but the newest token of a sequence."""
         slots, known = event.slots, self._known[event.slots]
         if len(known) and known.min() < 0:
             self._of(int(slots[known < 0][0]))
@@ -406,7 +411,7 @@ class BlockManager:
             self._to_index += zip(slots[full].tolist(), known[full].tolist(), strict=True)
 
     def _fork(self, event: Forks, fence: int) -> None:
-        """Copy slots, all read as they are before this call."""
+        """Copy slots. All sources are read as they are before this call."""
         self.index()
         slots = event.slots.tolist()
         pairs = zip(slots, event.sources.tolist(), strict=True)
@@ -417,7 +422,8 @@ class BlockManager:
             self._take_slot(slot, copy, tokens, indexed=len(copy.hashes))
 
     def _distrust(self, event: Failures) -> None:
-        """Remove what failing rows computed from the index, and report sequences that read it."""
+        """Remove the results of failed rows from the index, and report the sequences that read
+        them."""
         self.index()
         failing = []
         for slot, start in zip(event.slots.tolist(), event.starts.tolist(), strict=True):
@@ -426,7 +432,7 @@ class BlockManager:
             failing.append((holding, max(start, holding.hit) // self._block_size))
             if holding.items is not None:
                 self.items.distrust(holding.items)
-        # Sequences preempted in the meantime still take the results of steps in flight.
+        # Sequences preempted in the meantime still get the results of steps in flight.
         every = (*self._holdings.values(), *(holding for _, _, holding in self._left))
         blocks, readers = spread_doubt(failing, every)
         self._answers.tainted += [holding.uid for holding in readers]
@@ -434,8 +440,8 @@ class BlockManager:
         self._answers.is_due = True
 
     def _forget_index(self, number: int) -> None:
-        """Clear the index, and keep running sequences out of it; does nothing if this was done for
-        this number."""
+        """Clear the index, and keep running sequences out of it. Does nothing if the order with
+        this number was already executed."""
         if number <= self._forgotten:
             return
         self._forgotten = number
@@ -446,8 +452,8 @@ class BlockManager:
     def index(self) -> None:
         """Index the blocks that results have filled.
 
-        Hashing them can wait until the next step is on its way, but not past the next admission,
-        nor until a slot is given up.
+        Hashing can wait until the next step has been sent, but must be done before the next
+        admission and before a slot is given up.
         """
         for slot, complete in self._to_index:
             self._index_full_blocks(slot, complete)
@@ -456,8 +462,9 @@ class BlockManager:
     def _index_full_blocks(self, slot: int, complete: int) -> None:
         """Index the blocks in which every token is known and is computed by a planned step.
 
-        Steps run in the order of their numbers, so a sequence that finds the block reads it later.
-        Tokens that a step samples past a sequence's end never become known, so they are left out.
+        Steps run in the order of their numbers, so a sequence that finds such a block reads it
+        later. Tokens that a step samples past a sequence's end never become known, so they are left
+        out.
         """
         if not self._prefix_caching:
             return
@@ -474,7 +481,7 @@ class BlockManager:
             self._next_index[slot] = (index + 2) * size
 
     def _free(self, slots: Int32, fence: int) -> None:
-        """Take back the blocks of slots that ended or were preempted."""
+        """Release the blocks of slots whose sequences have ended or were preempted."""
         self.index()
         for slot in slots.tolist():
             holding = self._of(slot)
@@ -494,7 +501,7 @@ class BlockManager:
 
     def take_answer(self) -> Answer | None:
         """Return everything to report since the last call, as one message; None if the scheduler
-        does not wait for it."""
+        does not wait for an answer."""
         encoder = self.items.take_credits()
         if not self._answers.is_due and encoder is None:
             return None
@@ -504,10 +511,11 @@ class BlockManager:
     # -- restart --------------------------------------------------------------------------
 
     def begin_anew(self) -> None:
-        """Forget all sequences; the runners keep their memory, and have nothing in flight.
+        """Forget all sequences after a restart; the runners keep their memory.
 
-        The index keeps the blocks that are known to be computed. Partly filled ones are found by
-        sequences that continue with the same tokens. Steps are counted from 1 again.
+        Nothing is in flight on the runners. The index keeps the blocks that are known to be
+        computed. Partly filled blocks are found by sequences that continue with the same tokens.
+        Steps are counted from 1 again.
         """
         for _, block in self._fresh:
             self.pool.forget(block)
@@ -547,7 +555,8 @@ class BlockManager:
         )
 
     def check(self) -> None:
-        """Raise `ProtocolBug` unless every reference belongs to a table and is counted once."""
+        """Raise `ProtocolBug` unless every reference is counted once and belongs to a block
+        table."""
         self.pool.check(Counter(b for h in self._holdings.values() for b in h.table))
         self.items.check(h.items for h in self._holdings.values())
 

@@ -1,4 +1,4 @@
-"""The pool of blocks: which are held, which are cached, which can be reused."""
+"""The pool of blocks: which blocks are held, which are cached, and which can be reused."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _AFTER_ALL = 1 << 62
 
 
 class BlockPool:
-    """Reference counts, the index of cached content, and the order in which it is evicted.
+    """Reference counts of blocks, the index of cached content, and the order of eviction.
 
     A block is *held* (referenced), *quarantined* (unreferenced, but a step in flight may still use
-    it), *cached* (unreferenced, content indexed) or *free*. Only free and cached blocks are handed
-    out; cached ones least recently used first. A sequence releases its blocks last one first, so
-    within a chain children are older than their parents.
+    it), *cached* (unreferenced, content indexed) or *free*. Only free and cached blocks are
+    allocated: free ones first, then cached ones, least recently used first. A sequence releases its
+    last block first, so within a chain a block is evicted before its parent.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -27,14 +27,14 @@ class BlockPool:
         self._free: deque[int] = deque(range(blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._ticket = [_NOT_QUARANTINED] * blocks
-        """By block: the latest release that quarantined it; earlier ones are void."""
+        """Number of the latest release that quarantined each block; earlier releases are void."""
         self._tickets = 0
         self._quarantine: deque[tuple[int, int, list[int]]] = deque()
-        """(step that must be done before they may be written, ticket, blocks)."""
+        """(step that must be done before the blocks may be written, release number, blocks)."""
         self._completed = 0
         self.evictions = 0
         self.changes: IndexChanges | None = None
-        """Unpublished changes of the index; None if it is not published."""
+        """Unpublished changes of the index; None if the index is not published."""
 
     @property
     def blocks(self) -> int:
@@ -47,20 +47,20 @@ class BlockPool:
         return len(self._free) + len(self._cached)
 
     def find(self, content: bytes) -> int | None:
-        """Return the block that holds this content, whatever its state, or None."""
+        """Return the block that holds this content, whatever the block's state, or None."""
         return self._index.get(content)
 
     def share(self, block: int) -> bool:
-        """Take one more reference; return True if the block was held already."""
+        """Add a reference to a block; return True if the block was already held."""
         held = self._references[block] > 0
         self._references[block] += 1
         self._cached.pop(block, None)
         return held
 
     def allocate(self) -> int:
-        """Hand out a block with one reference; its old content is forgotten.
+        """Return a block with one reference; its old content is removed from the index.
 
-        Raises `ProtocolBug` where there is none: the scheduler spent credits it did not have.
+        Raises `ProtocolBug` if there is none: the scheduler spent credits that it did not have.
         """
         if self._free:
             block = self._free.popleft()
@@ -90,7 +90,7 @@ class BlockPool:
         self._cached.clear()
 
     def remember(self, block: int, content: bytes) -> bool:
-        """Index a block's content, unless it or the block is indexed; return True if it is new."""
+        """Index a block's content unless either is already indexed; return True if it was added."""
         if content in self._index or self._hash[block] is not None:
             return False
         self._index[content] = block
@@ -100,11 +100,11 @@ class BlockPool:
         return True
 
     def content_of(self, block: int) -> bytes | None:
-        """Return the hash by which its content is indexed, or None."""
+        """Return the hash by which the block's content is indexed, or None."""
         return self._hash[block]
 
     def is_held(self, block: int) -> bool:
-        """Return True if a sequence holds a reference."""
+        """Return True if a sequence holds a reference to the block."""
         return self._references[block] > 0
 
     def tell_index(self) -> None:
@@ -113,12 +113,12 @@ class BlockPool:
         self.changes.begin_anew(self._index)
 
     def begin_anew(self) -> None:
-        """End all quarantines, as nothing is in flight, and count steps from 1 again."""
+        """End all quarantines, since nothing is in flight, and count steps from 1 again."""
         self.complete(_AFTER_ALL)
         self._completed = 0
 
     def distrust(self, blocks: set[int]) -> None:
-        """Forget the contents of blocks; cached ones become free."""
+        """Remove the contents of blocks from the index; cached blocks become free."""
         for block in blocks:
             self.forget(block)
             if block in self._cached:
@@ -126,10 +126,10 @@ class BlockPool:
                 self._free.append(block)
 
     def release(self, blocks: list[int], fence: int) -> int:
-        """Drop one reference to each; return the number of blocks that are now unreferenced.
+        """Drop one reference to each block; return the number of blocks that are now unreferenced.
 
-        Those become available once step `fence` is complete. They are evicted in the order of
-        `blocks`.
+        These blocks become available once step `fence` is complete. They are evicted in the order
+        of `blocks`.
         """
         orphans = []
         self._tickets += 1
@@ -146,12 +146,12 @@ class BlockPool:
         return len(orphans)
 
     def complete(self, step: int) -> None:
-        """Step `step` is done, and all before it: end the quarantines that waited for it."""
+        """End the quarantines that waited for steps up to `step`, all of which are done."""
         self._completed = max(self._completed, step)
         while self._quarantine and self._quarantine[0][0] <= self._completed:
             _, ticket, blocks = self._quarantine.popleft()
             for block in blocks:
-                # Held again by a prefix hit, or released again later: not yet.
+                # Skip blocks that a prefix hit holds again, or that were released again later.
                 if not self._references[block] and self._ticket[block] == ticket:
                     self._make_available(block)
 
@@ -163,7 +163,7 @@ class BlockPool:
             self._cached[block] = None
 
     def check(self, holders: dict[int, int]) -> None:
-        """Raise `ProtocolBug` unless the books agree with `holders`: references by block."""
+        """Raise `ProtocolBug` unless the records agree with `holders`, the references by block."""
         for block, count in enumerate(self._references):
             if count != holders.get(block, 0):
                 raise ProtocolBug(

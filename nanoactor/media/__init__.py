@@ -1,1 +1,1 @@
-"""Pictures and videos in prompts, and how their work is divided."""
+"""Pictures and videos in prompts, and how the work of encoding them is divided."""

@@ -1,4 +1,4 @@
-"""Pictures and videos in a prompt: placeholders, positions, and names of blocks."""
+"""Pictures and videos in a prompt: placeholders, positions, and their part in block hashes."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ IMAGE_PLACEHOLDER = "<|image_pad|>"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VisualItem:
-    """A picture or video of known size, not decoded yet."""
+    """A picture or video of known size that is not decoded yet."""
 
     key: bytes
-    """16 bytes that name its content and how it is processed."""
+    """Hash of the item's content and processing, 16 bytes."""
     height: int
-    """In tokens, of the picture or of each temporal patch."""
+    """Height in tokens of the picture, or of each temporal patch of the video."""
     width: int
     times: tuple[float, ...] | None = None
-    """Seconds into a video, one for each temporal patch; None for a picture."""
+    """Time of each temporal patch of a video, in seconds; None for a picture."""
 
     @property
     def tokens(self) -> int:
-        """Rows that the vision tower gives for it."""
+        """Return the number of rows that the vision tower outputs for the item."""
         return self.height * self.width * (1 if self.times is None else len(self.times))
 
 
@@ -46,13 +46,13 @@ class PlacedSpan:
     item: int
     """Index of the item."""
     first_row: int
-    """The item's row for the first token."""
+    """Index of the item's row that belongs to the first token."""
     span: VisualSpan
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExpandedPrompt:
-    """A prompt with a token for each row of its pictures."""
+    """A prompt with one token for each row of its pictures and videos."""
 
     token_ids: Int32
     spans: tuple[PlacedSpan, ...]
@@ -61,12 +61,12 @@ class ExpandedPrompt:
 def expand_prompt(
     token_ids: Int32, items: Sequence[VisualItem], config: VisionConfig, encode: Encode
 ) -> ExpandedPrompt:
-    """Replace each placeholder by as many as its item has rows.
+    """Replace each placeholder with one placeholder for each row of its item.
 
-    The first picture placeholder belongs to the first picture of the items, and so on; those of
-    videos likewise. A video's placeholder becomes, for each temporal patch, its time as text, the
+    The first picture placeholder belongs to the first picture among the items, and so on; the same
+    applies to videos. A video's placeholder becomes, for each temporal patch, its time as text, the
     start token, placeholders and the end token. `encode` returns the ids of such a text. Raises
-    `InvalidRequest` if placeholders and items disagree.
+    `InvalidRequest` if the numbers of placeholders and items differ.
     """
     at = np.flatnonzero(np.isin(token_ids, (config.image_token_id, config.video_token_id)))
     _check(token_ids[at], items, config)
@@ -98,8 +98,8 @@ def expand_prompt(
 def _pieces(
     item: VisualItem, config: VisionConfig, encode: Encode
 ) -> Iterator[tuple[Int32, int | None]]:
-    """Yield the pieces that replace a placeholder: ids, and the first of the item's rows that they
-    stand for, or None for text."""
+    """Yield the pieces that replace a placeholder: token ids, and the index of the first of the
+    item's rows that they represent, or None for text."""
     rows = item.height * item.width
     if item.times is None:
         yield np.full(rows, config.image_token_id, np.int32), 0
@@ -125,8 +125,8 @@ def _check(placeholders: Int32, items: Sequence[VisualItem], config: VisionConfi
 
 
 def patch_times(times: Sequence[float], together: int) -> tuple[float, ...]:
-    """Return the time of each temporal patch: the mean of its first and its last frame's, in
-    seconds. The last frame is repeated if frames do not fill a patch."""
+    """Return the time of each temporal patch in seconds: the mean of the times of its first and
+    last frames. The last frame is repeated if the frames do not fill a patch."""
     padded = [*times, *[times[-1]] * (-len(times) % together)]
     firsts, lasts = padded[::together], padded[together - 1 :: together]
     return tuple((first + last) / 2 for first, last in zip(firsts, lasts, strict=True))
@@ -150,7 +150,7 @@ def items_message(
 
 
 def visual_spans(items: Items) -> list[VisualSpan]:
-    """Return the items' spans as `nanoactor.models.vision.mrope` expects them."""
+    """Return the spans of the items, in the form that `nanoactor.models.vision.mrope` expects."""
     grids = items.grids.tolist()
     return [
         VisualSpan(start, grids[item][1], grids[item][2]) for item, _, start in items.spans.tolist()
@@ -158,9 +158,9 @@ def visual_spans(items: Items) -> list[VisualSpan]:
 
 
 def block_extras(items: Items, block_size: int) -> dict[int, bytes]:
-    """Return, by block, the bytes that distinguish it from blocks of the same ids: for each span in
-    it the item's key, its shape, and the first of its rows. The block's offset within a span
-    follows from the blocks before, which its name depends on."""
+    """Return, by block index, the bytes that distinguish a block from others with the same ids: for
+    each span in it, the item's key, the span's height and width, and its first row. Offsets of
+    blocks within a span follow from the preceding blocks, on which a block's hash depends."""
     extras: dict[int, bytes] = {}
     for (item, first, _), span in zip(items.spans.tolist(), visual_spans(items), strict=True):
         numbers = (span.height, span.width, first)

@@ -1,4 +1,4 @@
-"""Units of the tower's work on an item, so that no step encodes for long."""
+"""Division of the vision tower's work on an item into units, so that no step encodes for long."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from nanoactor.models.vision.image_config import ImageConfig
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EncoderLimits:
-    """The encoder cache, and what a step may add to it. No pages: the model has no tower."""
+    """Size of the encoder cache, and limits of a step. 0 pages mean that the model has no tower."""
 
     pages: int = 0
     page_rows: int = 1
+    """Number of rows in a page."""
     budget: int = 1
-    """Most rows that a step encodes."""
+    """Maximum number of rows that a step encodes."""
     depth: int = 1
-    """Blocks of the tower."""
+    """Number of blocks in the tower."""
     ranks: int = 1
     short: int = 0
-    """So few tokens before a picture that is not encoded yet are not worth a step of their own."""
+    """If at most this many tokens precede a picture that is not encoded yet, they wait for it."""
 
 
 NO_ENCODER = EncoderLimits()
@@ -29,23 +30,23 @@ NO_ENCODER = EncoderLimits()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EncodeUnits:
-    """An item's units, which are encoded in order.
+    """The units of an item, which are encoded in order.
 
-    A temporal patch attends to itself alone, so it is a unit. One that is larger than a step's
-    budget is several: a part of the tower's blocks each, all of its patches.
+    A temporal patch attends only to itself, so it is one unit. If it is larger than a step's
+    budget, it is several units, each of which runs a part of the tower's blocks on all its patches.
     """
 
     frames: int
-    """Temporal patches; 1 for a picture."""
+    """Number of temporal patches; 1 for a picture."""
     rows: int
-    """Rows of a temporal patch that the tower outputs: tokens."""
+    """Number of rows, and thus tokens, that the tower outputs for a temporal patch."""
     parts: int
-    """Units of a temporal patch."""
+    """Number of units of a temporal patch."""
 
     @classmethod
     def of(cls, grid: tuple[int, int, int], budget: int, depth: int) -> EncodeUnits:
-        """Divide an item with a `grid` of (temporal patches, rows, columns) of tokens, if a step
-        may encode `budget` rows and the tower has `depth` blocks."""
+        """Divide an item whose tokens are a `grid` of (temporal patches, rows, columns). A step may
+        encode `budget` rows, and the tower has `depth` blocks."""
         frames, height, width = grid
         rows = height * width
         return cls(frames, rows, min(depth, -(-rows // budget)))
@@ -54,7 +55,7 @@ class EncodeUnits:
     def of_pixels(
         cls, shape: Sequence[int], images: ImageConfig, vision: VisionConfig, budget: int
     ) -> EncodeUnits:
-        """Do the same from the shape of an item's pixels, (frames, height, width, channels)."""
+        """Divide an item whose pixels have the shape (frames, height, width, channels)."""
         frames, height, width, _ = shape
         side, together = images.factor, vision.temporal_patch_size
         grid = -(-frames // together), height // side, width // side
@@ -67,11 +68,11 @@ class EncodeUnits:
 
     @property
     def all_rows(self) -> int:
-        """Return the rows of the whole item."""
+        """Return the number of rows of the whole item."""
         return self.frames * self.rows
 
     def cost(self, budget: int) -> int:
-        """Return the cost of a unit in rows of a step's budget."""
+        """Return how many rows of a step's budget a unit takes."""
         return min(self.rows, budget)
 
     def rows_after(self, units: int) -> int:
@@ -79,10 +80,9 @@ class EncodeUnits:
         return units // self.parts * self.rows
 
     def whole(self, units: int) -> int:
-        """Return the number of the first `units` units that belong to completed temporal
-        patches."""
+        """Return how many of the first `units` units belong to complete temporal patches."""
         return units // self.parts * self.parts
 
     def blocks(self, part: int, depth: int) -> range:
-        """Return which of the tower's blocks a part runs."""
+        """Return the indices of the tower's blocks that a part runs."""
         return range(part * depth // self.parts, (part + 1) * depth // self.parts)

@@ -1,7 +1,7 @@
 """Messages about constrained sequences: those that must follow a grammar.
 
 `position` is the index of a token in its sequence, prompt included. A mask is a row of int32 words:
-bit t % 32 of word t // 32 is set if id t may be chosen.
+bit t % 32 of word t // 32 is set if token id t may be sampled.
 """
 
 from __future__ import annotations
@@ -12,46 +12,47 @@ from numpy.typing import NDArray
 from nanoactor.runtime.codec import message
 
 MAX_RUN = 64
-"""Most tokens forced in a row before one must be sampled again."""
+"""Maximum number of tokens forced in a row before one must be sampled again."""
 MAX_REASON = 1000
-"""Most characters of the reason why a grammar cannot be used."""
+"""Maximum number of characters of the reason why a grammar cannot be used."""
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
 
 @message(80, by="uid")
 class OpenGrammar:
-    """Scheduler to grammar: a sequence's tokens will follow; its first mask is wanted."""
+    """Scheduler to grammar: the tokens of a sequence will follow; its first mask is requested."""
 
     uid: int
     grammar: str
     """Text as written by `GrammarSpec.to_text`."""
     position: int
-    """Position of the next chosen token, less the number of `token_ids`; -1: its text is free,
-    `BeginGrammar` reports when that ends."""
+    """Position of the next sampled token minus the number of `token_ids`; -1 if the sequence is in
+    free text, whose end `BeginGrammar` reports."""
     token_ids: Int32
-    """The grammar's tokens so far, if the sequence continues after a restart."""
+    """Tokens that the grammar covers so far, if the sequence continues after a restart."""
     jumps: bool
-    """True if ids that are the only valid ones are sent as `ForcedTokens`."""
+    """Whether token ids that are the only valid ones are sent as `ForcedTokens`."""
     end: int
-    """The position after the last token that the sequence may have."""
+    """Position after the last token that the sequence may have."""
 
 
 @message(91, by="uid")
 class BeginGrammar:
-    """Scheduler to grammar: a sequence's free text is finished; its next mask is wanted."""
+    """Scheduler to grammar: a sequence's free text is finished; its next mask is requested."""
 
     uid: int
     position: int
-    """Position of the next chosen token."""
+    """Position of the next sampled token."""
     token_ids: Int32
-    """The grammar's tokens since the last one sent: those that start and end the free text, as far
-    as the grammar has them."""
+    """Tokens that the grammar covers since the last one sent: those that start and end the free
+    text, if they are part of the grammar."""
 
 
 @message(81)
 class GrammarTokens:
-    """Scheduler to grammar: a new token of each of these sequences; their next masks are wanted."""
+    """Scheduler to grammar: a new token of each of these sequences; their next masks are
+    requested."""
 
     uids: Int64
     positions: Int32
@@ -64,7 +65,7 @@ class ForcedTokens:
 
     uids: Int64
     positions: Int32
-    """Position of each sequence's first one."""
+    """Position of each sequence's first forced token."""
     counts: Int32
     token_ids: Int32
     """The tokens of all sequences, one sequence after the other."""
@@ -79,14 +80,14 @@ class CloseGrammars:
 
 @message(83)
 class Masks:
-    """Grammar to every runner: masks, and the sequences that get no more."""
+    """Grammar to every runner: masks, and the sequences that get no more masks."""
 
     uids: Int64
     positions: Int32
     masks: Int32
     """Bitmasks, (masks, words)."""
     closed: Int64
-    """Sequences with nothing to follow this message."""
+    """Uids of sequences for which no further masks follow."""
 
 
 @message(84)
@@ -105,17 +106,17 @@ class GrammarsFailed:
     uids: Int64
     errors: list[str]
     refused: Int64
-    """Those of `uids` that failed because of the machine, not their grammar."""
+    """Subset of `uids` that failed because of the machine, not because of their grammar."""
 
 
 @message(86)
 class DropMasks:
-    """Scheduler to every runner, by way of the block manager: no later step names these
-    sequences."""
+    """Scheduler to every runner, by way of the block manager: drop the masks of these sequences,
+    which no later step uses."""
 
     uids: Int64
 
 
 @message(87)
 class MaskClock:
-    """The scheduler's clock: half of the time that a mask may take has passed."""
+    """Timer of the scheduler: half of the time that a mask may take has passed."""

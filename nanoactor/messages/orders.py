@@ -14,7 +14,7 @@ class Pause:
 
 @message(18)
 class ForgetIndex:
-    """Frontend to scheduler, which passes it on to the block manager: no later request reuses what
-    was computed so far. Sent again after a process has died; each number counts once."""
+    """Frontend to scheduler, which forwards it to the block manager: no later request reuses any
+    earlier results. Sent again after a process has died; each number takes effect once."""
 
     number: int

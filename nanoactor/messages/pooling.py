@@ -1,4 +1,4 @@
-"""Vectors on their way from the device to the user: parts of messages."""
+"""Parts of messages that carry pooled vectors from the device to the user."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ class StepVectors:
     rows: Int32
     """Indices of the rows, ascending; see `nanoactor.messages.rows.StepRows`."""
     values: Float32
-    """(rows, width): the state of one position; for means, the sum of the row's states."""
+    """(rows, width): the state of one position of each row, or logits computed from it; for mean
+    pooling, the sum of the row's states."""
 
 
 @message(54)
 class RequestVectors:
-    """Complete pooled results."""
+    """Pooled results that are complete."""
 
     uids: Int64
     values: Float32
@@ -34,7 +35,7 @@ class RequestVectors:
 
     @classmethod
     def of(cls, pooled: Sequence[tuple[int, Float32]]) -> RequestVectors | None:
-        """Return the message of vectors with their uids; None if there are none."""
+        """Return a message with these (uid, vector) pairs; None if there are none."""
         if not pooled:
             return None
         uids, values = zip(*pooled, strict=True)

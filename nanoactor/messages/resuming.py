@@ -10,14 +10,14 @@ from nanoactor.runtime.codec import message
 
 @message(9)
 class ToldTokens:
-    """The tokens of a sequence that were emitted to its user."""
+    """The tokens of a sequence that were emitted to the user."""
 
     token_ids: NDArray[np.int32]
 
 
 @message(16)
 class Resume:
-    """Frontend to scheduler, the first message after a restart: the requests that live on."""
+    """Frontend to scheduler, as the first message after a restart: the requests that continue."""
 
     below: int
     """Requests with uids below this number are dropped, except those in `living`."""

@@ -1,7 +1,8 @@
-"""The rows of a step: what each computes and returns, and how they are sent.
+"""The rows of a step: what each row computes and returns, and how rows are sent.
 
-A row computes `count` positions of one slot's sequence from `start` on. Prompt chunks, decode rows,
-forced tokens, copies and choices under a mask are all rows, and their order means nothing.
+A row computes `count` positions of the sequence in one slot, from `start` on. Prompt chunks, decode
+rows, forced tokens, copies and choices under a mask are all rows, and the order of rows has no
+meaning.
 """
 
 from __future__ import annotations
@@ -21,21 +22,22 @@ _NOT_DECODING = -1
 
 
 class Want(enum.IntFlag):
-    """Flags of a row."""
+    """Flags that determine what a row computes and returns."""
 
     SAMPLE = 1
-    """Choose the token after the row's last position. A row without positions chooses it under a
-    mask, from the state that its slot keeps."""
+    """Sample the token after the row's last position. A row without positions samples it under a
+    mask, from the state kept in its slot."""
     KEEP = 2
-    """Keep the state of its last position in its slot, for a later choice."""
+    """Keep the state of the row's last position in its slot, to sample from it later."""
     SCORE = 4
-    """Score the successors of the row's positions, except that of the prompt's last position. The
-    successor of the row's own last position is sent after the row's tokens."""
+    """Score the tokens that follow the row's positions, except the one after the prompt's last
+    position. The token after the row's own last position is sent after the row's tokens."""
     DECODE = 8
-    """Compute the token that an earlier step chose, which the host may not know yet. The row is
-    repeated one position further in every later step until its slot leaves."""
+    """Compute the position of the token that an earlier step sampled, which the host may not know
+    yet. The row is repeated in every later step, one position further each time, until its slot
+    leaves."""
     POOL = 16
-    """Return the pooled vector of its positions."""
+    """Return the pooled vector of the row's positions."""
 
 
 # NumPy is five times as fast with plain numbers as with an `IntFlag`.
@@ -66,7 +68,7 @@ class Rows:
 
     @property
     def copies(self) -> Flags:
-        """Select the rows that are copies."""
+        """Return a mask of the rows that are copies."""
         if not len(self.sources):
             return np.zeros(len(self), np.bool_)
         copies: Flags = self.sources >= 0
@@ -74,7 +76,7 @@ class Rows:
 
     @property
     def choices(self) -> Flags:
-        """Select the rows that choose from the state that their slots keep."""
+        """Return a mask of the rows that sample from the state kept in their slots."""
         choices: Flags = (self.counts == 0) & ~self.copies
         return choices
 
@@ -86,7 +88,7 @@ class Rows:
         return sent
 
     def take(self, index: NDArray[np.integer] | Flags) -> Rows:
-        """Return some of the rows."""
+        """Return the rows that `index` selects."""
         sources = self.sources[index] if len(self.sources) else self.sources
         return Rows(
             self.slots[index], self.starts[index], self.counts[index], self.wants[index], sources
@@ -98,8 +100,8 @@ NO_ROWS = Rows(_NOTHING, _NOTHING, _NOTHING, np.empty(0, np.uint8), _NOTHING)
 
 
 class StepRows(NamedTuple):
-    """All rows of a step: those that decode, by slot, then the others in the order sent. Results
-    name rows by their place in this order."""
+    """All rows of a step: decode rows in the order of their slots, then the other rows in the order
+    in which they were sent. Results refer to rows by their index in this order."""
 
     decode_slots: Long
     """Slots of the decode rows, in ascending order."""
@@ -112,7 +114,7 @@ class StepRows(NamedTuple):
 
     @property
     def counts(self) -> Int32:
-        """Return the number of tokens that each row yields; empty if it is one for each."""
+        """Return the number of tokens that each row yields; empty if each row yields one."""
         if not len(self.others):
             return _NOTHING
         samples = self.others.wants & SAMPLE > 0
@@ -123,19 +125,20 @@ class StepRows(NamedTuple):
 
 
 class RowExpander:
-    """Restores all rows of each step from the rows that were sent and the slots that leave.
+    """Expands the rows that were sent, and the slots that leave, to all rows of each step.
 
-    The inverse is `compressed`. Steps must come in order.
+    The inverse is `compressed`. Steps must be expanded in order.
     """
 
     def __init__(self, slots: int) -> None:
         self._by_slot = np.full(slots, _NOT_DECODING, np.int64)
         self._slots: Long = np.empty(0, np.int64)
         self._starts: Long = np.empty(0, np.int64)
-        """Starts of the next step's decode rows."""
+        """Start positions of the next step's decode rows."""
 
     def expand(self, rows: Rows, leaves: Int32) -> StepRows:
-        """Return the rows of the next step; a steady one takes a single array operation."""
+        """Return all rows of the next step. If no slot joins or leaves, this takes a single array
+        operation."""
         joins = rows.wants & DECODE > 0 if len(rows) else None
         if joins is not None and joins.any():
             self._change(leaves, rows.take(joins))
@@ -157,10 +160,10 @@ class RowExpander:
 def compressed(
     before: Flags, now: Flags, starts: NDArray[np.integer], others: Rows
 ) -> tuple[Rows, Int32]:
-    """Return the rows to send, and the slots that leave.
+    """Return the rows to send, and the slots that leave the decode batch.
 
-    `before` and `now` select the slots that decode in the previous step and in this one, and
-    `starts` are the positions by slot at which those of this step start.
+    `before` and `now` select the slots that decode in the previous step and in this one. `starts`
+    holds, by slot, the start positions of this step's decode rows.
     """
     changed = np.flatnonzero(before != now).astype(np.int32)
     joins = changed[now[changed]]
@@ -185,7 +188,7 @@ def compressed(
 
 
 def counted_up(begins: NDArray[np.integer], counts: NDArray[np.integer]) -> Long:
-    """Concatenate a range of `counts` numbers from each of `begins`."""
+    """Concatenate the ranges of `counts` consecutive numbers that start at `begins`."""
     if len(counts) == 1:
         begin = int(begins[0])
         return np.arange(begin, begin + int(counts[0]))

@@ -1,4 +1,4 @@
-"""Log-probabilities on their way from the device to the user: messages, and parts of messages."""
+"""Messages, and parts of messages, that carry log-probabilities from the device to the user."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Float32 = NDArray[np.float32]
 
 @message(7)
 class TokenScores:
-    """Log-probabilities of tokens in the model's own distribution, before temperature and all
+    """Log-probabilities of tokens in the model's own distribution, before temperature and any
     rules."""
 
     logprobs: Float32
@@ -35,36 +35,36 @@ class ScoreRequests:
     rows: Int32
     """Indices into the admitted sequences."""
     output: Int32
-    """Number of top tokens returned with each output token; -1: none."""
+    """Number of top tokens returned with each output token; -1 for no log-probabilities."""
     prompt: Int32
-    """Number of top tokens returned with each prompt token; -1: none."""
+    """Number of top tokens returned with each prompt token; -1 for no log-probabilities."""
 
 
 @message(35)
 class StepScores:
-    """The log-probabilities of a step: of prompt tokens, then of sampled tokens."""
+    """Log-probabilities of a step: first those of prompt tokens, then those of sampled tokens."""
 
     rows: Int32
-    """The row of each sampled token."""
+    """Index of the row of each sampled token."""
     scores: TokenScores
 
 
 @message(53)
 class RequestScores:
-    """Log-probabilities on their way to their requests, in runs."""
+    """Log-probabilities in runs, each of one request."""
 
     uids: Int64
     prompts: NDArray[np.bool_]
-    """True for a run of prompt scores that continues an earlier one; False for the score of the
-    output token that it travels with."""
+    """For each run: True for prompt scores, which continue an earlier run, and False for the score
+    of an output token in the same message."""
     counts: Int32
     scores: TokenScores
 
 
 @message(64)
 class ToldScores:
-    """Log-probabilities with the bytes of all tokens in them; in runs, as in `RequestScores`.
-    Those of output are one for each of the delta's `token_ids`."""
+    """Log-probabilities in runs, as in `RequestScores`, with the bytes of all their tokens. Output
+    runs have one score for each of the delta's `token_ids`."""
 
     uids: Int64
     prompts: NDArray[np.bool_]
@@ -74,5 +74,5 @@ class ToldScores:
     pieces: bytes
     """The bytes of each token, then of its top tokens; empty if there is no tokenizer."""
     lengths: Int32
-    """Number of `pieces` that belong to each token."""
+    """Length in bytes of each token in `pieces`."""
     scores: TokenScores

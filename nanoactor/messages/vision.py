@@ -1,4 +1,4 @@
-"""The messages about pictures and videos; those of all requests are in `engine.py`."""
+"""Messages about images and videos; the messages for all requests are in `engine.py`."""
 
 from __future__ import annotations
 
@@ -13,30 +13,32 @@ Int64 = NDArray[np.int64]
 
 @message(4)
 class Items:
-    """The pictures and videos of one request, in the order in which they were given; nothing is
+    """The images and videos of one request, in the order in which they were given; they are not
     decoded."""
 
     keys: NDArray[np.uint8]
     """(items, 16): hash of each item's content and processing."""
     grids: Int32
-    """(items, 3): temporal patches, and the rows and columns of tokens in each."""
+    """(items, 3): number of temporal patches, and rows and columns of tokens in each patch."""
     spans: Int32
-    """(spans, 3), in the order of the prompt: which item, its row that comes first here, and the
-    index of that token in the prompt. A span is as long as a temporal patch."""
+    """(spans, 3), in the order of the prompt: index of the item, the first of the item's rows in
+    this span, and the index of that row's token in the prompt. A span is as long as a temporal
+    patch."""
     rope_delta: int
-    """Offset from a later token's index to its rotary position."""
+    """Rotary position minus token index for tokens after the prompt."""
     worker: int
     """Index of the vision worker that holds the bytes."""
 
 
 @message(25)
 class EncodeSlices:
-    """The parts of pictures and videos that a step encodes before anything else; a row each."""
+    """Parts of images and videos that a step encodes before anything else, one row for each
+    part."""
 
     numbers: Int64
-    """Number of the object in the encoder cache."""
+    """Id of each slice's item in the encoder cache."""
     pixels: Int64
-    """Number of the `WantPixels` that the slice's pixels come from."""
+    """Number of the `WantPixels` message that requested each slice's pixels."""
     firsts: Int32
     """Index of the first unit of each slice (see `nanoactor.media.units`)."""
     counts: Int32
@@ -45,44 +47,46 @@ class EncodeSlices:
 
 @message(33)
 class VisionStep:
-    """The work of a step on pictures and videos: it encodes first, then prompts read."""
+    """The work of a step on images and videos: they are encoded first, then prompt tokens read the
+    results."""
 
     slices: EncodeSlices
     page_counts: Int32
-    """Number of `pages` that belong to each slice's object: its rows are in these pages, in this
+    """Number of `pages` that belong to each slice's item, whose rows are in these pages, in this
     order."""
     pages: Int32
     tokens: Int32
-    """Indices of the step's prompt tokens that take rows of the encoder cache."""
+    """Indices of the step's prompt tokens that read rows of the encoder cache."""
     rows: Int32
-    """Row of the encoder cache for each of `tokens`: page x rows of a page + offset."""
+    """Row of the encoder cache for each of `tokens`: page x rows per page + offset."""
     positions: Int32
     """Rotary positions of all prompt tokens of the step, (3, tokens): time, height, width."""
 
 
 @message(41)
 class EncoderCredits:
-    """The items that matches found, and the encoder cache's pages that are given back."""
+    """The items that were found for admitted sequences, and the pages of the encoder cache that are
+    released."""
 
     items: Int32
-    """Number of items of each answered match."""
+    """Number of items of each admitted sequence."""
     refunds: Int32
-    """Number of debited pages of each match that are shared, or that none of its tokens will
-    read."""
+    """Number of pages debited for each admitted sequence that are shared, or that none of its
+    tokens will read."""
     numbers: Int64
-    """Number of each item's object in the encoder cache; negative if all of its tokens are computed
+    """Id of each item in the encoder cache; negative if all of the item's tokens are computed
     already."""
     units: Int32
-    """Number of each item's units that the planned steps encode."""
+    """Number of units of each item that the planned steps encode."""
     freed: Int32
-    """Pages that became free."""
+    """Number of pages that each release makes free."""
     fences: Int32
-    """Step that must be done before each of `freed` may be rewritten."""
+    """Step that must be finished before the pages of each release may be overwritten."""
 
 
 @message(70, by="uid")
 class MediaPiece:
-    """Frontend to vision worker: some bytes of an item, in order."""
+    """Frontend to vision worker: one part of an item's bytes; the parts are sent in order."""
 
     uid: int
     item: int
@@ -90,23 +94,23 @@ class MediaPiece:
     tokenizer: int
     """Index of the tokenizer to notify; negative if it was notified before."""
     form: str
-    """"" for a file in a format of its own; else "RGB", "RGBA" or "L" for pixels."""
+    """"" for a file in an image or video format; otherwise "RGB", "RGBA" or "L" for raw pixels."""
     shape: tuple[int, ...]
-    """Height and width of pixels."""
+    """Height and width of raw pixels."""
     area: tuple[int, int]
-    """The smallest and the largest area, in pixels, to which it may be resized."""
+    """The smallest and the largest area, in pixels, to which the item may be resized."""
     frames: tuple[int, ...]
-    """Size in bytes of each frame of a video; empty for a picture."""
+    """Size in bytes of each frame of a video; empty for an image."""
     size: int
-    """Size of the whole, in bytes."""
+    """Size of the whole item in bytes."""
     offset: int
     data: NDArray[np.uint8]
 
 
 @message(71)
 class ItemsRead:
-    """Vision worker to tokenizer: the items found, as determined from their bytes and headers
-    alone."""
+    """Vision worker to tokenizer: the items that were identified, from their bytes and headers
+    only."""
 
     worker: int
     uids: Int64
@@ -116,14 +120,14 @@ class ItemsRead:
     grids: Int32
     """(items, 3), as in `Items`."""
     errors: list[str]
-    """The reason why each item cannot be used; empty if it can."""
+    """Reason why each item cannot be used; empty if the item can be used."""
     refused: NDArray[np.uint8]
-    """Of each item: whether the machine is to blame, not the item."""
+    """Whether the cause of each error is the machine, not the item."""
 
 
 @message(72)
 class ResendMedia:
-    """Vision worker to frontend: the bytes of these items are wanted again."""
+    """Vision worker to frontend: send the bytes of these items again."""
 
     uids: Int64
     items: Int32
@@ -134,7 +138,7 @@ class WantPixels:
     """Scheduler to vision worker: decode an item and send its pixels to the runners."""
 
     pixels: int
-    """Number that identifies them from here on; never reused."""
+    """Number that identifies the pixels from now on; never reused."""
     uid: int
     item: int
     key: bytes
@@ -142,32 +146,33 @@ class WantPixels:
 
 @message(74)
 class CancelPixels:
-    """Scheduler to vision worker: these pixels are no longer wanted."""
+    """Scheduler to vision worker: these pixels are no longer needed."""
 
     pixels: Int64
 
 
 @message(75)
 class Pixels:
-    """Vision worker to every runner: some bytes of decoded pixels, in order."""
+    """Vision worker to every runner: one part of an item's decoded pixels; the parts are sent in
+    order."""
 
     pixels: int
     shape: tuple[int, ...]
-    """Frames, height, width, channels, of the whole."""
+    """Shape of all pixels of the item: frames, height, width, channels."""
     offset: int
     data: NDArray[np.uint8]
 
 
 @message(76)
 class NoPixels:
-    """Vision worker to every runner: these will not come."""
+    """Vision worker to every runner: these pixels will not be sent."""
 
     pixels: Int64
 
 
 @message(77)
 class ItemsReady:
-    """Runner to scheduler: it holds these pixels."""
+    """Runner to scheduler: the runner holds these pixels."""
 
     rank: int
     pixels: Int64
@@ -175,19 +180,19 @@ class ItemsReady:
 
 @message(78)
 class ItemsFailed:
-    """Vision worker to scheduler: these cannot be decoded, and why."""
+    """Vision worker to scheduler: pixels that cannot be decoded, and the reasons."""
 
     pixels: Int64
     errors: list[str]
     refused: Int64
-    """Those that failed because of the machine, not the picture."""
+    """Subset of `pixels` that failed because of the machine, not because of the image or video."""
 
 
 @message(79)
 class DropPixels:
-    """Scheduler to every runner, by way of the block manager: forget these pixels, which may not
-    have arrived yet. No later step names them, and half-encoded items restart."""
+    """Scheduler to every runner, by way of the block manager: drop these pixels, which may not have
+    arrived yet. No later step uses them, and half-encoded temporal patches are encoded again."""
 
     pixels: Int64
     numbers: Int64
-    """Number of each one's object in the encoder cache."""
+    """Id of each item in the encoder cache."""

@@ -1,4 +1,4 @@
-"""The files of a model's directory: its location, the model's sizes, and its defaults."""
+"""The files of a model's directory: where they are, and the configuration and defaults in them."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ log = logging.getLogger("nanoactor.engine")
 
 DEMO = "demo"
 DEMOS = {DEMO: "demo", "demo-vl": "demo_vl"}
-"""Models that come with the package, and their directories."""
+"""Models that are part of the package, and their directories."""
 
 
 READ = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
-"""Patterns of the files that are read."""
+"""Name patterns of the files that are read."""
 FilePrint = tuple[int, int, int]
-"""Size, time of the last change in ns, inode."""
+"""Fingerprint of a file: size in bytes, modification time in ns, and inode."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model's directory and what its JSON files say."""
+    """A model's directory and the contents of its JSON files."""
 
     directory: Path
     config: ModelConfig
@@ -56,18 +56,18 @@ class ModelFiles:
     videos: VideoConfig | None = None
     """Parameters for sampling and resizing video frames; None for a model without video input."""
     lowers_length: bool = False
-    """True if `max_model_len` is lowered to the capacity of the KV cache."""
+    """Whether `max_model_len` is lowered to the capacity of the KV cache."""
     chat_template: str | None = None
-    """The source of the template in place of the model's own."""
+    """Source of the chat template that replaces the model's own; None if none was given."""
     pooling: PoolingConfig | None = None
     """Pooling configuration; None for a model that only generates text."""
     generates: bool = True
-    """True if the model generates text."""
+    """Whether the model generates text."""
     has_slot_state: bool = False
-    """True if layers keep per-sequence state outside of the blocks, which rules out prefix-cache
+    """Whether layers keep per-sequence state outside the blocks, which rules out prefix cache
     hits."""
     prints: Mapping[Path, FilePrint] = dataclasses.field(default_factory=dict)
-    """Fingerprints of all files that processes read, from when the engine was made."""
+    """Fingerprints of all files that processes read, taken when the engine was created."""
 
     @property
     def placeholders(self) -> tuple[int, ...]:
@@ -76,7 +76,7 @@ class ModelFiles:
         return () if vision is None else (vision.image_token_id, vision.video_token_id)
 
     def fitted(self, tokens: int) -> ModelFiles:
-        """Return the files for an engine with a KV cache of `tokens` tokens."""
+        """Return the files for a KV cache of `tokens` tokens; `max_model_len` may be lowered."""
         if not self.lowers_length or tokens >= self.max_model_len:
             return self
         return dataclasses.replace(self, max_model_len=tokens)
@@ -85,8 +85,8 @@ class ModelFiles:
 def read_model_files(config: EngineConfig) -> ModelFiles:
     """Find the model and read its configuration; convert its tokenizer if necessary.
 
-    Raises `ModelError` if files are missing or malformed, `InvalidConfig` if the engine's options
-    do not fit the model.
+    Raises `ModelError` if files are missing or malformed, and `InvalidConfig` if the engine's
+    options do not fit the model.
     """
     directory = resolve_model(config.model, config.revision, config.download_dir)
     model = read_config(directory)
@@ -132,8 +132,8 @@ def read_model_files(config: EngineConfig) -> ModelFiles:
 
 
 def _pooling(config: EngineConfig, directory: Path, tokenizer: Path | None) -> PoolingConfig | None:
-    """Return the model's pooling configuration, with the ids of the tokens that scores are made
-    from."""
+    """Return the model's pooling configuration, with the ids of the tokens from which scores are
+    computed."""
     found = read_pooling(directory, config.pooling)
     if found is None or not found.scores:
         return found
@@ -141,10 +141,10 @@ def _pooling(config: EngineConfig, directory: Path, tokenizer: Path | None) -> P
 
 
 def _judgements(directory: Path, tokenizer: Path | None) -> tuple[int, ...]:
-    """Return the token ids of a reranker's verdicts."""
+    """Return the token ids of a reranker's judgments."""
     if tokenizer is None:
         raise InvalidConfig('pooling "yes_no" needs the tokenizer (skip_tokenizer_init)')
-    from nanoactor.text.tokenizer import load_tokenizer  # control processes stay light
+    from nanoactor.text.tokenizer import load_tokenizer  # not imported by control processes
 
     known = load_tokenizer(tokenizer)
     ids = [token for word in JUDGEMENTS if (token := known.token_to_id(word)) is not None]
@@ -157,7 +157,7 @@ def _judgements(directory: Path, tokenizer: Path | None) -> tuple[int, ...]:
 
 
 def _generation(config: EngineConfig, directory: Path) -> GenerationConfig:
-    """Return the defaults recommended by the model's authors or overridden by its users."""
+    """Return the defaults recommended by the model's authors, or set by the engine's options."""
     place = Path(config.generation_config)
     overrides = dict(config.override_generation_config or {})
     if config.generation_config in ("auto", "vllm"):
@@ -176,7 +176,7 @@ def _generation(config: EngineConfig, directory: Path) -> GenerationConfig:
 
 
 def _chat_template(given: str | None) -> str | None:
-    """Return the source of a template that is given as a file or as itself."""
+    """Return the source of a chat template; `given` is a file name or the source itself."""
     if given is None:
         return None
     if any(mark in given for mark in "{}\n"):
@@ -188,7 +188,7 @@ def _chat_template(given: str | None) -> str | None:
 
 
 def _tokenizers(config: EngineConfig, directory: Path) -> Path:
-    """Return the directory in which the tokenizer's files are."""
+    """Return the directory of the tokenizer's files."""
     if config.tokenizer is None or config.tokenizer == config.model:
         return directory
     return resolve_model(config.tokenizer, download_dir=config.download_dir, weights=False)
@@ -205,7 +205,7 @@ def _prints(directories: Iterable[Path]) -> dict[Path, FilePrint]:
 
 
 def file_print(path: Path) -> FilePrint:
-    """Return a fingerprint of a file's metadata. Raises `OSError`."""
+    """Return a file's fingerprint. Raises `OSError` if its metadata cannot be read."""
     told = path.stat()
     return told.st_size, told.st_mtime_ns, told.st_ino
 
@@ -228,7 +228,7 @@ def _with_tokenizers(
     eos: tuple[int, ...], tokenizer: Path | None, vocabulary: int
 ) -> tuple[int, ...]:
     """Return the end-of-sequence ids, including the tokenizer's own, as in vLLM: some tools for
-    fine-tuning chat models only write it there."""
+    fine-tuning chat models write the id only there."""
     found = None if tokenizer is None else end_token(tokenizer)
     if found is None or found.id in eos or found.id >= vocabulary:
         return eos
@@ -255,7 +255,7 @@ def _length(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def _limit(model: ModelConfig) -> str:
-    """Name the setting that limits the length of sequences."""
+    """Return the end of an error message: which setting limits the length of sequences."""
     if model.longest == model.window:
         return "sliding_window lets every token see"
     if model.longest != model.max_positions:
@@ -266,8 +266,8 @@ def _limit(model: ModelConfig) -> str:
 def max_prompt_bytes(files: ModelFiles) -> int:
     """Return the maximum length, in bytes, of a text that is accepted for tokenizing.
 
-    Prose has 3 to 5 bytes per token, deeply indented code perhaps 10; text with more than 32
-    throughout (nothing but spaces, say) is rejected unread.
+    Prose has 3 to 5 bytes per token, deeply indented code perhaps 10. Longer text, with more than
+    32 throughout (only spaces, for example), is rejected without being tokenized.
     """
     return max(1 << 16, 32 * files.max_model_len)
 
@@ -275,10 +275,11 @@ def max_prompt_bytes(files: ModelFiles) -> int:
 def resolve_model(
     name: str, revision: str | None = None, download_dir: str | None = None, weights: bool = True
 ) -> Path:
-    """Return a model's directory: as given, a demo, or from the Hugging Face cache or hub.
+    """Return a model's directory: the given one, a demo's, or one in the Hugging Face cache, to
+    which the model is downloaded if necessary.
 
-    Without `weights`, only its other files are needed. Raises `ModelError`, which describes a file
-    or directory that holds no model.
+    Without `weights`, only the other files are needed. Raises `ModelError` if there is no model,
+    with a description of what was found instead.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -308,7 +309,7 @@ _KINDS_OF_FILES = {
 
 
 def _check_kind(directory: Path) -> None:
-    """Raise `ModelError`, with a description, for a directory without a model's `config.json`."""
+    """Raise `ModelError` for a directory without `config.json` if its contents show the reason."""
     if (directory / "config.json").exists():
         return
     if (directory / "adapter_config.json").exists():

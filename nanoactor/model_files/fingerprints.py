@@ -1,8 +1,8 @@
-"""Fingerprints of the model's files: a restarted process must read the same as the others.
+"""Fingerprints of the model's files: a restarted process must read the same contents as the others.
 
-Files with the same size, time and inode are not read. Otherwise digests decide: the engine computes
-the digest of every file at startup, on a thread, and compares it if a file was touched, copied over
-or moved.
+Files whose size, modification time and inode are unchanged are not read. Otherwise digests decide:
+the engine computes the digest of every file at startup, on a thread, and compares it if a file was
+touched, overwritten or moved.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ _READERS: Mapping[str, tuple[str, ...]] = {
     "vision": (),
     "control": (),
 }
-"""Files that each kind of node reads. The user's process reads the rest."""
+"""Name patterns of the files that each kind of node reads. The user's process reads the rest."""
 _CHUNK = 1 << 20
 _LOWEST = 19
 _LAST_CHUNK = 0.2
-"""Seconds to wait at the end for a chunk being read."""
+"""Seconds to wait, at the end, for the chunk that is being read."""
 
 
 class FilePrints:
-    """Checks that restarted nodes would read the same files as the others."""
+    """Checks that restarted nodes will read the same files as the others did."""
 
     def __init__(self, files: ModelFiles) -> None:
-        """Open nothing yet; the fingerprints are those of `files`."""
+        """Use the fingerprints of `files`; nothing is opened yet."""
         self._files = files
         self._digests: dict[Path, bytes] = {}
-        """By original path."""
+        """Digest of each file, by its original path."""
         self._directories: dict[Path, int] = {}
-        """Descriptors by original path, to find a directory after it is renamed."""
+        """File descriptor of each directory, by original path, to find the directory if renamed."""
         self._stopping = False
         self._thread: threading.Thread | None = None
 
     def learn(self) -> None:
-        """Compute the digest of every file, on a thread of the lowest priority."""
+        """Start computing the digest of every file, on a thread with the lowest priority."""
         thread = threading.Thread(target=self._learn, name="nanoactor-digests", daemon=True)
         try:
             for directory in {path.parent for path in self._files.prints}:
@@ -73,12 +73,12 @@ class FilePrints:
         for path, known in self._files.prints.items():
             with contextlib.suppress(OSError):
                 digest = self._digest(path)
-                # Otherwise the file was changed before its digest was computed.
+                # If not, the file was changed before its digest was computed.
                 if digest and file_print(path) == known:
                     self._digests[path] = digest
 
     def _digest(self, path: Path) -> bytes:
-        """Return a file's digest; empty if the engine ends first."""
+        """Return a file's digest; empty if the engine is closed first."""
         found = hashlib.blake2b(digest_size=32)
         with path.open("rb", buffering=0) as file:
             while chunk := file.read(_CHUNK):
@@ -88,7 +88,7 @@ class FilePrints:
         return found.digest()
 
     def close(self) -> None:
-        """Stop, and close the descriptors."""
+        """Stop the thread, and close the file descriptors."""
         self._stopping = True
         if self._thread is not None:
             self._thread.join(_LAST_CHUNK)
@@ -97,8 +97,8 @@ class FilePrints:
         self._directories = {}
 
     async def check(self, nodes: Iterable[str]) -> ModelFiles | None:
-        """Check the files that these nodes read. Return the model's new location if it was moved;
-        raise `ModelError` if a file is gone or has other contents."""
+        """Check the files that `nodes` read. Return the model's files at their new location if they
+        were moved. Raises `ModelError` if a file is gone or has changed."""
         patterns = {pattern for node in nodes for pattern in _readers(node)}
         paths = [
             path
@@ -125,7 +125,7 @@ class FilePrints:
         return path
 
     def _differs(self, path: Path, place: Path) -> str | None:
-        """Compare a file's metadata with its fingerprint; return the difference, or None."""
+        """Compare a file's metadata with its fingerprint; return what happened to it, or None."""
         try:
             now = file_print(place)
         except OSError:
@@ -136,7 +136,7 @@ class FilePrints:
         return "replaced" if now[2] != known[2] else "changed"
 
     def _compare(self, places: Mapping[Path, Path]) -> None:
-        """Compare digests; on a thread."""
+        """Compare digests, on a thread. Raises `ModelError` if a file's contents have changed."""
         for path, place in places.items():
             how, known = self._differs(path, place), self._digests.get(path)
             same_size = place.stat().st_size == self._files.prints[path][0]
@@ -166,7 +166,7 @@ def _readers(node: str) -> Collection[str]:
 
 
 async def _on_thread(work: Callable[[], T]) -> T:
-    """Run `work` on a separate thread: other work may have filled the loop's pool."""
+    """Run `work` on a thread of its own: other work may have filled the loop's thread pool."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
@@ -184,11 +184,11 @@ async def _on_thread(work: Callable[[], T]) -> T:
             result = work()
         except BaseException as raised:
             error = raised
-        with contextlib.suppress(RuntimeError):  # the loop has ended
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(finish, result, error)
 
     try:
         threading.Thread(target=run, name="nanoactor-compare", daemon=True).start()
-    except RuntimeError:  # no thread available: block the loop, as the engine must wait anyway
+    except RuntimeError:  # no thread is available: block the loop, as the engine must wait anyway
         return work()
     return await done

@@ -1,4 +1,4 @@
-"""A model's `generation_config.json`: its authors' recommendations, and which are applied."""
+"""A model's `generation_config.json`: its authors' recommendations, and which ones are applied."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "typical_p": (1.0,),
     "watermarking_config": (),
 }
-"""Settings of transformers that are not applied, with the values, besides null, that have no
+"""Settings of transformers that are not applied, with the values other than null that have no
 effect."""
 IGNORED = frozenset(
     (
@@ -85,27 +85,27 @@ IGNORED = frozenset(
         "use_model_defaults",
     )
 )
-"""Settings that do not change the output: additional results, and how it is computed."""
+"""Settings that do not change the output: they affect other results, or how it is computed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GenerationConfig:
-    """The contents of the file."""
+    """The contents of a `generation_config.json`."""
 
     sampling: Mapping[str, float]
     """Defaults of the sampling parameters in `columns.DEFAULTS`."""
     eos_token_ids: tuple[int, ...] = ()
     max_new_tokens: int | None = None
-    """Maximum length of a sequence, unless a request specifies it."""
+    """Maximum number of tokens to generate, unless a request specifies it."""
     not_applied: tuple[str, ...] = ()
-    """Settings that would change the output, but are not applied."""
+    """Settings that would change the output but are not applied."""
 
     def without_recommendations(self) -> GenerationConfig:
         """Return this configuration with vLLM's defaults instead of the file's recommendations."""
         return GenerationConfig(DEFAULTS, self.eos_token_ids)
 
     def overridden(self, settings: Mapping[str, Any]) -> GenerationConfig:
-        """Return the configuration with `settings`, named as in the file, replaced. Raises
+        """Return this configuration overridden by `settings`, named as in the file. Raises
         `InvalidConfig` for a setting that is not applied or has an invalid value."""
         try:
             made = parse_generation_config(settings, "override_generation_config")
@@ -126,13 +126,13 @@ class GenerationConfig:
 
 
 def read_generation_config(directory: Path) -> GenerationConfig:
-    """Read a model's file, if it has one. Raises `ModelError` for invalid values."""
+    """Read a model's file, if there is one. Raises `ModelError` for invalid values."""
     path = directory / FILE
     return parse_generation_config(read_json(path) if path.exists() else {}, path)
 
 
 def parse_generation_config(raw: Mapping[str, Any], origin: object = FILE) -> GenerationConfig:
-    """Read the file's values; `origin` names it in errors."""
+    """Parse the values of the file; `origin` names the file in errors."""
     applied = {*DEFAULTS, "do_sample", "eos_token_id", "max_new_tokens"}
     return GenerationConfig(
         sampling=_sampling(raw, origin),

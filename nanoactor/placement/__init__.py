@@ -1,1 +1,1 @@
-"""Actors, their processes, and the edges between them."""
+"""The placement of actors on processes, and the edges between actors."""

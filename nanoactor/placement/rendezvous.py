@@ -1,4 +1,4 @@
-"""The meeting point of a tensor-parallel group's ranks."""
+"""The socket on which the ranks of a tensor-parallel group meet."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Rendezvous:
             self.descriptor = listener.detach()
 
     def close(self) -> None:
-        """Close our copy; a second call does nothing."""
+        """Close this process's copy of the socket; a second call does nothing."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1

@@ -1,4 +1,4 @@
-"""The engine options that belong to its system of processes."""
+"""The engine options that concern the system of processes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from nanoactor.runner.timing.threads import usable_cores
 from nanoactor.runtime.wiring import Options
 
 _AWAKE_MS = 3.0
-"""Time until a request reaches the runner after it is sent, or its first token the user."""
+"""Default polling time of event loops in ms: long enough for a request to reach the runner, or for
+its first token to reach the user."""
 
 
 def system_options(config: EngineConfig, processes: int) -> Options:
@@ -27,8 +28,8 @@ def system_options(config: EngineConfig, processes: int) -> Options:
 
 
 def _awake_ms(config: EngineConfig, processes: int) -> float:
-    """Return how long, in milliseconds, loops poll for messages before they sleep: 0 if cores are
-    scarce."""
+    """Return the time in ms for which event loops poll for messages before they sleep; 0 if cores
+    are scarce."""
     if config.awake_ms is not None:
         return config.awake_ms
     return _AWAKE_MS if usable_cores() >= 2 * processes else 0.0

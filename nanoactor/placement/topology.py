@@ -33,32 +33,33 @@ USER = "user"
 # Never imported in a control process: torch alone takes 200 MB and a second to import.
 _HEAVY = ("torch", "transformers", "torch_npu")
 _MIB = 1 << 20
-# A request's rules: ids that are allowed, ids with their biases, bad words in two spellings each.
+# Maximum size in bytes of a request's rules: allowed ids, ids with their biases, and bad words in
+# two spellings each.
 _RULES = 12 * MAX_RULED_IDS + 8 * MAX_BAD_WORDS * (MAX_BAD_WORD_TOKENS + 1) + 1024
 _BAD_WORDS = 4 * MAX_BAD_WORD_LENGTH * MAX_BAD_WORDS
-# Text may be late, the next step may not: if cores are scarce, control and runner go first. The
-# detokenizer merges output that it cannot send in time.
+# Text may be late, but the next step may not: if cores are scarce, control and runner processes go
+# first. The detokenizer merges output that it cannot send in time.
 _DETOKENIZER_NICE = 10
-# So may masks: if cores are scarce, other requests do not wait for those with a grammar.
+# Masks may be late too: if cores are scarce, other requests do not wait for those with a grammar.
 _GRAMMAR_NICE = 15
 # Images may be even later.
 _VISION_NICE = 19
-# Capacity of an edge for pieces of images or pixels, as that much is copied at once.
+# Capacity in bytes of an edge for pieces of images or pixels, as that much is copied at once.
 _PIECES = 4 << 20
-# Gloo and NCCL stay on this host unless the environment names another interface.
+# Gloo and NCCL use the loopback interface unless the environment names another one.
 _LOOPBACK = "lo"
 _SMALLEST_DEFAULT_BLOCK = 16
 
 
-# NumPy's OpenBLAS starts a thread for each core on import, a good part of a process's startup time.
-# None of our processes multiplies matrices with NumPy.
+# NumPy's OpenBLAS starts a thread for each core on import, which is a good part of a process's
+# startup time. None of our processes multiplies matrices with NumPy.
 LIGHT = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1"}
 
 
 def engine_topology(config: ActorConfig, rendezvous: Rendezvous | None = None) -> Topology:
     """Return the topology of an engine; see docs/architecture.md for a diagram.
 
-    `rendezvous` is where the runners meet, if there are several.
+    `rendezvous` is the socket on which the runners meet, if there are several.
     """
     engine, files = config.engine, config.files
     tokenizers = [f"tokenizer.{index}" for index in range(engine.num_tokenizers)]
@@ -96,7 +97,7 @@ def _actors(
 
 
 def _grammar(config: ActorConfig) -> tuple[str, ...]:
-    """Return the name of the actor that makes masks, if there is one."""
+    """Return the name of the actor that makes masks; empty if there is none."""
     return ("grammar",) if has_grammars(config.files) else ()
 
 
@@ -138,16 +139,17 @@ def _nodes(
 def _runner_nodes(
     config: EngineConfig, blocked: tuple[str, ...], rendezvous: Rendezvous | None
 ) -> list[NodeSpec]:
-    # Idle OpenMP threads sleep, as the control actors need cores, but not between the operators of
-    # a step: waking one costs more than many an operator takes.
+    # Idle OpenMP threads sleep, as the control actors need cores. Between the operators of a step
+    # they keep spinning: waking a thread takes longer than many an operator.
     environment = {
         **LIGHT,
         "OMP_WAIT_POLICY": "PASSIVE",
         "GOMP_SPINCOUNT": "10000",
         "KMP_BLOCKTIME": "1",
-        # For each number of rows that a linear layer's shape has met, oneDNN keeps two entries of
-        # 0.27 MiB, up to 1024. PyTorch has a cache above it, of another 1024 times 0.27 MiB, which
-        # saves a few microseconds a call: a step's shapes must fit in, each is used in all layers.
+        # oneDNN caches two entries of 0.27 MiB for each number of rows that a linear layer's shape
+        # was used with, up to 1024 entries. PyTorch has another cache of 1024 entries of 0.27 MiB
+        # above it, which saves a few microseconds per call. The shapes of one step must fit into
+        # the caches, as each shape is used in all layers.
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
         "LRU_CACHE_CAPACITY": "16",
         **_of_ascend(config),
@@ -168,11 +170,12 @@ def _runner_nodes(
 
 
 def _of_ascend(config: EngineConfig) -> dict[str, str]:
-    """Return variables that torch_npu and CANN read on load, unless the environment sets them."""
+    """Return the environment variables that torch_npu and CANN read on load, except those already
+    set."""
     wanted = {
         # A separate thread submits operators to the device.
         "TASK_QUEUE_ENABLE": "1",
-        # Take free ports, as several engines may share a host.
+        # Choose free ports, as several engines may share a host.
         "HCCL_HOST_SOCKET_PORT_RANGE": "auto",
         "HCCL_NPU_SOCKET_PORT_RANGE": "auto",
     }
@@ -184,40 +187,43 @@ def _of_ascend(config: EngineConfig) -> dict[str, str]:
 def _edges(
     config: EngineConfig, files: ModelFiles, tokenizers: list[str], vision: list[str]
 ) -> tuple[EdgeSpec, ...]:
-    """Return all edges; each ring is twice as large as its largest possible record.
+    """Return all edges. Each ring is at least twice as large as its largest possible record.
 
     Memory that is never touched costs nothing, so the rings are sized for the worst case.
     """
     length, seqs = files.max_model_len, config.max_num_seqs
     rules = _RULES + MAX_GRAMMAR_BYTES * (files.tokenizer_directory is not None)
-    # Text or ids, template options, stop strings.
+    # Text or token ids, template options, and stop strings.
     prompt = ring_capacity(2 * max_prompt_bytes(files) + 4 * length + rules + _BAD_WORDS + _MIB)
-    # Ids, the hash of every block, stop strings.
+    # Token ids, the hash of every block, and stop strings.
     each = 20 + 64 * bool(vision)
     admitted = ring_capacity(each * length + rules + _MIB)
     direct = ring_capacity(20 * min(length, DIRECT_TOKENS) + _MIB)
-    # A step may admit every sequence with its whole block table, if prefixes are cached.
+    # A step may admit all sequences with their whole block tables, if their prefixes are cached.
     table = 4 * -(-length // (config.block_size or _SMALLEST_DEFAULT_BLOCK))
     row = 192 + _RULES + 4 * (MAX_STOP_IDS + len(files.eos_token_ids)) + table
-    # Its id, its successor for scoring, its rotary positions, its row in the encoder cache.
+    # A token's id, its successor for scoring, its rotary positions, and its row in the encoder
+    # cache.
     token = 8 + 24 * bool(vision)
     stepped = seqs * row + token * config.max_num_batched_tokens + 64 * 1024
     step = ring_capacity(stepped)
-    # A step admits as many sequences as its tokens allow, and the last may have any length.
+    # A step admits as many sequences as its token budget allows, and the last one may have any
+    # length.
     turn = ring_capacity(each * (length + config.max_num_batched_tokens) + stepped)
     scores = (seqs + config.max_num_batched_tokens) * (32 + 8 * config.max_logprobs)
     vectors = 4 * files.pooling.width(files.config.hidden_size) * seqs if files.pooling else 0
     tokens = ring_capacity((512 + 16 * MAX_RUN) * seqs + scores + vectors + 64 * 1024)
-    # A budget of bytes, but at least one token's log-probabilities.
+    # A budget in bytes, but at least the log-probabilities of one token.
     told = (config.max_logprobs + 1) * (MAX_PIECE + 32)
     chunk = ring_capacity(4 * DELTA_BYTES + 4 * length + told)
     small = ring_capacity(64 * 1024 + 64 * seqs)
     pages = encoder_pages(config, files)
     runners = tuple(f"runner.{rank}" for rank in range(config.tensor_parallel_size))
-    # With images or masks, each runner reports those that it has; otherwise one reports for all.
+    # With images or masks, each runner reports those that it has received; otherwise only one
+    # runner reports.
     telling = runners if vision or has_grammars(files) else runners[:1]
-    # Each cycle has an edge with an outbox bounded by the protocol: one message that merges news
-    # (credits, stops, chunks), or as many as there are steps in flight.
+    # Each cycle has an edge whose outbox is bounded by the protocol: to one message that merges
+    # updates (credits, stops, chunks), or to a multiple of the number of steps in flight.
     return (
         *(EdgeSpec("frontend", (t,), prompt) for t in tokenizers),
         *(EdgeSpec(t, ("scheduler",), admitted) for t in tokenizers),
@@ -239,7 +245,8 @@ def _edges(
 
 
 def _index_edge(config: EngineConfig) -> list[EdgeSpec]:
-    """Return the edge for updates of the prefix index, which are merged until there is room."""
+    """Return the edge for updates of the prefix index, which are merged until there is room; none
+    without a `prefix_salt`."""
     if config.prefix_salt is None:
         return []
     return [EdgeSpec("blocks", ("frontend",), ring_capacity(256 * 1024), bound=1)]
@@ -248,7 +255,7 @@ def _index_edge(config: EngineConfig) -> list[EdgeSpec]:
 def _grammar_edges(
     config: EngineConfig, files: ModelFiles, runners: tuple[str, ...], small: int
 ) -> list[EdgeSpec]:
-    """Return the edges of the grammar actor; its messages are merged until there is room."""
+    """Return the edges of the grammar actor, whose messages are merged until there is room."""
     if not has_grammars(files):
         return []
     opened = ring_capacity(MAX_GRAMMAR_BYTES + 4 * files.max_model_len + 64 * 1024)
@@ -266,7 +273,7 @@ def _grammar_edges(
 def _vision_edges(
     tokenizers: list[str], vision: list[str], runners: tuple[str, ...], small: int
 ) -> list[EdgeSpec]:
-    """Return the edges of vision workers; their messages are merged until there is room."""
+    """Return the edges of the vision workers, whose messages are merged until there is room."""
     edges = []
     for worker in vision:
         edges += [

@@ -1,1 +1,1 @@
-"""Pooling: vectors of texts, and scores of pairs of texts."""
+"""Pooling: embedding vectors of texts, and scores of pairs of texts."""

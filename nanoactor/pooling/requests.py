@@ -1,4 +1,4 @@
-"""Texts of requests for vectors and scores, and their prompts; pure logic."""
+"""Validation and prompts of requests for embeddings and scores; pure logic."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nanoactor.requests.pooling_params import PoolingParams
 
 def check_pooling(params: Any, pooling: PoolingConfig | None, hidden_size: int) -> PoolingConfig:
     """Return the pooling configuration for a request. Raises `InvalidRequest` if the model does not
-    pool, or not as `params` request."""
+    support pooling, or if `params` are invalid for the model."""
     if pooling is None:
         raise InvalidRequest(
             "this model generates text: for vectors and scores load an embedding model or a "
@@ -26,7 +26,8 @@ def check_pooling(params: Any, pooling: PoolingConfig | None, hidden_size: int) 
 
 
 def kept_tokens(params: PoolingParams, limit: int) -> int:
-    """Return the number of tokens of a text to keep, counted from the end; 0: all."""
+    """Return the number of tokens to keep at the end of a text; 0 keeps all. Raises
+    `InvalidRequest` if `params` request more than `limit`."""
     asked = params.truncate_prompt_tokens
     if asked is not None and asked > limit:
         raise InvalidRequest(f"truncate_prompt_tokens is {asked}, but max_model_len is {limit}")
@@ -34,8 +35,9 @@ def kept_tokens(params: PoolingParams, limit: int) -> int:
 
 
 def with_prompt(text: Any, params: PoolingParams, pooling: PoolingConfig) -> Any:
-    """Return a text with the request's or the model's prompt prepended; token ids are returned as
-    is. Raises `InvalidRequest` for other types, and for an unknown prompt."""
+    """Return a text with the request's or the model's prompt prepended; token ids are returned
+    unchanged. Raises `InvalidRequest` for other types, for an unknown prompt name, and for a prompt
+    in combination with token ids."""
     name = params.prompt_name
     if name is not None and name not in pooling.prompts:
         known = ", ".join(map(repr, pooling.prompts)) or "none"

@@ -1,4 +1,4 @@
-"""The prompt with which a reranker reads a query and a document.
+"""Prompt of a reranker for a query and a document.
 
 Source: the model card of Qwen3-Reranker; arXiv:2506.05176.
 """

@@ -1,5 +1,4 @@
-"""Replicas on Ray Serve. Ray places, watches and scales them; `nanoactor.fleet` does the rest.
+"""Replicas on Ray Serve. Ray places, monitors and scales them; `nanoactor.fleet` does the rest.
 
-Needs the extra `nanoactor[ray]`; nothing outside this folder imports Ray, but for
-`nanoactor.ray_data`.
+Requires the extra `nanoactor[ray]`. Only this package and `nanoactor.ray_data` import Ray.
 """

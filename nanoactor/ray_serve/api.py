@@ -1,6 +1,7 @@
-"""All names of Ray that are used, in one place: the request router's API may change with a release.
+"""All names that are used from Ray's API, in one place, as the request router's API may change with
+any release.
 
-`tests/ray_serve/test_api.py` imports them; the extra's bounds are the releases that were tried.
+`tests/ray_serve/test_api.py` imports them. The extra's version bounds are the tested releases.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     serve run nanoactor.ray_serve.application:app model=demo replicas=2
 
-Serve reads the annotations here, which must not be strings: hence no `from __future__ import
-annotations`.
+Ray Serve reads the annotations in this module, and they must not be strings: hence no
+`from __future__ import annotations`.
 """
 
 import dataclasses
@@ -28,26 +28,28 @@ from nanoactor.server.config import ServerConfig
 
 _SALT_BYTES = 32
 _SPARE_SECONDS = 15.0
-"""Seconds after the last answer is due, to end processes."""
-# Our code never blocks: a loop and a thread for each part of Serve take a third more CPU time.
+"""Seconds after the drain timeout in which processes have to exit."""
+# Our code never blocks an event loop. Ray Serve's separate loops and threads would take a third
+# more CPU time.
 _ONE_LOOP = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
 }
 _QUIET = {"enable_access_log": False, "log_level": "WARNING"}
 _MANY = 1_000_000
-"""Limit on calls, never reached: links live long, and the engine's own queue refuses requests."""
+"""Limit on concurrent calls that is never reached: the calls for links are long-lived, and the
+engine's own queue limits requests."""
 _ROUTER = "nanoactor.ray_serve.router:ByName"
 _POLICY = "nanoactor.ray_serve.scaling:by_demand"
 
 
 class Arguments(BaseModel):
-    """Arguments of `serve run` and of a configuration file. Whatever is not known is refused."""
+    """Arguments of `serve run` and of a configuration file. Unknown arguments are rejected."""
 
     model_config = ConfigDict(extra="forbid")
 
     model: str
-    """As on the command line of `nanoactor serve`."""
+    """The model, as on the command line of `nanoactor serve`."""
     replicas: int = 1
     ingresses: int | None = None
     max_replicas: int | None = None
@@ -56,13 +58,14 @@ class Arguments(BaseModel):
     server: dict[str, Any] = Field(default_factory=dict)
     """Options of `ServerConfig`, by name."""
     fleet: dict[str, Any] = Field(default_factory=dict)
-    """Further options of `FleetConfig`, by name."""
+    """Other options of `FleetConfig`, by name."""
     environment: dict[str, str] = Field(default_factory=dict)
-    """Variables for all processes."""
+    """Environment variables for all engines and ingresses."""
 
 
 def app(arguments: Arguments) -> Any:
-    """Return the application. Raises `InvalidConfig`, and any error that pydantic raises."""
+    """Return the application. Raises `InvalidConfig`, or an error of pydantic, if an option is
+    invalid."""
     engine = engine_config(arguments.model, arguments.engine)
     server = _made(ServerConfig, arguments.server)
     given = {**arguments.fleet, "replicas": arguments.replicas}
@@ -85,7 +88,7 @@ def build(
     fleet: FleetConfig,
     environment: dict[str, str] | None = None,
 ) -> Any:
-    """Return the application of an engine's replicas and of the ingresses in front of them."""
+    """Return the application: the engine's replicas, and the ingresses in front of them."""
     if config.prefix_salt is None:
         config = dataclasses.replace(config, prefix_salt=secrets.token_bytes(_SALT_BYTES))
     variables = {"env_vars": {**_ONE_LOOP, **(environment or {})}}
@@ -133,15 +136,15 @@ def _number_of(fleet: FleetConfig) -> dict[str, Any]:
 
 
 def nodes() -> int:
-    """Return the number of live nodes; 1 if Ray is not connected."""
+    """Return the number of live Ray nodes; 1 if Ray is not initialized."""
     if not ray.is_initialized():
         return 1
     return max(1, sum(1 for node in ray.nodes() if node["Alive"]))
 
 
 def resources(config: EngineConfig, fleet: FleetConfig) -> dict[str, Any]:
-    """Return the resources that a replica's actor requests from Ray. Its ranks are child processes
-    that see the devices of this one actor, so all of them are on one node."""
+    """Return the resources that a replica's actor requests from Ray. The tensor-parallel ranks are
+    child processes that see the devices of this one actor, so all of them are on one node."""
     asked: dict[str, Any] = {"num_cpus": fleet.cpus_per_replica}
     kind = accelerator(config.device)
     if kind == "GPU":
@@ -152,8 +155,8 @@ def resources(config: EngineConfig, fleet: FleetConfig) -> dict[str, Any]:
 
 
 def accelerator(device: str) -> str:
-    """Return the resource of Ray's that a device is; empty: none. "auto" takes what the cluster
-    has."""
+    """Return the name of the Ray resource for a device; empty if there is none. For "auto", it is
+    an accelerator that the cluster has."""
     if device != "auto":
         return {"cuda": "GPU", "npu": "NPU"}.get(device.partition(":")[0], "")
     there = ray.cluster_resources() if ray.is_initialized() else {}

@@ -1,4 +1,4 @@
-"""The two deployments of Ray Serve: the engines, and the ingress."""
+"""The two Ray Serve deployments: the engines, and the ingress."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ from nanoactor.server.app import Server
 from nanoactor.server.config import ServerConfig
 from nanoactor.server.listening import url_of
 
-bind_to_loopback()  # when Ray imports this module, before it opens the port
+bind_to_loopback()  # runs when Ray imports this module, before Ray Serve opens the port
 
 log = logging.getLogger("nanoactor.ray")
 
 LOG_VARIABLE = "NANOACTOR_RAY_LOG"
-"""Variable with the file to which the ingress writes its log, if that is on this machine."""
+"""Environment variable with the path of a file to which the deployments also log, if it is on this
+machine."""
 
 
 class Engine:
@@ -54,34 +55,36 @@ class Engine:
         self._fleet = fleet
 
     async def link(self, replica: str, link: str) -> AsyncGenerator[bytes, None]:
-        """Serve an ingress; `replica` is for the router."""
+        """Serve a link of an ingress by yielding reports; `replica` is used only by the router."""
         async with contextlib.aclosing(self._hub.link(link)) as reports:
             async for report in reports:
                 yield report
 
     async def push(self, replica: str, orders: bytes) -> bool:
-        """Take orders from an ingress; `replica` is for the router."""
+        """Process orders from an ingress; return False if the link has ended. `replica` is used
+        only by the router."""
         return self._hub.take(orders)
 
     def check_health(self) -> None:
-        """Raise if the engine no longer serves, so that Ray replaces the replica."""
+        """Raise an error if the engine is dead, so that Ray replaces the replica."""
         if self._llm.dead is not None:
             raise self._llm.dead
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Report the number of replicas that the load here needs."""
+        """Return the number of replicas that this replica's load requires."""
         load = self._hub.load(0)
         return {"demand": self._fleet.demand(load, self._llm.config.max_num_seqs)}
 
     async def __del__(self) -> None:
-        """Close the engine; Ray Serve awaits this once no link is left."""
+        """Close the engine. Ray Serve awaits this method once no link is left."""
         if hasattr(self, "_hub"):
             await self._hub.stop()
             await self._llm.close()
 
 
 def _opened(config: EngineConfig) -> AsyncLLM:
-    """Create an engine; one of several replicas on a node fetches the model, the others wait."""
+    """Create an engine. If a node has several replicas, one of them fetches the model while the
+    others wait."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanoactor" / "locks"
     home.mkdir(parents=True, exist_ok=True)
     name = hashlib.sha256(f"{config.model} {config.revision}".encode()).hexdigest()[:32]
@@ -92,7 +95,8 @@ def _opened(config: EngineConfig) -> AsyncLLM:
 
 @contextlib.contextmanager
 def _environment_of_children() -> Iterator[None]:
-    """Unset `OMP_NUM_THREADS`, which Ray sets for its process: our runners choose their threads."""
+    """Unset `OMP_NUM_THREADS`, which Ray sets for its own process, while child processes start: our
+    runners choose their own number of threads."""
     given = os.environ.pop("OMP_NUM_THREADS", None)
     try:
         yield
@@ -102,7 +106,7 @@ def _environment_of_children() -> Iterator[None]:
 
 
 class Ingress:
-    """The server, in front of the engines."""
+    """An HTTP server in front of the engines."""
 
     async def __init__(  # type: ignore[misc]
         self, engines: Any, config: EngineConfig, server: ServerConfig, fleet: FleetConfig
@@ -125,7 +129,7 @@ class Ingress:
             )
 
     async def __call__(self, request: Any) -> Any:
-        """Send a request that came through Ray Serve's own proxy to this server's port."""
+        """Redirect a request that came through Ray Serve's own proxy to this server's port."""
         from starlette.responses import RedirectResponse
 
         return RedirectResponse(str(request.url.replace(port=self._server.port)), 307)
@@ -135,22 +139,22 @@ class Ingress:
         return self._server.port
 
     async def __del__(self) -> None:
-        """Drain; Ray Serve awaits it."""
+        """Drain and stop the server. Ray Serve awaits this method."""
         if hasattr(self, "_server"):
             await self._server.stop()
 
 
 @functools.cache
 def _write_logs(shown: int) -> None:
-    """Write this process's log to its Ray file, and records from level `shown` on to the file that
-    `LOG_VARIABLE` names, if that is on this machine."""
+    """Log to stderr, which Ray writes to a file of this process, and log records of level `shown`
+    and above to the file that `LOG_VARIABLE` names, if it is on this machine."""
     for name in ("server", "access", "ray", "fleet", "engine"):
         logging.getLogger(f"nanoactor.{name}").setLevel(logging.INFO)
     logger = logging.getLogger("nanoactor")
     logger.propagate = False
     _add_handler(logger, sys.stderr, logging.INFO)
     if path := os.environ.get(LOG_VARIABLE):
-        with contextlib.suppress(OSError):  # of another machine
+        with contextlib.suppress(OSError):  # the file is on another machine
             _add_handler(logger, open(path, "a", buffering=1), shown)  # noqa: SIM115 - it stays
 
 

@@ -19,17 +19,17 @@ from nanoactor.ray_serve.options import FleetConfig
 from nanoactor.server.config import ServerConfig
 
 NAME = "nanoactor"
-"""Of the application."""
+"""Name of the application."""
 _LOOK_SECONDS = 5.0
 _WAIT_SECONDS = 0.2
 _STORE_BYTES = 128 << 20
-"""Of Ray's object store: nothing of ours goes through it but reports on their way."""
+"""Size in bytes of Ray's object store: only reports in transit go through it."""
 
 log = logging.getLogger("nanoactor.ray")
 
 
 def main() -> None:
-    """Run until the pipe at standard input is closed."""
+    """Run until standard input, a pipe from the parent process, is closed."""
     logging.basicConfig(
         level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s %(message)s"
     )
@@ -37,7 +37,7 @@ def main() -> None:
     stop = threading.Event()
     threading.Thread(target=_wait_for_parent, args=(stop,), daemon=True).start()
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the parent decides
+        signal.signal(number, signal.SIG_IGN)  # the parent process handles signals
     try:
         run(config, server, fleet, stop)
     except NanoactorError as error:
@@ -65,11 +65,11 @@ def run(
     if is_own:
         most = max(fleet.replicas, fleet.max_replicas or 0)
         cpus = max(os.cpu_count() or 1, math.ceil(most * fleet.cpus_per_replica))
-        # "local": alongside any Ray that this machine runs already.
+        # "local" starts a new Ray instance even if this machine already runs another one.
         options = {"address": "local", "num_cpus": cpus, "object_store_memory": _STORE_BYTES}
         options |= {"include_dashboard": False}
     ray.init(**options, log_to_driver=False, logging_level="error")
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Ray has taken it: the parent decides
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # again, as Ray has set its own handler
     try:
         serve.start(proxy_location="Disabled")
         variables = {name: os.environ[name] for name in (VARIABLE,) if name in os.environ}
@@ -90,7 +90,7 @@ def run(
 
 
 def _deploy(application: object, stop: threading.Event) -> bool:
-    """Deploy and wait until the application runs; return False if stopped meanwhile."""
+    """Deploy the application and wait until it runs; return False if `stop` is set meanwhile."""
     from nanoactor.ray_serve.api import serve
 
     failures: list[BaseException] = []
@@ -123,8 +123,8 @@ def _reason(found: object) -> str:
 
 
 def _watch(stop: threading.Event) -> None:
-    """Log errors that Ray Serve reports. Streams do not need its controller, and continue while it
-    cannot be asked because it is being replaced itself."""
+    """Log errors that Ray Serve reports. Streams do not need its controller: they continue while
+    the controller is being replaced and does not answer."""
     from nanoactor.ray_serve.api import serve
 
     before = ""

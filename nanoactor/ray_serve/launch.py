@@ -1,8 +1,9 @@
-"""`nanoactor serve --replicas N`: a Ray, the application in it, and an orderly shutdown.
+"""`nanoactor serve --replicas N`: starts Ray and the application, and shuts them down cleanly.
 
-Ray's processes and its driver run in their own session, without a terminal: signals from a terminal
-or a supervisor to this process's group do not reach them, so none ends before answers are complete.
-This process stops the driver by closing its pipe, as the kernel does if this process dies.
+Ray's processes and the driver run in a session of their own, without a terminal. Signals that a
+terminal or a supervisor sends to this process's group do not reach them, so none of them exits
+before responses are complete. This process stops the driver by closing its pipe; the kernel closes
+it if this process dies.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ log = logging.getLogger("nanoactor.server")
 
 _DRIVER = [sys.executable, "-m", "nanoactor.ray_serve.driver"]
 _END_SECONDS = 60.0
-"""Seconds after the last answer is due in which the driver has to end."""
+"""Seconds after the drain timeout in which the driver has to exit."""
 _INSTALL = "pip install 'nanoactor[ray]'"
 
 
 def check_ray() -> None:
-    """Raise `InvalidConfig` with a fix if Ray is not installed."""
+    """Raise `InvalidConfig`, with the command that installs it, if Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
         raise InvalidConfig(f"replicas need Ray, which is not installed: {_INSTALL}")
     if importlib.util.find_spec("starlette") is None:
@@ -45,8 +46,9 @@ def check_ray() -> None:
 
 
 async def serve_replicas(config: EngineConfig, server: ServerConfig, fleet: FleetConfig) -> None:
-    """Serve until SIGTERM, SIGINT or SIGHUP, then let running requests end; a second signal ends at
-    once. Raises `StartupFailed` if Ray or the application does not start, or dies."""
+    """Serve until SIGTERM, SIGINT or SIGHUP, then let running requests finish; a second signal
+    stops at once. Raises `InvalidConfig` if an option does not work with replicas, and
+    `StartupFailed` if Ray or the application fails to start or dies."""
     check_ray()
     if server.uds is not None:
         raise InvalidConfig("uds works only with a single engine: with replicas, use host and port")
@@ -58,8 +60,8 @@ async def serve_replicas(config: EngineConfig, server: ServerConfig, fleet: Flee
             "caches of different sizes: give a number"
         )
     with only_ours():
-        read_model_files(config)  # reports an error in them here, in one line
-    with contextlib.ExitStack() as held:  # closed by a second signal, too
+        read_model_files(config)  # so that an error in the files is reported here, in one line
+    with contextlib.ExitStack() as held:  # a second signal closes it, too
         await _serve_held(held, config, server, fleet)
 
 
@@ -86,8 +88,8 @@ async def _serve_held(
 def _start_driver(
     private: Path, config: EngineConfig, server: ServerConfig, fleet: FleetConfig
 ) -> subprocess.Popen[bytes]:
-    """Start the driver; pass the configuration through its pipe to keep keys off the command
-    line."""
+    """Start the driver, and pass it the configuration through a pipe, which keeps API keys off the
+    command line."""
     driver = subprocess.Popen(  # noqa: S603 - our own module
         _DRIVER,
         stdin=subprocess.PIPE,
@@ -99,15 +101,15 @@ def _start_driver(
     assert driver.stdin is not None
     assert driver.stderr is not None
     threading.Thread(target=_forward, args=(driver.stderr,), daemon=True).start()
-    with contextlib.suppress(BrokenPipeError):  # it has ended already, and said why
+    with contextlib.suppress(BrokenPipeError):  # the driver has already exited and printed why
         pickle.dump((config, server, fleet), driver.stdin)
         driver.stdin.flush()
     return driver
 
 
 def _forward(lines: Iterable[bytes]) -> None:
-    """Forward the driver's output. Lines from its thread about other processes, which Ray cannot
-    turn off, are only logged for debugging: they call each end of a controller a failure."""
+    """Forward the driver's stderr. Ray cannot turn off its `(raylet)` lines about other processes;
+    they are logged at debug level only, because they call every exit of a controller a failure."""
     for line in lines:
         if b"(raylet)" in line:
             log.debug("%s", line.decode(errors="replace").rstrip())
@@ -117,8 +119,8 @@ def _forward(lines: Iterable[bytes]) -> None:
 
 
 def environment(private: Path, fleet: FleetConfig) -> dict[str, str]:
-    """Return Ray's environment: no dashboard, no usage reports, a required token; and loopback only
-    if the Ray cluster is ours."""
+    """Return environment variables for Ray: no usage reports, and unhealthy replicas are stopped by
+    force. If the Ray cluster is ours, a token is required and ports are bound to loopback only."""
     found = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1"}
     if fleet.ray_address is not None:
         return {name: value for name, value in found.items() if name not in os.environ}
@@ -129,15 +131,15 @@ def environment(private: Path, fleet: FleetConfig) -> dict[str, str]:
         **found,
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),
-        # Not used for its named purpose: with it Ray takes 127.0.0.1 for the address of this
-        # machine.
+        # Set for a side effect: Ray then uses 127.0.0.1 as the address of this machine.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "NANOACTOR_RAY_LOOPBACK": "1",
     }
 
 
 async def _watch(driver: subprocess.Popen[bytes], asked: Asked, drain_timeout: float) -> None:
-    """Wait until the driver ends, by itself or on request."""
+    """Wait until the driver exits, by itself or because a shutdown was requested. Raises
+    `StartupFailed` if it exits by itself with an error."""
     assert driver.stdin is not None
     ended = asyncio.ensure_future(asyncio.to_thread(driver.wait))
     stopping = asyncio.ensure_future(asked.wait())
@@ -156,7 +158,7 @@ async def _watch(driver: subprocess.Popen[bytes], asked: Asked, drain_timeout: f
 
 
 def _end(driver: subprocess.Popen[bytes]) -> None:
-    """Kill the driver if it is alive; the processes of our own Ray end with it."""
+    """Kill the driver if it is alive; the processes of our own Ray instance end with it."""
     if driver.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(driver.pid, signal.SIGKILL)

@@ -1,8 +1,9 @@
-"""Ray Serve opens a port for each replica on all interfaces; on one machine loopback is enough.
+"""Restriction of Ray Serve's replica ports to loopback, which suffices on one machine.
 
-Ray 2.60 has no option for it, so the function that opens the port is replaced in the replica's
-process before it is called. If that function is missing, the log says that the port is open to
-others; it requires Ray's token all the same.
+Ray Serve opens a port for each replica on all interfaces. Ray 2.60 has no option to change that, so
+the function that opens the port is replaced in the replica's process before it is called. If that
+function is missing, a warning is logged that the port is open on all interfaces; connections
+require Ray's token even then.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ import os
 from typing import Any
 
 VARIABLE = "NANOACTOR_RAY_LOOPBACK"
-"""Variable set in the processes of a Ray that was started for one machine."""
+"""Environment variable set in the processes of a Ray instance that was started for one machine."""
 
 log = logging.getLogger("nanoactor.ray")
 
 
 def bind_to_loopback() -> None:
-    """Bind Serve's port to loopback in this process if the environment requests it."""
+    """Make Ray Serve bind its port to loopback in this process if the environment requests it."""
     if os.environ.get(VARIABLE) != "1":
         return
     try:

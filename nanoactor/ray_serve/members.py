@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class ReplicaGone(Exception):
-    """A call names a replica that no longer serves."""
+    """The replica that a call names no longer serves."""
 
 
 class Members:
@@ -21,17 +21,17 @@ class Members:
 
     @property
     def now(self) -> frozenset[str]:
-        """Return the members' names."""
+        """Return the names of the serving replicas."""
         with self._lock:
             return self._now
 
     def watch(self, changed: Callable[[], None]) -> None:
-        """Call this on the running loop whenever they change."""
+        """Call `changed` on the running event loop whenever the members change."""
         with self._lock:
             self._watchers.append((asyncio.get_running_loop(), changed))
 
     def tell(self, names: frozenset[str]) -> None:
-        """Set the members; callable from any thread."""
+        """Update the members and notify the watchers; may be called from any thread."""
         with self._lock:
             if names == self._now:
                 return
@@ -43,4 +43,4 @@ class Members:
 
 
 MEMBERS = Members()
-"""Members of the engines' deployment: a process is the ingress of one."""
+"""Members of the engines' deployment; a process is an ingress for one such deployment only."""

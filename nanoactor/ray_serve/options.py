@@ -1,4 +1,4 @@
-"""Options of a fleet, besides those of engines and of the server."""
+"""Options of a fleet, in addition to those of the engines and of the server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _LONGEST = 3600.0
 
 @dataclasses.dataclass(frozen=True)
 class FleetConfig:
-    """Options of `nanoactor serve` with several replicas. Raises `InvalidConfig`, naming one."""
+    """Options of `nanoactor serve` with several replicas. Raises `InvalidConfig` with the name of
+    the first invalid option."""
 
     replicas: int = 0
     """Serve with this many engines on Ray, each with all of the options above; 0: with one engine
@@ -80,6 +81,6 @@ class FleetConfig:
             )
 
     def demand(self, load: Load, max_num_seqs: int) -> float:
-        """Return the number of replicas that a replica's load needs."""
+        """Return the number of replicas that one replica's load requires; it may be fractional."""
         by_streams = load.streams / max_num_seqs
         return max(by_streams, load.waiting_tokens / self.target_waiting_tokens)

@@ -1,7 +1,7 @@
-"""Port of an ingress alongside Ray Serve's own proxy.
+"""Choice of a port for an ingress that Ray Serve's own proxy does not use.
 
-On the same port, both would share it (`SO_REUSEPORT`), and the proxy would receive some of the
-requests. Ray's `serve run` always starts that proxy, on port 8000.
+If both listened on the same port, they would share it (`SO_REUSEPORT`), and the proxy would receive
+some of the requests. Ray's `serve run` always starts that proxy, on port 8000.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ log = logging.getLogger("nanoactor.ray")
 _SECONDS = 2.0
 _TRIES = 16
 _HEALTH = "/-/healthz"
-"""A route of Ray Serve's proxy that no server of ours has."""
+"""A route that Ray Serve's proxy has and our servers do not have."""
 _EVERY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - nothing is bound here
 
 
 async def beside_proxy(config: ServerConfig) -> ServerConfig:
-    """Return the configuration with the first port, from its own on, that no Ray Serve proxy uses.
-    Raises `InvalidConfig` if there is none among the next."""
+    """Return the configuration with the first port, starting at its own, on which no Ray Serve
+    proxy listens. Raises `InvalidConfig` if proxies listen on all of the next `_TRIES` ports."""
     for port in range(config.port, min(config.port + _TRIES, 1 << 16)):
         if port and await _is_proxys(config.host, port):
             continue
@@ -42,8 +42,8 @@ async def beside_proxy(config: ServerConfig) -> ServerConfig:
 
 
 async def _is_proxys(host: str, port: int) -> bool:
-    """Return True if a proxy of Ray Serve listens on a port. Asks several times, because the proxy
-    may share the port with an ingress."""
+    """Return True if a Ray Serve proxy listens on a port. The port is probed several times, because
+    the proxy may share it with an ingress."""
     name = _EVERY.get(host, host)
     url = f"http://[{name}]:{port}{_HEALTH}" if ":" in name else f"http://{name}:{port}{_HEALTH}"
     timeout = aiohttp.ClientTimeout(total=_SECONDS)

@@ -1,7 +1,8 @@
-"""Routes each call to the replica that its first argument names, and publishes the replicas.
+"""Router that sends each call to the replica named by its first argument, and publishes the set of
+replicas.
 
-The ingress itself chooses (`nanoactor.fleet.routing`), by the replicas' cached blocks and load,
-which Ray does not know.
+The ingress itself chooses the replica (`nanoactor.fleet.routing`) by cached blocks and load, which
+are unknown to Ray.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ class ByName(RequestRouter):
     """Router by replica name; its only state is the set of replicas."""
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Handle replicas that have been added or are to end."""
+        """Handle a change of the replicas: some were added, or are about to stop."""
         super().update_replicas(replicas)
         self._tell()
 
@@ -25,7 +26,7 @@ class ByName(RequestRouter):
         self._tell()
 
     def _tell(self) -> None:
-        from nanoactor.ray_serve.members import MEMBERS  # Ray sends this class by value
+        from nanoactor.ray_serve.members import MEMBERS  # here, as Ray pickles this class by value
 
         MEMBERS.tell(frozenset(id_.unique_id for id_ in self.curr_replicas))
 
@@ -34,7 +35,8 @@ class ByName(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Return the replica that the call names. A call to one that is gone fails at once."""
+        """Return the replica that the call names. A call to a replica that is gone fails at
+        once."""
         if pending_request is None:
             return [candidate_replicas]
         from nanoactor.ray_serve.members import ReplicaGone
@@ -43,7 +45,7 @@ class ByName(RequestRouter):
         found = [one for one in candidate_replicas if one.replica_id.unique_id == name]
         if not found and not pending_request.future.done():
             pending_request.future.set_exception(ReplicaGone(f"replica {name} no longer serves"))
-            # Ray forgets calls that were fulfilled or cancelled, and no others.
+            # Ray itself removes only calls that were fulfilled or cancelled.
             forget = getattr(self, "_remove_pending_request_from_indices", None)
             if forget is not None:
                 forget(pending_request)

@@ -1,4 +1,4 @@
-"""The number of replicas: the sum of what their loads require."""
+"""Autoscaling policy: the number of replicas that the sum of their loads requires."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 from typing import Any
 
 _FULL = 0.8
-"""Share of a replica that may be in use before another is needed."""
+"""Utilization of a replica, as a fraction, above which another replica is needed."""
 
 
 def by_demand(context: Any) -> tuple[int, dict[str, Any]]:
-    """Return a number of replicas for Ray Serve, within the configured bounds."""
+    """Return the target number of replicas for Ray Serve, within the configured bounds."""
     reported = context.aggregated_metrics.get("demand", {})
     wanted = wanted_replicas(sum(reported.values()))
     least, most = context.capacity_adjusted_min_replicas, context.capacity_adjusted_max_replicas
@@ -18,5 +18,5 @@ def by_demand(context: Any) -> tuple[int, dict[str, Any]]:
 
 
 def wanted_replicas(demand: float) -> int:
-    """Return the number of replicas for this demand."""
+    """Return the number of replicas for this total demand, at least 1."""
     return max(1, math.ceil(demand / _FULL))

@@ -1,6 +1,6 @@
-"""Start of a replica on cores that others serve from: it uses half of them until it is ready.
+"""Startup of a replica on cores that serving replicas use: it uses half of them until it is ready.
 
-Priorities would be simpler, but an unprivileged process cannot raise its own again.
+A lower priority would be simpler, but an unprivileged process cannot raise its priority again.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from nanoactor.runner.timing.threads import CORES_VARIABLE
 
 @contextlib.contextmanager
 def half_of_the_cores() -> Iterator[None]:
-    """Restrict this process, and those it starts meanwhile, to half of its allowed cores; restore
-    all of them at the end. Runners choose their threads by all of them."""
+    """Restrict this process, and the processes that it starts meanwhile, to half of its allowed
+    cores, and allow all of them again at the end. Runners still choose their number of threads
+    based on all cores."""
     cores = os.sched_getaffinity(0)
     if len(cores) < 2:
         yield
@@ -28,7 +29,7 @@ def half_of_the_cores() -> Iterator[None]:
     finally:
         del os.environ[CORES_VARIABLE]
         own = os.getpid()
-        _allow([own], cores)  # first, so that what starts from now on has them all
+        _allow([own], cores)  # first, so that processes started from now on may use all cores
         _allow(_descendants(own), cores)
 
 

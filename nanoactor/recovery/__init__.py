@@ -1,1 +1,1 @@
-"""What happens to requests when a process dies."""
+"""Recovery of requests after a process has died."""

@@ -1,4 +1,4 @@
-"""The journal's pages: what each request asked for, and what it was given so far."""
+"""The journal: what each request asked for, and the output that was emitted so far."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from nanoactor.vision.media import Media
 
 
 class Entry:
-    """The journal's page of one request: what it asked for, what it was given so far.
+    """The journal entry of one request: what it asked for, and the output that was emitted so far.
 
-    One future wakes its one reader; deltas that come meanwhile merge.
+    A future wakes the entry's only reader; deltas that arrive before the next read are merged.
     """
 
     def __init__(
@@ -43,15 +43,17 @@ class Entry:
         answers: int = 1,
         moved: bool = False,
     ) -> None:
-        """`moved`: the request comes from another engine and resumes after the output in
-        `submit`."""
+        """Create an entry without output. If `moved`, the request comes from another engine and
+        resumes after the output in `submit`."""
         self.request_id = request_id
         self.submit = submit
         self.media = media
-        """Its pictures, as given: they may be needed again until it finishes."""
+        """The request's pictures and videos, as given: they may be needed again until it
+        finishes."""
         self.kind = kind
         self.moved = moved
-        """Whether it began in another engine: it has been accepted once, and is not refused."""
+        """Whether the request began in another engine. It was accepted there, so it is not rejected
+        here."""
         self._arrival = time.monotonic()
         self.charge = len(submit.token_ids) or _text_bytes(submit)
         self.media_bytes = sum(one.size for one in media)
@@ -59,23 +61,25 @@ class Entry:
         scored = submit.spec.logprobs >= 0
         self.answers = [Answer(index, scored, self._arrival) for index in range(answers)]
         self.continued = 0
-        """Number of times its caller has resumed its held sequences."""
+        """Number of times that the caller has resumed the request's held sequences."""
         self.error: NanoactorError | None = None
         self.aborted = False
         self.is_counted_out = False
-        """Whether its prompt no longer waits for a first token."""
+        """Whether the prompt no longer counts as waiting for a first token."""
         self._prompt_logprobs: list[Logprobs | None] = [None]
         self._told_prompt = False
         self._news = False
         self._waiter: asyncio.Future[None] | None = None
         self.accepted = asyncio.Event()
-        """Set when the scheduler has taken it, or it has ended without that."""
+        """Set when the scheduler has accepted the request, or the request has ended without
+        that."""
         self.ended = asyncio.Event()
-        """Set when nothing follows."""
+        """Set when no more output follows."""
 
     @property
     def metrics(self) -> RequestMetrics:
-        """The times of its events: of several answers, of the first and the last of each kind."""
+        """Return the times of the request's events. With several answers, these are the first or
+        the last time of each kind of event."""
         every = [answer.metrics for answer in self.answers]
         if len(every) == 1:
             return every[0]
@@ -90,7 +94,8 @@ class Entry:
 
     @property
     def places(self) -> list[int]:
-        """The uids that count as waiting: held answers begin, and are answered, all together."""
+        """Return the uids that count as waiting. Only the first uid of a held request counts, as
+        its sequences start together and are answered together."""
         return [self.submit.uid] if self.submit.spec.held else list(self.uids)
 
     @property
@@ -102,7 +107,7 @@ class Entry:
         return self.submit.spec.held and bool(living) and due
 
     async def held(self) -> None:
-        """Wait until it is the caller's turn; raises the error that ended the request."""
+        """Wait until the request is paused or over. Raises the error that ended the request."""
         while not (self.is_held or self.over):
             await self.news()
             self._news = False
@@ -110,7 +115,7 @@ class Entry:
 
     @property
     def uids(self) -> range:
-        """The uids of its sequences."""
+        """Return the uids of the request's sequences."""
         return range(self.submit.uid, self.submit.uid + len(self.answers))
 
     def answer(self, uid: int) -> Answer:
@@ -118,12 +123,14 @@ class Entry:
         return self.answers[uid - self.submit.uid]
 
     def told_ids(self, answer: Answer) -> list[int]:
-        """Return a sequence's emitted tokens, in this engine or another."""
+        """Return the ids of a sequence's emitted tokens, including those emitted by another
+        engine."""
         before = self.submit.output
         return [*(before.token_ids.tolist() if before is not None else ()), *answer.token_ids]
 
     def told_characters(self, answer: Answer) -> int:
-        """Return the number of characters of a sequence's text that were emitted, likewise."""
+        """Return the number of emitted characters of a sequence's text, including those emitted by
+        another engine."""
         return max(0, self.submit.spec.text_options.delivered) + sum(map(len, answer.text))
 
     @property
@@ -132,7 +139,7 @@ class Entry:
         return self.error is not None or all(one.terminal is not None for one in self.answers)
 
     def wake(self) -> None:
-        """Wake the reader: there is something to read."""
+        """Record that there is something to read, and wake the reader."""
         self._news = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -144,7 +151,8 @@ class Entry:
         self.wake()
 
     def note_end(self, uid: int, terminal: Terminal) -> None:
-        """Record the end of one sequence; its error becomes the request's."""
+        """Record the end of one sequence; its error becomes the request's error, unless there is
+        one already."""
         self.answer(uid).terminal = terminal
         if terminal.reason == "error":
             self.error = self.error or InvalidRequest(terminal.error)
@@ -160,14 +168,14 @@ class Entry:
             self.wake()
 
     async def next(self) -> RequestOutput:
-        """Wait for news and return them; raises the error that ended the request."""
+        """Wait for new output and return it. Raises the error that ended the request."""
         await self.news()
         self._news = False
         self.raise_error()
         return self._output()
 
     async def news(self) -> None:
-        """Wait until there is something to read, and leave it unread."""
+        """Wait until there is something to read, but do not consume it."""
         while not self._news or self._is_early:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -183,7 +191,8 @@ class Entry:
         return self.kind is RequestOutputKind.FINAL_ONLY or not self.has_prompt_logprobs
 
     def forget_partial_scores(self) -> None:
-        """Drop incomplete prompt log-probabilities after a restart: they are sent again."""
+        """Drop incomplete prompt log-probabilities after a restart, as they are sent again from the
+        start."""
         if not self.has_prompt_logprobs:
             self._prompt_logprobs = [None]
 
@@ -194,17 +203,18 @@ class Entry:
         return not wanted or len(self._prompt_logprobs) == len(self.prompt_token_ids)
 
     def raise_error(self) -> None:
-        """Raise what ended the request, if it was an error."""
+        """Raise the error that ended the request, if there is one."""
         if self.error is not None:
-            # Requests that end together share it: else its traceback would grow with each of them.
+            # Requests that end together share the error. Without this, its traceback would grow
+            # with each of them.
             raise self.error.with_traceback(None)
 
     def take_prompt_logprobs(self, run: ToldRun) -> None:
-        """Append log-probabilities of the prompt, in its order."""
+        """Append log-probabilities of the prompt, in the order of its tokens."""
         known = self._prompt_logprobs
         for own, likeliest in run.logprobs:
             known.append({self.prompt_token_ids[len(known)]: own} | likeliest)
-        if self.has_prompt_logprobs and self._news:  # which have waited for it
+        if self.has_prompt_logprobs and self._news:  # new output has waited for these
             self.wake()
 
     def set_prompt_logprobs(self, told: list[Logprobs | None]) -> None:
@@ -241,7 +251,7 @@ def entry_maker(
     moved: bool = False,
 ) -> Callable[[int], Entry]:
     """Return a factory for the journal entry of a checked request, to be called with the request's
-    number. Without a `request_id`, the request is named after `ids` and that number."""
+    uid. Without a `request_id`, the request is named after `ids` and its uid."""
     checked, media = built
 
     def make(uid: int) -> Entry:
@@ -253,11 +263,11 @@ def entry_maker(
 
 
 class Answer:
-    """One of a request's answers, as far as it has come."""
+    """One of a request's answers: a sequence, and its output so far."""
 
     def __init__(self, index: int, scored: bool, arrival: float) -> None:
-        """`scored`: whether its tokens come with log-probabilities; `arrival`: the request's
-        arrival time."""
+        """Create an answer without output. `scored` is True if its tokens come with
+        log-probabilities; `arrival` is the request's arrival time."""
         self.index = index
         self.metrics = RequestMetrics(arrival)
         self.text: list[str] = []
@@ -265,23 +275,24 @@ class Answer:
         self.logprobs: list[Logprobs] | None = [] if scored else None
         self.offsets: list[int] = []
         self.vector: Float32 | None = None
-        """The result of a request that pools."""
+        """Pooled result, if the request pools."""
         self.terminal: Terminal | None = None
         self._sum = 0.0
         self._told = (0, 0)
-        """How many texts and tokens the reader was given, ..."""
+        """Number of texts and number of tokens that the reader has received."""
         self._told_end = False
-        """... and whether its end, too."""
+        """Whether the reader has received the end."""
 
     def take_logprobs(self, run: ToldRun) -> None:
-        """Take the log-probabilities of its newest tokens."""
+        """Record the log-probabilities of the newest tokens."""
         assert self.logprobs is not None
         tokens = self.token_ids[len(self.logprobs) :]
         pairs = zip(tokens, run.logprobs, strict=True)
         self.add_logprobs([{token: own} | most for token, (own, most) in pairs], run.offsets)
 
     def add_logprobs(self, logprobs: Sequence[Logprobs], offsets: Sequence[int]) -> None:
-        """Add the log-probabilities of its newest tokens, each with the token's own first."""
+        """Append the log-probabilities of the newest tokens, each with the token's own first, and
+        their text offsets."""
         assert self.logprobs is not None
         self.logprobs += logprobs
         self.offsets += offsets
@@ -295,7 +306,8 @@ class Answer:
         return ended or self._told != (len(self.text), len(self.token_ids))
 
     def output(self, delta: bool) -> CompletionOutput:
-        """Return the new output, or all output so far."""
+        """Return the output that the reader has not received yet if `delta`, else all output so
+        far."""
         texts, tokens = self._told if delta else (0, 0)
         self._told = len(self.text), len(self.token_ids)
         terminal, scored = self.terminal, self.logprobs is not None
@@ -313,6 +325,7 @@ class Answer:
 
 
 def _text_bytes(submit: Submit) -> int:
-    """Return the prompt's size in bytes; templates write tools and options into it too."""
+    """Return the size in bytes of the prompt's text and, for a chat, of the options that its
+    template renders."""
     text = submit.text if submit.chat is None else submit.chat + submit.chat_options
     return len((text or "").encode())

@@ -1,4 +1,5 @@
-"""Readmission of requests after deaths; those that may have caused them are tried apart."""
+"""Readmission of requests after deaths of processes. Requests that may have caused them are tried
+separately."""
 
 from __future__ import annotations
 
@@ -16,17 +17,18 @@ _AT_THE_DOOR = ("tokenizer", "vision")
 
 
 class Readmission:
-    """Admits requests again after deaths: all at once, unless some may be what kills; then those
-    run apart (`Suspects`)."""
+    """Readmits requests after deaths: all at once, unless some of them may be the cause. Those run
+    separately (see `Suspects`)."""
 
     def __init__(self, most_at_work: int) -> None:
-        """`most_at_work` is how many requests run at once: those that came first."""
+        """`most_at_work` is the maximum number of requests that run at once: the first by priority
+        and arrival."""
         self._most = most_at_work
         self._suspects = Suspects()
         self.trials = 0
         """Number of trials so far."""
         self._kept: dict[int, Entry] = {}
-        """Waiting requests, by their first uid."""
+        """Requests that wait for the end of a trial, by their first uid."""
 
     @property
     def is_trial(self) -> bool:
@@ -45,13 +47,13 @@ class Readmission:
         is_at: Callable[[Entry, str], bool],
         now: float,
     ) -> tuple[Entry, Death, int] | None:
-        """Record deaths at time `now`, in seconds; `is_at` tells whether a request may have been
+        """Record deaths at time `now`, in seconds; `is_at` returns True if a request may have been
         running on a node. If the request that caused one of the deaths is known, return it, that
-        death, and the number of deaths it explains; else None."""
+        death, and the number of deaths that it explains, else None."""
         living = [entry for entry in entries if not entry.over and _uid(entry) not in self._kept]
         living.sort(key=lambda entry: (entry.submit.spec.priority, _uid(entry)))
         self._kept = {}
-        # Of several at once, one is looked at: the others may have followed from it.
+        # Of several deaths at once only one is examined, as the others may be its consequences.
         death = next((death for death in deaths if death.is_evidence), None) or deaths[0]
         kind = death.node.partition(".")[0]
         at_work = living if kind in _AT_THE_DOOR else living[: self._most]
@@ -62,7 +64,7 @@ class Readmission:
         return None if verdict is None else (by_uid[verdict.request], death, verdict.deaths)
 
     def admit(self, entries: Iterable[Entry], now: float) -> Sequence[Entry]:
-        """Return the requests that resume now; the others are kept."""
+        """Return the requests that resume now; the others wait for the end of the trial."""
         living = {_uid(entry): entry for entry in entries if not entry.over}
         told = {uid: _told(entry) for uid, entry in living.items()}
         chosen = self._suspects.admit(told, now)
@@ -78,23 +80,24 @@ class Readmission:
         return [entry for uid, entry in living.items() if uid in chosen]
 
     def admit_next(self, now: float) -> Sequence[Entry]:
-        """Return the requests to admit after a trial: all that were withheld, or the next group to
+        """Return the requests to admit after a trial: all that were waiting, or the next group to
         try."""
         kept, self._kept = self._kept, {}
         return self.admit(kept.values(), now)
 
     def keep(self, entry: Entry) -> bool:
-        """Keep a new request if another is being tried alone; return True if it is kept."""
+        """Make a new request wait if another one is being tried alone; return True if it has to
+        wait."""
         if self._suspects.is_alone:
             self._kept[_uid(entry)] = entry
         return self._suspects.is_alone
 
     def let_go(self, entry: Entry) -> bool:
-        """Stop keeping a request; return True if it was kept."""
+        """Remove a request from those that wait; return True if it was waiting."""
         return self._kept.pop(_uid(entry), None) is not None
 
     def is_cleared(self, entries: Iterable[Entry], now: float) -> bool:
-        """Return True if none of the requests on trial crashes a process."""
+        """Return True if all requests on trial have finished or passed the point of the crash."""
         told = {_uid(entry): _told(entry) for entry in entries if not entry.over}
         return self._suspects.is_cleared(told, now)
 
@@ -104,5 +107,5 @@ def _uid(entry: Entry) -> int:
 
 
 def _told(entry: Entry) -> int:
-    """Tokens of an answer, on average."""
+    """Return the average number of tokens emitted per answer."""
     return sum(len(answer.token_ids) for answer in entry.answers) // len(entry.answers)

@@ -1,4 +1,4 @@
-"""Requests that resume after a restart, from where the journal has them."""
+"""Resumption of requests after a restart, from the output that the journal has recorded."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ POISON = (
 
 
 def resumed(entry: Entry) -> list[Submit]:
-    """Return the submissions that resume an unfinished request. If nothing of it was emitted, that
-    is the original one. Otherwise each of its sequences resumes separately after its emitted
-    tokens, with the random numbers of these positions."""
+    """Return the submissions that resume an unfinished request. If it has no emitted output, the
+    original submission is returned. Otherwise each of its unfinished sequences resumes separately
+    after its emitted tokens, with the random numbers of the positions that follow."""
     spec = entry.submit.spec
     wanted = -1 if entry.has_prompt_logprobs else spec.prompt_logprobs
     if not any(answer.token_ids or answer.terminal for answer in entry.answers):
@@ -53,7 +53,7 @@ def _going_on(entry: Entry, uid: int, prompt_logprobs: int) -> Submit:
         spec=spec,
         output=ToldTokens(np.array(told, np.int32)) if told else None,
     )
-    if entry.media:  # pictures are placed where the text has them
+    if entry.media:  # the text determines where its pictures belong
         return found
     prompt = np.array(entry.prompt_token_ids, np.int32)
     return dataclasses.replace(
@@ -62,7 +62,7 @@ def _going_on(entry: Entry, uid: int, prompt_logprobs: int) -> Submit:
 
 
 def own_terminal(entry: Entry, uid: int, reason: str, error: str = "") -> Terminal:
-    """Return a terminal for a sequence that no other process knows about."""
+    """Return a terminal for a sequence whose end no other process has reported."""
     answer = entry.answer(uid)
     return Terminal(
         uid,

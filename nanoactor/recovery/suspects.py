@@ -1,13 +1,14 @@
 """Isolation of requests that may crash a process: suspects are tried separately, by bisection.
 
-A request with tokens, images or a grammar that crash a process does so again when it resumes, at
-the same point. Evidence against it is a death that its work may have caused: of a node that it was
-on, and not by a signal that only others send. A request that was present at two such deaths of one
-kind of node, with no progress in between, is a suspect. Suspects are readmitted in groups; a death
-during the trial halves the group. Requests that were not present, new ones included, run alongside
-a group. A single suspect runs alone, as only a death with nothing else running is proof. A group is
-cleared once all its requests have finished or passed that point. One culprit among n costs two
-deaths, and one more for each halving: log2(n).
+A request whose tokens, images or grammar crash a process does so again at the same point when it
+resumes. Evidence against a request is a death that its work may have caused: the death of a node
+that handled the request, unless the node was killed by a signal that only other processes send. A
+request that was present at two such deaths of one kind of node, with no progress in between, is a
+suspect. Suspects are readmitted in groups; a death during the trial halves the group. Requests that
+were not present, including new ones, run alongside a group. A single suspect runs alone, as only a
+death with nothing else running is proof. A group is cleared once all its requests have finished or
+passed that point. Finding one culprit among n requests costs two deaths, and one more for each
+halving: log2(n).
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ import dataclasses
 from collections.abc import Collection, Mapping
 
 NEXT_TO_NOTHING = 32
-"""Tokens by which readers may lag behind the computation of a sequence on a busy machine."""
+"""Number of tokens by which readers may lag behind the computation of a sequence on a busy
+machine."""
 WELL_PAST = 64
-"""Tokens that a sequence gets on trial."""
+"""Number of emitted tokens that clear a sequence on trial, however soon they arrive."""
 _SOON = 2.0
-"""Seconds within which tokens reach their reader, however slow they are."""
+"""Seconds within which computed tokens reach their reader, however slow the machine is."""
 TRIAL_SECONDS = 30.0
-"""A group is also cleared after this long without a death, as its readers may be slow."""
+"""Seconds without a death after which a group is cleared in any case, as its readers may be
+slow."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,29 +37,33 @@ class Verdict:
 
 
 class Suspects:
-    """Finds requests that crash processes. Requests are numbers, times are seconds."""
+    """Finds requests that crash processes. Requests are identified by numbers; times are in
+    seconds."""
 
     def __init__(self) -> None:
         self._told: dict[str, Mapping[int, int]] = {}
-        """By kind of node: token counts of the requests that may have caused its last death."""
+        """By kind of node: the requests that may have caused its last death, with the number of
+        tokens that each had emitted."""
         self._kind = ""
         """The kind of node that the requests on trial are suspected to crash."""
         self._groups: list[list[int]] = []
         """Groups to be tried, the next one first."""
         self._there: Collection[int] = ()
-        """Requests that may have caused the death that raised suspicion; they wait until tried."""
+        """Requests that may have caused the death that raised suspicion; they wait until they are
+        tried."""
         self._trial: dict[int, int] = {}
-        """The group on trial, with the number of tokens that each had emitted before."""
+        """The group on trial, with the number of tokens that each request had emitted before."""
         self._began = 0.0
-        """When the running requests were admitted."""
+        """Time at which the running requests were admitted."""
         self._is_alone = self._is_first = False
-        """Whether the trial runs alone; whether the next is the first since the last death."""
+        """Whether the trial runs alone, and whether the next trial is the first since the last
+        death."""
         self._deaths = 0
-        """Number of deaths that this suspicion has cost."""
+        """Number of deaths so far that count against the current suspects."""
 
     @property
     def on_trial(self) -> Collection[int]:
-        """Requests on trial; empty if there is no trial."""
+        """Return the requests on trial; empty if there is no trial."""
         return self._trial.keys()
 
     @property
@@ -67,8 +74,8 @@ class Suspects:
     def note_death(
         self, told: Mapping[int, int], accused: Collection[int], kind: str, now: float
     ) -> Verdict | None:
-        """Record the death of a node of this kind. `told` has the number of tokens emitted by each
-        living request, `accused` the requests that may have caused the death: none if it is no
+        """Record the death of a node of this kind. `told` is the number of tokens emitted by each
+        living request. `accused` are the requests that may have caused the death, none if it is no
         evidence. Return a verdict if a request has caused a death while running alone."""
         trial, self._trial, self._is_first = self._trial, {}, True
         seconds = now - self._began
@@ -92,20 +99,21 @@ class Suspects:
     def _found(
         self, told: Mapping[int, int], accused: Collection[int], kind: str, seconds: float
     ) -> list[int]:
-        """Return the requests that were also present at the last death of this kind and have made
-        no progress since; they replace the other suspects."""
+        """Return the requests that were also present at the last death of this kind of node and
+        have made no progress since; they replace the other suspects."""
         last = self._told.get(kind, {})
         if accused:
             self._told[kind] = {one: told[one] for one in accused}
         there = [one for one in accused if one in last]
         group = [one for one in there if _was_near(told[one] - last[one], seconds)]
-        if group:  # in any case, suspicion starts over
+        if group:  # these are the only suspects from now on
             self._told, self._groups, self._kind, self._deaths = {}, [], kind, 2
             self._there = frozenset(accused)
         return group
 
     def admit(self, told: Mapping[int, int], now: float) -> Collection[int] | None:
-        """Return the living requests that may run now; None: all of them."""
+        """Start the next trial, if there is one. Return the living requests that may run now; None
+        if all may run."""
         first, self._is_first, self._trial, self._began = self._is_first, False, {}, now
         while self._groups and not self._trial:
             self._trial = {one: told[one] for one in self._groups.pop(0) if one in told}
@@ -121,18 +129,19 @@ class Suspects:
         return not self._near(self._trial, told, now - self._began)
 
     def _near(self, trial: Mapping[int, int], told: Mapping[int, int], seconds: float) -> list[int]:
-        """Return the requests on trial that are alive and not past their point."""
+        """Return the requests of a trial that are alive and not past the point of the crash."""
         return [one for one in trial if one in told and _is_near(told[one] - trial[one], seconds)]
 
 
 def _was_near(tokens: int, seconds: float) -> bool:
     """Return True if a request may have been at the same point in two deaths, given the tokens
-    emitted and the time run in between."""
+    emitted and the seconds run in between."""
     return tokens < NEXT_TO_NOTHING and (seconds < _SOON or tokens < 2)
 
 
 def _is_near(tokens: int, seconds: float) -> bool:
-    """Do the same for a request on trial, which must get further to be cleared."""
+    """Return True if a request on trial is not cleared yet. It must make more progress than
+    `_was_near` requires."""
     return tokens < WELL_PAST and (seconds < 2 * _SOON or tokens < 4)
 
 

@@ -1,4 +1,4 @@
-"""The configuration of a rank; without torch, which the user's process must not import."""
+"""The configuration of a rank. Imports no torch, as the user's process must not load it."""
 
 from __future__ import annotations
 
@@ -10,39 +10,40 @@ from nanoactor.options.config import EngineConfig
 from nanoactor.setup.actors import ActorConfig
 
 SIMULATED = "simulated:"
-"""Prefix of simulated devices; the milliseconds of a step follow."""
+"""Prefix of the names of simulated devices; the duration of a step in milliseconds follows."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankConfig:
-    """The configuration that all actors share, and which rank of the model this is."""
+    """The configuration that all actors share, and the number of this rank."""
 
     shared: ActorConfig
     rank: int = 0
     rendezvous_port: int = 0
     """Port on the loopback interface on which the ranks meet."""
     rendezvous_socket: int | None = None
-    """The descriptor that listens there, for rank 0."""
+    """File descriptor of the listening socket, which only rank 0 has."""
 
     @property
     def engine(self) -> EngineConfig:
-        """Options of the engine."""
+        """Return the options of the engine."""
         return self.shared.engine
 
     @property
     def files(self) -> ModelFiles:
-        """The content of the model's files."""
+        """Return the contents of the model's files."""
         return self.shared.files
 
 
 _MIB = 1 << 20
 _MOST_RANKS = 64
 _LEAST_LENGTH = 2
-"""Tokens of the shortest context: one of prompt, one of output."""
+"""Number of tokens in the shortest context: one of the prompt, one of the output."""
 
 
 def check_cache(blocks: int, files: ModelFiles, block_size: int, why: str) -> None:
-    """Raise `NotEnoughMemory` if the longest sequence does not fit into this many blocks."""
+    """Raise `NotEnoughMemory` if the longest sequence does not fit into this many blocks. If
+    `max_model_len` may be lowered, only the shortest must fit."""
     needed = -(-files.max_model_len // block_size)
     if files.lowers_length:
         needed = min(needed, -(-_LEAST_LENGTH // block_size))
@@ -60,10 +61,11 @@ def check_cache(blocks: int, files: ModelFiles, block_size: int, why: str) -> No
 def check_weights(
     weights: int, sequence: int, free: int, ranks: int, *, shared: bool, what: str
 ) -> None:
-    """Raise `NotEnoughMemory`, with advice, if the weights alone do not fit.
+    """Raise `NotEnoughMemory`, with advice, if not even the weights fit.
 
-    `weights` and `sequence` (the cache of the longest one) are bytes of all ranks; `free` is of one
-    device, or of all ranks together if memory is `shared`.
+    `weights` and `sequence` (the KV cache of the longest sequence) are sizes in bytes over all
+    ranks. `free` is the free memory in bytes of one device, or of all ranks together if they share
+    memory (`shared`).
     """
     room = free // ranks if shared else free
     if weights // ranks <= room:

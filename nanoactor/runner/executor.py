@@ -1,9 +1,9 @@
-"""Steps on a device: the batch lives there, and a decode step replays one graph if the device
-records graphs.
+"""Execution of steps on a device. The batch stays on the device, and a decode step replays a single
+graph if the device captures graphs.
 
-A step is laid out on the node's loop (NumPy only) and launched on the device's thread: a copy of
-the changes, a graph or operators, a copy of the ids to page-locked memory, an event. If the device
-is asynchronous, another thread waits for the event.
+A step is laid out on the node's event loop, with NumPy only, and launched on the device's thread: a
+copy of the changes to the device, a graph or single operators, a copy of the token ids to pinned
+memory, and an event. If the device is asynchronous, another thread waits for the event.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from nanoactor.setup.actors import has_grammars
 log = logging.getLogger("nanoactor.runner")
 
 _MIB = 1 << 20
-# Driver memory for a captured step besides its tensors, and in total: generous estimates.
+# Generous estimates of driver memory: per captured step, in addition to its tensors, and in total.
 _GRAPH_BYTES = 4 * _MIB
 _DRIVER_BYTES = 256 * _MIB
-# On synchronous devices, a maximal step of a large model would take minutes; its memory is
-# proportional to its tokens.
+# Maximum size of a warm-up step on synchronous devices, where a maximal step of a large model would
+# take minutes. The memory of a step is proportional to its tokens.
 _SMALL_WARMUP_TOKENS, _SMALL_WARMUP_ROWS = 256, 16
 
 
@@ -57,15 +57,15 @@ class _Launched:
     buffers: InFlight
 
     def wait(self) -> Computed:
-        """Block until the ids are on the host."""
+        """Block until the token ids are on the host, and return the step's results."""
         return self.executor.collect(self.buffers)
 
 
 class DeviceExecutor:
-    """Executor of one rank on one device."""
+    """The executor of one rank on one device."""
 
     def __init__(self, config: RankConfig, device: Device) -> None:
-        """Load the weights, size and allocate the cache, capture the decode steps.
+        """Load the weights, size and allocate the KV cache, and capture steps.
 
         Raises `ModelError` if the model's files are malformed or there is not enough memory.
         """
@@ -82,9 +82,10 @@ class DeviceExecutor:
             self._double = BatchDouble(self._traits, self.block_size)
             self._free_buffers: deque[InFlight] = deque()
             self._last: InFlight | None = None
-            """The clock counts from the end of this step; reused after the next step."""
+            """Buffers of the latest collected step. The clock counts from the end of that step, so
+            they are reused only after the next one."""
             self._clock = DeviceClock.started(device)
-            # A rank's measurements would include waiting for the others.
+            # With several ranks, the measurements of one would include waiting for the others.
             measures = alone and not engine.threads and not device.traits.asynchronous
             self._threads = ThreadChoice(self._model.threads) if measures else None
             constrains = has_grammars(config.files)
@@ -97,22 +98,22 @@ class DeviceExecutor:
 
     @property
     def device_name(self) -> str:
-        """Name of the device."""
+        """Return the name of the device."""
         return self._device.traits.name
 
     @property
     def asynchronous(self) -> bool:
-        """True if `launch` returns before the step is done."""
+        """Return True if `launch` returns before the step is done."""
         return self._device.traits.asynchronous
 
     @property
     def dtype_name(self) -> str:
-        """The type that the model computes in."""
+        """Return the name of the dtype that the model computes in."""
         return self._model.dtype_name
 
     @property
     def block_size(self) -> int:
-        """Tokens in a block."""
+        """Return the number of tokens in a block."""
         return self._model.block_size
 
     @property
@@ -122,14 +123,15 @@ class DeviceExecutor:
 
     @property
     def uncaptured(self) -> int:
-        """Return the number of steps that could not be captured."""
+        """Return the number of steps launched operator by operator because they could not be
+        captured."""
         return self._graphs.uncaptured
 
     # -- the state on the device ----------------------------------------------------------
 
     def _make_state(self, blocks: int, constrains: bool) -> None:
-        """Make tables, buffers and a cache of this many blocks; with `constrains`, rows may be
-        constrained."""
+        """Allocate tables, buffers and a cache of this many blocks; if `constrains`, grammars may
+        constrain rows."""
         config, model, device = self._config, self._model, self._device
         self._batch = self._empty_batch()
         self._resident = ResidentBatch(model, self._batch.layout, blocks)
@@ -156,7 +158,7 @@ class DeviceExecutor:
         self._graphs = GraphRunner(config, model, self._forward, mixed, self.max_depth)
         self._staging = Staging(device, self.max_depth + 2)
         self._packing: Staging | None = None
-        """Staging for rehearsals."""
+        """Staging buffers for rehearsals."""
 
     def _empty_batch(self) -> HostBatch:
         most = -(-self._longest // self.block_size)
@@ -164,7 +166,7 @@ class DeviceExecutor:
         return HostBatch(self._config.max_num_seqs, most, self._traits, pooling)
 
     def renew(self) -> None:
-        """Forget all sequences; no step may be in flight."""
+        """Drop all sequences; no step may be in flight."""
         with self._device.stream():
             self._batch, self._dropped = self._empty_batch(), []
             self._resident.renew()
@@ -187,7 +189,8 @@ class DeviceExecutor:
     # -- memory ---------------------------------------------------------------------------
 
     def _warm_up(self, constrains: bool) -> tuple[int, int]:
-        """Run large steps of both kinds on a small cache; return (weight bytes, step bytes)."""
+        """Run large prefill and decode steps on a small cache. Return the size of the weights and
+        the memory that steps need, both in bytes."""
         config, device = self._config, self._device
         begin = time.monotonic()
         device.synchronize()
@@ -203,7 +206,7 @@ class DeviceExecutor:
         blocks = int(prefill.table_blocks.max()) + 1
         self._make_state(blocks, constrains)
         self._run_once(prefill)  # compiles
-        # Memory kept besides the cache: buffers, and the libraries' own.
+        # Memory kept in addition to the cache: buffers, and the libraries' own allocations.
         dummies = device.dummy_blocks(config.max_num_seqs, self.block_size)
         cache = (blocks + dummies) * self._model.block_bytes()
         kept = max(0, free - device.memory().free - cache)
@@ -216,7 +219,7 @@ class DeviceExecutor:
         _, scored = self._measured(lambda: self._choices.warm_up(at_once, top))
         captured = max(captured, peak)
         peak = max(peak * most // tokens, captured, cut, ruled, scored)
-        peak += self._warm_up_encoder()  # partly encoded images stay while prompts are computed
+        peak += self._warm_up_encoder()  # partial encodings stay allocated during prefill
         if self._captures:
             peak += captured + _GRAPH_BYTES * len(self._graphs)
         log.info("warm-up took %.1f s", time.monotonic() - begin)
@@ -224,7 +227,8 @@ class DeviceExecutor:
         return used, peak + kept + (_DRIVER_BYTES if device.traits.asynchronous else 0)
 
     def _warm_up_encoder(self) -> int:
-        """Return the bytes that encoding the largest image takes."""
+        """Warm up the encoder, if there is one. Return the bytes that encoding the largest image
+        takes."""
         if (encoder := self._model.encoder) is None:
             return 0
         most = encoder.largest(self._longest)
@@ -235,7 +239,7 @@ class DeviceExecutor:
         return taken * most // rows
 
     def _measured(self, work: Callable[[], None]) -> tuple[float, int]:
-        """Return the seconds and the bytes that `work` takes."""
+        """Run `work`. Return its duration in seconds and its peak memory in bytes."""
         self._device.reset_peak()
         begin = time.monotonic()
         work()
@@ -254,17 +258,17 @@ class DeviceExecutor:
     # -- running --------------------------------------------------------------------------
 
     def prepare(self, step: Step, pixels: PixelsOf = NO_PIXELS, masks: Int32 = NO_MASKS) -> Update:
-        """Lay out a step; NumPy only."""
+        """Lay out a step, with NumPy only."""
         dropped, self._dropped = self._dropped, []
         return with_vision(self._batch.update(step, masks), step, pixels, dropped)
 
     def drop_pixels(self, numbers: list[int]) -> None:
-        """Drop these items' partial encodings in the next step; earlier steps may still add to
-        them."""
+        """Drop the partial encodings of these pixels in the next step, as earlier steps may still
+        add to them."""
         self._dropped += numbers
 
     def rehearse(self) -> Iterator[object]:
-        """Lay out and pack a dummy prompt; nothing is sent."""
+        """Lay out and pack a dummy prompt, but send nothing to the device."""
         update = self._double.update()
         yield update
         self._packing = self._packing or Staging(self._device, in_flight=1)
@@ -272,7 +276,7 @@ class DeviceExecutor:
         yield self._packing.put_inputs(_staged(update, captured=captured))
 
     def launch(self, prepared: Update) -> _Launched:
-        """Queue a step, or compute it."""
+        """Queue a step, or compute it if the device is synchronous."""
         with self._device.stream():
             if self._threads is None or not prepared.rows:
                 return self._launch(prepared)
@@ -311,12 +315,13 @@ class DeviceExecutor:
         return _Launched(self, buffers)
 
     def _mark(self, event: TimedEvent) -> None:
-        """Record progress within a step, if the device is synchronous: a graph holds both parts."""
+        """Record an event within a step if the device is synchronous; on others, one graph may hold
+        both parts of the step."""
         if not self.asynchronous:
             event.record()
 
     def collect(self, buffers: InFlight) -> Computed:
-        """Wait for a step."""
+        """Wait for a step and return its results; free the buffers of the step before it."""
         with self._model.explaining():
             computed = buffers.collect(self._clock, split=not self.asynchronous)
         if self._last is not None:
@@ -326,6 +331,6 @@ class DeviceExecutor:
 
 
 def _staged(update: Update, *, captured: bool) -> Inputs[Array]:
-    """Return the staged inputs: a captured step reads its prompts from a separate place."""
+    """Return the inputs to stage; those of a captured step's prompts are copied separately."""
     inputs = update.inputs
     return dataclasses.replace(inputs, prefill=None, seen=None) if captured else inputs

@@ -1,4 +1,4 @@
-"""Open the executor of a configuration's device; imports torch only if it is needed."""
+"""Opens the executor for the configured device; imports torch only if that device needs it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from nanoactor.runner.protocol import Executor
 
 
 def open_executor(config: RankConfig) -> Executor:
-    """Return the executor of a configuration's device; raises what loading the model raises."""
+    """Return the executor for the configured device; errors in loading the model propagate."""
     if config.engine.device.startswith(SIMULATED):
         from nanoactor.runner.simulated import SimulatedExecutor
 
         return SimulatedExecutor(config)
     if "torch" not in sys.modules:
-        # Otherwise `import torch` fails if torch_npu is installed and CANN is not sourced.
+        # Without this, `import torch` fails if torch_npu is installed and CANN's script is not
+        # sourced.
         os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     from nanoactor.models.devices import open_device
     from nanoactor.runner.executor import DeviceExecutor

@@ -14,10 +14,10 @@ from nanoactor.runner.batch.pixels import PixelsOf
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Computed:
-    """A step's result, and its times on the device, in ns of the host's monotonic clock."""
+    """A step's results, and its times on the device in ns of the host's monotonic clock."""
 
     counts: Int32
-    """As in `StepDone`."""
+    """Number of tokens of each row; see `StepDone.counts`."""
     token_ids: Int32
     begin: int
     forwarded: int
@@ -27,7 +27,8 @@ class Computed:
     end: int
     """Time at which the tokens arrived on the host."""
     encoded: int = 0
-    """Time at which encoding images finished, before all that; 0 if nothing was encoded."""
+    """Time at which image encoding finished, before the layers started; 0 if nothing was
+    encoded."""
     scores: StepScores | None = None
     vectors: StepVectors | None = None
 
@@ -37,41 +38,42 @@ class Prepared(Protocol):
 
     @property
     def rows(self) -> int:
-        """Tokens that go through the layers."""
+        """Return the number of tokens that go through the layers."""
 
 
 class Launched(Protocol):
-    """A step that was handed to the device."""
+    """A step that was launched on the device."""
 
     def wait(self) -> Computed:
-        """Block until it is done. Called once, in the order of steps, from one thread."""
+        """Block until the step is done, and return its results. Called once, in step order, from
+        one thread."""
 
 
 class Executor(Protocol):
-    """A device with a model on it; made on the thread that will call `launch`."""
+    """A device with a model loaded on it. It is created on the thread that will call `launch`."""
 
     num_blocks: int
     any_thread: bool
-    """True if `launch` may be called from other threads too, one call at a time."""
+    """Whether other threads may call `launch` too, one at a time."""
     max_depth: int
-    """Steps that may be in flight at once."""
+    """Maximum number of steps in flight."""
     warmed_up: tuple[tuple[int, float], ...]
-    """(tokens, seconds) of the warm-up steps."""
+    """Number of tokens and duration in seconds of each warm-up step."""
 
     encoder_pages: int
-    """Pages of the encoder cache; 0 if the model has no vision."""
+    """Number of pages in the encoder cache; 0 if the model has no vision tower."""
 
     @property
     def block_size(self) -> int:
-        """Tokens in a block."""
+        """Return the number of tokens in a block."""
 
     @property
     def dtype_name(self) -> str:
-        """The type that the model computes in."""
+        """Return the name of the dtype that the model computes in."""
 
     @property
     def device_name(self) -> str:
-        """The device, for people."""
+        """Return a human-readable name of the device."""
 
     @property
     def asynchronous(self) -> bool:
@@ -80,27 +82,29 @@ class Executor(Protocol):
 
     @property
     def too_large(self) -> int:
-        """Steps with prompts launched operator by operator as no captured one holds as much."""
+        """Return the number of steps with prompts that were launched operator by operator because
+        no captured step is large enough."""
 
     @property
     def uncaptured(self) -> int:
-        """Steps launched operator by operator because they could not be captured."""
+        """Return the number of steps launched operator by operator because they could not be
+        captured."""
 
     def prepare(self, step: Step, pixels: PixelsOf, masks: Int32) -> Prepared:
-        """Lay out a step, in the order of steps, on the node's loop while the device is busy.
+        """Lay out a step on the node's event loop while the device is busy; called in step order.
 
-        `pixels` are those of the items that it encodes, by their numbers; `masks`, (rows, words),
-        are the ids that its choices may take.
+        `pixels` are the pixels of the items that the step encodes, by number. `masks`, (rows,
+        words), are bit masks of the token ids that the step's choices may select.
         """
 
     def drop_pixels(self, numbers: list[int]) -> None:
-        """Drop partial encodings of these: no later step continues them."""
+        """Drop the partial encodings of these pixels, which no later step continues."""
 
     def renew(self) -> None:
-        """Forget all sequences; called on the device's thread with no step in flight."""
+        """Drop all sequences. Called on the device's thread while no step is in flight."""
 
     def launch(self, prepared: Any) -> Launched:
-        """Queue, or compute, what `prepare` returned, in the same order."""
+        """Queue or compute a step that `prepare` has returned; called in the same order."""
 
     def rehearse(self) -> Iterator[object]:
-        """Lay out a dummy step on a double, in parts; see `Actor.rehearse`."""
+        """Lay out a dummy step in a separate batch, in parts (see `Actor.rehearse`)."""

@@ -1,8 +1,8 @@
-"""A device that takes time and computes nothing, to measure the engine itself.
+"""A simulated device that takes time but computes nothing, to measure the engine itself.
 
-It has its own timeline: a step starts when it is submitted or when the previous one ends, whichever
-is later, and takes a time that is fixed or depends on its tokens. Late wake-ups of the host do not
-lengthen a step; submitting the next one late shows as idle time.
+The device has its own timeline: a step starts when it is submitted or when the previous one ends,
+whichever is later, and its duration is fixed or depends on its number of tokens. Late wake-ups of
+the host do not lengthen a step; submitting the next step late shows up as idle time.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from nanoactor.runner.protocol import Computed
 from nanoactor.setup.actors import encoder_pages
 
 _BLOCK_SIZE = 16
-# Knuth's multiplicative hash: random-looking tokens, so that there is text to decode.
+# Knuth's multiplicative hash yields random-looking tokens, so that there is text to decode.
 _SPREAD = 2654435761
 
 
 def _allowed(mask: Int32, wanted: int) -> int:
-    """Return an id that a mask allows and that depends on `wanted`, reading few of its words: all
-    of them take 0.4 ms per row for 150,000 ids."""
+    """Return an id that a mask allows and that depends on `wanted`; `NOTHING_ALLOWED` if it allows
+    none. Only one word of the mask is unpacked: unpacking all takes 0.4 ms per row for 150,000
+    ids."""
     words = np.flatnonzero(mask)
     if not len(words):
         return NOTHING_ALLOWED
@@ -47,7 +48,7 @@ def _allowed(mask: Int32, wanted: int) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Promise:
-    """A step with its place in the timeline."""
+    """A step and its place in the device's timeline."""
 
     rows: int
     counts: Int32
@@ -58,7 +59,7 @@ class _Promise:
     vectors: StepVectors | None
 
     def wait(self) -> Computed:
-        """Sleep until the step has ended."""
+        """Sleep until the step has ended, and return its results."""
         left = self.end - time.monotonic_ns()
         if left > 0:
             time.sleep(left * 1e-9)
@@ -75,8 +76,8 @@ class _Promise:
 
 
 class SimulatedExecutor:
-    """`simulated:5` takes 5 ms for each step, whatever is in it; `simulated:5+20` takes 20 us more
-    for each token, of prompts and of running sequences."""
+    """Executes simulated steps. With device `simulated:5`, each step takes 5 ms, whatever it
+    contains; with `simulated:5+20`, each prompt token and each decode token takes another 20 us."""
 
     dtype_name = "none"
     device_name = "a simulated device"
@@ -105,14 +106,14 @@ class SimulatedExecutor:
         self.renew()
 
     def renew(self) -> None:
-        """Reset the simulated sequences."""
+        """Drop the simulated sequences and restart the timeline."""
         self._free_at, self._batch = 0, self._new_batch()
 
     def drop_pixels(self, numbers: list[int]) -> None:
         """Do nothing, as no image state is kept."""
 
     def prepare(self, step: Step, pixels: PixelsOf, masks: Int32) -> _Promise:
-        """Schedule a step after the previous ones."""
+        """Schedule a step on the timeline, after all previous steps."""
         update = self._batch.update(step, masks)
         begin = max(time.monotonic_ns(), self._free_at)
         self._free_at = begin + self._nanoseconds + self._each * update.rows
@@ -136,7 +137,7 @@ class SimulatedExecutor:
         )
 
     def launch(self, prepared: _Promise) -> _Promise:
-        """Return the step, which is running already."""
+        """Return the step, which `prepare` has already scheduled."""
         return prepared
 
     def rehearse(self) -> Iterator[object]:
@@ -154,15 +155,17 @@ class SimulatedExecutor:
         return update.scored.message(table)
 
     def _pooled(self, rows: PooledRows) -> StepVectors:
-        """Return the same vector for all."""
+        """Return a vector of ones for each pooling row."""
         return rows.message(np.ones((len(rows.numbers), self._width), np.float32))
 
     def _tokens(self, positions: Long, seeds: Long) -> Int32:
-        """Return tokens that depend on position and seed alone, like those of a real sampler."""
+        """Return token ids that depend only on position and seed, as a real sampler's random
+        numbers do."""
         mixed = (positions * 7919 + seeds % 65521) * _SPREAD
         return ((mixed >> 16) % self._vocabulary).astype(np.int32)
 
     def _masked(self, masks: Int32, positions: Long, seeds: Long) -> Int32:
-        """Return tokens that masks, (rows, words), allow and that depend on the same."""
+        """Return token ids that `masks`, (rows, words), allow and that otherwise depend only on
+        position and seed."""
         pairs = zip(masks, self._tokens(positions, seeds).tolist(), strict=True)
         return np.array([_allowed(mask, wanted) for mask, wanted in pairs], np.int32)

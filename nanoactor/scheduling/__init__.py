@@ -1,1 +1,1 @@
-"""The scheduler's logic: chooses what runs in each step. Events in, messages out, no I/O."""
+"""Scheduling logic: decides what runs in each step. It maps events to messages and does no I/O."""

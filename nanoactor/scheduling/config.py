@@ -1,4 +1,4 @@
-"""The scheduler's limits."""
+"""Configuration of the scheduler."""
 
 from __future__ import annotations
 
@@ -10,30 +10,32 @@ from nanoactor.media.units import NO_ENCODER, EncoderLimits
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """The limits that plans observe."""
+    """Limits and options of the scheduler."""
 
     blocks: int
     block_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
-    """At least `max_num_seqs`, so that every running sequence fits into every step."""
+    """Maximum number of tokens in a step; at least `max_num_seqs`, so that every running sequence
+    fits into every step."""
     max_model_len: int
     depth: int = 2
     """Maximum number of steps in flight."""
     max_depth: int = 0
     """Maximum number of steps in flight while steps are short; at least `depth`."""
     plan_lead: Literal["eager", "late"] = "eager"
-    """Plan as soon as the depth allows, or when the runner asks because it is about to run dry."""
+    """When to plan a step: as soon as the depth allows ("eager"), or, while steps are in flight,
+    only once the runner requests one because the device is about to go idle ("late")."""
     prefix_caching: bool = True
     priority_window: int = 1000
-    """Number of later requests that a priority difference of 1 may let pass."""
+    """Fewer than this many later requests can overtake a request per unit of priority."""
     encoder: EncoderLimits = NO_ENCODER
     jump_forward: bool = True
-    """True if tokens forced by a grammar skip sampling."""
+    """Whether tokens forced by a grammar are appended without sampling."""
     pooling: str = ""
-    """Pooling method, see `PoolingConfig.kind`; empty: none."""
+    """Pooling method, see `PoolingConfig.kind`; empty if there is none."""
     ranks: int = 1
-    """Runners, each of which must hold a mask before a step may name it."""
+    """Number of runners, all of which must hold a mask before a step may use it."""
 
     def __post_init__(self) -> None:
         """Raise `max_depth` to at least `depth`."""

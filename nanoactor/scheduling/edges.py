@@ -1,4 +1,4 @@
-"""The scheduler's edges, named after the actors at their other ends."""
+"""The scheduler's outgoing edges, named after the actors that receive from them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from typing import Any
 
 BLOCKS, TEXT, GRAMMAR = "blocks", "detokenizer", "grammar"
 VISION = "vision.{}"
-"""The edge to a vision worker, by its number."""
+"""Name of the edge to a vision worker, to be formatted with the worker's index."""
 Send = tuple[str, Any]
 """An edge and the message to send on it."""

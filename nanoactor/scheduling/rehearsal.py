@@ -1,9 +1,10 @@
-"""Doubles of the engine's logic that play dummy requests, to warm up the processor's caches.
+"""Copies of the engine's logic that process dummy requests, to warm up the CPU caches.
 
-After a pause of some milliseconds, a handler takes three to five times as long as when called again
-at once, as its code and the interpreter's have left the processor's caches. An actor that is
-notified of a request before it arrives (`Context.rouse`) plays one on its own doubles until then.
-Doubles share code with the engine, and nothing else: no state, no numbers, no messages.
+After a pause of a few milliseconds, a handler takes three to five times as long as when it is
+called again immediately, because its code and the interpreter's code have been evicted from the CPU
+caches. An actor that is notified of a request before it arrives (`Context.rouse`) processes a dummy
+request on its own copies until then. The copies share only code with the engine: no state, no
+numbers, no messages.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _NONE, _TOKEN = np.empty(0, np.int32), np.array([5], np.int32)
 
 
 class Rehearsal:
-    """A scheduler and a block manager that serve dummy requests of one token, one at a time."""
+    """A scheduler and a block manager that serve dummy requests of one output token, one by one."""
 
     def __init__(self, block_size: int) -> None:
         blocks, length = 4 * -(-_PROMPT // block_size), 2 * _PROMPT
@@ -61,7 +62,7 @@ class Rehearsal:
         self._uid = 0
 
     def admit(self) -> Admit:
-        """Make the next request; no two have a block in common."""
+        """Return the next request; no two requests share a block."""
         tokens = np.arange(_PROMPT, dtype=np.int32) + 7 * self._uid
         request = Admit(
             uid=self._uid,
@@ -74,8 +75,7 @@ class Rehearsal:
         return request
 
     def play(self) -> Iterator[Any]:
-        """Serve a request; yields each message that would be sent to another process, after
-        encoding it."""
+        """Serve a request; encode and yield each message that would be sent to another process."""
         yield from self._tell(self.admit())
         yield from self._settle()
         done = StepDone(
@@ -106,7 +106,6 @@ def first_step(block_size: int) -> Step:
 
 
 def text_messages() -> list[Open | Tokens]:
-    """Return the messages that the detokenizer receives for a dummy request, from start to
-    finish."""
+    """Return all messages that the detokenizer receives for a dummy request, in order."""
     sent = Rehearsal(_PROMPT).play()
     return [message for message in sent if isinstance(message, Open | Tokens)]

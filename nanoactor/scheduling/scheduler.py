@@ -1,15 +1,16 @@
 """The scheduler's logic: admission, batching, preemption, termination.
 
-Events in, messages out; no I/O, no clock, no block ids, and token values only to see whether they
-end a sequence. It rests on three ideas:
+It maps events to messages. It does no I/O, reads no clock and knows no block ids, and it looks at
+token values only to see whether they end a sequence or its free text. It is based on three ideas:
 
 *The host knows lengths, the device knows tokens.* Step N+1 is planned while step N runs: the length
 of each sequence is known in advance, and the sampled token stays on the device.
 
-*Credits, not queries.* Blocks are spent from a count that is kept here, in `BlockBudget`. An
-admission debits a whole prompt; what the prefix cache saves comes back as a refund.
+*Credits, not queries.* Blocks are spent from a count that the scheduler keeps, the `BlockBudget`.
+An admission debits the blocks of a whole prompt; the blocks that the prefix cache saves are
+refunded.
 
-*Fences.* Resources freed while steps are in flight become available only when those are done.
+*Fences.* Resources freed while steps are in flight become available only when those steps are done.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ _NO_SLOTS = np.empty(0, np.int64)
 
 
 class Scheduler:
-    """Decides what runs. `handle` takes one event and returns the messages to send, in order."""
+    """Decides what runs. `handle` processes one event and returns the messages to send."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
@@ -83,7 +84,7 @@ class Scheduler:
         self._features = Features(self.items, self.constraints, self.holds, forking, pooling)
         self.arrivals = Arrivals(self._output, self.statistics)
         self._planned = self._completed = self._preempted_at = self._wanted = 0
-        """The last step that was planned, done, preceded by a preemption, and requested."""
+        """The last steps that were planned, completed, preceded by a preemption, and requested."""
         self._in_flight: deque[PlannedStep] = deque()
         self._depth = PipelineDepth(config.depth, config.max_depth)
         self._unanswered = Unanswered()
@@ -93,21 +94,21 @@ class Scheduler:
         self._out: list[Send] = []
 
     def handle(self, event: Any) -> list[Send]:
-        """Take one event and return the messages to send; turns go before tokens."""
+        """Process one event and return the messages to send, turns before all others."""
         if type(event) is StepDone and self._unanswered.hold_back(event):
             return []
         may_go_on = self._process(event)
         if self._unanswered.held_back:
             for results in self._unanswered.release():
                 may_go_on = self._process(results)
-        while may_go_on:  # each further step is a separate event and turn
+        while may_go_on:  # each additional step is a separate event and turn
             may_go_on = self._process(None)
         turns, out = self._turns, self._out
         self._turns, self._out = [], []
         return [*turns, *out]
 
     def _process(self, event: Any) -> bool:
-        """Take one event, or none; return True if one more step may be planned."""
+        """Process one event, or none; return True if one more step may be planned."""
         before = self._planned
         if event is not None:
             self._handle(event)
@@ -134,12 +135,13 @@ class Scheduler:
                 self._fail(sequence, end)
 
     def _send_turn(self, fence: int) -> None:
-        """Queue the messages that follow from an event; turns go first, as steps wait for them."""
+        """Queue the messages that result from an event, turns first, because steps wait for
+        them."""
         for flush in self._features.frequent["flush"]:
             self._out += flush(self._turn)
         if self._turn.gives_up:
             self.budget.expect(self._turn.number, fence)
-        # With late planning, the block manager should have nothing left to learn before a plan.
+        # With late planning, the block manager should have no tokens left to record before a plan.
         may_wait = bool(self._in_flight) and self.config.plan_lead == "eager"
         turn = self._turn.take(self._completed, fence, may_wait=may_wait)
         if turn is not None:
@@ -155,7 +157,7 @@ class Scheduler:
         for feature in self._features:
             feature.arrive(living)
         for sequence in living:
-            if (end := sequence.end_restored()) is not None:  # its end was never reported
+            if (end := sequence.end_restored()) is not None:  # the end was never reported
                 self._end(sequence, end)
 
     def _on_abort(self, event: Abort) -> None:
@@ -178,7 +180,7 @@ class Scheduler:
         self._end(sequence, end)
 
     def _end(self, sequence: Sequence, end: End) -> None:
-        """End a sequence; all ends come here. Its results in flight are dropped."""
+        """End a sequence, whatever the reason. Its results in flight are dropped."""
         self.statistics.finished += 1
         self._output.stop_ids.remove(sequence.watched_ids)
         self._output.finish(sequence.uid, end, sequence)
@@ -216,8 +218,8 @@ class Scheduler:
                 self._fail(sequence, ends.TAINTED)
 
     def _answer_admission(self, uid: int, hit: int) -> Sequence | None:
-        """Handle the answer to the oldest admission; return the sequence if it now starts
-        running."""
+        """Process the answer to the oldest admission; return the sequence if it starts running
+        now."""
         entry = self._unanswered.pop(uid)
         sequence = entry.sequence
         sequence.history.note_match(min(hit, sequence.prompt_length))
@@ -226,7 +228,7 @@ class Scheduler:
         slot = sequence.slot
         if (
             slot < 0 or self._running.table.admitted[slot] != entry.turn
-        ):  # it has given up that slot
+        ):  # the sequence has given up that slot
             return None
         self._running.table.shared[slot] = 0
         if sequence.phase is not Phase.MATCHING:
@@ -236,7 +238,7 @@ class Scheduler:
         return sequence
 
     def _admit_waiting(self) -> None:
-        """Admit sequences from the head of the queue while the next step has tokens for them."""
+        """Admit sequences from the head of the queue while the next step has budget for them."""
         if not self._room.waiting or self._running.progress == self._full:
             return
         tokens = self.config.max_num_batched_tokens - self._running.left_to_prefill
@@ -244,7 +246,7 @@ class Scheduler:
             if (head := self._room.head) is None:
                 return
             need = -(-head.length // self.config.block_size)
-            # A preempted sequence comes back when all its results are in: known == scheduled.
+            # A preempted sequence can be admitted once all its results are in: known == scheduled.
             if head.last_step > self._completed or self.budget.credits < need + self._reserve():
                 return
             # Waiting pays off: a block is indexed as soon as the step that computes it is planned.
@@ -258,10 +260,11 @@ class Scheduler:
             self._full = self._running.progress
 
     def _reserve(self) -> int:
-        """Return the number of credits that admission leaves to sequences that need a block now.
+        """Return the number of credits that admissions leave to sequences that need a block now.
 
-        Without them a preempted sequence would take back what it had to give up. A few more,
-        up to one for each running sequence, keep the next preemption from following at once.
+        Without this reserve, a preempted sequence would take back the blocks that it had to give
+        up. A few more credits, up to one for each running sequence, keep the next preemption from
+        following immediately.
         """
         if not len(self._running):
             return 0
@@ -270,12 +273,12 @@ class Scheduler:
         return needed + min(len(self._running), self.config.blocks // 64)
 
     def _pages(self) -> int:
-        """Return the number of pages of the encoder cache that the queue may spend."""
+        """Return the number of pages of the encoder cache that admissions may spend."""
         return self.items.budget.credits
 
     def _make_way(self) -> None:
-        """Release the slot of a paused sequence if another one waits and nothing is in flight; the
-        freed blocks are known before the next one is released."""
+        """Release the slot of a held sequence if another sequence waits and nothing is in flight.
+        The number of freed blocks is known before the next slot is released."""
         under_way = self._in_flight or self.budget.oldest_unanswered is not None
         if under_way or self._room.head is None:
             return
@@ -297,13 +300,14 @@ class Scheduler:
             feature.admit(sequence, self._turn.number)
 
     def _feed(self, starving: list[Sequence]) -> list[Sequence]:
-        """Give one more block to each of these; those for which there is none skip this step.
+        """Give one more block to each of these sequences; return those that got one.
 
-        The sequence that has waited longest goes first, so that each is passed over at most once.
+        The others skip this step. The sequence that has waited longest goes first, so that each is
+        passed over at most once.
         """
         step = self._planned + 1
         self._make_room(starving)
-        queue = [s for s in starving if s.slot >= 0]  # others were preempted a moment ago
+        queue = [s for s in starving if s.slot >= 0]  # the others have just been preempted
         queue.sort(key=lambda s: (s.starved_since or step, s.priority_key))
         fed, unfed = queue[: self.budget.credits], queue[self.budget.credits :]
         self.budget.debit(len(fed))
@@ -315,10 +319,10 @@ class Scheduler:
         return fed
 
     def _make_room(self, starving: list[Sequence]) -> None:
-        """Preempt the youngest until there is, or will be, a block for each of these.
+        """Preempt the youngest sequences until there is, or will be, a block for each starving one.
 
-        No sequence is preempted while pending credits suffice, or while an outstanding answer may
-        bring more: for `depth` steps at most.
+        No sequence is preempted while pending credits suffice or, for at most `depth` steps, while
+        an outstanding answer may return more credits.
         """
         step = self._planned + 1
         missing = len(starving) - self.budget.credits - self.budget.pending
@@ -333,8 +337,9 @@ class Scheduler:
         self._preempted_at = step
 
     def _preempt(self, victim: Sequence) -> None:
-        """Return the youngest to the queue; it still gets its tokens from steps in flight, and can
-        be admitted again once these are in."""
+        """Preempt a sequence: queue it again, or hold it if its caller decides what is computed
+        next. It still gets its tokens from steps in flight, and can be admitted again once they
+        have arrived."""
         self.statistics.preemptions += 1
         rows_in = [p.step for p in self._in_flight if p.has_row(victim.slot)]
         victim.note_preemption(max(rows_in, default=0))
@@ -355,7 +360,7 @@ class Scheduler:
     def _may_plan(self) -> bool:
         if not self._depth.has_room(self._in_flight, stepwise=bool(self._running.stepwise)):
             return False
-        # The blocks that a preemption freed are known within `depth` steps, however slow the edge.
+        # The number of freed blocks must be known within `depth` steps, however slow the edge is.
         unanswered = self.budget.oldest_unanswered
         if unanswered is not None and self._planned >= unanswered + self.config.depth:
             return False
@@ -366,8 +371,9 @@ class Scheduler:
         self._wanted = max(self._wanted, event.step)
 
     def _plan(self) -> None:
-        """Plan one step: every sequence that decodes, then prompts as far as the budget goes. Admit
-        sequences between the two, so that newly admitted ones are not preempted at once."""
+        """Plan one step: every sequence that decodes, then prompts within the remaining budget.
+        Sequences are admitted between the two, so that newly admitted ones are not preempted
+        immediately."""
         decode_batch, grown, sitting_out = self._choose_decodes()
         self._admit_waiting()
         decodes, turn = len(decode_batch.slots), self._turn.number
@@ -452,7 +458,7 @@ class Scheduler:
             self._turn.know(slots, tokens)
 
     def _jump(self, sequence: Sequence, run: Int32) -> None:
-        """Append forced tokens, up to one that ends the sequence."""
+        """Append forced tokens, up to and including one that ends the sequence."""
         slot = sequence.slot
         known, end = self._output.append_run(sequence, run)
         self._turn.know_run(slot, known)
@@ -463,19 +469,19 @@ class Scheduler:
     # -- inspection -----------------------------------------------------------------------
 
     def uids_of(self, slots: Int32) -> list[int]:
-        """Return the request in each of these slots."""
+        """Return the uid of the sequence in each of these slots."""
         return list(map(int, self._running.table.uids[slots]))
 
     @property
     def is_waiting(self) -> bool:
-        """Return True if there are sequences, but neither a step nor a feature's request that they
-        depend on is in flight."""
+        """Return True if there are live sequences and planning is not paused, but neither a step
+        nor a feature's request that they depend on is in flight."""
         idle = bool(self.live) and not self._in_flight and not self._depth.is_paused
         return idle and not any(feature.waits for feature in self._features)
 
     def figures(self) -> dict[str, Any]:
-        """Return counts since the start, and the numbers of waiting, running and paused
-        sequences."""
+        """Return counts since the start, the current numbers of waiting, running and live
+        sequences, and the figures of all features."""
         return {
             **dataclasses.asdict(self.statistics),
             "waiting": len(self._room.waiting),
@@ -511,4 +517,4 @@ class Scheduler:
     EVENTS: ClassVar[frozenset[type]] = frozenset(HANDLERS).union(
         *(feature.HANDLERS for feature in (Pictures, Constraints, HeldAnswers))
     )
-    """All events that the scheduler handles."""
+    """All event types that the scheduler handles."""

@@ -1,4 +1,4 @@
-"""Counters of the scheduler."""
+"""The scheduler's counters."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ import dataclasses
 
 @dataclasses.dataclass(slots=True)
 class SchedulerStatistics:
-    """Counts since the start."""
+    """Counts since the scheduler started."""
 
     steps: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
     output_tokens: int = 0
-    """Tokens reported to the detokenizer."""
+    """Number of tokens reported to the detokenizer."""
     mixed_steps: int = 0
     finished: int = 0
     aborted: int = 0
     failed: int = 0
-    """Sequences that ended with reason "failed", such as those with non-finite logits."""
+    """Number of sequences that ended with reason "failed", such as those with non-finite logits."""
     preemptions: int = 0
     overruns: int = 0
-    """Dropped tokens of sequences that had already ended or been aborted."""
+    """Number of dropped tokens, such as those of sequences that had already ended."""
     sat_out: int = 0
-    """Decode rows left out of a step for want of a block."""
+    """Number of rows left out of a step for lack of a block."""
     device_seconds: float = 0.0
 
     def count_step(self, prefill_tokens: int, decode_tokens: int, sat_out: int) -> None:
-        """Count a planned step: its tokens, and the decode rows left out of it."""
+        """Count a planned step, its tokens, and the rows left out of it."""
         self.steps += 1
         self.prefill_tokens += prefill_tokens
         self.decode_tokens += decode_tokens
@@ -35,13 +35,13 @@ class SchedulerStatistics:
         self.mixed_steps += bool(prefill_tokens and decode_tokens)
 
     def take_back(self, prefill_tokens: int) -> None:
-        """Subtract prompt tokens that the prefix cache had."""
+        """Subtract prompt tokens that were found in the prefix cache."""
         self.prefill_tokens -= prefill_tokens
 
     def count_abort(self) -> None:
-        """Count a request that was aborted."""
+        """Count an aborted request."""
         self.aborted += 1
 
     def count_overrun(self, tokens: int = 1) -> None:
-        """Count tokens that are dropped."""
+        """Count dropped tokens."""
         self.overruns += tokens

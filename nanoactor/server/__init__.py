@@ -1,1 +1,1 @@
-"""The HTTP server: one more user of `AsyncLLM`, in the shapes of the OpenAI API."""
+"""The HTTP server: a client of `AsyncLLM` that serves the OpenAI API and others."""

@@ -1,21 +1,21 @@
-"""Public Internet addresses, distinguished from all others."""
+"""Classification of IP addresses as public or not."""
 
 from __future__ import annotations
 
 import ipaddress
 
-# What Python's `is_global` lets pass, in this version or in an older one.
+# Networks to reject although Python's `is_global` accepts them, in this or an older version.
 _SPECIAL = tuple(
     map(
         ipaddress.ip_network,
         (
-            "192.0.0.0/24",  # protocols' own; a cloud's metadata service at .192
-            "192.88.99.0/24",  # relays to 6to4
+            "192.0.0.0/24",  # IETF protocol assignments; a cloud's metadata service is at .192
+            "192.88.99.0/24",  # 6to4 relays
             "168.63.129.16",  # a cloud's metadata service, at an address that looks public
-            "2001::/23",  # protocols' own, Teredo among them, which holds IPv4 addresses
-            "2001:db8::/32",  # examples
-            "2002::/16",  # 6to4, which holds IPv4 addresses
-            "3fff::/20",  # examples
+            "2001::/23",  # IETF protocol assignments, including Teredo, which embeds IPv4 addresses
+            "2001:db8::/32",  # for documentation
+            "2002::/16",  # 6to4, which embeds IPv4 addresses
+            "3fff::/20",  # for documentation
         ),
     )
 )
@@ -24,8 +24,8 @@ _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
 def is_public(text: str) -> bool:
-    """Return True if an address belongs to the public Internet, including any address embedded in
-    it."""
+    """Return True if `text` is a public Internet address. A NAT64 address is judged by the IPv4
+    address that it embeds."""
     try:
         address = ipaddress.ip_address(text)
     except ValueError:
@@ -35,7 +35,7 @@ def is_public(text: str) -> bool:
             return False
         if address in _NAT64:
             return is_public(str(ipaddress.IPv4Address(int(address) & 0xFFFF_FFFF)))
-        # IPv4-mapped and all other forms that hold IPv4 addresses are outside, or special.
+        # Other forms that embed IPv4, such as IPv4-mapped, are outside `_UNICAST` or in `_SPECIAL`.
         if address not in _UNICAST:
             return False
     if address.is_multicast or not address.is_global:

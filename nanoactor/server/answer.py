@@ -1,4 +1,4 @@
-"""An answer in progress: its engine requests, their outputs, and how an API writes it."""
+"""State of an answer in progress, and the writers that encode it in the format of an API."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nanoactor.server.requests import Body, ChatRequest, StreamOptions
 
 @dataclasses.dataclass(frozen=True)
 class Echoed:
-    """Takes the place of an engine request for a prompt that is only echoed."""
+    """Stand-in for an engine request if the prompt is only echoed."""
 
     prompt_token_ids: Sequence[int]
 
@@ -36,34 +36,34 @@ class Answer:
         self.choices: Sequence[Choice] = ()
         self.cached = 0
         self.each = body.n or 1
-        """Number of choices of each request."""
+        """Number of choices per request."""
         self.prompt_logprobs: list[Any] | None = None
-        """Prompt log-probabilities of a conversation, which has one prompt."""
+        """Prompt log-probabilities of a chat, which has one prompt; None unless requested."""
         self.reasons: list[str | None] = [None] * (len(requests) * self.each)
-        """Finish reason of each choice, once it has finished."""
+        """Finish reason of each choice; None until the choice has finished."""
         self.told = [0] * (len(requests) * self.each)
-        """Number of tokens of each choice sent to the client."""
+        """Number of tokens sent to the client, for each choice."""
         self.reasoning = 0
-        """Number of reasoning tokens among them, as far as the text shows."""
+        """Number of reasoning tokens among the tokens sent, estimated from the text."""
         self.stop_reason: int | str | None = None
-        """The stop string or token that ended the latest choice, if one did."""
+        """The stop string or stop token id that ended the latest finished choice, if any."""
         self.times: dict[str, float] = {}
         self.token_ids: list[list[int]] | None = None
-        """Token ids of each choice, if the request asks for them."""
+        """Output token ids of each choice; None unless requested."""
         if body.return_token_ids:
             self.token_ids = [[] for _ in self.told]
         self._unsent: list[list[int]] = [[] for _ in self.told]
-        """Token ids that no delta has carried yet."""
+        """Output token ids of each choice that are not yet in any delta."""
         self.is_complete = False
-        """Whether its last request has finished."""
+        """Whether any of the requests has finished; a chat has only one request."""
 
     def said(self, number: int, completion: CompletionOutput) -> int:
-        """Return the number of new tokens sent to the client."""
+        """Return the number of new tokens in `completion` that are sent to the client."""
         choice = self.choices[number * self.each + completion.index]
         return 0 if choice.mute else len(completion.token_ids)
 
     def take(self, number: int, output: RequestOutput) -> list[Delta]:
-        """Process an engine output; raise `APIError` if it ends a choice prematurely."""
+        """Process an engine output and return deltas. Raises `APIError` if a choice is aborted."""
         deltas: list[Delta] = []
         first = number * self.each
         if output.prompt_logprobs is not None:
@@ -100,7 +100,7 @@ class Answer:
             if self.token_ids is not None:
                 self.token_ids[index] += completion.token_ids
                 self._unsent[index] += completion.token_ids
-        if completion.finish_reason == "abort":  # not by the client, which would have disconnected
+        if completion.finish_reason == "abort":  # by the server: the client is still connected
             raise unavailable("the server is shutting down; this answer is not complete")
         if completion.finish_reason is not None:
             self.stop_reason = completion.stop_reason
@@ -111,8 +111,8 @@ class Answer:
         return deltas
 
     def _tell_ids(self, index: int, delta: Delta) -> None:
-        """Add the ids of all tokens since the previous delta. The first delta also gets the
-        prompt's ids, except in a conversation, where they are placed next to its choices."""
+        """Add the ids of all tokens since the previous delta to `delta`. The first delta also gets
+        the prompt's token ids, except in a chat, where they are placed next to the choices."""
         assert self.token_ids is not None
         if len(self.token_ids[index]) == len(self._unsent[index]) and not self.is_chat:
             delta["prompt_token_ids"] = [*self.requests[index // self.each].prompt_token_ids]
@@ -125,26 +125,26 @@ class Answer:
 
     @property
     def prompt_tokens(self) -> int:
-        """Return the number of tokens in all prompts."""
+        """Return the total number of tokens in all prompts."""
         return sum(len(request.prompt_token_ids) for request in self.requests)
 
     @property
     def note(self) -> str:
-        """Return a summary for the log."""
+        """Return the numbers of prompt and output tokens as text for the access log."""
         return f" {self.prompt_tokens}+{sum(self.told)} tokens"
 
 
 class AnswerWriter(Protocol):
-    """Writer of an answer in the format of one API, as events of a stream or as a whole."""
+    """Writer of an answer in the format of one API, as a stream of events or as a whole."""
 
     ping: bytes
-    """An empty event that keeps a connection open; empty if the API has none."""
+    """An event without content that keeps a connection open; empty if the API has none."""
 
     def begin(self, deltas: list[Delta]) -> bytes:
-        """Return the first events of a stream; `deltas` are those of its choices."""
+        """Return the first events of a stream. `deltas` are the initial deltas of all choices."""
 
     def push(self, deltas: list[Delta]) -> bytes:
-        """Process deltas; return their events."""
+        """Process deltas and return their events."""
 
     def take(self, deltas: list[Delta]) -> None:
         """Process deltas of an answer that is not streamed."""
@@ -153,14 +153,14 @@ class AnswerWriter(Protocol):
         """Return the final events of a complete answer."""
 
     def error(self, problem: APIError) -> bytes:
-        """Return the final events of an aborted stream."""
+        """Return the final events of a stream that ends with an error."""
 
     def whole(self) -> dict[str, Any]:
         """Return the whole answer, after `take` has processed all deltas."""
 
 
 class CompletionWriter:
-    """Writes completions and chats as OpenAI does."""
+    """Writer of completions and chats in OpenAI's format."""
 
     ping = b""
 
@@ -179,18 +179,18 @@ class CompletionWriter:
         self._chunk_head = self._head | ({"object": "chat.completion.chunk"} if chat else {})
 
     def begin(self, deltas: list[Delta]) -> bytes:
-        """Return the role, or an echoed prompt."""
+        """Return the events for the role in a chat, or for an echoed prompt."""
         prompt = {}
         if self._answer.is_chat and self._answer.token_ids is not None:
             prompt["prompt_token_ids"] = [*self._answer.requests[0].prompt_token_ids]
         return b"".join([self._chunk([delta], **prompt) for delta in deltas])
 
     def push(self, deltas: list[Delta]) -> bytes:
-        """Return an event for each new member of a choice."""
+        """Return an event for each delta."""
         return b"".join([self._chunk([delta]) for delta in deltas])
 
     def take(self, deltas: list[Delta]) -> None:
-        """Do nothing: the choices keep their own output."""
+        """Do nothing, because the choices store their own output."""
 
     def _chunk(self, choices: list[Delta], usage: Any = None, **more: Any) -> bytes:
         value = {**self._chunk_head, "choices": choices, **more}
@@ -201,16 +201,16 @@ class CompletionWriter:
         return event(value | {"usage": usage} if self._tells_usage else value)
 
     def end(self) -> bytes:
-        """Return the usage, if requested, and the end-of-stream mark."""
+        """Return the usage event, if requested, and the `[DONE]` event."""
         usage = self._chunk([], self._usage()) if self._tells_usage else b""
         return usage + _DONE
 
     def error(self, problem: APIError) -> bytes:
-        """Return the error in place of the end mark."""
+        """Return an error event, which replaces `[DONE]`."""
         return event(problem.body)
 
     def _usage(self) -> dict[str, Any]:
-        """Return the tokens of all choices, and the times if there is only one."""
+        """Return the token counts of all choices, and the times if there is only one choice."""
         answer = self._answer
         details: dict[str, Any] = {"prompt_tokens_details": {"cached_tokens": answer.cached}}
         if answer.is_chat:
@@ -235,7 +235,7 @@ _DONE = b"data: [DONE]\n\n"
 
 
 def event(value: Any) -> bytes:
-    """Return a value as a server-sent event."""
+    """Encode a value as a server-sent event."""
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
@@ -248,9 +248,9 @@ def _usage(prompt: int, completion: int) -> dict[str, Any]:
 
 
 def _times(metrics: RequestMetrics) -> dict[str, float]:
-    """Return the times that a request spent waiting, on its prompt and generating, in seconds.
+    """Return the times that a request spent in the queue, in prefill and in decode, in seconds.
 
-    Named as in Groq's API; empty if the request has got no token.
+    The names are those of Groq's API. The result is empty if the request has no output token.
     """
     began, first = metrics.first_scheduled_time, metrics.first_token_time
     if began is None or first is None:

@@ -1,4 +1,4 @@
-"""The server assembled: the engine, the text service, the monitor and their routes."""
+"""The HTTP server, assembled from the engine, the text service, the monitor and their routes."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ log = logging.getLogger("nanoactor.server")
 
 _BACKLOG = 4096
 _DIVISIBLE = 16
-"""Minimum length of a queue that is shared among clients."""
+"""Minimum queue length at which one client may fill only half of the queue."""
 _PICTURES_BYTES = 64 << 20
-"""Body bytes that a request's pictures may take."""
+"""Additional bytes allowed in a request's body if the model accepts pictures."""
 _STORED = "{id:(?!input_tokens|compact)[^/]+}"
-"""The id of a response, in a path: no other route of the API."""
+"""Path pattern for a response id; it does not match the other routes of the API."""
 _REPLY_SECONDS = 2.0
-"""Seconds that the last answers may take to be sent."""
+"""Maximum number of seconds for sending the last answers at shutdown."""
 
 
 _HANDSHAKE = 10.0
-"""Seconds that a client may take for the handshake of TLS."""
+"""Maximum number of seconds for a client's TLS handshake."""
 
 
 class Server:
-    """HTTP server of an engine. Call `start`, then `stop`."""
+    """HTTP server for an engine. Call `start`, then `stop`."""
 
     def __init__(
         self,
@@ -65,14 +65,14 @@ class Server:
         monitor: Watch | None = None,
         reuse_port: bool = False,
     ) -> None:
-        """`llm` must not have been started; it is closed with the server. An `llm` that represents
-        several engines needs its own `texts` and `monitor`. `reuse_port` lets another server listen
-        on the same port, for instance to replace this one."""
+        """`llm` must not have been started; the server starts and closes it. An `llm` that
+        represents several engines needs its own `texts` and `monitor`. `reuse_port` lets another
+        server listen on the same port, for instance to replace this one."""
         self._reuse_port = reuse_port
         self.config = config
         self.llm = llm
         self.names = config.model_names or (llm.config.model,)
-        """The names by which clients call the model; answers have the first."""
+        """Names that clients may use for the model; answers contain the first one."""
         self.port = 0
         self.metrics = Metrics(self.names[0], vllm_names=config.vllm_metrics)
         self._tracer = llm if isinstance(llm, AsyncLLM) else None
@@ -87,7 +87,7 @@ class Server:
             limits = render_options(llm.config, llm.files)
             reserved = llm.files.placeholders
             self._texts = TextService(llm.files.tokenizer_directory, longest, limits, reserved)
-        # Text may be escaped and token ids written out: both take more than the prompt itself.
+        # JSON escapes and decimal token ids take more bytes than the prompt's text.
         sees = llm.files.images is not None
         largest = config.max_body_bytes or longest + (1 << 20) + sees * _PICTURES_BYTES
         decoder = Decoder(config.strict, sees, self._template_members)
@@ -113,7 +113,7 @@ class Server:
         app.cleanup_ctx.append(_lifetime(self._monitor.start, self._monitor.stop))
         self._runner = web.AppRunner(
             app,
-            handler_cancellation=True,  # a client that goes away ends its handler
+            handler_cancellation=True,  # a disconnect cancels the request's handler
             shutdown_timeout=_REPLY_SECONDS,
         )
         self._listening: asyncio.Server | None = None
@@ -178,7 +178,7 @@ class Server:
 
     async def start(self) -> None:
         """Start the engine, then listen. Raises the engine's errors, and `OSError` if the address
-        is not available; nothing is left running then."""
+        is not available. After an error, nothing is left running."""
         security = tls(self.config)
         listener = listen(self.config, self._reuse_port)
         self.port = 0 if self.config.uds is not None else listener.getsockname()[1]
@@ -212,11 +212,11 @@ class Server:
             raise InvalidConfig(f"default_chat_template_kwargs: {text}") from None
 
     async def drain(self) -> None:
-        """Refuse new requests and return once all running ones have ended; those that exceed
+        """Refuse new requests and wait until all running requests have ended. Requests that exceed
         `drain_timeout` are aborted."""
         self._http.draining = True
         if self._reuse_port and self._listening is not None:
-            self._listening.close()  # new connections go to the others on this port
+            self._listening.close()  # new connections go to the other servers on this port
         log.info("shutting down: %d requests under way", self._http.at_work)
         if not await self._http.idle(self.config.drain_timeout):
             log.warning("%d answers are cut off", self._completions.live)
@@ -224,7 +224,7 @@ class Server:
             await self._http.idle(_REPLY_SECONDS)
 
     async def stop(self) -> None:
-        """Drain, then stop everything."""
+        """Drain, then stop the server and the engine."""
         try:
             await self.drain()
         finally:
@@ -235,12 +235,13 @@ class Server:
 
 
 async def _nothing() -> None:
-    """Do nothing: there is nothing to start."""
+    """Do nothing, for a component that needs no start."""
 
 
 def _fair_share(config: EngineConfig) -> int:
-    """Return the largest number of sequences per client that leaves room for others: all running
-    ones and half of the queue, unless the queue is too short to divide."""
+    """Return the maximum number of sequences per client: `max_num_seqs` plus half of the queue,
+    which leaves room for other clients. A queue that is too short to divide may be filled by one
+    client."""
     queue = config.max_waiting_requests
     return config.max_num_seqs + (queue // 2 if queue >= _DIVISIBLE else queue + 1)
 
@@ -259,7 +260,7 @@ def _lifetime(
 
 
 def raise_descriptor_limit() -> None:
-    """Raise the soft limit of open descriptors to the hard one: each connection takes one."""
+    """Raise the soft limit on file descriptors to the hard limit: each connection needs one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

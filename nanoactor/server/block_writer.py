@@ -1,4 +1,4 @@
-"""Writer of answers whose text, reasoning and calls are separate blocks; shared by two APIs."""
+"""Base class of the writers for two APIs that return text, reasoning and calls as blocks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Event = dict[str, Any]
 
 
 def encode(event: Event) -> bytes:
-    """Encode an event as it goes over the wire, with its type also as its SSE name."""
+    """Encode an event as a server-sent event, with its type as the event name."""
     return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), msgspec.json.encode(event))
 
 
 class BlockWriter(abc.ABC):
-    """Turns a chat's deltas into blocks, one after the other. The writer of each API defines how a
-    block starts, grows and ends."""
+    """Converts a chat's deltas to consecutive blocks, each with text, reasoning or one call. The
+    subclass for each API defines the events with which a block starts, grows and ends."""
 
     ping = b""
 
@@ -30,18 +30,19 @@ class BlockWriter(abc.ABC):
         self.answer = answer
         self.blocks: list[dict[str, Any]] = []
         self.reason: str | None = None
-        """The reason for which a chat would end, once it has."""
+        """Finish reason as in a chat completion; None until the output has ended."""
         self._open = False
         self._texts: list[str] = []
-        """Pieces of the last block's text, reasoning or arguments."""
+        """Pieces of text, reasoning or arguments in the last block."""
 
     @abc.abstractmethod
     def encoded(self, events: list[Event]) -> bytes:
-        """Return events as they go over the wire."""
+        """Encode events for sending."""
 
     @abc.abstractmethod
     def new_block(self, kind: str, call: dict[str, Any]) -> dict[str, Any]:
-        """Return an empty block: "text", "thoughts", or a "call" (its id and name)."""
+        """Return an empty block. `kind` is "text", "thoughts" or "call"; `call` holds a call's id
+        and name."""
 
     @abc.abstractmethod
     def opened(self, kind: str) -> list[Event]:
@@ -49,18 +50,18 @@ class BlockWriter(abc.ABC):
 
     @abc.abstractmethod
     def grown(self, kind: str, text: str) -> list[Event]:
-        """Return the events for another piece of the last block."""
+        """Return the events that append a piece of text to the last block."""
 
     @abc.abstractmethod
     def closed(self, kind: str, text: str) -> list[Event]:
-        """Fill the last block, which has this text, in; return the events with which it ends."""
+        """Store the complete text in the last block and return the events that end the block."""
 
     @abc.abstractmethod
     def scored(self, entries: list[dict[str, Any]]) -> None:
-        """Take log-probabilities, before the pieces that these tokens make."""
+        """Record log-probabilities of tokens; called before the text of these tokens is added."""
 
     def push(self, deltas: list[Delta]) -> bytes:
-        """Process deltas; return their events."""
+        """Process deltas and return their events."""
         return self.encoded(self._events(deltas))
 
     def take(self, deltas: list[Delta]) -> None:
@@ -68,7 +69,7 @@ class BlockWriter(abc.ABC):
         self._events(deltas)
 
     def close(self) -> list[Event]:
-        """End the block that is open, if one is."""
+        """Close the open block, if any, and return the events that end it."""
         if not self._open:
             return []
         self._open = False
@@ -89,7 +90,7 @@ class BlockWriter(abc.ABC):
         return events
 
     def _add(self, kind: str, text: str) -> list[Event]:
-        """Add text to a block of this kind, opening one if needed."""
+        """Append text to the open block, or to a new block if the open one is of another kind."""
         begin = [] if self._open and self._kind == kind else self._begin(kind, {})
         self._texts.append(text)
         return [*begin, *self.grown(kind, text)]
@@ -109,8 +110,8 @@ class BlockWriter(abc.ABC):
 
 
 def parsed_arguments(text: str) -> dict[str, Any] | None:
-    """Return the arguments of a call as an object that JSON can write; None if they are not one,
-    for instance if cut off. Halves of characters are replaced."""
+    """Return the arguments of a call as a JSON-encodable object, or None if the text is not such an
+    object, for instance because it was cut off. Lone surrogates are replaced."""
     try:
         value = json.loads(text or "{}", strict=False, parse_constant=_refuse)
         msgspec.json.encode(value := _writable(value))

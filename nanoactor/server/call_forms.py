@@ -1,4 +1,4 @@
-"""The form in which a model calls functions: from its chat template, unless configured."""
+"""Selection of a model's tool-call form, from its chat template unless configured."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from nanoactor.server.tool_choice import Tool
 from nanoactor.server.xml_calls import QwenCoderCalls
 
 WITH_SPECIAL_TOKENS: tuple[CallForm, ...] = ("llama3_json", "mistral", "mistral_args")
-"""Forms marked by special tokens, which the output text omits by default."""
+"""Call forms marked by special tokens, which the output text omits by default."""
 
 
 def call_form(wanted: str, of_template: CallForm) -> CallForm:
-    """Return the form that a server uses: `wanted` is the option, "auto" the template's own."""
+    """Return the call form to use. `wanted` is the server option; "auto" uses the template's."""
     match wanted:
         case "hermes" | "qwen3_coder" | "llama3_json":
             return wanted
         case "mistral" if of_template not in ("mistral", "mistral_args"):
             return "mistral"
-        case _:  # of Mistral's two forms the template knows which
+        case _:  # the template determines which of Mistral's two forms is used
             return of_template
 
 
 def call_finder(form: CallForm, tools: Sequence[Tool]) -> CallFinder:
-    """Return a parser that finds calls of these functions in the output."""
+    """Return a parser that finds calls of `tools` in the output."""
     match form:
         case "qwen3_coder":
             return QwenCoderCalls({one.function.name: one.function.parameters for one in tools})

@@ -1,7 +1,7 @@
-"""One form for what clients write in several: equal tools and calls become equal prompts.
+"""Canonical order of JSON members, so that equal tools and calls produce equal prompts.
 
-A prefix cache holds tokens, and JSON says nothing by the order of an object's members. Some clients
-change that order between two turns of a conversation; here it becomes one.
+The prefix cache compares tokens, whereas the order of an object's members has no meaning in JSON.
+Some clients change that order between two turns of a conversation; this module makes it uniform.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 _FIRST = ("$schema", "type", "title", "description", "enum", "properties", "required")
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-"""Keywords whose members are names, not keywords."""
+"""Keywords whose values map arbitrary names to schemas."""
 _VALUES = ("default", "const", "examples", "enum", "required", "example")
 """Keywords whose values are not schemas."""
 
@@ -19,8 +19,9 @@ _VALUES = ("default", "const", "examples", "enum", "required", "example")
 def ordered_schema(schema: Any) -> Any:
     """Return a JSON schema with its members in canonical order.
 
-    Keywords have a fixed order. Properties follow the order of the list `required`, then the others
-    by name: a schema whose properties are all required keeps its own order.
+    Keywords get a fixed order. Properties in the list `required` come first, in the order of that
+    list; the others follow, sorted by name. If all properties are required, the list determines
+    their entire order.
     """
     if isinstance(schema, list):
         return [ordered_schema(one) for one in schema]
@@ -58,18 +59,18 @@ def ordered(value: Any) -> Any:
 
 
 class ArgumentOrder:
-    """The order of the arguments of one function's calls: that of its schema."""
+    """Puts the arguments of one function's calls in the order of the function's schema."""
 
     def __init__(self, schema: Any) -> None:
-        """`schema` must be ordered and must not change."""
+        """`schema` must already be ordered, and must not change."""
         self._schema = schema
         self._positions: dict[int, dict[str, int]] = {}
-        """Of the names in each object's properties, made when a call first has such an object: a
-        call may have many objects, and a schema many properties."""
+        """Position of each name in a schema's `properties`, by the `id` of that mapping. Computed
+        only once, because a call may have many objects and a schema many properties."""
 
     def of(self, arguments: Any) -> Any:
-        """Return the arguments of a call with their members in the order of the schema; those that
-        it does not name follow by name."""
+        """Return the arguments of a call with their members in the order of the schema. Members
+        that the schema does not name follow, sorted by name."""
         return self._ordered(arguments, self._schema)
 
     def _ordered(self, value: Any, schema: Any) -> Any:

@@ -1,7 +1,8 @@
-"""Messages of requests: the shapes that the API documents, and what becomes of them.
+"""Chat messages in requests: their documented structure, validation and conversion.
 
-A conversation goes to the chat template as the client wrote it: members keep their order, and those
-that only a template knows stay. The structures here check it and make the OpenAPI document.
+A conversation is passed to the chat template as the client wrote it: members keep their order, and
+members that only a template reads are kept. The structures here are used to validate conversations
+and to create the OpenAPI document.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from nanoactor.text.conversation import TEXT_PARTS, THOUGHT_PARTS, check_message
 
 _IMAGE = "image_url"
 _MEDIA = {"image": "images", "audio": "audio", "video": "videos", "file": "files"}
-"""Words in the types of parts that hold no text, and what the error calls them."""
+"""Words that occur in the types of media parts, and the plural used in error messages."""
 
 
 class ImageURL(Struct, forbid_unknown_fields=True):
@@ -88,8 +89,8 @@ _KNOWN_OF_FUNCTION = frozenset(CalledFunction.__struct_fields__)
 
 
 def check_conversation(messages: Sequence[Message], given: Sequence[Any], sees: bool) -> None:
-    """Raise `APIError` for messages that do not hold together, or a picture for a model that takes
-    none. `given`: the same as the client wrote them."""
+    """Raise `APIError` if the messages are invalid, or if one contains a picture and `sees` is
+    False. `given` contains the same messages as the client wrote them."""
     for number, message in enumerate(messages):
         for index, part in enumerate(message.content if isinstance(message.content, list) else ()):
             _check_part(part, f"messages[{number}].content[{index}]", sees)
@@ -120,8 +121,8 @@ def _check_part(part: ContentPart, path: str, sees: bool) -> None:
 
 
 def unread_members(given: Sequence[Any], read: Collection[str]) -> Iterator[str]:
-    """Yield the paths of members of messages that this server does not know, and that the chat
-    template, which looks up `read`, does not read."""
+    """Yield the paths of message members that this server does not know and the chat template does
+    not read. `read` contains the names of the members that the template reads."""
     for number, message in enumerate(given):
         path = f"messages[{number}]"
         yield from _unread(message, _KNOWN, read, path)
@@ -143,7 +144,7 @@ def _unread(
 
 
 def conversation(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages as `AsyncLLM` takes them: as they were given, but for pictures."""
+    """Return the messages in the form that `AsyncLLM` accepts: only picture parts are changed."""
     return [_message(message) for message in given]
 
 
@@ -162,7 +163,7 @@ def _part(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_pictures(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with no more of a picture than that there is one."""
+    """Return the messages with each picture part reduced to its type."""
     found = []
     for message in messages:
         content = message.get("content")
@@ -182,12 +183,13 @@ def text_of(message: Mapping[str, Any]) -> str:
 
 
 async def load_pictures(messages: Sequence[dict[str, Any]], loader: MediaLoader) -> None:
-    """Replace picture URLs by the pictures' bytes. Raises `InvalidRequest`."""
+    """Replace picture URLs with the pictures' bytes, in place. Raises `InvalidRequest` if a picture
+    cannot be loaded."""
     pictures = [
         part
         for message in messages
         for part in (message["content"] if isinstance(message.get("content"), list) else ())
         if part["type"] == "image"
     ]
-    for part in pictures:  # one after the other, so that a request has one in flight
+    for part in pictures:  # sequentially, so that a request fetches only one at a time
         part["image"] = await loader.load(part["image"])

@@ -1,4 +1,4 @@
-"""From a model's text to the answer of one choice, in pieces or as a whole."""
+"""Choices of an answer, which convert a model's text to deltas or to a complete choice."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ class TextChoice:
     def __init__(
         self, index: int, echo: str = "", logprobs: TextLogprobs | None = None, mute: bool = False
     ) -> None:
-        """`echo`: the prompt, if the completion starts with it; `mute`: omit the output itself."""
+        """`echo` is the prompt if the completion repeats it. If `mute`, the output is omitted."""
         self._index = index
         self._echo = echo
         self.logprobs = logprobs
         self.mute = mute
         self.prompt_logprobs: list[Any] | None = None
-        """In the form in which the response reports them."""
+        """Prompt log-probabilities in the form of the response; None unless requested."""
         self._text: list[str] = []
         self._reason: str | None = None
 
     def begin(self) -> list[Delta]:
-        """The prompt, unless log-probabilities of it are still to come."""
+        """Return the echoed prompt, unless its log-probabilities are still to come."""
         return self.push(self._echo) if self._echo and self.logprobs is None else []
 
     def push_prompt(self, output: RequestOutput) -> list[Delta]:
-        """The prompt with its log-probabilities, which a request's first output has."""
+        """Return the echoed prompt with its log-probabilities, which the first output contains."""
         if self.logprobs is None or not self._echo or output.prompt_logprobs is None:
             return []
         self.logprobs.add_prompt(output.prompt_token_ids, output.prompt_logprobs, self._echo)
         return self.push(self._echo)
 
     def push(self, text: str) -> list[Delta]:
-        """Return the text unchanged."""
+        """Return a delta with the text unchanged."""
         if not text:
             return []
         self._text.append(text)
@@ -59,12 +59,12 @@ class TextChoice:
         return None if self.logprobs is None else self.logprobs.take()
 
     def finish(self, reason: str) -> list[Delta]:
-        """Return only the finish reason."""
+        """Return the final delta, which has the finish reason but no text."""
         self._reason = reason
         return [_choice(self._index, reason, self._new_logprobs(), text="")]
 
     def whole(self) -> Delta:
-        """The text, with the prompt if it was asked for."""
+        """Return the complete choice, including the prompt if it is echoed."""
         logprobs = None if self.logprobs is None else self.logprobs.whole()
         whole = _choice(self._index, self._reason, logprobs, text="".join(self._text))
         if self.prompt_logprobs is not None:
@@ -85,8 +85,9 @@ class ChatChoice:
         *,
         named_call: bool = False,
     ) -> None:
-        """Without a parser, what it would find stays in the content; with `one_call` calls after
-        the first are dropped. `named_call`: the request has named the function to call."""
+        """Without a `reasoning` or `tools` parser, the reasoning or the calls stay in the content.
+        If `one_call`, calls after the first are dropped. If `named_call`, the request has named
+        the function to call."""
         self.logprobs = logprobs
         self.mute = False
         self._one_call = one_call
@@ -99,18 +100,18 @@ class ChatChoice:
         self._calls: list[dict[str, Any]] = []
         self._reason: str | None = None
         self._latest = (0, 0)
-        """Number of characters of reasoning and of anything else in the latest piece."""
+        """Numbers of reasoning characters and of other characters in the latest piece."""
 
     def begin(self) -> list[Delta]:
-        """Return the delta that gives the role."""
+        """Return the initial delta, which contains the role."""
         return [self._member({"role": "assistant", "content": ""})]
 
     def push_prompt(self, output: RequestOutput) -> list[Delta]:
-        """Nothing: a conversation is not repeated."""
+        """Return no deltas, because a conversation is not echoed."""
         return []
 
     def push(self, text: str) -> list[Delta]:
-        """Return the deltas that are certain by now."""
+        """Add text and return the deltas that are now certain."""
         thoughts = ""
         if self._reasoning is not None:
             thoughts, text = self._reasoning.push(text)
@@ -118,9 +119,9 @@ class ChatChoice:
         return self._scored(self._deltas(thoughts, self._pieces(text)))
 
     def reasoning_share(self, tokens: int) -> int:
-        """Return the number of reasoning tokens in the latest piece: in proportion to its
-        characters if reasoning ends within it, and all of them if it shows no text and reasoning
-        has not ended."""
+        """Estimate how many of the latest piece's `tokens` are reasoning tokens: in proportion to
+        the reasoning characters. If the piece has produced no text yet, count all of its tokens
+        while reasoning is open, and none otherwise."""
         if self._reasoning is None:
             return 0
         thoughts, others = self._latest
@@ -134,7 +135,7 @@ class ChatChoice:
         return [text] if text else []
 
     def finish(self, reason: str) -> list[Delta]:
-        """Return the text held back by the parsers, then the finish reason."""
+        """Return deltas with the text held back by the parsers, and then the finish reason."""
         thoughts = text = ""
         if self._reasoning is not None:
             thoughts, text = self._reasoning.finish()
@@ -142,14 +143,14 @@ class ChatChoice:
         if self._tools is not None:
             pieces += self._tools.finish()
         deltas = self._deltas(thoughts, pieces)
-        # As in OpenAI's API, the finish reason does not report a call of a function that the
-        # request has named.
+        # As in OpenAI's API, the finish reason is not "tool_calls" if the request has named the
+        # function to call.
         says_calls = self._calls and reason == "stop" and not self._named_call
         self._reason = "tool_calls" if says_calls else reason
         return self._scored([*deltas, self._member({}, self._reason)])
 
     def _scored(self, deltas: list[Delta]) -> list[Delta]:
-        """Give the first of these the log-probabilities of all tokens since those before."""
+        """Attach the log-probabilities of all tokens since the last deltas to the first delta."""
         if self.logprobs is not None and deltas:
             deltas[0]["logprobs"] = self.logprobs.take()
         return deltas
@@ -171,7 +172,7 @@ class ChatChoice:
                 "function": {"name": piece.name, "arguments": ""},
             }
             self._calls.append(call)
-            # A copy: arguments are added to the call that is kept.
+            # A copy, because arguments are appended to the stored call.
             return {"tool_calls": [{"index": piece.index, **copy.deepcopy(call)}]}
         if isinstance(piece, Arguments):
             self._calls[piece.index]["function"]["arguments"] += piece.text

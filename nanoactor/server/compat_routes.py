@@ -1,4 +1,4 @@
-"""Routes that probes, routers and programs made for vLLM's server ask for."""
+"""Routes requested by health probes, routers and programs written for vLLM's server."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from nanoactor.server.serving import Engine
 from nanoactor.text.template_files import CONFIG, read_template_files
 
 _FILES = ("vocab_file", "merges_file", "tokenizer_file", "special_tokens_map_file", "name_or_path")
-"""Members of a tokenizer's configuration that name files."""
+"""Members of a tokenizer's configuration that contain file names."""
 
 
 class CompatRoutes:
-    """Version, probes, `/invocations`, a page of documentation, and optional routes:
-    `/tokenizer_info`, and control of the engine."""
+    """Handlers of `/version`, `/load`, `/docs`, `/ping` and `/invocations`, and of the optional
+    routes: `/tokenizer_info`, and the routes that control the engine."""
 
     def __init__(
         self, llm: Engine, completions: Completions, http: HttpFrontend, names: Sequence[str]
     ) -> None:
-        """`names` are what clients call the model."""
+        """`names` are the model's names for clients."""
         self._llm, self._completions, self._http = llm, completions, http
         self._names = names
 
     def routes(self, document: Mapping[str, Any], health: Any) -> Routes:
-        """Return those that every server has; `health` answers `/health`."""
+        """Return the routes that every server has. `health` is the handler of `/health`."""
         return {
             "/version": ("GET", self.version),
             "/load": ("GET", self.load),
@@ -64,11 +64,11 @@ class CompatRoutes:
         return json_response({"version": nanoactor.__version__})
 
     async def load(self, request: web.Request) -> web.StreamResponse:
-        """`GET /load`: answers under way."""
+        """Handle `GET /load`: return the number of answers in progress."""
         return json_response({"server_load": self._completions.live})
 
     async def invocations(self, request: web.Request) -> web.StreamResponse:
-        """`POST /invocations`: a chat or a completion, as its body has messages or a prompt."""
+        """Handle `POST /invocations`: a chat if the body has messages, else a completion."""
         body = await self._http.body(request)
         try:
             given = msgspec.json.decode(body)
@@ -82,7 +82,8 @@ class CompatRoutes:
         return await handler(request)
 
     async def tokenizer_info(self, request: web.Request) -> web.StreamResponse:
-        """`GET /tokenizer_info`: the tokenizer's configuration, and the chat template in use."""
+        """Handle `GET /tokenizer_info`: return the tokenizer's configuration and the chat
+        template in use."""
         files = self._llm.files
         if files.tokenizer_directory is None:
             raise APIError(404, "the engine has no tokenizer (skip_tokenizer_init)")
@@ -104,7 +105,7 @@ class CompatRoutes:
         return self._llm
 
     async def server_info(self, request: web.Request) -> web.StreamResponse:
-        """`GET /server_info`: the engine's options, under vLLM's names of them."""
+        """Handle `GET /server_info`: return the engine's options under vLLM's names."""
         form = request.query.get("config_format", "text")
         if form not in ("text", "json"):
             raise invalid("config_format must be text or json", "config_format")
@@ -144,7 +145,7 @@ class CompatRoutes:
         return json_response({"success": await self._engine().reset_prefix_cache()})
 
     async def pause(self, request: web.Request) -> web.StreamResponse:
-        """`POST /pause?mode=keep`: suspend requests until `/resume`."""
+        """Handle `POST /pause?mode=keep`: suspend all requests until `/resume`."""
         mode = request.query.get("mode", "")
         if mode != "keep":
             raise invalid(
@@ -164,12 +165,12 @@ class CompatRoutes:
 
 
 def _plain(value: Any) -> Any:
-    """Return a special token as its text."""
+    """Return the text of a special token, or any other value unchanged."""
     return value["content"] if isinstance(value, dict) and "content" in value else value
 
 
 def _page(document: Mapping[str, Any]) -> Callable[[web.Request], Any]:
-    """Return a handler that serves a page of all routes; the page loads no other resources."""
+    """Return the handler of a page that lists all routes. The page loads no other resources."""
     rows = "".join(
         f"<tr><td>{method.upper()}</td><td><code>{html.escape(path)}</code></td>"
         f"<td>{html.escape(operation['summary'])}</td></tr>"

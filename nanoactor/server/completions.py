@@ -1,4 +1,4 @@
-"""`/v1/completions`, and chats of three APIs: engine requests and their answers."""
+"""Handlers of `/v1/completions` and of the chats of three APIs."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ _STREAM = {
     "X-Accel-Buffering": "no",
 }
 _GONE = (asyncio.CancelledError, ConnectionError)
-"""Raised if a client has disconnected."""
+"""Exceptions raised if a client has disconnected."""
 Send = Callable[[list[Delta]], Awaitable[None]]
-"""Sends new members of an answer's choices to the client."""
+"""Sends deltas of an answer to the client."""
 MakeWriter = Callable[[Answer], AnswerWriter]
 
 
 class Completions:
-    """Handlers of the two completion routes."""
+    """Handlers of the two completion routes, also used for the chats of other APIs."""
 
     def __init__(
         self,
@@ -88,9 +88,10 @@ class Completions:
         tool_call_parser: str = "auto",
         reasoning_parser: str = "auto",
     ) -> None:
-        """`texts` is None if the engine has no tokenizer; `separate_reasoning`: default for
-        requests that do not set it; `most_answers`: limit per client; `caps`: `max_tokens` is
-        lowered if the context leaves less room, instead of refused."""
+        """`texts` is None if the engine has no tokenizer. `separate_reasoning` is the default for
+        requests that do not set it. `most_answers` is the maximum number of answers in progress
+        per client. If `caps`, a `max_tokens` that exceeds the remaining context is lowered instead
+        of refused."""
         self._llm = llm
         self._texts = texts
         self._http = http
@@ -104,7 +105,7 @@ class Completions:
         self._live: dict[Answer, Sequence[Request]] = {}
         """Answers in progress, each with its engine requests."""
 
-    # -- the two ways in ------------------------------------------------------------------
+    # -- handlers -------------------------------------------------------------------------
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """Handle `POST /v1/completions`."""
@@ -138,7 +139,7 @@ class Completions:
     async def answer_chat(
         self, request: web.Request, body: ChatRequest, make_writer: MakeWriter = CompletionWriter
     ) -> web.StreamResponse:
-        """Answer a chat from any API, in its format."""
+        """Answer a chat from any API. `make_writer` creates the writer for the API's format."""
         template = self._texts.template if self._texts is not None else None
         variables = template.variables if template is not None else ()
         options = template_options(body, variables, self._http.template_defaults)
@@ -153,13 +154,13 @@ class Completions:
         wanted = [conversation(body.given["messages"])]
         bare = without_pictures(wanted[0])
         constraint, thoughts = body.constraint, None
-        if constraint is not None:  # applies only after the reasoning
+        if constraint is not None:  # it applies only after the reasoning
             thoughts = await self._thoughts(body, bare, options)
             constraint = constraint.for_model(thoughts, self._call_form)
 
         async def choices() -> Sequence[Choice]:
             begins: Begin = thoughts or await self._thoughts(body, bare, options)
-            # A continuation of a message's content is not preceded by reasoning.
+            # If the output continues a message's content, it does not start with reasoning.
             begins = "said" if body.continue_final_message and begins == "none" else begins
             return [
                 self._chat_choice(body, index, begins, separate) for index in range(body.n or 1)
@@ -172,7 +173,7 @@ class Completions:
     async def _text_logprobs(
         self, body: CompletionRequest, wanted: Sequence[Prompt]
     ) -> list[Callable[[], TextLogprobs] | None]:
-        """Return a `TextLogprobs` factory for each prompt; None if none are requested."""
+        """Return a `TextLogprobs` factory for each prompt, or None for each if not requested."""
         most, as_ids = wanted_logprobs(body), bool(body.return_tokens_as_token_ids)
         if most is None:
             return [None] * len(wanted)
@@ -185,7 +186,7 @@ class Completions:
     def _chat_choice(
         self, body: ChatRequest, index: int, begins: Begin, separate: bool
     ) -> ChatChoice:
-        """Create a choice; unless `separate`, reasoning stays in its content."""
+        """Create a choice. Unless `separate`, reasoning stays in the content."""
         as_ids = bool(body.return_tokens_as_token_ids)
         tools: CallFinder | None = None
         if body.calls_tools:
@@ -203,7 +204,7 @@ class Completions:
     async def _echo_alone(
         self, request: web.Request, body: CompletionRequest, wanted: Sequence[Prompt]
     ) -> web.StreamResponse:
-        """Return only the prompts, without using the engine."""
+        """Answer with only the prompts, without using the engine."""
         sampling_params(_at_least_one(body))
         echoed = [Echoed(await self._token_ids(prompt)) for prompt in wanted]
         answer = Answer(body, echoed)
@@ -221,7 +222,7 @@ class Completions:
         return await self._answer(request, answer, CompletionWriter(answer), finish)
 
     async def _token_ids(self, prompt: Prompt) -> Sequence[int]:
-        """Return the ids of a prompt that the model could continue."""
+        """Return the token ids of a prompt. Raises `APIError` if they leave no room for output."""
         if isinstance(prompt, Mapping):
             ids: Sequence[int] = prompt["prompt_token_ids"]
         elif self._texts is None or not isinstance(prompt, str):
@@ -233,7 +234,7 @@ class Completions:
         return ids
 
     async def _echoes(self, wanted: Sequence[Prompt]) -> list[str]:
-        """Return the prompts as text."""
+        """Return the text of each prompt."""
         ids = [prompt["prompt_token_ids"] for prompt in wanted if isinstance(prompt, Mapping)]
         if ids and self._texts is None:
             raise invalid("echo needs a tokenizer, and the engine has none", "echo")
@@ -250,7 +251,7 @@ class Completions:
         if self._texts is None or body.add_generation_prompt is False:
             return "none"
         found = await self._texts.thoughts(options, messages)
-        # These outputs start with unmarked reasoning unless the prompt has closed it.
+        # In this format, outputs start with reasoning without a tag, unless the prompt closed it.
         return "open" if self._reasoning_parser == "deepseek_r1" and found != "none" else found
 
     @property
@@ -258,7 +259,7 @@ class Completions:
         template = self._texts.template if self._texts is not None else TemplateFacts()
         return call_form(self._tool_call_parser, template.call_form)
 
-    # -- the way through ------------------------------------------------------------------
+    # -- generation -----------------------------------------------------------------------
 
     async def _generate(
         self,
@@ -268,9 +269,9 @@ class Completions:
         make_choices: Callable[[], Awaitable[Sequence[Choice]]],
         how: _How,
     ) -> web.StreamResponse:
-        """Queue the prompts first: whether there is room shows at once, and the rest that the
-        answer needs to know of them is determined while they wait."""
-        # An invalid number of answers is refused as such, not as too many.
+        """Generate an answer within the client's limit. The prompts are queued first, so that a
+        full queue is reported at once and the choices are prepared while the prompts wait."""
+        # Validate `n` first, so that an invalid value is not reported as too many answers.
         each = SamplingParams(n=1 if body.n is None else body.n).n
         with self._shares.hold(self._http.client_of(request), len(wanted) * each):
             return await self._answered(request, body, wanted, make_choices, how)
@@ -288,11 +289,11 @@ class Completions:
         self._live[answer] = requests
         try:
             answer.choices = await make_choices()
-            # Until here, an error in a prompt can be reported by the HTTP status.
+            # No header has been sent yet, so an error in a prompt can still set the HTTP status.
             with said_of(constraint):
                 for each in requests:
                     await each.accepted()
-                if constraint is not None:  # the first is as good as all: they share it
+                if constraint is not None:  # shared by all requests, so wait for one
                     await requests[0].begun()
             return await self._answer(
                 request,
@@ -309,20 +310,20 @@ class Completions:
             self._note_turn(answer, how)
 
     def _note_ends(self, answer: Answer) -> None:
-        """Count the answers by finish reason."""
+        """Count the answer's choices by finish reason."""
         error, gone = sys.exception(), "error"
         if isinstance(error, _GONE):
             gone = "abort"
         elif isinstance(error, Exception):
             problem = error if isinstance(error, APIError) else from_engine(error, frozenset())
             if problem.status < 500:
-                return  # a refused request is no answer
+                return  # a refused request does not count as an answer
         for reason in answer.reasons:
             self._metrics.success.labels(reason or gone).inc()
 
     def _note_turn(self, answer: Answer, how: _How) -> None:
-        """Record how many tokens of the previous turn were reused and recomputed, if an answer is
-        complete."""
+        """Record how many prompt tokens of the previous turn were reused and how many were
+        recomputed, if the answer is complete."""
         if how.messages and answer.is_complete:
             size: int = self._llm.facts["block_size"]
             counted = self._turns.add(
@@ -351,8 +352,8 @@ class Completions:
         writer: AnswerWriter,
         read: Callable[[Send], Awaitable[None]],
     ) -> web.StreamResponse:
-        """Send the output of `read`, either as a stream or as a whole."""
-        # First, so that what cannot be written is still reported by the HTTP status.
+        """Send the deltas that `read` produces, either as a stream or as one response."""
+        # Encoded before any header is sent, so that an error can still set the HTTP status.
         begin = writer.begin([delta for choice in answer.choices for delta in choice.begin()])
         if answer.streamed:
             return await self._stream(request, writer, begin, read)
@@ -370,7 +371,7 @@ class Completions:
         begin: bytes,
         read: Callable[[Send], Awaitable[None]],
     ) -> web.StreamResponse:
-        """Send server-sent events; once the headers are sent, errors can only be events."""
+        """Send server-sent events. Once the headers are sent, errors are reported as events."""
         context, response = context_of(request), web.StreamResponse(headers=_STREAM)
         await response.prepare(request)
 
@@ -383,7 +384,7 @@ class Completions:
         except ConnectionError:
             raise
         except Exception as error:
-            # It replaces the mark by which clients recognize the end.
+            # The error event replaces the mark by which clients recognize the end.
             problem = context.explain(error)
             last = writer.error(problem)
             context.broken_off = True
@@ -394,7 +395,7 @@ class Completions:
         return response
 
     async def _read_all(self, answer: Answer, requests: Sequence[Request], send: Send) -> None:
-        """Read every request to its end; the first error ends all."""
+        """Read the outputs of all requests. The first error cancels the others."""
         if len(requests) == 1:
             await self._read(answer, 0, requests[0], send)
             return
@@ -419,39 +420,40 @@ class Completions:
             timer.end(None if number else len(request.prompt_token_ids))
         self._metrics.most_tokens.observe(max(timer.count for timer in timers.values()))
 
-    # -- the end --------------------------------------------------------------------------
+    # -- shutdown -------------------------------------------------------------------------
 
     @property
     def live(self) -> int:
-        """Return the number of running requests."""
+        """Return the number of answers in progress."""
         return len(self._live)
 
     def break_off(self) -> None:
-        """Abort all running answers: each client reads an error."""
+        """Abort all answers in progress. Each client receives an error."""
         for requests in self._live.values():
             for request in requests:
                 request.close()
 
 
 async def _send(writer: AnswerWriter, write: Write, deltas: list[Delta]) -> None:
-    """Write new members of choices. Blocks while the client has 64 KiB unread; meanwhile new ones
-    are merged at their source. Raises `ConnectionError` if the client has disconnected."""
+    """Write deltas to the client. Waits while the client has 64 KiB of unread data; meanwhile, new
+    output is merged at its source. Raises `ConnectionError` if the client has disconnected."""
     if written := writer.push(deltas):
         await write(written)
 
 
 def _at_least_one(body: CompletionRequest) -> CompletionRequest:
-    """Return the body for the engine, which cannot generate 0 tokens; the output is dropped."""
+    """Return the body with `max_tokens` 1, because the engine cannot generate 0 tokens. The caller
+    drops the output."""
     return msgspec.structs.replace(body, max_tokens=1, min_tokens=None)
 
 
 @dataclasses.dataclass(frozen=True)
 class _How:
-    """Inputs of an answer besides its body."""
+    """Inputs of an answer besides the request's body."""
 
     options: Mapping[str, Any] | None = None
-    """For the chat template."""
+    """Variables for the chat template."""
     constraint: Constraint | None = None
     writer: MakeWriter = CompletionWriter
     messages: Sequence[Any] = ()
-    """Messages of a chat, without its pictures."""
+    """Messages of a chat, without the content of pictures."""

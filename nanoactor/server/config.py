@@ -17,7 +17,8 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 @dataclasses.dataclass(frozen=True)
 class ServerConfig:
-    """Options of `nanoactor serve` besides the engine's. Raises `InvalidConfig`, naming one."""
+    """Options of `nanoactor serve`, apart from the engine's options. Raises `InvalidConfig`, which
+    names the invalid option."""
 
     host: str = "127.0.0.1"
     """The address to listen on; 0.0.0.0 listens on all."""
@@ -94,7 +95,7 @@ class ServerConfig:
     which let any caller change the engine or read more than responses."""
 
     def __post_init__(self) -> None:
-        """Check every option by itself."""
+        """Check each option on its own."""
         if not isinstance(self.port, int) or not 0 <= self.port < 1 << 16:
             raise InvalidConfig(f"port must be from 0 to 65535, got {self.port!r}")
         for name in ("drain_timeout", "idle_timeout", "body_timeout", "send_timeout"):
@@ -111,7 +112,7 @@ class ServerConfig:
                 raise InvalidConfig("an API key must be printable ASCII without spaces")
 
     def _check_names(self) -> None:
-        """Check the model's names, and the two paths."""
+        """Check and normalize the model's names and the root path; check the TLS file options."""
         given = self.served_model_name
         names = (given,) if isinstance(given, str) else tuple(given or ())
         if not all(isinstance(name, str) and name for name in names):
@@ -140,7 +141,7 @@ class ServerConfig:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """The names of the model that were given."""
+        """Return the configured names of the model; empty if there are none."""
         return cast("tuple[str, ...] | None", self.served_model_name) or ()
 
     def _check_positive(self, name: str) -> None:

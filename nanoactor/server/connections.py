@@ -1,4 +1,4 @@
-"""Connections: their number, and which ones are closed."""
+"""Client connections: a limit on their number, and responses to malformed requests."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from nanoactor.server.context import context_of, json_response
 from nanoactor.server.errors import RETRY_AFTER, APIError, unavailable
 
 _LONGEST_FAULT = 200
-"""Maximum characters of a parser's message."""
+"""Maximum number of characters quoted from a parser's message."""
 _LINGER = 2.0
-"""Seconds for which the rest of a refused body is read, so that its sender can read the answer."""
+"""Seconds for which the rest of a refused body is read, so that the client can read the answer."""
 
 Note = Callable[[web.BaseRequest, int, float], None]
-"""Called with a request, the status of its answer and its duration in seconds."""
+"""Called with a request, the status of the response and the duration in seconds."""
 
 
 def acceptor(
     server: web.Server, config: ServerConfig, note: Note
 ) -> Callable[[], asyncio.BaseProtocol]:
-    """Return a protocol factory for new connections to `server`; connections beyond the limit are
+    """Return a protocol factory for new connections to `server`. Connections beyond the limit are
     refused. `note` is called for requests that are rejected at this stage."""
     options: dict[str, Any] = {
         "loop": asyncio.get_running_loop(),
@@ -47,16 +47,16 @@ def acceptor(
 
 
 class Connection(web.RequestHandler):
-    """Connection that answers malformed requests in our format, without logging a traceback."""
+    """Connection that answers malformed requests in the API's format and logs no traceback."""
 
     def __init__(self, server: web.Server, note: Note, **options: Any) -> None:
         super().__init__(server, **options)
         self._note = note
         self.stalled = False
-        """Whether it was closed because its client did not read sent data."""
+        """Whether the connection timed out because the client did not read the data sent."""
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """Report a client that disconnects without having read its response."""
+        """Record whether the connection timed out because the client did not read a response."""
         self.stalled = isinstance(exc, TimeoutError)
         super().connection_lost(exc)
 
@@ -75,7 +75,7 @@ class Connection(web.RequestHandler):
             problem = context.explain(exc)
         else:
             problem = malformed(exc, status)
-            request._version = HttpVersion11  # what was not understood is taken for 1.0
+            request._version = HttpVersion11  # aiohttp assumes 1.0 if it cannot parse a request
             context.note += f" {problem.message!r:.200}"
         response = json_response(
             context.error_body(problem), status=problem.status, headers=context.headers
@@ -86,7 +86,7 @@ class Connection(web.RequestHandler):
 
 
 def malformed(error: BaseException | None, status: int = 400) -> APIError:
-    """Return the error for bytes that are not an HTTP request."""
+    """Return the error for bytes that are not a valid HTTP request."""
     said = error.message if isinstance(error, HttpProcessingError) else str(error or "")
     told = said.strip().partition("\n")[0].rstrip(":")
     if isinstance(error, LineTooLong):
@@ -103,11 +103,11 @@ def malformed(error: BaseException | None, status: int = 400) -> APIError:
 
 
 class _Refusal(asyncio.Protocol):
-    """A connection beyond the limit."""
+    """Protocol that refuses a connection beyond the limit."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Answer 503 and close the connection."""
-        transport = cast("asyncio.Transport", transport)  # uvloop's is none by name
+        """Respond with status 503 and close the connection."""
+        transport = cast("asyncio.Transport", transport)  # uvloop's is not a subclass
         body = msgspec.json.encode(unavailable("too many connections").body)
         head = (
             "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n"

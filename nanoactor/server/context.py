@@ -1,4 +1,4 @@
-"""Context of a request besides its body, and answers in JSON."""
+"""Context of a request apart from its body, and JSON responses."""
 
 from __future__ import annotations
 
@@ -31,30 +31,31 @@ _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
 class RequestContext:
-    """State of a request on its way through the server, and its outcome for the log."""
+    """State of a request while it is handled, and its outcome for the log."""
 
     def __init__(self, request: web.BaseRequest) -> None:
         given = request.headers.get("x-request-id", "")
         self.id = given if _ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
         self.path = _canonical(request.path)
         self.headers = {"x-request-id": self.id, "Server": "nanoactor"}
-        """Headers of the answer, whatever it is."""
+        """Headers of any response to the request, including errors."""
         self.fields: frozenset[str] = frozenset()
-        """Parameters of this kind of request."""
+        """Names of the fields of this kind of request."""
         self.names: Mapping[str, str] = {}
-        """Field names in the request's API, by those of a chat, if they differ."""
+        """Field names in the request's API that differ from a chat's, by the chat's field name."""
         self.note = ""
-        """The outcome, for the log."""
+        """Details of the outcome, for the access log."""
         self.broken_off = False
-        """Whether its answer ended with an error after it had started."""
+        """Whether the response ended with an error after it had started."""
 
     def is_below(self, root: str) -> None:
-        """Remove a proxy's prefix from the path."""
+        """Remove the proxy's prefix `root` from the path, if present."""
         if root and (self.path == root or self.path.startswith(f"{root}/")):
             self.path = _canonical(self.path.removeprefix(root))
 
     def explain(self, error: Exception) -> APIError:
-        """Convert an error to the one reported to the client; the cause of a bug is only logged."""
+        """Convert an exception to an error for the client. The cause of an internal error is only
+        logged."""
         problem = error if isinstance(error, APIError) else from_engine(error, self.fields)
         problem = renamed(problem, self.names)
         if problem.code == "internal_error":
@@ -62,7 +63,7 @@ class RequestContext:
         return problem
 
     def error_body(self, problem: APIError) -> Any:
-        """Return the body of an error response, in the format of its API."""
+        """Return the body of an error response, in the format of the request's API."""
         if self.path.startswith("/v1/messages"):
             return error_body(problem, self.id)
         return problem.body
@@ -82,7 +83,8 @@ def context_of(request: web.BaseRequest) -> RequestContext:
 
 
 def _canonical(path: str) -> str:
-    """The path as routes know it: clients add slashes at its end, and forget the /v1."""
+    """Return the path in the form of the routes: without trailing slashes, and with the /v1 that
+    clients may omit."""
     path = path.rstrip("/") or "/"
     if path in _WITHOUT_VERSION or path.startswith("/models/"):
         return f"/v1{path}"
@@ -90,10 +92,10 @@ def _canonical(path: str) -> str:
 
 
 def answer_as_http1(request: web.BaseRequest) -> None:
-    """Respond in an HTTP version that this server speaks, whatever version was requested."""
+    """Respond in HTTP/1.1 if the request has an HTTP version that this server does not support."""
     if request.version not in (HttpVersion10, HttpVersion11):
-        request._cache["version"] = HttpVersion11  # where the library keeps it
+        request._cache["version"] = HttpVersion11  # where aiohttp caches it
 
 
 json_response = functools.partial(web.json_bytes_response, dumps=msgspec.json.encode)
-"""Makes a JSON response from a value, with optional `status` and `headers`."""
+"""Creates a JSON response from a value, with optional `status` and `headers`."""

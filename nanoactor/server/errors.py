@@ -1,4 +1,4 @@
-"""Errors as clients see them: OpenAI's shape, and the status that fits."""
+"""Errors reported to clients, in OpenAI's format and with the matching HTTP status."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from nanoactor.errors import (
 from nanoactor.runtime.errors import NodeDied, NodeStalled
 
 RETRY_AFTER = "1"
-"""Seconds until a retry makes sense: a full queue moves within steps."""
+"""Seconds until a retry makes sense: a full queue advances within steps of the engine."""
 _LONGEST = 2000
-"""Maximum characters of a message: some quote the request."""
-# At the ends of what the decoder says: between them it may quote a client.
+"""Maximum number of characters in a message, as some messages quote the request."""
+# Anchored at the ends of the decoder's messages, which may quote a client in between.
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.([A-Za-z_][\w.\[\]]*)`$")
 _UNKNOWN = re.compile(r"^Object contains unknown field `(.*)`(?: - at `\$\.?([^`]*)`)?$", re.DOTALL)
 
@@ -44,7 +44,7 @@ class Error(Struct):
 
 
 class APIError(Exception):
-    """An answer other than the requested one."""
+    """Error response to a request."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class APIError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """`param` names the wrong field of the request; `code` is for programs."""
+        """`param` names the invalid field of the request; `code` is machine-readable."""
         super().__init__(message)
         self.status = status
         self.message = message[:_LONGEST]
@@ -73,17 +73,17 @@ class APIError(Exception):
 
 
 def invalid(message: str, param: str | None = None) -> APIError:
-    """Return an error for a request that cannot be served as it is."""
+    """Return a 400 error for a request that cannot be served as it is."""
     return APIError(400, message, param=param)
 
 
 def unavailable(message: str) -> APIError:
-    """Return an error for a request that cannot be served now, or no longer here."""
+    """Return a 503 error for a request that this server cannot serve now, or no longer serves."""
     return APIError(503, message, headers={"Retry-After": RETRY_AFTER})
 
 
 def check_model(asked: str, names: Sequence[str]) -> None:
-    """Raise `APIError` for any model but the one that is served by these names."""
+    """Raise `APIError` unless `asked` is one of the served model's names."""
     if asked not in names:
         served = " or ".join(map(repr, names))
         text = f"the model {asked[:200]!r} does not exist here; it is {served}"
@@ -91,13 +91,13 @@ def check_model(asked: str, names: Sequence[str]) -> None:
 
 
 def context_length_exceeded(tokens: int, limit: int) -> APIError:
-    """A prompt has too many tokens: said as the engine says it."""
+    """Return the error for a prompt with too many tokens, worded like the engine's error."""
     text = f"a prompt has {tokens} tokens, but max_model_len is {limit}"
     return APIError(400, text, param="prompt", code="context_length_exceeded")
 
 
 _LATER = {"Retry-After": RETRY_AFTER}
-# The beginnings of what the engine says of lengths: what follows may quote a client.
+# Beginnings of the engine's messages about lengths; the text after them may quote a client.
 _TOO_LONG = re.compile(
     r"(the|a) prompt has \d+ (tokens|bytes)"
     r"|(max|min)_tokens is \d+, but after a prompt"
@@ -106,8 +106,8 @@ _TOO_LONG = re.compile(
 
 
 def death_for_clients(error: BaseException) -> str:
-    """Report that the engine has died, without details: exceptions may name files, so their text
-    only goes to the log."""
+    """Return the message about the engine's death for clients. The text of an exception that caused
+    it is only logged, because it may name files."""
     cause = error.__cause__
     if cause is None or isinstance(cause, NodeDied | NodeStalled):
         return str(error)
@@ -115,7 +115,7 @@ def death_for_clients(error: BaseException) -> str:
 
 
 def from_engine(error: Exception, names: frozenset[str]) -> APIError:
-    """Translate an engine's error for a client; `names` are the fields of its request."""
+    """Convert an engine's error for a client. `names` are the field names of the request."""
     if isinstance(error, EngineOverloaded):
         return APIError(429, str(error), code="overloaded", headers={"Retry-After": RETRY_AFTER})
     if isinstance(error, EngineDead | EngineClosed):
@@ -128,18 +128,18 @@ def from_engine(error: Exception, names: frozenset[str]) -> APIError:
         return APIError(500, str(error), code="computation_failed")
     if isinstance(error, InvalidRequest):
         text = str(error)
-        # The engine's messages begin with the parameter's name, where it is one.
+        # If a parameter is invalid, the engine's message begins with its name.
         first = re.match(r"\w+", text)
         param = first[0] if first and first[0] in names else None
         code = "context_length_exceeded" if _TOO_LONG.match(text) else None
         return APIError(400, text, param=param, code=code)
-    if isinstance(error, RecursionError):  # Python's limit, which counts what is called, too
+    if isinstance(error, RecursionError):  # Python's limit, which also counts calls
         return _too_deep()
     return APIError(500, "internal error; the server's log has its cause", code="internal_error")
 
 
 def renamed(problem: APIError, names: Mapping[str, str]) -> APIError:
-    """Return an error with a chat's field names replaced by those of another API."""
+    """Replace a chat's field names in an error with those of another API; return the error."""
     for ours, theirs in names.items():
         if re.match(rf"{re.escape(ours)}\b", problem.message):
             problem.message = theirs + problem.message.removeprefix(ours)
@@ -154,7 +154,7 @@ def _too_deep() -> APIError:
 
 
 def from_decoding(error: Exception) -> APIError:
-    """Return an error for a body that is not JSON, or not as expected."""
+    """Return the error for a body that is not JSON, or does not have the expected structure."""
     if isinstance(error, RecursionError):
         return _too_deep()
     if isinstance(error, UnicodeDecodeError):

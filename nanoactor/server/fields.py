@@ -1,7 +1,7 @@
 """The treatment of each request field: honored, refused or ignored.
 
-All fields of the generating routes are listed: those of OpenAI's API, Anthropic's and vLLM's.
-`docs/server.md` shows this table (`python -m tests.server.fields_table` writes it).
+All fields that OpenAI's, Anthropic's and vLLM's APIs define for the generating routes are listed.
+`docs/server.md` contains this table; `python -m tests.server.fields_table` generates it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BOTH, _CHAT, _TEXT = ("chat", "completions"), ("chat",), ("completions",)
 _RESPONSES, _MESSAGES = ("responses",), ("messages",)
 _AGENTS, _ALL = ("responses", "messages"), ("chat", "completions", "responses", "messages")
 TEMPLATE_FIELDS = ("reasoning_effort", "verbosity", "enable_thinking", "thinking")
-"""Fields that a chat template may read as variables of these names."""
+"""Fields that a chat template may read as variables of the same names."""
 _POOLED = "embeddings", "rerank", "score"
 _UNSTORED = "responses are not stored: send the whole conversation as input"
 _FOR_TEMPLATES = "given to the chat template, if that reads it; else ignored"
@@ -30,30 +30,31 @@ _FOR_TEMPLATES = "given to the chat template, if that reads it; else ignored"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Field:
-    """A field at the top of a request."""
+    """A top-level field of a request."""
 
     name: str
     routes: tuple[str, ...]
     status: Status
     neutral: tuple[Any, ...] = ()
-    """The values, besides null, that ask for nothing; of a refused field they are accepted."""
+    """Values besides null that request nothing. They are accepted even if the field is refused."""
     note: str = ""
 
 
 _NOT_SENT = {"output_kind", "detokenize", "structured_outputs", *REFUSED}
 SAMPLING = tuple(f.name for f in dataclasses.fields(SamplingParams) if f.name not in _NOT_SENT)
-"""The engine's sampling parameters, which requests have under the same names. `output_kind` and
-`detokenize` are the server's affair, and constraints have several fields."""
+"""Names of the engine's sampling parameters that are also request fields. `output_kind` and
+`detokenize` are up to the server, and several request fields can define a constraint."""
 
 _NOT_OF_AGENTS = {"n", "logprobs", "prompt_logprobs", "truncate_prompt_tokens", "max_tokens"}
 EXTENSIONS = tuple(name for name in SAMPLING if name not in {*_NOT_OF_AGENTS, "stop"})
-"""Those that the Responses and the Messages API take too, whether they define them or not."""
+"""Sampling parameters that the Responses and Messages routes also accept, even if their APIs do not
+define them."""
 
 
 def _fields(
     status: Status, routes: tuple[str, ...], *names: str, note: str = "", **neutral: Any
 ) -> list[Field]:
-    """Fields with the same fate; those by keyword have a value that asks for nothing."""
+    """Return fields with the same status. A keyword argument is a field's neutral value."""
     found = [Field(name, routes, status, note=note) for name in names]
     return found + [Field(name, routes, status, (v,), note) for name, v in neutral.items()]
 
@@ -205,26 +206,26 @@ OF_TOKENIZE: dict[str, Field] = {
         ("tokenize",), "chat_template", mm_processor_kwargs={}, return_token_strs=False
     )
 }
-"""Fields of vLLM's `/tokenize` that would change its answer."""
+"""Fields of vLLM's `/tokenize` that are refused because they would change the answer, by name."""
 
 
 def of_route(route: str) -> dict[str, Field]:
-    """The fields of a route, by name."""
+    """Return the fields of a route, by name."""
     return {field.name: field for field in FIELDS if route in field.routes}
 
 
 def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
-    """Return True if a value requests nothing."""
+    """Return True if a value is null or one of the neutral values."""
     return value is None or any(_same(value, other) for other in neutral)
 
 
 def _same(value: Any, neutral: Any) -> bool:
-    # To Python, true is 1 and false is 0; to a client they are not.
+    # In Python, True equals 1 and False equals 0; to a client they are different values.
     return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
 
 
 class Warned:
-    """Names warned about, once each, up to the limit `MOST`."""
+    """Field names that were warned about, once per name and for at most `MOST` names."""
 
     MOST = 200
 
@@ -232,7 +233,7 @@ class Warned:
         self._names: set[str] = set()
 
     def warn(self, name: str, what: str) -> None:
-        """Log what becomes of a field, the first time."""
+        """Log how a field is treated, the first time that it occurs."""
         if len(self._names) >= self.MOST:
             return
         name = _INDEX.sub("[*]", name[:200])[:80]

@@ -7,27 +7,27 @@ from collections.abc import Mapping
 from typing import Any
 
 Figures = Mapping[str, Mapping[str, Any]]
-"""By actor: its statistics."""
+"""Statistics of each actor, by the actor's name."""
 
 
 _BEHIND = ("detokenizer", "frontend")
-"""Actors that learn of a step only when they receive its tokens."""
+"""Actors that process a step only when they receive its tokens."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Health:
-    """The content of /health."""
+    """Engine health, as reported by /health."""
 
     status: str
     """"ok", "recovering", "stalled" or "dead"."""
     culprit: str
-    """The actor that is furthest behind, if any."""
+    """The stalled actor, the processes being replaced or the cause of death; empty if "ok"."""
     work_pending: bool
     step_age: float | None
     """Seconds since the latest completed step, or since work arrived if that is later; None if
-    nothing is pending."""
+    nothing is pending. During recovery, seconds since the processes died."""
     actors: Mapping[str, Mapping[str, float | None]]
-    """By actor: the age of its latest step, and of its latest sign of life."""
+    """By actor: seconds since the actor's latest step, and since it last reported statistics."""
 
     @property
     def well(self) -> bool:
@@ -36,17 +36,17 @@ class Health:
 
 
 def assess(figures: Figures, heard_at: Mapping[str, int], now: int, limit: float) -> Health:
-    """Assess health from the latest figures of each actor and when it was last heard, in ns.
+    """Assess health from each actor's latest statistics and the time of its last report, in ns.
 
-    Work is pending if the scheduler has requests, or the frontend waits for some. An actor stalls
-    if, meanwhile, its step or its silence is older than `limit` seconds; a step gets the additional
-    time that the device may take for the current one. Actors after the scheduler only have to
-    finish what the scheduler has sent them: a long prefill has steps without tokens.
+    Work is pending if the scheduler or the frontend has requests. An actor stalls if, while work is
+    pending, its latest step or its last report is more than `limit` seconds old; a step gets the
+    additional time that the device may take for the current step. Actors after the scheduler only
+    have to process what the scheduler has sent them, since a long prefill has steps without tokens.
     """
     scheduler = figures.get("scheduler", {})
     since, told_at = (int(scheduler.get(name, 0)) for name in ("live_since", "tokens_at"))
     pending = bool(since) or bool(figures.get("frontend", {}).get("entries", 0))
-    if scheduler.get("paused"):  # nothing is late if it is not supposed to happen
+    if scheduler.get("paused"):  # no steps are expected, so none is late
         since, pending = 0, False
     actors: dict[str, dict[str, float | None]] = {}
     lags: dict[str, float] = {}
@@ -68,8 +68,8 @@ def assess(figures: Figures, heard_at: Mapping[str, int], now: int, limit: float
 def _culprit(
     actors: Mapping[str, Mapping[str, float | None]], lags: Mapping[str, float], limit: float
 ) -> str:
-    """Return the silent actor, as actors that wait for it lag as much; else the one that lags
-    most."""
+    """Return the actor with the longest silence above `limit`, as the actors that wait for it lag
+    as much. If there is none, return the actor with the largest lag above `limit`, if any."""
     silent = {name: own["silence"] or 0.0 for name, own in actors.items()}
     for ages in (silent, lags):
         worst = max(ages, key=lambda name: ages[name], default="")
@@ -79,7 +79,7 @@ def _culprit(
 
 
 def recovering(victims: str, seconds: float) -> Health:
-    """Return the health while dead processes are replaced; requests wait."""
+    """Return the health while dead processes are replaced and requests wait."""
     return Health("recovering", victims, True, seconds, {})
 
 

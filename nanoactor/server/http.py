@@ -1,4 +1,4 @@
-"""The checks that every request passes: host, key, body, headers, errors, log."""
+"""HTTP handling common to all requests: access checks, bodies, headers, errors and access log."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from nanoactor.server.responses.request import ResponsesRequest
 access_log = logging.getLogger("nanoactor.access")
 
 OPEN_PATHS = ("/live", "/ready", "/favicon.ico")
-"""Paths that need no key: probes use them, or browsers request them on their own."""
+"""Paths that need no API key: probes use them, or browsers request them on their own."""
 _QUIET = (*OPEN_PATHS, "/health", "/metrics", "/activity")
-"""Paths that machines request again and again."""
+"""Paths that programs poll; successful requests for them are logged at debug level."""
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|\d+\.\d+\.\d+\.\d+|localhost|[\w.-]+\.localhost)(:\d+)?")
 _NEAR = 0.85
-"""Minimum similarity at which an unknown path is taken for an existing one."""
+"""Minimum similarity at which an existing path is suggested for an unknown one."""
 _NOT_SERVED = {
     "/embed": "vectors are at /v1/embeddings",
     "/pooling": "vectors are at /v1/embeddings, scores at /score",
@@ -50,23 +50,23 @@ _NOT_SERVED = {
     "/api/": "Ollama's API is not served; OpenAI's is, at /v1/chat/completions",
     "/generate": "text is generated at /v1/completions and /v1/chat/completions",
 }
-"""By a part of a path: hint for clients that look there for another server's feature."""
+"""Hints for clients that look for another server's feature, by a part of the requested path."""
 _MANY_BODIES = 64
-"""Number of bodies of the largest size that may be in transit at once."""
+"""Number of bodies of the maximum size that may be in transit at once."""
 _SMALL_BODY = 1 << 16
 _GONE = 499
-"""As nginx writes it: the client has gone away."""
+"""Status that is logged if the client has disconnected, as in nginx."""
 _OUTCOMES = {429: "overloaded", _GONE: "client_gone", 503: "unavailable"}
 
 _BODY = web.RequestKey("body", bytes)
 Routes = Mapping[str, tuple[str, Handler]]
-"""By path: its methods and handler."""
+"""By path: the comma-separated methods, and the handler."""
 B = TypeVar("B", bound=Struct)
 _GENERATES = (CompletionRequest, ChatRequest, MessagesRequest, ResponsesRequest)
 
 
 class HttpFrontend:
-    """Passes requests to their handlers, and turns their errors into responses."""
+    """Dispatches requests to their handlers and converts errors to responses."""
 
     def __init__(
         self,
@@ -76,8 +76,8 @@ class HttpFrontend:
         metrics: Metrics,
         decoder: Decoder,
     ) -> None:
-        """`names`: the model's names for clients; `metrics` counts the requests; `decoder` reads
-        bodies."""
+        """`names` are the model's names for clients. `metrics` counts requests, and `decoder`
+        decodes their bodies."""
         self._config = config
         self._names = names
         self._max_body = max_body_bytes
@@ -89,13 +89,13 @@ class HttpFrontend:
         self._body_room = _MANY_BODIES * max_body_bytes
         self._paths: list[str] = []
         self._places = dict.fromkeys(("", config.root_path))
-        """A proxy may keep its own part of a path, or remove it."""
+        """Prefixes of all routes: a proxy may keep its own part of a path, or remove it."""
         quiet = (config.disable_access_log_for_endpoints or "").split(",")
         self._unlogged = {path.strip() for path in quiet}
         self.draining = False
         """Whether new work is refused."""
         self.at_work = 0
-        """Number of running requests that count as work, from their headers on."""
+        """Number of POST requests in progress, counted from the arrival of their headers."""
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -105,7 +105,7 @@ class HttpFrontend:
         app = web.Application(middlewares=[self._account, self._answer_errors, self._admit])
         app.on_response_prepare.append(self._add_headers)
         for path, (method, handler) in routes.items():
-            # Clients forget the /v1, and add slashes at the end.
+            # Clients may omit the /v1 or add trailing slashes.
             pattern = path.replace("/v1/", "/{version:(v1/)?}") + "{slashes:/*}"
             for place, below in itertools.product((path, pattern), self._places):
                 for each in method.split(", "):
@@ -146,7 +146,7 @@ class HttpFrontend:
 
     @web.middleware
     async def _answer_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Convert an error to a response; one that leaves a body unread closes the connection."""
+        """Convert an error to a response. Closes the connection if the body is not fully read."""
         context = context_of(request)
         try:
             return await handler(request)
@@ -167,7 +167,7 @@ class HttpFrontend:
 
     @web.middleware
     async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Raise `APIError` for callers without access and for paths that are not served."""
+        """Answer CORS preflights; raise `APIError` for unauthorized callers and unknown paths."""
         if request.version not in (HttpVersion10, HttpVersion11):
             raise APIError(505, "this server speaks HTTP/1.1 and HTTP/1.0")
         if request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers:
@@ -214,12 +214,12 @@ class HttpFrontend:
 
     def _check_host(self, request: web.Request) -> None:
         """Check the `Host` header: a remote site can point its own name at 127.0.0.1 and make a
-        browser call us. If only this machine can reach the server, the name must be one that nobody
-        else can own."""
+        browser call this server. If the server is on a loopback interface and needs no API key, the
+        name must be one that nobody else can own, or an allowed one."""
         config, host = self._config, request.headers.get("Host", "").lower()
         if not config.on_loopback or config.api_keys or not host or _HOST.fullmatch(host):
             return
-        if config.uds is not None:  # which browsers do not call
+        if config.uds is not None:  # browsers do not connect to Unix sockets
             return
         allowed = {name.lower() for name in config.allowed_hosts}
         if host.rpartition(":")[0] not in allowed and host not in allowed:
@@ -246,13 +246,13 @@ class HttpFrontend:
         response = web.Response(status=204)
         if self._allowed_origin(request):
             response.headers["Access-Control-Allow-Methods"] = "GET, POST"
-            # Clients add headers of their own; an origin that may call may send what it likes.
+            # Clients add headers of their own; an allowed origin may send any header.
             wanted = request.headers.get("Access-Control-Request-Headers", "")
             response.headers["Access-Control-Allow-Headers"] = wanted
             response.headers["Access-Control-Max-Age"] = "600"
         return response
 
-    # -- the log --------------------------------------------------------------------------
+    # -- access log -----------------------------------------------------------------------
 
     def note(self, request: web.BaseRequest, status: int, seconds: float) -> None:
         """Count and log a request."""
@@ -278,7 +278,7 @@ class HttpFrontend:
     # -- bodies ---------------------------------------------------------------------------
 
     async def read(self, request: web.Request, kind: type[B]) -> B:
-        """Read a body of this kind; raise `APIError` if it is invalid."""
+        """Read and decode a body of this kind. Raises `APIError` if it is invalid."""
         body = self.decoder.decode(kind, await self.body(request))
         context = context_of(request)
         context.fields = frozenset(kind.__struct_fields__)
@@ -291,8 +291,8 @@ class HttpFrontend:
         return body
 
     async def body(self, request: web.Request) -> bytes:
-        """Return the whole body of a request that must be JSON; raise `APIError` if it is not, is
-        too long, or takes too long. A second call returns it again."""
+        """Return the complete body of a request. Raises `APIError` if the content type is not JSON,
+        or if the body is too long or arrives too slowly. A second call returns the same body."""
         known: bytes | None = request.get(_BODY)
         if known is not None:
             return known
@@ -324,7 +324,7 @@ class HttpFrontend:
         return body
 
     async def _read(self, request: web.Request) -> bytes:
-        """Read all of it. Large bodies in transit share a limit; small ones always pass."""
+        """Read the whole body. Large bodies in transit share a limit; small ones do not count."""
         body = bytearray()
         held = 0
         try:
@@ -346,4 +346,4 @@ class HttpFrontend:
 
 
 async def _expect_later(request: web.Request) -> None:
-    """Request a body (`Expect: 100-continue`) only if its headers are accepted."""
+    """Do nothing: a body (`Expect: 100-continue`) is requested after the headers are accepted."""

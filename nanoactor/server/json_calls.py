@@ -1,10 +1,10 @@
-"""Calls that a model writes as bare JSON objects: Llama 3's and Mistral's forms.
+"""Parsers of calls that models write as bare JSON objects: the forms of Llama 3 and Mistral.
 
     {"name": "weather", "parameters": {"city": "Oslo"}}; {"name": ...}
     [TOOL_CALLS][{"name": "weather", "arguments": {"city": "Oslo"}}, ...]
     [TOOL_CALLS]weather[ARGS]{"city": "Oslo"}
 
-If the arguments are an object that follows the name, they are passed on as they arrive. The result
+If the arguments are an object that follows the name, they are emitted as they arrive. The result
 does not depend on how the text is split.
 """
 
@@ -30,15 +30,15 @@ _ALPHABET = string.ascii_letters + string.digits
 
 
 class _ObjectEnd:
-    """Finds the end of an object, text by text."""
+    """Finds the end of a JSON object whose text arrives in pieces."""
 
     def __init__(self, depth: int = 0) -> None:
-        """`depth`: how many braces and brackets are open already."""
+        """`depth` is the number of braces and brackets that are already open."""
         self._depth = depth
         self._quoted = self._escaped = False
 
     def find(self, text: str) -> int | None:
-        """Return the position after the closing brace, or None if it is still to come."""
+        """Return the index in `text` after the closing brace, or None if it is still to come."""
         for at, character in enumerate(text):
             if self._escaped:
                 self._escaped = False
@@ -57,14 +57,14 @@ class _ObjectEnd:
 
 
 class _JsonCalls(SteppedCalls):
-    """Finder of JSON objects that are calls; subclasses determine where one may occur."""
+    """Finder of JSON objects that are calls. Subclasses determine where a call may occur."""
 
     def __init__(self, names: Collection[str] = ()) -> None:
-        """`names`: names of the functions; if empty, any name is one."""
+        """`names` are the names of the functions. If empty, any name is accepted."""
         super().__init__()
         self._names = names
         self._parts: list[str] = []
-        """The candidate so far, if it is held to its end."""
+        """Pieces of the candidate object so far, if it is held back until its end."""
         self._end = _ObjectEnd()
         self._step: Callable[[list[Piece]], bool] = self._begin
 
@@ -73,18 +73,18 @@ class _JsonCalls(SteppedCalls):
 
     @abc.abstractmethod
     def _begin(self, pieces: list[Piece]) -> bool:
-        """Take the beginning of the text."""
+        """Process the held text in the initial state."""
 
     @abc.abstractmethod
     def _after_object(self, was_call: bool) -> None:
-        """Choose what follows a candidate's end."""
+        """Select the parsing step that follows the end of a candidate."""
 
     def _mark(self) -> str:
-        """Return the mark before the held text, which becomes text if nothing follows."""
+        """Return the mark before the held text, which becomes text if no call follows."""
         return ""
 
     def _candidate(self, pieces: list[Piece]) -> bool:
-        """Decide whether the object that starts here may be a call."""
+        """Decide whether to stream the object that starts here as a call."""
         header = _HEADER.match(self._held[:_LONGEST_HEADER])
         if header is not None:
             name = text_of(header[1])
@@ -122,7 +122,7 @@ class _JsonCalls(SteppedCalls):
         return True
 
     def _tail(self, pieces: list[Piece]) -> bool:
-        """Drop the rest of the object after its arguments: further members and its brace."""
+        """Drop the rest of the object after the arguments: other members and the closing brace."""
         end = self._outer.find(self._held)
         self._held = "" if end is None else self._held[end:]
         if end is None:
@@ -131,7 +131,7 @@ class _JsonCalls(SteppedCalls):
         return True
 
     def _whole(self, pieces: list[Piece]) -> bool:
-        """Hold a candidate to its end: its members come in another order, or it is no call."""
+        """Hold back a candidate to its end: the member order is unusual, or it is not a call."""
         end = self._end.find(self._held)
         self._parts.append(self._held if end is None else self._held[:end])
         self._held = "" if end is None else self._held[end:]
@@ -142,7 +142,7 @@ class _JsonCalls(SteppedCalls):
         return True
 
     def _take(self, raw: str, pieces: list[Piece]) -> bool:
-        """Pass a whole object on: as a call, or as text."""
+        """Emit a complete object as a call or as text. Return True if it is a call."""
         call = decoded_call(raw)
         if call is None or not self._is_known(call[0]):
             self._say(raw, pieces)
@@ -155,7 +155,8 @@ class _JsonCalls(SteppedCalls):
     def _text_up_to(
         self, mark: str, then: Callable[[list[Piece]], bool], pieces: list[Piece]
     ) -> bool:
-        """Pass text on up to a mark, without the white space before it."""
+        """Emit the text up to a mark, without the whitespace before the mark. Return True if the
+        mark was found."""
         before, found, rest = self._held.partition(mark)
         if found:
             self._say(before.rstrip(), pieces)
@@ -167,7 +168,7 @@ class _JsonCalls(SteppedCalls):
         return False
 
     def finish(self) -> list[Piece]:
-        """Return the text held back, at the end of the output."""
+        """Return the text that is still held back at the end of the output."""
         pieces: list[Piece] = []
         held, self._held = "".join(self._parts) + self._held, ""
         self._parts = []
@@ -180,7 +181,7 @@ class _JsonCalls(SteppedCalls):
 
 
 class LlamaCalls(_JsonCalls):
-    """Calls in Llama 3 output: objects only, at its start or after `<|python_tag|>`."""
+    """Finder of calls in Llama 3 output: objects at its start or after `<|python_tag|>`."""
 
     def _begin(self, pieces: list[Piece]) -> bool:
         begin = self._held.lstrip()
@@ -199,7 +200,7 @@ class LlamaCalls(_JsonCalls):
         return self._text_up_to(PYTHON_TAG, self._tagged, pieces)
 
     def _tagged(self, pieces: list[Piece]) -> bool:
-        """Handle the part after a tag: an object, or text, which was a Python program."""
+        """Process what follows a tag: an object, or a Python program, which stays text."""
         begin = self._held.lstrip()
         if not begin:
             return False
@@ -211,7 +212,7 @@ class LlamaCalls(_JsonCalls):
         self._step = self._between if was_call else self._text
 
     def _between(self, pieces: list[Piece]) -> bool:
-        """Skip what separates calls."""
+        """Skip the separators between calls."""
         self._held = self._held.lstrip(" \t\r\n;,")
         if not self._held or (self._held != PYTHON_TAG and PYTHON_TAG.startswith(self._held)):
             return False
@@ -225,10 +226,10 @@ class LlamaCalls(_JsonCalls):
 
 
 class MistralCalls(_JsonCalls):
-    """Calls in the output of Mistral's models: after `[TOOL_CALLS]`, in a list or by name."""
+    """Finder of calls in Mistral output: after `[TOOL_CALLS]`, as objects or name and arguments."""
 
     def new_id(self) -> str:
-        """Return an id as Mistral's chat templates want it: nine letters and digits."""
+        """Return an id as required by Mistral's chat templates: nine letters or digits."""
         return "".join(secrets.choice(_ALPHABET) for _ in range(9))
 
     def _begin(self, pieces: list[Piece]) -> bool:
@@ -248,7 +249,7 @@ class MistralCalls(_JsonCalls):
         return True
 
     def _named(self, pieces: list[Piece]) -> bool:
-        """Take a name and the text allowed between it and its arguments."""
+        """Parse a name and the text that is allowed between the name and the arguments."""
         is_whole = "{" in self._held or len(self._held) >= _LONGEST_HEADER
         found = _NAMED.match(self._held[:_LONGEST_HEADER]) if is_whole else None
         if found is not None:
@@ -256,7 +257,7 @@ class MistralCalls(_JsonCalls):
             return True
         if not is_whole:
             return False
-        self._step = self._begin  # it was only mentioned
+        self._step = self._begin  # the mark was only mentioned
         self._say(TOOL_CALLS, pieces)
         return True
 
@@ -271,7 +272,7 @@ class MistralCalls(_JsonCalls):
         self._step = self._between if self._in_list else self._begin
 
     def _between(self, pieces: list[Piece]) -> bool:
-        """Skip what separates the calls of a list, up to its end."""
+        """Skip the separators between the calls in a list, and the end of the list."""
         self._held = self._held.lstrip(" \t\r\n,")
         if not self._held:
             return False

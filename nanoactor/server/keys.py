@@ -16,20 +16,20 @@ class Keys:
         self._digests = [_digest(key) for key in keys]
 
     def client(self, authorization: str | None, api_key: str | None, address: str) -> str:
-        """Return an identifier of the client with these headers: its key, or its address if no keys
-        are configured."""
+        """Return an identifier of the client: a digest of the key in its headers, or its address if
+        no keys are configured."""
         if not self._digests:
             return address
         return _digest(_key_in(authorization or "") or (api_key or "").strip()).hex()
 
     def admits(self, authorization: str | None, api_key: str | None = None) -> bool:
-        """Return True if a request with these headers, Authorization and x-api-key, is authorized;
-        without configured keys all are. Browsers prompt for a name and a password: the password is
-        the key."""
+        """Return True if a request with these Authorization and x-api-key headers is authorized. If
+        no keys are configured, every request is authorized. Browsers prompt for a user name and a
+        password; the password is the key."""
         if not self._digests:
             return True
         given = [_digest(_key_in(authorization or "")), _digest((api_key or "").strip())]
-        # Compare all of them, whichever matches.
+        # Compare all of them, even after a match, so that the time reveals nothing.
         fits = [hmac.compare_digest(one, known) for one in given for known in self._digests]
         return any(fits)
 

@@ -14,14 +14,14 @@ from nanoactor.server.config import ServerConfig
 
 
 def listen(config: ServerConfig, reuse_port: bool = False) -> socket.socket:
-    """Return a bound socket, before the model is loaded. Raises `OSError` if the address is not
-    available."""
+    """Return a socket bound to the configured address; called before the model is loaded. Raises
+    `OSError` if the address is not available."""
     if config.uds is not None:
         return _listen_unix(Path(config.uds))
     family, _, _, _, address = socket.getaddrinfo(
         config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
-    # The kernel drops clients that leave sent data unread for this many ms.
+    # The kernel closes connections whose clients leave sent data unread for this many ms.
     unread = max(1, min(int(1000 * config.send_timeout), 2**31 - 1))
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -54,7 +54,7 @@ def _listen_unix(path: Path) -> socket.socket:
 
 
 def _remove_dead(path: Path) -> None:
-    """Remove the stale socket of a killed server, on which no process listens."""
+    """Remove the socket file of a killed server, on which no process listens."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(path.stat().st_mode):
             return  # binding reports the existing file
@@ -66,14 +66,14 @@ def _remove_dead(path: Path) -> None:
 
 
 def close_unix(config: ServerConfig) -> None:
-    """Remove the socket's file, if the server listens on one."""
+    """Remove the socket file if the server listens on a Unix socket."""
     if config.uds is not None:
         Path(config.uds).unlink(missing_ok=True)
 
 
 def tls(config: ServerConfig) -> ssl.SSLContext | None:
-    """Return the TLS context if a certificate is configured. Raises `InvalidConfig` for invalid
-    files."""
+    """Return the TLS context, or None if no certificate is configured. Raises `InvalidConfig` if
+    the files are invalid."""
     if config.ssl_certfile is None or config.ssl_keyfile is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's shapes: those of completions, and those of conversations."""
+"""Log-probabilities in OpenAI's formats for completions and chats, and in vLLM's for prompts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ Shape = dict[str, Any]
 
 
 def spelled(token: int, logprob: Logprob, as_ids: bool) -> str:
-    """A token's text; bytes that are no whole characters are spelled as OpenAI does, so that no two
-    are alike."""
+    """Return a token's text, or its id if `as_ids` or if its bytes are unknown. Bytes that are not
+    valid UTF-8 are escaped as in OpenAI's API, so that no two tokens are spelled alike."""
     if as_ids or logprob.bytes is None:
         return f"token_id:{token}"
     try:
@@ -23,7 +23,7 @@ def spelled(token: int, logprob: Logprob, as_ids: bool) -> str:
 
 
 def cut(told: Logprobs, token: int, most: int) -> Logprobs:
-    """Return the entries of the token itself and of the `most` likeliest."""
+    """Return the entries of the token itself and of the `most` likeliest tokens."""
     return {
         other: one
         for other, one in told.items()
@@ -32,11 +32,11 @@ def cut(told: Logprobs, token: int, most: int) -> Logprobs:
 
 
 class TextLogprobs:
-    """Those of a completion's choice, in pieces and as a whole."""
+    """Log-probabilities of one choice of a completion, available in pieces and as a whole."""
 
     def __init__(self, most: int, as_ids: bool, spans: Spans = (b"", [])) -> None:
-        """`most`: likeliest tokens reported for each token; `as_ids`: tokens are reported by id;
-        `spans`: those of the prompt that the choice starts with."""
+        """`most` is the number of likeliest tokens reported at each position. If `as_ids`, tokens
+        are reported by id. `spans` are the spans of the prompt's tokens if it is echoed."""
         self._most, self._as_ids, self._spans = most, as_ids, spans
         self._echoed = 0
         self._pending = _no_text()
@@ -45,7 +45,7 @@ class TextLogprobs:
     def add_prompt(
         self, ids: Sequence[int], logprobs: Sequence[Logprobs | None], echo: str
     ) -> None:
-        """Add those of the prompt that the choice starts with."""
+        """Add the log-probabilities of the prompt that the choice starts with."""
         first, starts = self._spans
         for token, told, start in zip(ids, logprobs, starts, strict=True):
             own = Logprob(0.0, bytes=first) if told is None else told[token]
@@ -53,7 +53,7 @@ class TextLogprobs:
         self._echoed = len(echo)
 
     def add(self, completion: CompletionOutput) -> None:
-        """Add those of new tokens."""
+        """Add the log-probabilities of new tokens."""
         told, offsets = completion.logprobs or [], completion.text_offsets or []
         for token, logprobs, offset in zip(completion.token_ids, told, offsets, strict=True):
             self._add(token, logprobs[token], logprobs, self._echoed + offset)
@@ -80,7 +80,7 @@ class TextLogprobs:
         return new
 
     def whole(self) -> Shape:
-        """Return all that was taken."""
+        """Return all entries that `take` has returned."""
         return self._all
 
 
@@ -89,16 +89,16 @@ def _no_text() -> Shape:
 
 
 class ChatLogprobs:
-    """Those of a message, in pieces and as a whole."""
+    """Log-probabilities of a chat message, available in pieces and as a whole."""
 
     def __init__(self, most: int, as_ids: bool) -> None:
-        """`most`: likeliest tokens reported for each token."""
+        """`most` is the number of likeliest tokens reported at each position."""
         self._most, self._as_ids = most, as_ids
         self._pending: list[Shape] = []
         self._all: list[Shape] = []
 
     def add(self, completion: CompletionOutput) -> None:
-        """Add those of new tokens."""
+        """Add the log-probabilities of new tokens."""
         told = completion.logprobs or []
         for token, logprobs in zip(completion.token_ids, told, strict=True):
             likeliest = sorted(logprobs.items(), key=lambda item: item[1].rank or 0)
@@ -122,14 +122,15 @@ class ChatLogprobs:
         return {"content": new, "refusal": None}
 
     def whole(self) -> Shape:
-        """Return all that was taken."""
+        """Return all entries that `take` has returned."""
         return {"content": self._all, "refusal": None}
 
 
 def of_prompt(
     ids: Sequence[int], logprobs: Sequence[Logprobs | None], most: int
 ) -> list[Shape | None]:
-    """Those of a prompt in vLLM's shape: by token id."""
+    """Return the log-probabilities of a prompt in vLLM's format: a dict by token id for each token,
+    or None for a token without log-probabilities."""
     pairs = zip(ids, logprobs, strict=True)
     return [None if told is None else _by_id(cut(told, token, most)) for token, told in pairs]
 

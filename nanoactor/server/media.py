@@ -1,7 +1,7 @@
-"""Pictures by URL: the content of a `data:` URL, or a response from a host the operator trusts.
+"""Loading of pictures by URL: from a `data:` URL, or from a host that the operator trusts.
 
-The sender of a URL chooses where this server connects. So a host must be allowed by name, and the
-server connects only to addresses verified as public, checked again at every redirect.
+The sender of a URL chooses where this server connects. Therefore, a host must be allowed by name,
+and the server connects only to addresses verified as public. Every redirect is checked again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nanoactor.errors import EngineClosed, InvalidConfig, InvalidRequest
 from nanoactor.server.addresses import is_public
 
 LookUp = Callable[[str, int], Awaitable[Sequence[str]]]
-"""Takes a host's name and a port; returns the host's addresses."""
+"""Called with a host name and a port; returns the host's addresses."""
 
 _INSTEAD = "send the picture itself as data:image/png;base64,..."
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,30}):")
@@ -34,10 +34,9 @@ _WEB_PORTS = (80, 443)
 _REDIRECTS = (301, 302, 303, 307, 308)
 _LONGEST_URL = 8192
 _CONNECTIONS = 64
-"""Maximum number of concurrent connections to all hosts together: each may load `max_bytes` into
-memory."""
+"""Maximum number of concurrent connections in total; each may load `max_bytes` into memory."""
 _LOOKUPS = 4
-"""Maximum number of names that are looked up concurrently."""
+"""Maximum number of concurrent lookups of host names."""
 
 _NAME = re.compile(r"(?=.{1,253}\Z)(?:[a-z0-9_-]{1,63}\.)*[a-z0-9_-]{1,63}")
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
@@ -50,30 +49,30 @@ _UNTYPED = ("", "application/octet-stream", "binary/octet-stream")
 _HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "nanoactor"}
 
 _LONGEST_HEAD = 1024
-"""Characters of a `data:` URL up to its comma."""
+"""Maximum number of characters in a `data:` URL up to and including the comma."""
 _SMALL = 1 << 20
 _PIECE = 1 << 16
-"""Characters, a multiple of four, that are decoded in one go."""
+"""Number of base64 characters decoded per call; a multiple of four."""
 _SPACES = b" \t\n\f\r"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MediaLimits:
-    """Limits on what may be fetched. Raises `InvalidConfig`, naming an option."""
+    """Limits on what may be fetched. Raises `InvalidConfig` with the name of an invalid option."""
 
     allowed_domains: tuple[str, ...]
-    """Host names, in lower case; ".example.org" or "*.example.org" is each name below example.org,
-    and not itself. Ports 80 and 443 are meant, or the one in "example.org:8080". Without any,
-    nothing is fetched."""
+    """Allowed host names, in lower case. ".example.org" or "*.example.org" allows all subdomains of
+    example.org, but not example.org itself. An entry allows ports 80 and 443, or only the port that
+    it contains, as in "example.org:8080". If empty, nothing is fetched."""
     max_bytes: int = 20 << 20
-    """The largest picture, as it is encoded."""
+    """Maximum size of an encoded picture, in bytes."""
     timeout: float = 10.0
-    """Seconds from looking up the first host's name to the picture's last byte."""
+    """Maximum number of seconds from the lookup of the first host to the picture's last byte."""
     max_redirects: int = 3
-    """Largest number of redirects of one URL."""
+    """Maximum number of redirects per URL."""
 
     def __post_init__(self) -> None:
-        """Check every option by itself."""
+        """Check each option on its own."""
         for entry in self.allowed_domains:
             _Rule.of(entry)
         for name, least in (("max_bytes", 1), ("max_redirects", 0)):
@@ -85,7 +84,7 @@ class MediaLimits:
 
 
 class MediaLoader:
-    """Gets pictures by their URLs. Must be closed, after which it fetches nothing more."""
+    """Loads pictures by URL. Must be closed; after that, it fetches nothing more."""
 
     def __init__(
         self,
@@ -105,10 +104,10 @@ class MediaLoader:
         self._idle.set()
 
     async def load(self, url: str) -> bytes:
-        """Return the bytes of the picture that a URL holds or leads to, still encoded.
+        """Return the bytes of the picture that a URL contains or leads to, still encoded.
 
-        Nothing is known of them but their number. Raises `InvalidRequest` for a URL that is not
-        allowed and for one that leads to no picture, and `EngineClosed` after `close`.
+        Only the number of bytes is checked, not their content. Raises `InvalidRequest` if the URL
+        is not allowed or does not lead to a picture, and `EngineClosed` for a fetch after `close`.
         """
         found = _SCHEME.match(url)
         if found is None:
@@ -123,7 +122,7 @@ class MediaLoader:
         return await self._fetch(url)
 
     async def close(self) -> None:
-        """Abort running fetches, and leave no connection."""
+        """Abort running fetches and close all connections."""
         self._closed = True
         for limit in self._running:
             if not limit.expired():
@@ -134,7 +133,7 @@ class MediaLoader:
         await self._resolver.close()
 
     async def _fetch(self, url: str) -> bytes:
-        """Fetch the URL in time; aiohttp's errors are translated to ours."""
+        """Fetch the URL within the time limit; convert aiohttp's errors to `InvalidRequest`."""
         seconds = self._limits.timeout
         try:
             async with asyncio.timeout(seconds) as limit:
@@ -152,7 +151,7 @@ class MediaLoader:
 
     @contextlib.contextmanager
     def _listed(self, limit: asyncio.Timeout) -> Iterator[None]:
-        """Let `close` find a fetch by its time limit, and wait for its end."""
+        """Register a fetch, so that `close` can abort it through its time limit and wait for it."""
         self._running.add(limit)
         self._idle.clear()
         try:
@@ -163,7 +162,7 @@ class MediaLoader:
                 self._idle.set()
 
     async def _follow(self, url: URL) -> bytes:
-        """Fetch the URL. Each hop passes all checks before it is taken."""
+        """Fetch the URL and follow redirects. Each URL is checked before it is fetched."""
         what = "the image URL"
         for _ in range(self._limits.max_redirects + 1):
             self._check(url, what)
@@ -178,7 +177,7 @@ class MediaLoader:
         )
 
     def _check(self, url: URL, what: str) -> None:
-        """Raise `InvalidRequest` for a URL that may not be fetched, judging by the URL alone."""
+        """Raise `InvalidRequest` if the URL itself shows that it may not be fetched."""
         if url.scheme not in _WEB:
             raise _wrong_scheme(what, url.scheme)
         if "@" in url.raw_authority:
@@ -195,12 +194,12 @@ class MediaLoader:
             raise InvalidRequest(f"{what} has a host that is not allowed here: {_INSTEAD}")
         if not any(rule.allows(port) for rule in rules):
             raise InvalidRequest(f"{what} has the port {port}, which is not allowed here")
-        # Only names reach the resolver.
+        # Addresses are checked here, because only names reach the resolver.
         if _is_address(host) and not self._is_public(host):
             raise _not_public()
 
     def _open(self) -> aiohttp.ClientSession:
-        """Return the one session, which is made when it is first needed."""
+        """Return the shared session, creating it on first use."""
         if self._closed:
             raise _closed()
         if self._session is None:
@@ -210,14 +209,14 @@ class MediaLoader:
                 ),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 headers=_HEADERS,
-                timeout=aiohttp.ClientTimeout(),  # none: ours is around everything
+                timeout=aiohttp.ClientTimeout(),  # no timeout: `_fetch` has one
                 auto_decompress=False,
                 trust_env=False,
             )
         return self._session
 
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
-        """Return the body of an answer that is a picture, no matter what length it claims."""
+        """Return the body of a picture response. The size is limited, whatever length it claims."""
         _check_head(response)
         limit = self._limits.max_bytes
         if (response.content_length or 0) > limit:
@@ -240,12 +239,12 @@ class _Rule:
     """An entry of `allowed_domains`."""
 
     host: str
-    """With a leading dot if it means the names below."""
+    """Host name or address; a leading dot means that the rule matches all subdomains."""
     port: int | None
 
     @classmethod
     def of(cls, entry: str) -> _Rule:
-        """Raise `InvalidConfig` for what no host could match."""
+        """Parse an entry. Raises `InvalidConfig` if no host could match it."""
         found = _ENTRY.fullmatch(entry)
         try:
             if found is None:
@@ -264,7 +263,7 @@ class _Rule:
         return cls(f".{host}" if found[1] else host, port)
 
     def names(self, host: str) -> bool:
-        """Return True if the rule names this host."""
+        """Return True if the rule matches this host."""
         return host.endswith(self.host) if self.host.startswith(".") else host == self.host
 
     def allows(self, port: int | None) -> bool:
@@ -273,21 +272,21 @@ class _Rule:
 
 
 class _Resolver(AbstractResolver):
-    """Resolver that gives aiohttp only public addresses to connect to.
+    """Resolver that returns only public addresses to aiohttp.
 
-    The checked addresses are thus those it connects to: the name is not looked up again.
+    aiohttp connects to exactly the addresses that were checked: it does not look up the name again.
     """
 
     def __init__(self, look_up: LookUp | None, is_public: Callable[[str], bool]) -> None:
         self._look_up = look_up or self._ask_system
         self._is_public = is_public
-        # Slow name servers must not take the threads of the event loop, which others need.
+        # Slow name servers must not occupy the event loop's default threads, which others need.
         self._threads = ThreadPoolExecutor(_LOOKUPS, "nanoactor-names")
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
-        """Return all addresses of a host; raise `InvalidRequest` if not every one is public."""
+        """Return all addresses of a host. Raises `InvalidRequest` unless all of them are public."""
         try:
             addresses = await self._look_up(host, port)
         except (socket.gaierror, UnicodeError):
@@ -308,7 +307,7 @@ class _Resolver(AbstractResolver):
         ]
 
     async def close(self) -> None:
-        """Start no more lookups; running ones end by themselves."""
+        """Cancel pending lookups; running ones end by themselves."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _ask_system(self, host: str, port: int) -> list[str]:
@@ -320,8 +319,8 @@ class _Resolver(AbstractResolver):
 
 
 def _canonical(host: str) -> str:
-    """Return a host in the form used for comparison; raise `ValueError` if it is neither a name nor
-    an address in its usual form."""
+    """Return a host in the form used for comparison. Raises `ValueError` if it is neither a valid
+    name nor an address in its usual form."""
     if ":" in host:
         if "%" in host:
             raise ValueError
@@ -336,15 +335,15 @@ def _canonical(host: str) -> str:
 
 
 def _is_address(host: str) -> bool:
-    """Return True if a canonical host is an address."""
+    """Return True if a canonical host is an IP address."""
     return ":" in host or not host.strip("0123456789.")
 
 
-# -- URLs and answers ---------------------------------------------------------------------
+# -- URLs and responses -------------------------------------------------------------------
 
 
 def _parsed(text: str, what: str) -> URL:
-    """Return a URL; its path and query stay as they are, since they may be signed."""
+    """Parse a URL. Its path and query are left unchanged, since they may be signed."""
     if len(text) > _LONGEST_URL:
         raise InvalidRequest(f"{what} must not be longer than {_LONGEST_URL} characters")
     if _UNSAFE.search(text):
@@ -352,14 +351,14 @@ def _parsed(text: str, what: str) -> URL:
             f"{what} holds a space, a backslash or a control character: write it as %20, say"
         )
     try:
-        text.encode()  # yarl would leave out what is no character
+        text.encode()  # yarl would drop lone surrogates
         return URL(text, encoded=text.isascii())
-    except (ValueError, IndexError):  # the latter for http://[]@
+    except (ValueError, IndexError):  # `IndexError` for http://[]@
         raise InvalidRequest(f"{what} is not a valid URL") from None
 
 
 def _target(url: URL, response: aiohttp.ClientResponse) -> URL:
-    """Return the target of a redirect, which may be any URL."""
+    """Return the target URL of a redirect, which is still to be checked."""
     what = "what the image URL redirects to"
     location = response.headers.get("Location")
     if not location:
@@ -372,7 +371,7 @@ def _target(url: URL, response: aiohttp.ClientResponse) -> URL:
 
 
 def _check_head(response: aiohttp.ClientResponse) -> None:
-    """Raise `InvalidRequest` for an answer that cannot be a picture as it is."""
+    """Raise `InvalidRequest` if the status or headers rule out a picture or show compression."""
     if response.status != 200:
         raise InvalidRequest(
             f"the image URL does not lead to a picture: its host answered {response.status}, "
@@ -427,8 +426,8 @@ def _closed() -> EngineClosed:
 
 
 async def _load_data(url: str, max_bytes: int) -> bytes:
-    """Return the content of a `data:` URL. Spaces and line breaks within base64 are skipped, as
-    browsers do, because mail encoders insert them. Other deviations, such as another alphabet or
+    """Return the content of a `data:` URL. Spaces and line breaks within base64 are skipped, as in
+    browsers, because mail encoders insert them. Other deviations, such as another alphabet or
     missing padding, are errors."""
     comma = url.find(",", 0, _LONGEST_HEAD)
     if comma < 0:
@@ -446,7 +445,7 @@ async def _load_data(url: str, max_bytes: int) -> bytes:
 
 
 def _decoded(url: str, start: int, max_bytes: int) -> bytes:
-    """Decode base64 from `start` on."""
+    """Decode the base64 text that begins at index `start`."""
     text = _compact(url, start, max_bytes)
     if not text:
         raise InvalidRequest("the data: URL holds nothing after its comma")
@@ -455,7 +454,7 @@ def _decoded(url: str, start: int, max_bytes: int) -> bytes:
         raise _too_large(max_bytes)
     pieces = (text[at : at + _PIECE] for at in range(0, len(text), _PIECE))
     try:
-        # What strict_mode makes of padding differs from version to version.
+        # The treatment of padding by strict_mode differs between versions of Python.
         if len(text) % 4 or text.find(b"=", 0, len(text) - padding) >= 0:
             raise ValueError
         return b"".join(binascii.a2b_base64(piece, strict_mode=True) for piece in pieces)
@@ -467,10 +466,11 @@ def _decoded(url: str, start: int, max_bytes: int) -> bytes:
 
 
 def _compact(url: str, start: int, max_bytes: int) -> bytes:
-    """Return base64 without spaces, before it is decoded known not to be much too long.
+    """Return the base64 text without whitespace. Raises `InvalidRequest` if it is too long for
+    `max_bytes` bytes.
 
-    Like decoding, this goes piece by piece: a thread keeps the interpreter to itself while it is
-    within one call.
+    As in decoding, the text is processed in pieces, because a thread holds the GIL for the duration
+    of one call.
     """
     limit = (max_bytes + 2) // 3 * 4
     pieces: list[bytes] = []

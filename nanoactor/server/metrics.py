@@ -1,4 +1,4 @@
-"""Figures for Prometheus: latencies that clients saw, and the actors' own figures."""
+"""Metrics for Prometheus: latencies of requests, and the actors' own figures."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _TOKENS = tuple(float(1 << power) for power in range(18))
 
 
 class Histogram:
-    """Histogram for the path of every token: `observe` takes several values at once."""
+    """Histogram for per-token updates: `observe` can record a value several times at once."""
 
     def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
-        """`bounds`: the upper ones, ascending."""
+        """`bounds` are the upper bounds of the buckets, in ascending order."""
         self._name = name
         self._text = text
         self._bounds = [float(bound) for bound in bounds]
@@ -49,7 +49,7 @@ class Histogram:
         self._sum += value * times
 
     def family(self) -> Metric:
-        """Return the cumulative form that Prometheus reads."""
+        """Return the histogram with cumulative buckets, as Prometheus requires."""
         edges = [*map(floatToGoString, self._bounds), "+Inf"]
         totals = itertools.accumulate(self._counts)
         buckets = [(edge, float(total)) for edge, total in zip(edges, totals, strict=True)]
@@ -59,8 +59,8 @@ class Histogram:
 
 
 class Timer:
-    """Timer of one request, at the arrival of its tokens on the server's loop: its client's reading
-    speed does not count."""
+    """Timer of one answer. It measures when tokens arrive on the server's event loop, so the
+    client's reading speed does not count."""
 
     def __init__(self, metrics: Metrics, times: RequestMetrics) -> None:
         self._metrics = metrics
@@ -89,7 +89,8 @@ class Timer:
         self._tokens += count
 
     def end(self, prompt: int | None) -> None:
-        """Record the end of an answer. `prompt`: its prompt's tokens; None: already recorded."""
+        """Record the end of an answer. `prompt` is the number of prompt tokens, or None if another
+        answer to the same prompt records them."""
         times, metrics = self._times, self._metrics
         if prompt is not None and times.first_scheduled_time is not None:
             metrics.queue.observe(times.first_scheduled_time - times.arrival_time)
@@ -102,7 +103,7 @@ class Timer:
             metrics.tpot.observe((self._last - times.first_token_time) / (self._tokens - 1))
 
     def _observe_phases(self, began: float) -> None:
-        """Observe the times that its prompt and its output took."""
+        """Record the durations of prefill, decode and both; the first step started at `began`."""
         metrics, first = self._metrics, self._times.first_token_time
         if first is None:
             return
@@ -112,11 +113,11 @@ class Timer:
 
 
 class Metrics(Collector):
-    """All figures of a server."""
+    """All metrics of a server."""
 
     def __init__(self, model: str = "", *, vllm_names: bool = False) -> None:
-        """`model`: the name that clients use; `vllm_names`: also report figures that vLLM has under
-        vLLM's names."""
+        """`model` is the name that clients use. If `vllm_names`, metrics that vLLM also has are
+        additionally reported under vLLM's names."""
         self._model, self._vllm_names = model, vllm_names
         self._registry = CollectorRegistry(auto_describe=False)
         ProcessCollector(registry=self._registry)
@@ -190,7 +191,7 @@ class Metrics(Collector):
             "event_loop_lag_seconds", "How late the server's event loop was for a timer.", _LAGS
         )
         self.engine: Callable[[], Iterator[Metric]] = lambda: iter(())
-        """Latest known figures of the engine."""
+        """Returns the latest known metrics of the engine."""
         self._registry.register(self)
 
     def _histogram(self, name: str, text: str, bounds: Sequence[float] = _LATENCY) -> Histogram:
@@ -199,7 +200,7 @@ class Metrics(Collector):
         return histogram
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics to the registry."""
+        """Yield all metrics, for the registry."""
         info = InfoMetricFamily("nanoactor", "The model that is served, and by what.")
         info.add_metric([], {"model_name": self._model, "version": nanoactor.__version__})
         yield info
@@ -210,12 +211,12 @@ class Metrics(Collector):
             yield from under_vllms_names([*families, *self.success.collect()], self._model)
 
     def text(self) -> bytes:
-        """Return the metrics in Prometheus' text format."""
+        """Return the metrics in the Prometheus text format."""
         text: bytes = generate_latest(self._registry)
         return text
 
     def note_vector(self, times: RequestMetrics, prompt: int) -> None:
-        """Count a finished vector or score; `prompt` is the number of tokens in its prompt."""
+        """Record a finished embedding or score. `prompt` is the number of tokens in its prompt."""
         if times.first_scheduled_time is not None:
             self.queue.observe(times.first_scheduled_time - times.arrival_time)
         if times.finished_time is not None:

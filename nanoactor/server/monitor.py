@@ -1,4 +1,5 @@
-"""Looks at the engine twice a second, for /metrics, /health and the page, whatever the demand."""
+"""Monitor that polls the engine twice a second for /metrics, /health and the page, regardless of
+how often these are requested."""
 
 from __future__ import annotations
 
@@ -25,13 +26,13 @@ from nanoactor.server.metrics import Metrics
 log = logging.getLogger("nanoactor.server")
 
 INTERVAL, BINS, KEPT = 0.5, 10, 60
-"""Seconds between looks, parts that each is divided into, and looks that are kept."""
+"""Seconds between snapshots, number of bins per snapshot, and number of snapshots kept."""
 _LAG_INTERVAL = 0.02
 _EARLIER = 0.5
 """Share of the stall timeout after which /health fails, so that load balancers can react before the
 engine is given up."""
 _SHARE_OVER = 20
-"""Looks over which shares are averaged: ten seconds."""
+"""Number of snapshots over which shares are averaged: ten seconds."""
 _IDLE = "Share of the time with work for which the device had none, over ten seconds."
 _AGE = "Age of each actor's latest step while there is work, else 0."
 _CACHED = "Tokens of prompts that were looked up in the prefix cache."
@@ -51,39 +52,39 @@ _COUNTERS = (
     ("pictures_encoded", "Pictures that the tower has encoded.", "scheduler", "items_encoded"),
     ("encoder_cache_hits", "Pictures found encoded.", "blocks", "encoder_hits"),
 )
-"""Counters: name, help text, and the actor and name of the source figure."""
+"""Counters: name, help text, and the actor and name of the source statistic."""
 _PICTURES = (
     ("pictures", "Pictures that came with requests.", "items"),
     ("pictures_decoded", "Those of them whose pixels were wanted.", "decoded"),
     ("picture_decode_seconds", "For which vision workers decoded.", "decode_seconds"),
 )
-"""The same, of all vision workers together."""
+"""Counters summed over all vision workers: name, help text, and name of the source statistic."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The engine at one moment."""
+    """State of the engine at one moment."""
 
     number: int
     tracks: dict[str, list[int]]
-    """By actor and device: how busy in each stretch of the time before, in percent."""
+    """By actor and device: busy percentage in each of the `BINS` intervals before the snapshot."""
     gone: list[str]
-    """Actors whose process has died since the previous look or is being replaced."""
+    """Actors whose process has died since the previous snapshot or is being replaced."""
     busy_seconds: float
-    """Busy seconds of the device since the start."""
+    """Seconds for which the device has been busy since the start."""
     load_seconds: float
-    """Seconds for which there was something to do."""
+    """Seconds for which there has been work since the start."""
     steps: int
-    """Steps that the device has done."""
+    """Number of steps that the device has completed."""
     figures: dict[str, float]
     """Figures of the queue, the sequences and the cache."""
 
 
 class Monitor:
-    """Keeps the latest snapshots, and measures how late the loop runs its timers."""
+    """Keeps the latest snapshots, and measures the delay of the event loop's timers."""
 
     def __init__(self, llm: AsyncLLM, metrics: Metrics, stall_timeout: float | None) -> None:
-        """`stall_timeout` is the engine's; /health fails long before it."""
+        """`stall_timeout` is the engine's, in seconds; /health fails long before it."""
         self._llm = llm
         self._metrics = metrics
         self._limit = math.inf if stall_timeout is None else _EARLIER * stall_timeout
@@ -91,7 +92,7 @@ class Monitor:
         self._figures: dict[str, dict[str, Any]] = {}
         self._heard_at: dict[str, int] = {}
         self._nodes: dict[str, str] = {}
-        """By actor: its process."""
+        """Name of each actor's process, by actor."""
         self._restarts_before: Mapping[str, int] = {}
         self._looked_to = time.monotonic_ns()
         self._number = 0
@@ -101,7 +102,7 @@ class Monitor:
         metrics.engine = self.collect
 
     async def start(self) -> None:
-        """Check the engine once and start the monitoring tasks."""
+        """Take the first snapshot and start the monitoring tasks."""
         await self._look()
         self._tasks = [
             asyncio.ensure_future(self._keep_looking()),
@@ -124,7 +125,7 @@ class Monitor:
                 self._dead = str(error)
                 log.critical("%s", error)
                 self._tell_health()
-            except Exception:  # errors in figures must not end the monitoring
+            except Exception:  # errors in statistics must not end the monitoring
                 log.exception("the engine's health could not be read")
 
     def _tell_health(self) -> None:
@@ -138,13 +139,13 @@ class Monitor:
                 log.error("the engine is %s: %s", health.status, health.culprit)
 
     async def _measure_lag(self) -> None:
-        """Measure the delay of the loop's timers."""
+        """Measure the delay of the event loop's timers."""
         while True:
             due = time.monotonic() + _LAG_INTERVAL
             await asyncio.sleep(_LAG_INTERVAL)
             self._metrics.lag.observe(max(0.0, time.monotonic() - due))
 
-    # -- looking --------------------------------------------------------------------------
+    # -- snapshots ------------------------------------------------------------------------
 
     async def _look(self) -> None:
         begin, now = self._looked_to, time.monotonic_ns()
@@ -203,24 +204,24 @@ class Monitor:
         return self._figures.get(actor, {})
 
     def _window(self, over: int) -> tuple[Snapshot, Snapshot]:
-        """Return the snapshot `over` before the latest, or the oldest one, and the latest."""
+        """Return two snapshots: the one `over` before the latest, or the oldest, and the latest."""
         return self._snapshots[max(0, len(self._snapshots) - 1 - over)], self._snapshots[-1]
 
     def _idle(self, over: int) -> float:
-        """Return the device's idle share of the time with work, in the last snapshots."""
+        """Return the device's idle share of the time with work, over the last `over` snapshots."""
         first, last = self._window(over)
         load = last.load_seconds - first.load_seconds
         busy = last.busy_seconds - first.busy_seconds
         return min(1.0, max(0.0, 1 - busy / load)) if load > 0 else 0.0
 
     def _step_seconds(self, over: int) -> float:
-        """Return the mean time of a step in the last snapshots."""
+        """Return the mean seconds per step, over the last `over` snapshots."""
         first, last = self._window(over)
         steps = last.steps - first.steps
         return (last.busy_seconds - first.busy_seconds) / steps if steps else 0.0
 
     def _busy(self, over: int) -> dict[str, float]:
-        """Return the mean share of each track in the last snapshots."""
+        """Return the mean busy share of each track, over the last `over` snapshots."""
         several = list(self._snapshots)[-over:]
         whole = 100 * BINS * len(several)
         return {
@@ -228,10 +229,10 @@ class Monitor:
             for name in several[-1].tracks
         }
 
-    # -- telling --------------------------------------------------------------------------
+    # -- reporting ------------------------------------------------------------------------
 
     def health(self) -> Health:
-        """Return the present health."""
+        """Return the current health."""
         if (error := self._llm.dead) is not None:
             return dead(death_for_clients(error))
         if (recovery := self._llm.recovering) is not None:
@@ -252,7 +253,7 @@ class Monitor:
         yield CounterMetricFamily("nanoactor_restart_seconds", text, value=seconds)
 
     def since(self, number: int) -> dict[str, Any]:
-        """Return the looks after the one with this number, for the page."""
+        """Return the snapshots after the one with this number, for the page."""
         new = [snapshot for snapshot in self._snapshots if snapshot.number > number]
         before, last = self._window(1)
         return {
@@ -270,7 +271,7 @@ class Monitor:
         }
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics to Prometheus."""
+        """Yield the engine's metrics, for Prometheus."""
         if not self._snapshots:
             return
         last = self._snapshots[-1]

@@ -1,4 +1,4 @@
-"""Routes for operators: health, figures, traces, and the page."""
+"""Routes for operators: health, metrics, traces, and the web page."""
 
 from __future__ import annotations
 
@@ -33,18 +33,19 @@ _ICON = (
     '<rect x="6" y="6.8" width="7" height="2.4" rx="1"/>'
     '<rect x="4" y="10.6" width="6" height="2.4" rx="1"/></g></svg>'
 )
-# If a loop is late, a span (of the device, say) is recorded some time after its end. Looks overlap
-# by this much, and `joined` takes each span once.
+# An event loop that runs late records a span (for example, of the device) some time after the
+# span's end. Consecutive snapshots therefore overlap by this many nanoseconds; `joined` removes the
+# duplicates.
 _LATE_NS = 500_000_000
 _TRACE_PART = 0.5
-"""Seconds between looks: busy tracks remember little more than two."""
+"""Seconds between snapshots; a busy track keeps little more than two seconds of spans."""
 _MOST_EXPORTS = 4
 _PART = 1 << 16
 _EXPORTER = [sys.executable, "-m", "nanoactor.tracing.export"]
 
 
 class Observation:
-    """The read-only handlers."""
+    """Handlers of the read-only routes."""
 
     def __init__(
         self,
@@ -54,7 +55,8 @@ class Observation:
         http: HttpFrontend,
         texts: TextService | None,
     ) -> None:
-        """`tracer`: None if there are several engines."""
+        """`tracer` is None if there are several engines; `texts` is None if there is no
+        tokenizer."""
         self._tracer = tracer
         self._monitor = monitor
         self._metrics = metrics
@@ -66,11 +68,11 @@ class Observation:
         self._policy = _content_policy(self._page.decode())
 
     async def live(self, request: web.Request) -> web.StreamResponse:
-        """`GET /live`: the process and its event loop are running."""
+        """Handle `GET /live`: report that the process and its event loop are running."""
         return json_response({"status": "ok"})
 
     async def ready(self, request: web.Request) -> web.StreamResponse:
-        """`GET /ready`: requests are accepted."""
+        """Handle `GET /ready`: report whether requests are accepted."""
         if self._http.draining:
             raise unavailable("the server is shutting down")
         health = self._monitor.health()
@@ -79,7 +81,8 @@ class Observation:
         return json_response({"status": "ok"})
 
     async def health(self, request: web.Request) -> web.StreamResponse:
-        """`GET /health`: the age of each actor's latest step; 503 if too old."""
+        """Handle `GET /health`: report the age of each actor's latest step; the status is 503
+        unless the engine is healthy."""
         health = self._monitor.health()
         value = {**dataclasses.asdict(health), "draining": self._http.draining}
         if self._texts is not None:
@@ -87,7 +90,7 @@ class Observation:
         return json_response(value, status=200 if health.well else 503)
 
     async def icon(self, request: web.Request) -> web.StreamResponse:
-        """`GET /favicon.ico`: three actors."""
+        """Handle `GET /favicon.ico`; the icon depicts three actors."""
         headers = {"Cache-Control": "max-age=86400"}
         return web.Response(text=_ICON, headers=headers, content_type="image/svg+xml")
 
@@ -97,7 +100,7 @@ class Observation:
         return web.Response(body=self._metrics.text(), headers=kind)
 
     async def activity(self, request: web.Request) -> web.StreamResponse:
-        """`GET /activity?since=N`: data for the page."""
+        """Handle `GET /activity?since=N`: return the latest data for the web page."""
         number = _only(request, "since", "0")
         if not re.fullmatch(r"\d{1,15}", number, re.ASCII):
             raise invalid("since must be the number of an earlier answer", "since")
@@ -116,7 +119,8 @@ class Observation:
         )
 
     async def trace(self, request: web.Request) -> web.StreamResponse:
-        """`GET /trace?seconds=N`: the actors' activity meanwhile, for ui.perfetto.dev."""
+        """Handle `GET /trace?seconds=N`: record the actors' activity for N seconds and return it as
+        JSON for ui.perfetto.dev."""
         if self._tracer is None:
             raise APIError(404, "a timeline belongs to one engine, but several serve here")
         seconds = _seconds(_only(request, "seconds", "1"))
@@ -136,7 +140,7 @@ class Observation:
             self._exports -= 1
 
     async def _watch(self, tracer: Tracer, seconds: float) -> list[list[NodeTrace]]:
-        """Look repeatedly, as tracks only remember the last seconds."""
+        """Take snapshots repeatedly and return them; tracks keep only the last few seconds."""
         begin = since = time.monotonic_ns()
         end = begin + int(seconds * 1e9)
         looks: list[list[NodeTrace]] = []
@@ -149,7 +153,7 @@ class Observation:
         return looks
 
     async def _export(self, request: web.Request, looks: bytes) -> web.StreamResponse:
-        """Export in a separate process, and only pass on its output."""
+        """Export the snapshots in a separate process and forward its output to the client."""
         pipe = asyncio.subprocess.PIPE
         exporter = await asyncio.create_subprocess_exec(*_EXPORTER, stdin=pipe, stdout=pipe)
         assert exporter.stdin is not None
@@ -161,7 +165,7 @@ class Observation:
             await exporter.stdin.drain()
             exporter.stdin.close()
             while part := await exporter.stdout.read(_PART):
-                await response.prepare(request)  # the first time
+                await response.prepare(request)  # has an effect only the first time
                 await response.write(part)
             if not response.prepared:
                 raise APIError(500, "the trace could not be written; the server's log says why")
@@ -174,14 +178,14 @@ class Observation:
 
 
 def _only(request: web.Request, name: str, default: str) -> str:
-    """Return the only parameter of a path; raise `APIError` for any other."""
+    """Return the only query parameter that a path accepts; raise `APIError` if there is another."""
     if others := [other for other in request.query if other != name]:
         raise invalid(f"{others[0][:100]!r} is not a parameter of {request.path}", others[0])
     return request.query.get(name, default)
 
 
 def _up_to(node: NodeTrace, end: int) -> NodeTrace:
-    """Drop spans that end after a time: the next look includes them."""
+    """Return the trace without spans that end after `end`; the next snapshot includes them."""
     tracks = [
         dataclasses.replace(track, spans=track.spans[track.spans["end"] <= end])
         for track in node.tracks
@@ -197,7 +201,8 @@ def _seconds(text: str) -> float:
 
 
 def _content_policy(page: str) -> str:
-    """Allow the page to run its own script and style and to call this server, nothing else."""
+    """Return the Content-Security-Policy of the page, which permits only the page's own script and
+    style, data: images, and calls to this server."""
 
     def allowed(tag: str) -> str:
         parts: list[Any] = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)

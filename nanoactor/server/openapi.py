@@ -1,4 +1,4 @@
-"""The OpenAPI document, made from the structures that requests are decoded into."""
+"""The OpenAPI document, generated from the structures into which requests are decoded."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ _WRONG = {
 
 
 def document(names: Sequence[str], keys: bool, root: str = "") -> dict[str, Any]:
-    """The whole document, for a server of a model with these names, below a path of a proxy's;
-    `keys`: whether callers need one."""
+    """Return the complete document of a server whose model has these names. `keys` is True if
+    callers need an API key; `root` is the path under which a proxy exposes the server."""
     kinds = [kind for kind, _ in _BODIES.values()]
     references, schemas = msgspec.json.schema_components(
         [*kinds, Error, AnthropicError], ref_template="#/components/schemas/{name}"
@@ -117,7 +117,8 @@ def document(names: Sequence[str], keys: bool, root: str = "") -> dict[str, Any]
 
 
 def _refused(route: str) -> dict[str, Any]:
-    """The fields that are refused, with the values that are not."""
+    """Return schemas for the fields that a route refuses; they list the only values that are
+    accepted."""
     text = "Not honoured: other values are refused."
     return {
         name: {"description": text, "enum": [None, *field.neutral]}
@@ -127,7 +128,8 @@ def _refused(route: str) -> dict[str, Any]:
 
 
 def _operation(text: str, *content_types: str, error: str = "Error") -> dict[str, Any]:
-    """Describe an operation that answers in one of these forms, or with an error of this shape."""
+    """Describe an operation that responds with these content types, or with an error of this
+    schema."""
     shape = {"application/json": {"schema": {"$ref": f"#/components/schemas/{error}"}}}
     answer = {"description": "The answer", "content": {kind: {} for kind in content_types}}
     wrong = {status: {"description": said, "content": shape} for status, said in _WRONG.items()}

@@ -7,12 +7,14 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 SECONDS = 10.0
-"""Silence after which a ping is sent. Proxies close connections after 30 to 60 s of it."""
+"""Seconds of silence after which a ping is sent. Proxies close connections that are silent for 30
+to 60 s."""
 Write = Callable[[bytes], Awaitable[None]]
 
 
 class Pinged:
-    """Writes the events of one stream, and a ping whenever it has been silent."""
+    """Writer of one stream's events; it sends a ping whenever the stream has been silent for
+    `SECONDS`."""
 
     def __init__(self, write: Write, ping: bytes) -> None:
         self._write, self._ping = write, ping
@@ -25,7 +27,7 @@ class Pinged:
         await self._write(events)
 
     async def ping(self) -> None:
-        """Write pings until cancelled, or until the client has disconnected."""
+        """Write a ping after each silence until canceled, or until the client has disconnected."""
         with contextlib.suppress(ConnectionError):
             while True:
                 await asyncio.sleep(self._last + SECONDS - self._loop.time())
@@ -35,7 +37,8 @@ class Pinged:
 
 @contextlib.asynccontextmanager
 async def pinged(write: Write, ping: bytes) -> AsyncIterator[Write]:
-    """Yield a `write` that keeps a connection open; the same one if the API has no ping."""
+    """Yield a `write` function that also keeps the connection open with pings, or the original
+    `write` if the API has no ping."""
     if not ping:
         yield write
         return

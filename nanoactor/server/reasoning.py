@@ -1,7 +1,9 @@
-"""Separates what a model thinks from what it says, as Qwen3 writes it: `<think>…</think>` first.
+"""Parser that separates a model's reasoning from its content, in Qwen3's format: `<think>…</think>`
+first.
 
-The tags and the line breaks that Qwen3's chat template writes around both parts are dropped, so
-that an answer which is sent back with the next question becomes the same prompt again.
+The tags are dropped, as are the line breaks that Qwen3's chat template writes around reasoning and
+content. An answer that is sent back with the next question therefore renders to the same prompt
+again.
 """
 
 from __future__ import annotations
@@ -11,8 +13,9 @@ from typing import Literal
 
 OPEN, CLOSE = "<think>", "</think>"
 Begin = Literal["none", "optional", "open", "said"]
-"""How an output starts: "open" with reasoning that its prompt has opened, "said" within content
-that its prompt has started."""
+"""How an output starts: "open" within reasoning that the prompt has opened, "said" within content
+that the prompt has started. For "none" and "optional", the output itself shows whether it starts
+with reasoning."""
 
 
 def held_back(text: str, tag: str) -> int:
@@ -24,7 +27,7 @@ def held_back(text: str, tag: str) -> int:
 
 
 def ends_in_thoughts(text: str) -> bool:
-    """Return True if output that starts with this text is still in its reasoning."""
+    """Return True if an output that starts with this text is still in its reasoning."""
     return text.lstrip().startswith(OPEN) and CLOSE not in text
 
 
@@ -32,20 +35,21 @@ class _Where(enum.Enum):
     START = enum.auto()
     THINKING = enum.auto()
     BETWEEN = enum.auto()
-    """After the reasoning, with only line breaks since."""
+    """After the reasoning, with only line breaks so far."""
     SAYING = enum.auto()
 
 
 class ReasoningParser:
-    """Parser of text pieces; the result does not depend on how the text is split."""
+    """Parser of an output that arrives in pieces; the result does not depend on how it is split."""
 
     def __init__(self, begins: Begin = "optional") -> None:
-        """`begins`: how the text starts, as far as known from its prompt."""
+        """`begins` is how the output starts, as far as its prompt determines it."""
         self._opened = begins == "open"
         self._where = _Where.SAYING if begins == "said" else _Where.START
         self._held = ""
         self._begun = False
-        """Whether reasoning has been emitted: line breaks before it are dropped."""
+        """Whether any reasoning has been emitted. Line breaks before the first reasoning are
+        dropped."""
 
     @property
     def thinking(self) -> bool:
@@ -53,7 +57,7 @@ class ReasoningParser:
         return self._where is _Where.THINKING
 
     def push(self, text: str) -> tuple[str, str]:
-        """Add text; return the (reasoning, content) that is now certain."""
+        """Add text; return the (reasoning, content) that can now be emitted."""
         if self._where is _Where.SAYING:
             return "", text
         self._held += text
@@ -69,11 +73,12 @@ class ReasoningParser:
         return thoughts, content
 
     def _start(self) -> str:
-        """Decide how the text starts; return content if there is no reasoning."""
+        """Determine whether the output starts with reasoning; return the held text if it is
+        content."""
         begin = self._held.lstrip()
         if begin.startswith(OPEN):
             self._where, self._held = _Where.THINKING, begin[len(OPEN) :]
-        elif OPEN.startswith(begin):  # perhaps
+        elif OPEN.startswith(begin):  # the tag may be incomplete
             return ""
         elif self._opened:
             self._where = _Where.THINKING
@@ -97,7 +102,7 @@ class ReasoningParser:
         return thoughts
 
     def finish(self) -> tuple[str, str]:
-        """Return the text held back, at the end of the output."""
+        """Return the (reasoning, content) that was held back, at the end of the output."""
         held, self._held = self._held, ""
         if self._where is _Where.THINKING:
             return held.rstrip("\n"), ""

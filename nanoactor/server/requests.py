@@ -1,6 +1,6 @@
-"""Bodies of requests as typed structures, from which the OpenAPI document is made.
+"""Bodies of requests as typed structures, from which the OpenAPI document is generated.
 
-Structures contain the honored fields; `fields.py` determines what happens to all others.
+The structures contain the honored fields; `fields.py` determines how all others are treated.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from nanoactor.server.tool_choice import (
 )
 
 MAX_PROMPTS, MAX_ITEMS = 512, 4096
-"""Maximum number of prompts, or members of any other list, in a request: more would block the loop
-for too long."""
+"""Maximum number of prompts, and of items in any other list, in a request; more would block the
+event loop for too long."""
 _DEFAULT_COMPLETION_TOKENS = 16
 
 
@@ -50,23 +50,23 @@ _SGLANG = Meta(description="SGLang's name of max_tokens or min_tokens")
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
-    """Options of a stream: what it contains besides text."""
+    """Options of a stream: what it contains in addition to text."""
 
     include_usage: bool | None = None
-    """True if the stream ends with its usage."""
+    """Whether the stream ends with its token usage."""
     continuous_usage_stats: bool | None = None
-    """True if each event also carries the usage so far."""
+    """Whether each event also carries the token usage so far."""
     include_obfuscation: Annotated[bool, Meta(description="Ignored")] | None = None
 
 
-# A parameter of the engine is one of requests too, without being named here.
+# Requests accept all sampling parameters in `SAMPLING`, which need no declaration here.
 if TYPE_CHECKING:
 
     class _Sampling(Constrained, kw_only=True):
         skip_special_tokens: bool | None = None
 
     class Extended(Struct, kw_only=True):
-        """Sampling parameters; those that code names."""
+        """Sampling parameters. Type checkers see only those that the code accesses by name."""
 
         temperature: float | None = None
         top_p: float | None = None
@@ -85,8 +85,8 @@ else:
 
 
 class _Body(_Sampling, kw_only=True, forbid_unknown_fields=True):
-    """Fields of both kinds of completion; the sampling parameters listed here are those that HTTP
-    treats specially."""
+    """Fields that text and chat completions share. The sampling parameters listed here are those
+    that the HTTP API treats specially."""
 
     model: Annotated[str, Meta(description="Default: the one that is served")] | None = None
     stream: bool | None = None
@@ -118,16 +118,16 @@ class CompletionRequest(_Body, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def constraint(self) -> Constraint | None:
-        """Return the constraint of the answers. Raises `APIError` if there are several."""
+        """Return the constraint of the answers, if any. Raises `APIError` if there are several."""
         return constraint_of(self)
 
 
 class _Given(Struct, dict=True):
-    """A body that is partly passed to the chat template."""
+    """A request body, parts of which are passed to the chat template."""
 
     @property
     def given(self) -> dict[str, Any]:
-        """The body as the client wrote it, with unknown members and in the original order."""
+        """Return the body as the client sent it, with unknown members and in the original order."""
         found: dict[str, Any] | None = self.__dict__.get("given")
         return msgspec.to_builtins(self) if found is None else found
 
@@ -166,7 +166,7 @@ class ChatRequest(_Body, _Given, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def constraint(self) -> Constraint | None:
-        """Return the constraint of the answer. Raises `APIError` if there are several."""
+        """Return the constraint of the answer, if any. Raises `APIError` if there are several."""
         parallel = self.parallel_tool_calls is not False
         tools, choice = self.tools or (), self.tool_choice
         demanded = tool_grammar(tools, choice, parallel)
@@ -184,7 +184,7 @@ class ChatRequest(_Body, _Given, kw_only=True, forbid_unknown_fields=True):
 
 
 class TokenizeRequest(_Given, kw_only=True, forbid_unknown_fields=True):
-    """`POST /tokenize`: a prompt or messages."""
+    """Body of `POST /tokenize`: a prompt or messages."""
 
     ROUTE: ClassVar[str] = "tokenize"
     model: str | None = None
@@ -232,14 +232,16 @@ _MOST_UNKNOWN = 200
 
 @functools.cache
 def _known(kind: type[Struct]) -> dict[str, Field]:
-    """Return the fields of a body's route, by name; those of other structures are not listed."""
+    """Return the `Field` entries of a structure's route, by field name; empty if it has no
+    route."""
     route: str = getattr(kind, "ROUTE", "")
     return OF_TOKENIZE if route == "tokenize" else of_route(route)
 
 
 @functools.cache
 def _inner(kind: type[Struct]) -> dict[str, type[Struct]]:
-    """Return which fields of a structure hold structures, or lists of them."""
+    """Return the type of the nested structures by field name, for fields that contain a structure
+    or a list of structures."""
     hints = get_type_hints(kind).items()
     return {name: inner for name, hint in hints for inner in _structures(hint)}
 
@@ -252,7 +254,8 @@ def _structures(hint: Any) -> Iterator[type[Struct]]:
 
 
 class Decoder:
-    """Decoder of bodies to structures. Unknown fields are ignored, or refused if `strict`."""
+    """Decoder of request bodies into structures. Unknown fields are ignored with a warning, or
+    refused if `strict`."""
 
     def __init__(
         self,
@@ -260,12 +263,13 @@ class Decoder:
         sees: bool = False,
         template_members: Callable[[], Collection[str]] = tuple,
     ) -> None:
-        """`sees`: the model takes pictures; `template_members`: members its chat template reads."""
+        """`sees` is True if the model accepts images; `template_members` returns the names of
+        message members that the chat template reads."""
         self._strict, self._sees, self._template_members = strict, sees, template_members
         self._warned = Warned()
 
     def decode(self, kind: type[B], body: bytes) -> B:
-        """Return a body as a structure of this kind; raise `APIError` if it is invalid."""
+        """Decode a body into a structure of this kind; raise `APIError` if it is invalid."""
         try:
             raw = msgspec.json.decode(body)
             if issubclass(kind, _Given) and isinstance(raw, dict):
@@ -282,7 +286,8 @@ class Decoder:
         return decoded
 
     def chat(self, translated: dict[str, Any]) -> ChatRequest:
-        """Return the chat that a request of another API was translated to."""
+        """Convert a translated request of another API to a `ChatRequest`; raise `APIError` if it is
+        invalid."""
         try:
             body = msgspec.convert(translated, ChatRequest)
         except msgspec.ValidationError as error:
@@ -291,7 +296,7 @@ class Decoder:
         return body
 
     def warn(self, name: str, fate: str) -> None:
-        """Log once what happens to an unsupported field; refuse it if strict."""
+        """Log once how an unsupported field is treated; if strict, raise `APIError` instead."""
         if self._strict:
             raise invalid(f"{name}: {fate}", name.partition(":")[0])
         self._warned.warn(name, f"{fate} (--strict refuses it)")
@@ -299,8 +304,9 @@ class Decoder:
     def check_tools(
         self, body: ChatRequest | TokenizeRequest, options: dict[str, Any], shown: bool
     ) -> None:
-        """Remove tools from a template's options if it would not show them, with a warning: an
-        answer that need not call a function can do without. One that must is refused later."""
+        """If the chat template would not show tools, remove them from its options, with a warning.
+        A model that need not call a function can answer without tools; a request that demands a
+        call is refused later."""
         choice = body.tool_choice if isinstance(body, ChatRequest) else None
         if options.get("tools") and not shown and not demands_calls(choice):
             self.warn("tools", "the model's chat template does not show to the model")
@@ -334,9 +340,9 @@ class Decoder:
             self._warned.warn(path, "the chat template does not read (--strict refuses it)")
 
     def _clean(self, raw: Any, kind: type[Struct], path: str) -> None:
-        """Remove ignored fields; raise `APIError` for refused ones."""
+        """Remove ignored fields from a decoded body; raise `APIError` for refused fields."""
         if not isinstance(raw, dict):
-            return  # the structure says what is wrong with that
+            return  # decoding into the structure reports the error
         config = kind.__struct_config__
         unknown = raw.keys() - set(kind.__struct_fields__) if config.forbid_unknown_fields else ()
         if len(unknown) > _MOST_UNKNOWN:
@@ -372,14 +378,16 @@ class Decoder:
             self._warned.warn(path, "is ignored (--strict refuses it)")
         elif field.status == "ignored":
             self._warned.warn(path, "is ignored")
-        # What is honoured by the route that this one counts for has no effect on a count.
+        # A field that is honored only by the route for which tokens are counted does not affect the
+        # count.
 
 
 def sampling_params(
     body: Body, constraint: Constraint | None = None, *, caps: bool = False
 ) -> SamplingParams:
-    """Return the engine's parameters; raise `InvalidRequest` naming a wrong one. `caps`: the
-    request's `max_tokens` is lowered if the context leaves less room."""
+    """Return the engine's sampling parameters; raise `InvalidRequest` or `APIError`, naming the
+    invalid parameter. `caps` lowers a `max_tokens` for which the context leaves too little room,
+    instead of rejecting it."""
     values = {name: getattr(body, name) for name in SAMPLING}
     _take_other_names(body, values)
     if values["max_tokens"] is None:
@@ -402,7 +410,8 @@ def sampling_params(
 
 
 def _take_other_names(body: Body, values: dict[str, Any]) -> None:
-    """Take parameters from their SGLang names; raise `APIError` if the two names disagree."""
+    """Copy parameters that are given under their SGLang names to `values`; raise `APIError` if a
+    parameter has different values under its two names."""
     for name in ("max_tokens", "min_tokens"):
         other = name.replace("_", "_new_")
         if (given := getattr(body, other)) is not None:
@@ -414,7 +423,8 @@ def _take_other_names(body: Body, values: dict[str, Any]) -> None:
 
 
 def wanted_logprobs(body: Body) -> int | None:
-    """Return the number of likeliest tokens reported for each; None without log-probabilities."""
+    """Return the number of most likely tokens to report at each position; None if no
+    log-probabilities are requested."""
     if isinstance(body, ChatRequest):
         return (body.top_logprobs or 0) if body.logprobs else None
     if body.logprobs is True:
@@ -423,7 +433,8 @@ def wanted_logprobs(body: Body) -> int | None:
 
 
 def prompts(body: CompletionRequest, max_model_len: int) -> list[Prompt]:
-    """Return the engine's prompts: one, or several."""
+    """Return a request's prompts as the engine accepts them; raise `APIError` if they are
+    invalid."""
     prompt, truncates = body.prompt, body.truncate_prompt_tokens is not None
     if body.echo and truncates:
         raise invalid("echo with truncate_prompt_tokens is not supported", "truncate_prompt_tokens")
@@ -447,7 +458,7 @@ def _prompt(item: str | int | list[Any], max_model_len: int | None) -> Prompt:
     if isinstance(item, str):
         return item
     if isinstance(item, list) and max_model_len is not None and len(item) >= max_model_len:
-        raise context_length_exceeded(len(item), max_model_len)  # before each of them is looked at
+        raise context_length_exceeded(len(item), max_model_len)  # before every token id is checked
     if isinstance(item, list) and item and all(isinstance(token, int) for token in item):
         return {"prompt_token_ids": item}
     raise invalid("the items of prompt must be strings or lists of token ids", "prompt")
@@ -458,8 +469,9 @@ def template_options(
     variables: Collection[str] = (),
     defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Return the variables that the chat template receives besides the messages, out of those that
-    it reads. `defaults` apply to variables that the request omits or sets to null."""
+    """Return the variables that the chat template receives in addition to the messages. Fields such
+    as `reasoning_effort` are included only if they are among `variables`, which the template reads.
+    `defaults` apply to variables that the request omits or sets to null."""
     given = _of_fields(body, variables) | (body.chat_template_kwargs or {})
     options = {
         name: defaults[name] if given.get(name) is None else given[name] for name in defaults
@@ -476,13 +488,14 @@ def template_options(
         options["add_generation_prompt"] = body.add_generation_prompt
     if body.continue_final_message:
         options["continue_final_message"] = True
-    if body.tools:  # with the choice "none" too: the prompt is that of the turns around it
+    if body.tools:  # also if the choice is "none", so that the prompt matches the adjacent turns
         options["tools"] = body.given["tools"]
     return options
 
 
 def _of_fields(body: ChatRequest | TokenizeRequest, variables: Collection[str]) -> dict[str, Any]:
-    """Fields that the template reads. An effort also says whether to think, as in vLLM."""
+    """Return the fields that the template reads as variables. `reasoning_effort` also determines
+    `enable_thinking` if that is not set, as in vLLM."""
     given = {name: getattr(body, name, None) for name in TEMPLATE_FIELDS}
     if given["reasoning_effort"] is not None and given["enable_thinking"] is None:
         given["enable_thinking"] = given["reasoning_effort"] != "none"

@@ -1,4 +1,4 @@
-"""`nanoactor serve`: a server from start to signal."""
+"""`nanoactor serve`: a server from startup until a signal ends it."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ log = logging.getLogger("nanoactor.server")
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _SAME = 0.5
-"""Seconds within which a second signal is the first one's echo: `timeout` sends two at once, to the
-process and to its group."""
+"""Seconds within which a second signal counts as a duplicate of the first: `timeout` sends two at
+once, one to the process and one to its process group."""
 _DEAD_FOR = 5.0
-"""Seconds for which /health reports a dead engine before the server ends too."""
+"""Seconds for which /health reports a dead engine before the server exits as well."""
 
 
 async def serve(llm: AsyncLLM, config: ServerConfig) -> None:
-    """Serve until SIGTERM, SIGINT or SIGHUP, then let running requests end; a second signal ends at
-    once. Raises `EngineDead` when the engine has died."""
+    """Serve until SIGTERM, SIGINT or SIGHUP, then let running requests finish; a second signal ends
+    the process at once. Raises `EngineDead` if the engine has died."""
     server = Server(llm, config)
     asked = Asked()
     loop = asyncio.get_running_loop()
-    # Under nohup a hang-up is ignored; leave it so.
+    # Under nohup, SIGHUP is ignored; keep ignoring it.
     hung_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
     heeded = [number for number in SIGNALS if hung_up or number is not signal.SIGHUP]
     for number in heeded:
@@ -48,7 +48,7 @@ async def serve(llm: AsyncLLM, config: ServerConfig) -> None:
             await asyncio.gather(starting, return_exceptions=True)
             return
         await starting
-        # Existing objects stay: the collector need not scan them again and again.
+        # Objects that exist now stay alive; the garbage collector need not scan them repeatedly.
         gc.collect()
         gc.freeze()
         await asyncio.wait((dying, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -90,7 +90,7 @@ async def _start(server: Server) -> None:
 
 
 class Asked(asyncio.Event):
-    """Set when the server is to end."""
+    """Event that is set when the server is to shut down."""
 
     def __init__(self, before_end: Callable[[], object] = lambda: None) -> None:
         """`before_end` is called when a second signal ends this process at once."""
@@ -98,7 +98,8 @@ class Asked(asyncio.Event):
         self._since, self._before_end = 0.0, before_end
 
     def by_signal(self, number: signal.Signals) -> None:
-        """End; if that is already in progress, let the kernel end us and our processes."""
+        """Request a shutdown. If one is already in progress, let the signal's default action end
+        this process and its child processes."""
         now = time.monotonic()
         if self._since and now - self._since > _SAME:
             self._before_end()

@@ -1,8 +1,9 @@
-"""Reasoning in a field that clients keep and send back without reading it.
+"""Reasoning in an opaque field that clients store and send back without reading it.
 
-Both APIs have one: `encrypted_content` of a reasoning item, and `signature` of a thinking block
-whose text is omitted. Nothing is encrypted: the operator of the server can read everything anyway,
-and reasoning that is sent back lets the next prompt match the last, token by token.
+The Responses API and the Messages API each have such a field: `encrypted_content` of a reasoning
+item, and `signature` of a thinking block whose text is omitted. Nothing is encrypted, as the
+operator of the server can read everything anyway. Reasoning that is sent back lets the next prompt
+match the previous one, token by token.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import zlib
 
 _MARK = "nanoactor1."
 _RATIO = 4
-"""Bytes that a packed byte may unpack to, so that a request unpacks to a few times its own size."""
+"""Maximum number of bytes to which one compressed byte may expand, so that a request expands to at
+most a few times its own size."""
 
 
 def seal(thoughts: str) -> str:
-    """Return reasoning as printable ASCII, compressed unless the ratio exceeds `unseal`'s limit."""
+    """Return reasoning as printable ASCII; it is compressed unless the compression ratio exceeds
+    the limit of `unseal`."""
     text = thoughts.encode("utf-8", "replace")
     packed = zlib.compress(text)
     if len(text) > _RATIO * len(packed):
@@ -26,7 +29,7 @@ def seal(thoughts: str) -> str:
 
 
 def unseal(text: str) -> str | None:
-    """Return the text given to `seal`, or None for any other text."""
+    """Return the reasoning that `seal` has encoded as this text, or None for any other text."""
     if not text.startswith(_MARK):
         return None
     try:

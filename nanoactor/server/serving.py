@@ -1,4 +1,4 @@
-"""Requirements of a server: one engine, or an ingress of several, that serves its requests."""
+"""Protocols that a server requires of its engine, or of an ingress to several engines."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Engine(Protocol):
     files: ModelFiles
 
     async def start(self) -> Any:
-        """Start serving."""
+        """Start serving requests."""
 
     async def close(self) -> None:
-        """Close; unfinished requests raise `EngineClosed`."""
+        """Close the engine; unfinished requests raise `EngineClosed`."""
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return facts about the cache, the device and the data type."""
+        """Return facts about the KV cache, the device and the dtype."""
 
     def submit(
         self,
@@ -42,7 +42,7 @@ class Engine(Protocol):
         priority: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[Request]:
-        """Queue several prompts, all or none."""
+        """Queue several prompts: all of them, or none if one cannot be queued."""
 
     async def embed(
         self,
@@ -52,7 +52,7 @@ class Engine(Protocol):
         *,
         priority: int = 0,
     ) -> EmbeddingRequestOutput:
-        """Return the vector of a text."""
+        """Return the embedding vector of a text."""
 
     async def score(
         self,
@@ -75,19 +75,19 @@ class Tracer(Protocol):
 
 
 class Watch(Protocol):
-    """Monitor of the engine, for `/health`, `/metrics` and the page."""
+    """Monitor of the engine, for `/health`, `/metrics` and the web page."""
 
     async def start(self) -> None:
-        """Start looking."""
+        """Start monitoring."""
 
     async def stop(self) -> None:
-        """Stop watching."""
+        """Stop monitoring."""
 
     def health(self) -> Health:
-        """Return the present health."""
+        """Return the current health."""
 
     def since(self, number: int) -> dict[str, Any]:
-        """Return the looks after one with this number, for the page."""
+        """Return the snapshots after the one with this number, for the web page."""
 
     def collect(self) -> Iterator[Metric]:
-        """Iterate over the figures, for Prometheus."""
+        """Yield the metrics for Prometheus."""

@@ -1,4 +1,4 @@
-"""Queue shares: limits each client's answers in progress, so that none fills the queue."""
+"""Queue shares: a limit on each client's answers in progress, so that no client fills the queue."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from nanoactor.server.errors import RETRY_AFTER, APIError
 
 
 class Shares:
-    """Answers in progress by client, identified by its API key, or by its address if no keys are
-    set."""
+    """Counter of the answers in progress of each client. A client is identified by its API key, or
+    by its address if no keys are set."""
 
     def __init__(self, most: int) -> None:
-        """`most`: answers of one client, waiting or running."""
+        """`most` is the maximum number of answers per client, waiting or running."""
         self._most = most
         self._held: Counter[str] = Counter()
 
     def __len__(self) -> int:
-        """Return the number of clients with running requests."""
+        """Return the number of clients with answers in progress."""
         return len(self._held)
 
     @contextlib.contextmanager
     def hold(self, client: str, answers: int) -> Iterator[None]:
-        """Count a client's answers while they are in progress; raise `APIError` for too many."""
+        """Count a client's answers while they are in progress; raise `APIError` if there are too
+        many."""
         if self._held[client] + answers > self._most:
             text = (
                 f"{self._held[client]} answers for this client are under way, and {answers} more "

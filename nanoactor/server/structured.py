@@ -1,4 +1,4 @@
-"""Constraints on answers as requests ask for them, in OpenAI's fields and in vLLM's."""
+"""Output constraints of requests, in the fields of OpenAI's API, of vLLM and of other servers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nanoactor.server.errors import invalid
 
 
 class JsonSchema(Struct, forbid_unknown_fields=True):
-    """The schema that an answer must follow."""
+    """The JSON schema that an answer must follow."""
 
     name: Annotated[str, Meta(description="Ignored, as the next two")]
     schema: dict[str, Any]
@@ -41,7 +41,8 @@ class ResponseFormat(Struct, forbid_unknown_fields=True):
 
 
 class StructuredOutputs(Struct, forbid_unknown_fields=True):
-    """The form of an answer in vLLM's words: exactly one of the first five."""
+    """The form of an answer, as vLLM defines it; exactly one of the first five members must be
+    set."""
 
     json: dict[str, Any] | str | None = None
     regex: str | None = None
@@ -56,15 +57,16 @@ class StructuredOutputs(Struct, forbid_unknown_fields=True):
 
 _SCHEMA = "response_format.schema"
 CLOSED = (ResponseFormat, JsonSchema, StructuredOutputs)
-"""Objects in which an unknown member is refused, as it would change the output."""
+"""Structures whose unknown members are always refused, as they would change the output."""
 _OURS = "structured_outputs"
-"""The engine's parameter, with which its messages about constraints start."""
+"""Name of the engine's parameter; the engine's error messages about constraints start with it."""
 _OTHERS = Meta(description="SGLang's or llama.cpp's name of a member of structured_outputs")
 _OLDER = Meta(description="Older name of a member of structured_outputs")
 
 
 class Constrained(Struct, kw_only=True):
-    """Fields that constrain the output; only one may be set."""
+    """Fields that constrain the output. If several are set, they must specify the same
+    constraint."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -80,22 +82,23 @@ class Constrained(Struct, kw_only=True):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Constraint:
-    """The one constraint of an answer."""
+    """The constraint of an answer, which has at most one."""
 
     field: str
-    """The request's field that asks for it."""
+    """Name of the request's field that sets the constraint."""
     values: dict[str, Any]
     """Arguments of `StructuredOutputsParams`."""
     thoughts: Thoughts = "none"
-    """Reasoning mode before the constrained output."""
+    """Reasoning before the constrained output: none, opened by the prompt, or optional."""
 
     @property
     def params(self) -> StructuredOutputsParams:
-        """The constraint as the engine takes it. Raises `InvalidRequest`."""
+        """Return the constraint as the engine's parameters. Raises `InvalidRequest` if it is
+        invalid."""
         return StructuredOutputsParams(**self.values, thoughts=self.thoughts)
 
     def for_model(self, thoughts: Thoughts, form: CallForm) -> Constraint:
-        """Return the constraint for a model that may reason first and writes calls in this form."""
+        """Return the constraint for a model with this reasoning mode and this form of calls."""
         values = dict(self.values)
         if isinstance(tools := values.get("tools"), ToolGrammar):
             values["tools"] = dataclasses.replace(tools, form=form)
@@ -104,7 +107,8 @@ class Constraint:
 
 @contextlib.contextmanager
 def said_of(constraint: Constraint | None) -> Iterator[None]:
-    """Rename the engine's parameter to the request's field in error messages."""
+    """Convert an `InvalidRequest` about the engine's parameter to an `APIError` that names the
+    request's field instead."""
     try:
         yield
     except InvalidRequest as error:
@@ -119,9 +123,9 @@ def constraint_of(
 ) -> Constraint | None:
     """Return a request's constraint; raise `APIError` if it has several.
 
-    `calls`: calls that the request demands or whose arguments it constrains; `free_calls`: calls
-    that may replace content described by `response_format`. If calls are demanded, there is no
-    content for `response_format` to describe, so it has no effect.
+    `calls` are the calls that the request demands or whose arguments it constrains; `free_calls`
+    are the calls that may replace content described by `response_format`. If calls are demanded,
+    there is no content for `response_format` to describe, so it has no effect.
     """
     asked = _asked(body)
     first, second = [*asked, "", ""][:2]
@@ -138,8 +142,8 @@ def constraint_of(
 
 
 def _checked_schema(values: dict[str, Any]) -> str:
-    """Return the schema of `response_format` as text; errors name that field although the schema
-    becomes part of the calls' grammar."""
+    """Return the schema of `response_format` as JSON text. Errors name that field, although the
+    schema becomes part of the calls' grammar."""
     wanted = Constraint("response_format", values)
     with said_of(wanted):
         schema = wanted.params.json
@@ -160,12 +164,12 @@ _NAMES = {
     "ebnf": "grammar",
     "grammar": "grammar",
 }
-"""By other names of constraints: ours."""
+"""Maps older names and other servers' names of constraints to ours."""
 
 
 def _asked(body: Constrained) -> dict[str, dict[str, Any]]:
-    """Return values of `StructuredOutputsParams` by the field that constrains the output. A
-    constraint given under several names, as for servers of several versions, counts once."""
+    """Return the arguments of `StructuredOutputsParams` by the request's field that sets them. A
+    constraint that is given under several names, for servers of several versions, counts once."""
     found: dict[str, dict[str, Any]] = {}
     wanted = body.response_format
     if wanted is not None and (wanted.type != "text" or wanted.schema or wanted.json_schema):
@@ -184,7 +188,7 @@ def _asked(body: Constrained) -> dict[str, dict[str, Any]]:
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Return values with a schema that is text as the object that it is."""
+    """Return the arguments; if a schema is given as JSON text, it is decoded."""
     schema = values.get("json")
     if not isinstance(schema, str):
         return values

@@ -1,4 +1,4 @@
-"""`/v1/models`, `/tokenize` and `/detokenize`."""
+"""Handlers of `/v1/models`, `/tokenize` and `/detokenize`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from nanoactor.vision.counting import PictureExpander
 
 
 class TextRoutes:
-    """Routes that need a tokenizer, or only knowledge of the model."""
+    """Handlers of routes that need only the tokenizer or facts about the model."""
 
     def __init__(
         self,
@@ -36,8 +36,8 @@ class TextRoutes:
         media: MediaLoader,
         names: Sequence[str],
     ) -> None:
-        """`texts` is None if the engine has no tokenizer; `names` are the model's names for
-        clients."""
+        """`texts` is None if the engine has no tokenizer; `names` are the names by which clients
+        call the model."""
         self._llm = llm
         self._media = media
         self._pictures = PictureExpander(llm.config, llm.files)
@@ -104,8 +104,8 @@ class TextRoutes:
         return json_response({"tokens": ids, "count": len(ids), "max_model_len": limit})
 
     async def chat_tokens(self, body: ChatRequest | TokenizeRequest) -> list[int]:
-        """Return the ids of the prompt that a conversation becomes, one for each token of its
-        pictures. Raises `APIError` and `InvalidRequest`."""
+        """Return the token ids of a conversation's prompt, with one placeholder for each token of
+        an image. Raises `APIError` and `InvalidRequest`."""
         texts = self._need_texts()
         options = template_options(body, texts.template.variables, self._http.template_defaults)
         messages = conversation(body.given["messages"])
@@ -116,7 +116,7 @@ class TextRoutes:
         return await self._pictures.expand(ids, messages)
 
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
-        """`POST /detokenize`: special tokens included."""
+        """Handle `POST /detokenize`: return the text of token ids, including special tokens."""
         body = await self._http.read(request, DetokenizeRequest)
         (text,) = await self._need_texts().decode_all([body.tokens])
         return json_response({"prompt": text})

@@ -1,7 +1,7 @@
-"""Text work other than generation, in a separate process: the server's loop only passes it on.
+"""Tokenization, detokenization and template rendering for the server, in a separate process.
 
-It is a second small system of actors alongside the engine's: a client that tokenizes a book delays
-neither prompts nor streams.
+The service is a small actor system of its own, next to the engine's. The server's event loop only
+forwards requests to it, so a client that tokenizes a book delays neither prompts nor streams.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ log = logging.getLogger("nanoactor.server")
 T = TypeVar("T")
 
 _OUTSTANDING = 32
-"""Requests that may be in progress; more wait in the server."""
+"""Maximum number of requests in progress in the service; more wait in the server."""
 _WAITING = 256
-"""Requests that may wait in the server."""
+"""Maximum number of requests that wait in the server."""
 _PATIENCE, _SHORT = 30.0, 3.0
-"""Seconds to wait for a reply; the shorter time applies if a stream waits."""
+"""Seconds to wait for a reply; the shorter time applies if a stream waits for it."""
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0
-"""Seconds before a dead process is started again."""
+"""Shortest and longest delay, in seconds, before a dead process is restarted."""
 _MANY_OPTIONS = 256
 _HEAVY = ("torch", "transformers", "torch_npu")
 _NICE = 10
@@ -67,59 +67,61 @@ _SOME_CHAT = '[{"role": "user", "content": "?"}]'
 
 @message(100)
 class TextRequest:
-    """Server to service: call a method."""
+    """Message from the server to the service: call a method."""
 
     number: int
     method: str
     arguments: bytes
-    """A list, in msgpack."""
+    """List of arguments, encoded as msgpack."""
 
 
 @message(101)
 class TextReply:
-    """Reply of the text service to the server."""
+    """Reply of the service to the server."""
 
     number: int
     result: bytes
-    """In msgpack; empty if there is an error."""
+    """Result, encoded as msgpack; empty if there is an error."""
     error: str
     refused: bool = False
-    """True if the machine is at fault for the error, not the request."""
+    """Whether a lack of machine resources, rather than the request, caused the error."""
 
 
 @message(102)
 class Withdraw:
-    """Server to service: the reply to a request is no longer awaited."""
+    """Message from the server to the service: the reply to a request is no longer awaited."""
 
     number: int
 
 
 class TextWorker(Actor):
-    """The service's end, in its own process: handles requests, one after the other."""
+    """Actor of the service, in its own process. It handles short requests one after the other. Long
+    texts are processed on a thread; chat templates and unbounded tokenizers run in a child
+    process."""
 
     def __init__(self, config: tuple[Path, RenderOptions, tuple[int, ...]]) -> None:
-        """`config`: the tokenizer's directory, the limits of chat templates, and the ids reserved
-        for pictures."""
+        """`config` contains the tokenizer's directory, the limits of chat templates, and the token
+        ids reserved for images and videos."""
         self._directory, self._limits, self._reserved = config
         self._templates: RenderQueue | None = None
         self._long_texts = WorkerThread("long texts")
         self._finder: SpanFinder | None = None
-        """Created on demand: its tables take a moment, and few requests need them."""
+        """Created on demand: building its tables takes a moment, and few requests need them."""
 
     def setup(self) -> TemplateFacts:
-        """Load the tokenizer."""
+        """Load the tokenizer; return facts about the chat template."""
         from nanoactor.text.tokenizer import TextEncoder
 
         self._templates = RenderQueue(self._directory, self._limits)
         self._encoder = TextEncoder(self._directory, self._reserved)
         try:
-            facts, _ = self._templates.describe()  # errors are reported by the engine's tokenizer
+            facts, _ = self._templates.describe()  # the engine's tokenizer reports errors
         except InvalidRequest:
             facts = TemplateFacts(exists=True)
         return facts
 
     def stop(self) -> None:
-        """End the template's process."""
+        """Stop the thread for long texts and the process that renders templates."""
         self._long_texts.close()
         if self._templates is not None:
             self._templates.close()
@@ -155,7 +157,7 @@ class TextWorker(Actor):
                 self._reply(event.number, method)
 
     def _encode(self, number: int, pieces: Sequence[Piece], made: Callable[[Any], Any]) -> None:
-        """Reply with the result of `made` for the ids of these texts."""
+        """Encode these texts and reply with `made` applied to the list of their token ids."""
         if not self._encoder.is_bounded and self._templates is not None:
             done = functools.partial(self.context.call_soon, self._encoded, number, made)
             self._templates.encode(number, pieces, done)
@@ -168,7 +170,7 @@ class TextWorker(Actor):
         done = functools.partial(self.context.call_soon, self._encoded, number, made)
         try:
             self._long_texts.put(work, done)
-        except RuntimeError as error:  # there is no thread for it
+        except RuntimeError as error:  # no thread could be started
             self._encoded(number, made, error)
 
     def _encoded(self, number: int, made: Callable[[Any], Any], result: Any) -> None:
@@ -224,7 +226,7 @@ def _as_spans(found: list[tuple[list[int], list[int]]]) -> list[Spans]:
 
 
 class TextClient(Actor):
-    """The server's end, on its loop."""
+    """Actor on the server's event loop that calls the service."""
 
     def __init__(self, config: None) -> None:
         self._replies: dict[int, asyncio.Future[TextReply]] = {}
@@ -233,7 +235,7 @@ class TextClient(Actor):
         self._waiting = 0
 
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
-        """Look up the outgoing edge."""
+        """Start the actor and look up its outbox to the service."""
         super().start(context, ready)
         self._outbox = context.outbox("text_service")
 
@@ -242,12 +244,13 @@ class TextClient(Actor):
         return {TextReply: self._reply}
 
     async def call(self, method: str, arguments: bytes) -> TextReply:
-        """Send a request and wait for its reply; raise `EngineOverloaded` if too many wait."""
+        """Send a request and wait for its reply; raise `EngineOverloaded` if too many requests
+        wait."""
         if self._waiting >= _WAITING:
             raise EngineOverloaded(f"{_WAITING} texts are already waiting to be tokenized")
         self._waiting += 1
         try:
-            await self._room.acquire()  # released by the reply, even if it is no longer awaited
+            await self._room.acquire()  # released by the reply, even if no one awaits it
         finally:
             self._waiting -= 1
         number = next(self._numbers)
@@ -256,7 +259,7 @@ class TextClient(Actor):
         self._outbox.send(TextRequest(number, method, arguments))
         try:
             return await reply
-        except asyncio.CancelledError:  # its client has gone, or it takes too long
+        except asyncio.CancelledError:  # the client has disconnected, or the request has timed out
             with contextlib.suppress(PeerBroken):
                 self._outbox.send(Withdraw(number))
             raise
@@ -277,27 +280,27 @@ class TextClient(Actor):
 
 
 class TextService:
-    """Tokenizes, detokenizes and renders templates in another process. Every method raises
-    `InvalidRequest` for invalid input, and `EngineDead` while the process is dead or does not
-    reply; a dead one is restarted."""
+    """Tokenizes, detokenizes and renders templates in another process, which is restarted if it
+    dies. Every text method except `thoughts` raises `InvalidRequest` for invalid input, and
+    `EngineDead` while the process is dead or does not reply."""
 
     def __init__(
         self, directory: Path, longest: int, limits: RenderOptions, reserved: tuple[int, ...] = ()
     ) -> None:
-        """`longest`: bytes of the longest accepted text; `limits`: those of its templates;
-        `reserved`: ids reserved for pictures."""
+        """`longest` is the maximum size of a request's arguments in bytes; `limits` are the limits
+        of chat templates; `reserved` are the token ids reserved for images and videos."""
         self._config = directory, limits, reserved
         self._longest = longest
         self._dead: EngineDead | None = EngineDead("the text service is not started")
         self._silent = False
         self._restarting: asyncio.Task[None] | None = None
         self._client: TextClient | None = None
-        """None until the process has started: `start` raises earlier errors."""
+        """None until the process has started; before that, `start` raises the errors."""
         self._thoughts: dict[bytes, Thoughts] = {}
-        """By digest of template options: whether reasoning may follow a prompt."""
+        """Reasoning mode after a prompt, by the digest of its template options."""
         self._guessing = False
         self.template = TemplateFacts()
-        """What the model's chat template can do; known once started."""
+        """Facts about the model's chat template; set by `start`."""
 
     async def start(self) -> None:
         """Start the process."""
@@ -321,7 +324,7 @@ class TextService:
 
     @property
     def state(self) -> str:
-        """Either "ok", "silent" since a request was not answered in time, or "dead"."""
+        """Return "ok", "silent" if a request has timed out since the last reply, or "dead"."""
         if self._dead is not None:
             return "dead"
         return "silent" if self._silent else "ok"
@@ -344,35 +347,37 @@ class TextService:
             try:
                 await self._system.close()
                 await self.start()
-            except Exception as error:  # whatever it is: the next try may succeed
+            except Exception as error:  # whatever the error, the next attempt may succeed
                 log.error("the text service cannot be started: %s", error)
             else:
                 log.warning("the text service answers again")
                 return
 
     async def encode(self, text: str, special: bool) -> list[int]:
-        """Return the ids of a text; with `special`, include those that the tokenizer adds."""
+        """Return the token ids of a text; `special` includes the special tokens that the tokenizer
+        adds."""
         return await self._call(list[int], "encode", text, special)
 
     async def encode_conversation(self, messages: str, options: str) -> list[int]:
-        """Return the ids of a conversation given as JSON messages and template options."""
+        """Return the token ids of a conversation, given its messages and template options as JSON
+        text."""
         return await self._call(list[int], "render", messages, options, True)
 
     async def encode_chat(self, messages: Any, options: Mapping[str, Any]) -> list[int]:
-        """Return the ids of a conversation."""
+        """Return the token ids of a conversation."""
         return await self.encode_conversation(_json(messages), _json(options))
 
     async def decode_all(self, several: Sequence[Sequence[int]]) -> list[str]:
-        """Return the text of each list of ids, special tokens included."""
+        """Return the text of each list of token ids, including special tokens."""
         return await self._call(list[str], "decode", several)
 
     async def spans(self, prompts: Sequence[Any]) -> list[Spans]:
-        """Return the span of each token in the text of each of these prompts, texts or ids."""
+        """Return the token `Spans` of each prompt. A prompt is a text or a list of token ids."""
         return await self._call(list[Spans], "spans", prompts)
 
     async def thoughts(self, options: Mapping[str, Any], messages: Any) -> Thoughts:
-        """Return the reasoning mode after the prompt of these messages with these template options;
-        if the service does not answer, the mode without options."""
+        """Return the reasoning mode after the prompt to which these messages and template options
+        render. If the service does not reply, return the mode without options."""
         if self.template.thoughts_vary:
             return await self._thoughts_after(_json(messages), _json(options))
         options = {name: value for name, value in options.items() if name != "tools"}
@@ -393,7 +398,7 @@ class TextService:
         try:
             found = await self._call(str, "render", messages, options, False, patience=_SHORT)
         except InvalidRequest:
-            return "none"  # the engine's own tokenizer has refused these options too, or will
+            return "none"  # the engine's own tokenizer refuses these options, too
         except NanoactorError as error:
             if not self._guessing:
                 self._guessing = True
@@ -405,7 +410,7 @@ class TextService:
     async def _call(
         self, kind: type[T], method: str, *arguments: Any, patience: float = _PATIENCE
     ) -> T:
-        """Return the result, of this type, of a worker's method."""
+        """Call a method of the worker; return its result, decoded as `kind`."""
         try:
             encoded = msgspec.msgpack.encode(arguments)
         except OverflowError:

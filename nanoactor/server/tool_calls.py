@@ -1,11 +1,11 @@
-"""Finds function calls in a model's text, in the form that Hermes and Qwen3 write:
+"""Parser of function calls in a model's output, in the form that Hermes and Qwen3 write:
 
     <tool_call>
     {"name": "weather", "arguments": {"city": "Oslo"}}
     </tool_call>
 
-Arguments are passed on verbatim as they arrive. Text after a tag that is not a call stays text.
-Whitespace around calls is dropped.
+Arguments are forwarded verbatim as they arrive. Text after an opening tag that is not a call
+remains text. Whitespace around calls is dropped.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from nanoactor.server.reasoning import Begin, held_back
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _LONGEST_HEADER = 1024
-"""Characters within which a call must reach its arguments for these to be streamed."""
-# Up to where an object or a string begins as the arguments.
+"""Number of characters within which the arguments of a call must begin in order to be streamed."""
+# Matches a call up to the beginning of its arguments, which are an object or a string.
 _HEADER = re.compile(
     r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*"arguments"\s*:\s*(?=[{"])', re.DOTALL
 )
@@ -44,7 +44,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Arguments:
-    """A further piece of a call's arguments, JSON text."""
+    """Next piece of a call's arguments, which are JSON text."""
 
     index: int
     text: str
@@ -54,39 +54,39 @@ Piece = str | Call | Arguments
 
 
 class CallFinder(Protocol):
-    """Finder of calls in a text, whatever their form."""
+    """Interface of the parsers that find calls in a text, one for each form of calls."""
 
     def new_id(self) -> str:
         """Return an id for a call."""
 
     def push(self, text: str) -> list[Piece]:
-        """Add text; return the pieces that are now certain, in order."""
+        """Add text; return the pieces that can now be emitted, in order."""
 
     def finish(self) -> list[Piece]:
-        """Return the text held back, at the end of the output."""
+        """Return the pieces that were held back, at the end of the output."""
 
 
 def new_id() -> str:
-    """Return an id for a call, as OpenAI's API has them."""
+    """Return an id for a call, in the format of OpenAI's API."""
     return f"call_{secrets.token_hex(12)}"
 
 
 class SteppedCalls(abc.ABC):
-    """Step-by-step parser of text pieces: each step takes what it can of the held text, and returns
-    whether the next may run."""
+    """State machine that parses a text in pieces. Each step consumes what it can of the held text
+    and returns whether the next step can run."""
 
     def __init__(self) -> None:
         self.calls = 0
         self._held = ""
         self._said_since = True
-        """Whether text has come after the last call: white space before it is dropped."""
+        """Whether text has followed the last call. Whitespace directly after a call is dropped."""
 
     def new_id(self) -> str:
         """Return an id for a call."""
         return new_id()
 
     def push(self, text: str) -> list[Piece]:
-        """Return the pieces that are certain by now, in order."""
+        """Add text; return the pieces that can now be emitted, in order."""
         self._held += text
         pieces: list[Piece] = []
         while self._advance(pieces):
@@ -95,7 +95,7 @@ class SteppedCalls(abc.ABC):
 
     @abc.abstractmethod
     def _advance(self, pieces: list[Piece]) -> bool:
-        """Take the current step."""
+        """Run the current step; return True if the next step can run."""
 
     def _say(self, text: str, pieces: list[Piece]) -> None:
         if not self._said_since:
@@ -108,28 +108,31 @@ class SteppedCalls(abc.ABC):
 class _Where(enum.Enum):
     TEXT = enum.auto()
     HEADER = enum.auto()
-    """After an opening tag: up to the arguments, in the usual form."""
+    """After an opening tag, up to the arguments of a call in the usual form."""
     UNUSUAL = enum.auto()
-    """A call in another form is held until its end."""
+    """Within a call of another form, which is held until its end."""
     OBJECT = enum.auto()
     STRING = enum.auto()
-    """Arguments that are an object in a string are held too: its escapes may be cut anywhere."""
+    """Within arguments given as a string that contains an object. They are held, too, because
+    pieces may split the string's escape sequences."""
     TAIL = enum.auto()
     """After the arguments, up to the brace that closes the call."""
     NEXT = enum.auto()
-    """After that brace: a tag, or another call if the tags were forgotten."""
+    """After that brace, up to a tag, or up to another call if the tags were omitted."""
 
 
 class ToolCallParser(SteppedCalls):
-    """Parser of text pieces; the result does not depend on how the text is split."""
+    """Parser of calls in a text that arrives in pieces; the result does not depend on how it is
+    split."""
 
     def __init__(self) -> None:
         super().__init__()
         self._where = _Where.TEXT
         self._space = ""
-        """White space before the last opening tag: part of the text if no call follows."""
+        """Whitespace before the last opening tag; part of the text if no call follows."""
         self._parts: list[str] = []
-        """Parts held for long, so that the cost of a long call is not quadratic in its pieces."""
+        """Scanned parts of a held call. They are not scanned again, so that the cost of a long call
+        is not quadratic in its length."""
         self._depth = 0
         self._quoted = self._escaped = False
         self._steps = {
@@ -162,7 +165,7 @@ class ToolCallParser(SteppedCalls):
         begin = self._held.lstrip()
         if not begin:
             return False
-        if not begin.startswith("{"):  # the tag was only mentioned
+        if not begin.startswith("{"):  # the tag was only mentioned in text
             self._where = _Where.TEXT
             self._say(self._space + OPEN, pieces)
             return True
@@ -191,7 +194,7 @@ class ToolCallParser(SteppedCalls):
                 self._parts = []
                 self._whole(raw, CLOSE, pieces)
                 return True
-            if CLOSE.startswith(self._held[at:]):  # perhaps
+            if CLOSE.startswith(self._held[at:]):  # the closing tag may be incomplete
                 self._parts.append(self._held[:at])
                 self._held = self._held[at:]
                 return False
@@ -200,8 +203,8 @@ class ToolCallParser(SteppedCalls):
         return False
 
     def _whole(self, raw: str, close: str, pieces: list[Piece]) -> None:
-        """Handle a call whose arguments could not be streamed for its form, or text that is no
-        call."""
+        """Emit a call whose arguments could not be streamed because of its form, or the text if it
+        is not a call."""
         call = decoded_call(raw)
         if call is None:
             self._say(f"{self._space}{OPEN}{raw}{close}", pieces)
@@ -217,7 +220,7 @@ class ToolCallParser(SteppedCalls):
         self._depth, self._quoted, self._escaped = 0, False, False
 
     def _object(self, pieces: list[Piece]) -> bool:
-        """Pass an object on, up to the brace that closes it or the point where it is cut off."""
+        """Emit an object up to its closing brace, or up to the point where it is cut off."""
         end = self._end_of_object()
         passed = self._held if end is None else self._held[:end]
         if passed:
@@ -238,12 +241,13 @@ class ToolCallParser(SteppedCalls):
                 self._depth -= 1
                 if not self._depth:
                     return at + 1
-            elif character == "<":  # no JSON: the closing tag of a call that is not complete
+            elif character == "<":  # not JSON: the closing tag of an incomplete call
                 return at
         return None
 
     def _in_string(self, character: str) -> bool:
-        """Take a character; whether it belongs to a string, quotation marks included."""
+        """Process a character; return True if it belongs to a string, including the quotation
+        marks."""
         if self._escaped:
             self._escaped = False
         elif self._quoted:
@@ -256,7 +260,7 @@ class ToolCallParser(SteppedCalls):
         return True
 
     def _string(self, pieces: list[Piece]) -> bool:
-        """Hold a string until it ends."""
+        """Hold a string until it ends, then emit the arguments in it."""
         for at, character in enumerate(self._held):
             self._in_string(character)
             if not self._quoted and not self._escaped:
@@ -289,13 +293,13 @@ class ToolCallParser(SteppedCalls):
         return True
 
     def finish(self) -> list[Piece]:
-        """Return the text held back, at the end of the output."""
+        """Return the pieces that were held back, at the end of the output."""
         pieces: list[Piece] = []
         held, self._held = "".join(self._parts) + self._held, ""
         if self._where is _Where.TEXT and (held.strip() or not self.calls):
             self._say(held, pieces)
         elif self._where in (_Where.HEADER, _Where.UNUSUAL):
-            # Where a quotation mark was left open, a closing tag was taken for a part of a string.
+            # If a quotation mark was left open, a closing tag was mistaken for a part of a string.
             raw, close, rest = held.partition(CLOSE)
             self._whole(raw, close, pieces)
             if close:
@@ -307,17 +311,17 @@ class ToolCallParser(SteppedCalls):
 
 
 class CallsBehindThoughts:
-    """Finds calls in output that includes reasoning; calls mentioned in the reasoning do not count.
+    """Parser of calls in output that includes reasoning. Calls in the reasoning remain text.
 
-    The result does not depend on how the text is split.
+    The result does not depend on how the output is split.
     """
 
     def __init__(self, begins: Begin, calls: CallFinder | None = None) -> None:
-        """`begins`: how the text starts, if its prompt shows it; `calls` parses the text after
-        reasoning."""
+        """`begins` is how the output starts, if its prompt shows it; `calls` parses the text after
+        the reasoning."""
         self._calls = calls or ToolCallParser()
         self._thinks = {"open": True, "said": False}.get(begins)
-        """None until known from the text."""
+        """Whether the output is in its reasoning; None until the output shows it."""
         self._held = ""
 
     def new_id(self) -> str:
@@ -325,13 +329,13 @@ class CallsBehindThoughts:
         return self._calls.new_id()
 
     def push(self, text: str) -> list[Piece]:
-        """Return the pieces that are certain by now, in order."""
+        """Add text; return the pieces that can now be emitted, in order."""
         if self._thinks is False:
             return self._calls.push(text)
         self._held += text
         if self._thinks is None:
             begin = self._held.lstrip()
-            if begin != THOUGHTS and THOUGHTS.startswith(begin):  # perhaps
+            if begin != THOUGHTS and THOUGHTS.startswith(begin):  # the tag may be incomplete
                 return []
             self._thinks = begin.startswith(THOUGHTS)
         thoughts, closed, rest = self._held.partition(END_OF_THOUGHTS)
@@ -346,13 +350,13 @@ class CallsBehindThoughts:
         return [*([said] if said else []), *self._calls.push(rest)]
 
     def finish(self) -> list[Piece]:
-        """Return the text held back, at the end of the output."""
+        """Return the pieces that were held back, at the end of the output."""
         held, self._held = self._held, ""
         return [*([held] if held else []), *self._calls.finish()]
 
 
 def text_of(quoted: str) -> str | None:
-    """Return the text that a JSON string represents, or None if it is not a string."""
+    """Return the text of a JSON string, or None if `quoted` is not one."""
     try:
         text = json.loads(quoted, strict=False)
     except ValueError:
@@ -361,12 +365,14 @@ def text_of(quoted: str) -> str | None:
 
 
 def whole_characters(text: str) -> str:
-    """Half of a character, which an escape can name and no encoding write, is replaced."""
+    """Return the text with surrogate pairs joined and lone surrogates replaced. JSON escapes can
+    write surrogates, but UTF-8 cannot encode them."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def decoded_call(raw: str) -> tuple[str, str] | None:
-    """Return (name, arguments as JSON text) of a complete call, or None if it is not one."""
+    """Return the name of a complete call and its arguments as JSON text, or None if `raw` is not a
+    call."""
     try:
         call = _members(raw)
     except (ValueError, RecursionError):
@@ -383,8 +389,8 @@ def decoded_call(raw: str) -> tuple[str, str] | None:
 
 
 def _members(raw: str) -> dict[str, tuple[Any, str]]:
-    """Return an object's members by name: the value, and the text that it was written in, as
-    numbers do not survive being read and written. Raises ValueError for anything else."""
+    """Return an object's members by name, each as its value and its original text, because decoding
+    and encoding may change a number. Raises `ValueError` if `raw` is not an object."""
     at = _SPACE.match(raw, 0)
     place = at.end() if at else 0
     if raw[place : place + 1] != "{":

@@ -1,4 +1,4 @@
-"""Tools of a conversation, and the calls of them that a request demands."""
+"""Tools of a conversation, and the calls that a request demands or allows."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from nanoactor.server.errors import invalid
 
 
 class Function(Struct):
-    """A function that a model may call. Members that are not named here go to the chat template,
-    too."""
+    """A function that a model may call. Members that are not declared here are also passed to the
+    chat template."""
 
     name: str
     description: str | None = None
@@ -27,14 +27,14 @@ class Function(Struct):
 
 
 class Tool(Struct):
-    """A function, as the only kind of tool."""
+    """A tool; only functions are supported."""
 
     function: Function
     type: Literal["function"] = "function"
 
 
 class NamedFunction(Struct, forbid_unknown_fields=True):
-    """The function that is to be called."""
+    """A function, identified by its name."""
 
     name: str
 
@@ -47,14 +47,14 @@ class AllowedTool(Struct, forbid_unknown_fields=True):
 
 
 class AllowedTools(Struct, forbid_unknown_fields=True):
-    """The functions that may be called; the model is shown the others, too."""
+    """The functions that may be called. The prompt shows all tools of the request."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[AllowedTool], Meta(min_length=1, max_length=MAX_FUNCTIONS)]
 
 
 class ToolDemand(Struct, forbid_unknown_fields=True):
-    """A choice of one function, or of several."""
+    """A choice of one function to call, or of several functions that may be called."""
 
     type: Literal["function", "allowed_tools"] = "function"
     function: NamedFunction | None = None
@@ -62,12 +62,13 @@ class ToolDemand(Struct, forbid_unknown_fields=True):
 
 
 ToolChoice = Literal["none", "auto", "required"] | ToolDemand
-# OpenAI: without parameters a function has none, so that its arguments are an empty object.
+# As in OpenAI's API, a function without `parameters` has none: its arguments are an empty object.
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def check_tool_kinds(given: Any) -> None:
-    """Raise `APIError` for a tool that is no function, as a body has them."""
+    """Raise `APIError` if a list of tools, as decoded from JSON, contains a tool that is not a
+    function."""
     for number, tool in enumerate(given if isinstance(given, list) else ()):
         kind = tool.get("type", "function") if isinstance(tool, dict) else "function"
         if kind != "function" and isinstance(kind, str):
@@ -79,7 +80,8 @@ def check_tool_kinds(given: Any) -> None:
 
 
 def named_tool(choice: ToolChoice | None) -> str | None:
-    """Return the name of the one function that a choice demands."""
+    """Return the name of the one function that a choice demands; None if it demands none by
+    name."""
     if isinstance(choice, ToolDemand) and choice.function is not None:
         return choice.function.name
     return None
@@ -98,7 +100,8 @@ def demands_calls(choice: ToolChoice | None) -> bool:
 
 
 def check_tool_choice(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
-    """Raise `APIError` if a choice demands something that is not among the tools."""
+    """Raise `APIError` if a choice is malformed or demands a function that is not among the
+    tools."""
     if choice in (None, "none", "auto"):
         return
     if not tools:
@@ -120,7 +123,7 @@ def check_tool_choice(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
 
 
 def _wanted(choice: ToolChoice | None) -> list[str]:
-    """Return the names of functions in a choice."""
+    """Return the names of the functions that a choice contains."""
     allowed, named = _allowed(choice), named_tool(choice)
     if allowed is not None:
         return [one.function.name for one in allowed.tools]
@@ -130,12 +133,12 @@ def _wanted(choice: ToolChoice | None) -> list[str]:
 def tool_grammar(
     tools: Sequence[Tool], choice: ToolChoice | None, parallel: bool
 ) -> ToolGrammar | None:
-    """Return the calls that an answer must or may have; None if they are up to the model. A
-    demanded call has arguments that its function's schema allows, as has any other call of a strict
-    function. `parallel`: whether there may be several calls."""
+    """Return the grammar of the calls that an answer must or may contain; None if no call is
+    constrained. The arguments of a demanded call, and of any call of a strict function, must match
+    the function's schema. `parallel` allows several calls."""
     functions = _callable(tools, choice)
     if named_tool(choice) is not None:
-        # One call, as in OpenAI's API: a client that names a function reads one.
+        # Only one call, as in OpenAI's API: a client that names a function expects only one.
         return ToolGrammar(functions=_enforced(functions), required=True, parallel=False)
     if demands_calls(choice):
         return ToolGrammar(functions=_enforced(functions), required=True, parallel=parallel)
@@ -148,7 +151,8 @@ def tool_grammar(
 def possible_calls(
     tools: Sequence[Tool], choice: ToolChoice | None, parallel: bool
 ) -> ToolGrammar | None:
-    """Return the calls that may replace another form of answer; None if none may."""
+    """Return the grammar of the calls that may replace an answer in another form; None if no call
+    may."""
     functions = _callable(tools, choice)
     if choice == "none" or demands_calls(choice) or not functions:
         return None
@@ -156,7 +160,7 @@ def possible_calls(
 
 
 def _callable(tools: Sequence[Tool], choice: ToolChoice | None) -> list[Function]:
-    """Return the functions that may be called."""
+    """Return the functions that a choice allows."""
     wanted = _wanted(choice)
     return [tool.function for tool in tools if not wanted or tool.function.name in wanted]
 
@@ -179,8 +183,8 @@ def _enforced(functions: Sequence[Function]) -> tuple[ToolFunction, ...]:
 
 
 def unenforced(grammar: ToolGrammar | None, tools: Sequence[Tool]) -> Iterator[str]:
-    """Yield the places of formats that the arguments of calls are not held to, though their
-    function's schema is enforced."""
+    """Yield the location of each `format` that is not enforced in the arguments of calls, although
+    the rest of the function's schema is."""
     if grammar is None:
         return
     enforced = {one.name for one in grammar.functions if one.parameters}
@@ -191,8 +195,9 @@ def unenforced(grammar: ToolGrammar | None, tools: Sequence[Tool]) -> Iterator[s
 
 
 def _texts(functions: Sequence[Function]) -> Iterator[tuple[Function, bytes]]:
-    """Yield each function with its schema as text. Raises `APIError` if all together exceed the
-    limit of a grammar, before this loop parses them."""
+    """Yield each function with its schema as JSON text. Raises `APIError` as soon as the schemas
+    together exceed the size limit of a grammar, so that no more of them are parsed on this event
+    loop."""
     size = 0
     for function in functions:
         given = function.parameters

@@ -1,4 +1,4 @@
-"""Vocabulary of the two translations to chats."""
+"""Helpers shared by the translations of the Messages and Responses APIs to chats."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from typing import Any
 from nanoactor.server.errors import invalid
 
 Warn = Callable[[str, str], None]
-"""Called with a name and its treatment; logs it once, or raises if strict."""
+"""Function that logs an unsupported feature and its treatment once, or raises if strict."""
 Chat = dict[str, Any]
-"""A chat's body, or a part of it."""
+"""Body of a chat request, or a part of it."""
 LEFT_OUT = "is left out of the prompt: only functions are called here"
 
 
 def text_part(text: str) -> Chat:
-    """Return a part of a chat's content."""
+    """Return a text part of a message's content."""
     return {"type": "text", "text": text}
 
 
 def content_of(parts: list[Chat]) -> Any:
-    """Return parts as one text if they are nothing else: a list and a text are the same."""
+    """Return the parts joined into one text if all of them are text, which is equivalent, or else
+    the list."""
     if all(part["type"] == "text" for part in parts):
         return "\n".join(part["text"] for part in parts)
     return parts
@@ -29,18 +30,18 @@ def content_of(parts: list[Chat]) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Choices that requests leave open."""
+    """Options of a translation that do not depend on the request."""
 
     sees: bool = False
-    """True if the model takes images."""
+    """Whether the model accepts images."""
     shows_result_pictures: bool = False
-    """True if its chat template renders images in tool results."""
+    """Whether the model's chat template renders images in tool results."""
     drop_volatile_lines: bool = True
 
 
 def split_pictures(parts: list[Chat], options: Options) -> tuple[Any, list[Chat]]:
-    """Return the content of a tool's result, and the pictures in it that its message cannot show:
-    they follow in a user message."""
+    """Return the content of a tool result, and the images in it that its message cannot show, which
+    follow in a user message."""
     if options.shows_result_pictures:
         return content_of(parts), []
     texts = [part for part in parts if part["type"] == "text"]
@@ -48,14 +49,14 @@ def split_pictures(parts: list[Chat], options: Options) -> tuple[Any, list[Chat]
 
 
 def needed(value: Any, name: str, path: str) -> Any:
-    """Return a member of the object at a path; raise `APIError` if it is missing."""
+    """Return `value`, a member of the object at `path`; raise `APIError` if it is missing."""
     if value is None:
         raise invalid(f"{path} needs {name}", f"{path}.{name}")
     return value
 
 
 def function_tool(name: str, description: str | None, schema: Any, strict: bool | None) -> Chat:
-    """Return a function as a chat has it."""
+    """Return a function as a tool of a chat request."""
     members = {"name": name, "description": description, "parameters": schema, "strict": strict}
     shown = {key: value for key, value in members.items() if value is not None}
     return {"type": "function", "function": shown}

@@ -1,4 +1,4 @@
-"""Turns of conversations: how much of the previous turn's prompt is found in the prefix cache."""
+"""Conversation turns: how much of the previous turn's prompt is found in the prefix cache."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from typing import Any
 import msgspec
 
 MOST = 4096
-"""Maximum number of turns remembered."""
+"""Maximum number of turns stored."""
 
 
 class Turns:
-    """Remembers the latest turns by their messages; a later one starts with the same."""
+    """Store of the latest turns by their messages; a later turn of a conversation starts with the
+    same messages."""
 
     def __init__(self, most: int = MOST) -> None:
         self._most = most
         self._tokens: OrderedDict[bytes, int] = OrderedDict()
-        """Tokens of a turn's prompt, by the digest of its messages."""
+        """Number of prompt tokens of each turn, by the digest of its options and messages."""
 
     def add(
         self,
@@ -29,11 +30,12 @@ class Turns:
         cached_tokens: int,
         block_size: int,
     ) -> tuple[int, int]:
-        """Remember a turn; return how many tokens of the longest turn that it continues came
-        from the cache, and how many were recomputed: (0, 0) if it continues none.
+        """Record a turn; return how many tokens of the longest recorded turn that it continues came
+        from the prefix cache, and how many were recomputed: (0, 0) if it continues none.
 
-        The last block of a prompt is never counted, as the answer fills it. `messages` and
-        `options` are those passed to the chat template; the order of members does not count.
+        The last block of the earlier prompt is never counted, as the answer fills it. `messages`
+        and `options` are those passed to the chat template; the order of their members does not
+        matter.
         """
         *before, own = _digests(messages, options)
         known = [self._tokens[digest] for digest in before if digest in self._tokens]
@@ -49,7 +51,7 @@ class Turns:
 
 
 def _digests(messages: Sequence[Any], options: Mapping[str, Any]) -> Iterator[bytes]:
-    """Yield a digest of the options and of each beginning of the messages."""
+    """Yield, for each prefix of the messages, a digest of the options and that prefix."""
     state = hashlib.blake2b(msgspec.json.encode(options, order="sorted"), digest_size=16)
     for message in messages:
         state.update(msgspec.json.encode(message, order="sorted"))

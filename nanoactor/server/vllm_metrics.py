@@ -1,4 +1,4 @@
-"""Our figures under vLLM's names, for dashboards that were made for it."""
+"""Our metrics under vLLM's names, for dashboards that were made for vLLM."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ NAMES: Mapping[str, str] = {
     "request_output_tokens": "request_generation_tokens",
     "request_max_num_generation_tokens": "request_max_num_generation_tokens",
 }
-"""By our names, without `nanoactor_`: vLLM's, without `vllm:`. In each the unit is the same;
-`num_requests_waiting` counts requests until their first token, `prompt_tokens` those that were
-computed: not what the prefix cache held."""
+"""Maps our names, without `nanoactor_`, to vLLM's, without `vllm:`. The units are the same.
+`num_requests_waiting` counts requests until their first token. `prompt_tokens` counts only computed
+tokens, not those found in the prefix cache."""
 _OURS = "nanoactor_"
 
 
 def under_vllms_names(families: Iterable[Metric], model: str) -> Iterator[Metric]:
-    """Yield copies of the families that vLLM has too, with its labels: `model_name`, `engine`."""
+    """Yield copies of the metric families that vLLM has too, with vLLM's labels `model_name` and
+    `engine`."""
     labels = {"model_name": model, "engine": "0"}
     for family in families:
         theirs = NAMES.get(family.name.removeprefix(_OURS))

@@ -1,4 +1,4 @@
-"""Calls in the form that Qwen3-Coder writes:
+"""Parser of function calls in the form that Qwen3-Coder writes:
 
     <tool_call>
     <function=weather>
@@ -8,9 +8,10 @@
     </function>
     </tool_call>
 
-A value is its text without one line break at either end; the function's schema says whether it is
-a text or something else (as in vLLM: null, integer, number, boolean, object or array, else text).
-Texts are passed on as they come. What comes out does not depend on how the text is cut.
+A value is the text between its tags, without one line break at either end. The function's schema
+determines the type of the value: as in vLLM, the first that fits of null, integer, number, boolean,
+object and array, or else string. Strings are forwarded as they arrive. The result does not depend
+on how the output is split.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from nanoactor.server.tool_calls import (
 FUNCTION, PARAMETER = "<function=", "<parameter="
 END_OF_FUNCTION, END_OF_PARAMETER = "</function>", "</parameter>"
 _ENDS = re.compile(r"\n?</parameter>|\n(?=<parameter=|</function>)")
-"""The ends of a value: its closing tag or, if forgotten, a tag that starts a line."""
+"""The end of a value: its closing tag or, if that was omitted, a tag that starts a line."""
 _ANY_END = (f"\n{END_OF_PARAMETER}", END_OF_PARAMETER, f"\n{PARAMETER}", f"\n{END_OF_FUNCTION}")
 _LONGEST_END = max(map(len, _ANY_END))
 _LONGEST_NAME = 256
@@ -43,22 +44,23 @@ _KINDS = {"null", "integer", "number", "boolean", "object", "array", "string"}
 
 
 class QwenCoderCalls(SteppedCalls):
-    """Parser of Qwen-Coder's XML calls; receives text in pieces."""
+    """Parser of the XML calls of Qwen3-Coder in a text that arrives in pieces."""
 
     def __init__(self, schemas: Mapping[str, Any] | None = None) -> None:
-        """`schemas`: those of the functions' arguments, by name."""
+        """`schemas` are the schemas of the functions' arguments, by function name."""
         super().__init__()
         self._schemas = schemas or {}
         self._space = ""
         self._name = ""
         self._tagged = False
         self._count = 0
-        """Parameters of the call at hand."""
+        """Number of parameters of the current call so far."""
         self._kinds: frozenset[str] = frozenset()
         self._parts: list[str] = []
-        """The current value so far, if it is held to its end."""
+        """Parts of the current value, if it is held until its end."""
         self._begun = False
-        """Whether the value at hand has lost its first line break."""
+        """Whether the start of the current value has been processed. A leading line break is
+        dropped."""
         self._step: Callable[[list[Piece]], bool] = self._text
 
     def _advance(self, pieces: list[Piece]) -> bool:
@@ -81,7 +83,7 @@ class QwenCoderCalls(SteppedCalls):
         return False
 
     def _opening(self, pieces: list[Piece]) -> bool:
-        """Take a function's name, after its own tag or that of a call."""
+        """Parse a function's name after its own tag, or after the opening tag of a call."""
         begin = self._held.lstrip()
         if not begin or (begin != FUNCTION and FUNCTION.startswith(begin)):
             return False
@@ -95,7 +97,7 @@ class QwenCoderCalls(SteppedCalls):
                 return False
         mark = OPEN if self._tagged else self._held[: len(FUNCTION)]
         self._held = self._held[0 if self._tagged else len(mark) :]
-        self._say(self._space + mark, pieces)  # it was only mentioned
+        self._say(self._space + mark, pieces)  # the tag was only mentioned in text
         self._step = self._text
         return True
 
@@ -110,7 +112,7 @@ class QwenCoderCalls(SteppedCalls):
             pieces.append(Arguments(self.calls - 1, text))
 
     def _parameters(self, pieces: list[Piece]) -> bool:
-        """Between parameters, up to the end of the function."""
+        """Parse the tag of the next parameter, or the end of the function."""
         begin = self._held.lstrip()
         tags = (PARAMETER, END_OF_FUNCTION, CLOSE)
         if not begin or any(begin != tag and tag.startswith(begin) for tag in tags):
@@ -139,11 +141,11 @@ class QwenCoderCalls(SteppedCalls):
         self._step = self._text_value if is_text else self._value
 
     def _first_break(self) -> bool:
-        """Drop the line break that starts a value; return False if it may still come."""
+        """Drop the line break at the start of a value; return False if it may still arrive."""
         if not self._begun:
             if not self._held:
                 return False
-            # An empty value may have one line break, which is its end's, too.
+            # An empty value may have only one line break, which is both its first and its last.
             self._held = self._held.removeprefix("\n")
             self._begun = True
         return True
@@ -165,11 +167,11 @@ class QwenCoderCalls(SteppedCalls):
         return False
 
     def _value(self, pieces: list[Piece]) -> bool:
-        """Hold a value that is no text to its end."""
+        """Hold a value that is not a string until its end, then emit it as JSON."""
         if not self._first_break():
             return False
         end = _ENDS.search(self._held)
-        if end is None:  # only what may be a part of an end is looked at again
+        if end is None:  # only text that may be part of an end is scanned again
             keep = min(len(self._held), _LONGEST_END)
             self._parts.append(self._held[: len(self._held) - keep])
             self._held = self._held[len(self._held) - keep :]
@@ -181,7 +183,7 @@ class QwenCoderCalls(SteppedCalls):
         return True
 
     def _closing(self, pieces: list[Piece]) -> bool:
-        """Skip the closing tag of a call."""
+        """Skip the closing tag of a call, if there is one."""
         begin = self._held.lstrip()
         if not begin or (begin != CLOSE and CLOSE.startswith(begin)):
             return False
@@ -191,8 +193,9 @@ class QwenCoderCalls(SteppedCalls):
         return True
 
     def finish(self) -> list[Piece]:
-        """Return the text held back, at the end of the output. A call that is cut within a value
-        stays open; one that lacks closing tags is complete."""
+        """Return the pieces that were held back, at the end of the output. The arguments of a call
+        that is cut off within a value remain incomplete; a call that only lacks closing tags is
+        completed."""
         pieces: list[Piece] = []
         held, self._held = self._held, ""
         if self._step == self._parameters:
@@ -211,7 +214,8 @@ def _json(text: str) -> str:
 
 
 def _kinds(schema: Any, key: str) -> frozenset[str]:
-    """Return the types that a parameter may have; only "string" if none is given."""
+    """Return the JSON types that a parameter may have; only "string" if the schema specifies
+    none."""
     properties = schema.get("properties") if isinstance(schema, dict) else None
     own = properties.get(key) if isinstance(properties, dict) else None
     return frozenset(_types(own)) or frozenset({"string"})
@@ -242,7 +246,7 @@ def _type_of(value: Any) -> str:
 
 
 def _coerced(text: str, kinds: frozenset[str]) -> str:
-    """Return a value as JSON: as the first of the kinds that it can be, else as a text."""
+    """Return a value as JSON text of a type in `kinds` that it matches, or else as a string."""
     bare = text.strip()
     if "null" in kinds and bare.lower() == "null":
         return "null"

@@ -1,4 +1,4 @@
-"""The configuration of all actors, what follows from it, and runners' reports; without torch."""
+"""Configuration of all actors, values derived from it, and runners' reports, without torch."""
 
 from __future__ import annotations
 
@@ -15,47 +15,47 @@ if TYPE_CHECKING:
     from nanoactor.text.renderer import RenderOptions
 
 DELTA_BYTES = 1 << 18
-"""The most text that one `OutputDelta` carries to the frontend."""
+"""Approximate maximum size in bytes of one `OutputDelta` to the frontend."""
 _DEFAULT_ENCODER_TOKENS = 16384
-# A template's words before a picture, say.
+# Maximum number of tokens before a picture that get no step of their own, say template text.
 _SHORT = 64
 MASKS_AT_ONCE = 32
-"""The most masks that one message carries to the runners."""
+"""Maximum number of masks in one message to the runners."""
 ENCODER_PAGE_ROWS = 16
-"""Rows of a page of the encoder cache: tokens."""
+"""Number of rows, one for each token, in a page of the encoder cache."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ActorConfig:
-    """One and the same for all actors of an engine; picklable."""
+    """Configuration that all actors of an engine share; picklable."""
 
     engine: EngineConfig
     files: ModelFiles
     salt: bytes
-    """The key of the prefix cache's hashes: 16 random bytes, one set per engine."""
+    """Key of the prefix cache's hashes: `prefix_salt`, or 16 random bytes per engine."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunnerReady:
-    """The record a runner sends to all others once the model is loaded."""
+    """Record that a runner publishes to all other actors once the model is loaded."""
 
     num_blocks: int
-    """KV blocks in the cache."""
+    """Number of blocks in the KV cache."""
     block_size: int
-    """Tokens in a block."""
+    """Number of tokens in a block."""
     dtype: str
     device: str
-    """For people: what computes."""
+    """Human-readable name of the device."""
     encoder_pages: int = 0
-    """Pages of the encoder cache; 0 for a model that sees nothing."""
+    """Number of pages of the encoder cache; 0 for a text-only model."""
     max_depth: int = 0
-    """Steps that may be in flight at once while they are short; 0: as many as ever."""
+    """Maximum number of steps in flight while steps are short; 0 for the usual maximum."""
     cache: int = 0
-    """Identifies the cache's memory: a new runner reports another number."""
+    """Number that identifies the cache's memory; a new runner reports a different one."""
 
     @property
     def tokens(self) -> int:
-        """Tokens that the cache holds."""
+        """Number of tokens that the KV cache holds."""
         return self.num_blocks * self.block_size
 
     @classmethod
@@ -67,7 +67,7 @@ class RunnerReady:
 
 
 def encoder_limits(config: ActorConfig, cache: RunnerReady) -> EncoderLimits:
-    """Return the limits for encoding images: how much fits at once, and how much a step encodes."""
+    """Return the limits for encoding items: what the cache holds, and what a step encodes."""
     vision, engine = config.files.config.vision, config.engine
     if vision is None:
         return EncoderLimits()
@@ -95,7 +95,7 @@ def encoder_pages(config: EngineConfig, files: ModelFiles) -> int:
 
 
 def render_options(config: EngineConfig, files: ModelFiles) -> RenderOptions:
-    """Return the chat template, and what it may take."""
+    """Return the chat template and its limits."""
     from nanoactor.text.renderer import RenderOptions  # few processes render
 
     return RenderOptions(config.template_timeout, max_prompt_bytes(files), files.chat_template)

@@ -1,4 +1,4 @@
-"""Traces of all actors, taken at one time, with their summary and timeline."""
+"""Traces of all actors, each taken at one time, with a summary and a timeline."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Trace:
             self.write(file)
 
     def write(self, file: TextIO) -> None:
-        """Write the same to an open file."""
+        """Write the Chrome trace to an open file."""
         file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
         separator = ""
         for event in chrome_events(self.nodes):

@@ -19,7 +19,7 @@ Event = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Span:
-    """One span, with its place and its kind."""
+    """One span with its kind and its place in the trace."""
 
     place: tuple[int, int]
     """(process, thread) of its track, as numbered in the trace."""
@@ -35,18 +35,18 @@ class _Span:
 
 
 def chrome_events(nodes: Sequence[NodeTrace]) -> Iterator[Event]:
-    """Yield every track, every span, and arrows that follow each step, each request and each
-    image."""
+    """Yield the events of every track, every span, and the arrows that follow each step, each
+    request and each image."""
     places: dict[str, tuple[int, int]] = {}
     spans: list[_Span] = []
     links: dict[str, dict[int, list[int]]] = {
         name: defaultdict(list) for name in (ENTERS, LEAVES, ENCODES)
     }
-    """By name and number: steps."""
+    """Numbers of the linked steps, by kind of link and by request or image."""
     for process, node in enumerate(nodes, 1):
         yield _named("process_name", (process, 0), node.node)
         yield _sorted("process_sort_index", (process, 0), process)
-        # Distinct thread numbers: one equal to its process's would count as the main thread.
+        # A thread with the number of its process would count as the main thread.
         for thread, track in enumerate(node.tracks, 100 * process):
             places[track.track] = process, thread
             yield _named("thread_name", (process, thread), track.track)
@@ -62,7 +62,7 @@ def chrome_events(nodes: Sequence[NodeTrace]) -> Iterator[Event]:
     for span in spans:
         yield _complete(span, origin)
     chains = _chains(spans)
-    chains["step"].pop(0, None)  # steps count from 1: 0 is for what came before the first
+    chains["step"].pop(0, None)  # steps count from 1; 0 is for everything before the first
     for step, chain in chains["step"].items():
         yield from _flow("step", step, chain, places, origin)
     for uid, chain in chains["uid"].items():
@@ -102,7 +102,8 @@ def _complete(span: _Span, origin: int) -> Event:
 
 
 def _chains(spans: list[_Span]) -> dict[str, dict[int, list[_Span]]]:
-    """Return, by field and number, the spans that belong together, in order."""
+    """Return, by field and number, the spans that belong together, in the order in which they
+    begin."""
     chains: dict[str, dict[int, list[_Span]]] = {
         "step": defaultdict(list),
         "uid": defaultdict(list),
@@ -120,7 +121,8 @@ def _request_chain(
     steps: dict[int, list[_Span]],
     links: dict[str, dict[int, list[int]]],
 ) -> list[_Span]:
-    """Return a request's own spans, then those of its first step and of the one that ends it."""
+    """Return a request's own spans with those of its first step and of the step that ends it, in
+    the order in which they begin."""
     chain = list(own)
     for link in (ENTERS, LEAVES):
         for step in links[link].get(uid, ())[:1]:
@@ -129,7 +131,7 @@ def _request_chain(
 
 
 def _device_spans(numbers: Sequence[int], steps: dict[int, list[_Span]]) -> list[_Span]:
-    """Return the spans of the image encoding in these steps."""
+    """Return the spans in which these steps encode images."""
     return [span for step in numbers for span in steps.get(step, ()) if span.kind.name == "encode"]
 
 
@@ -140,11 +142,11 @@ def _flow(
     places: dict[str, tuple[int, int]],
     origin: int,
 ) -> Iterator[Event]:
-    """Yield arrows from span to span, including the sending spans; the first arrow starts where
-    its message was sent."""
+    """Yield the events of arrows from span to span, including send spans. The first arrow starts
+    where the message of the first span was sent."""
     if not chain:
         return
-    # A time inside each span: if two spans touch, their edge would be ambiguous.
+    # Use a time inside each span: the common end of two adjacent spans would be ambiguous.
     points = [(span.place, span.begin + min(500, (span.end - span.begin) // 2)) for span in chain]
     if chain[0].kind.source in places and chain[0].sent:
         points.insert(0, (places[chain[0].kind.source], chain[0].sent - 1))

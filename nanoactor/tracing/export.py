@@ -1,8 +1,8 @@
 """Convert a trace to Perfetto's JSON in a separate process: `python -m nanoactor.tracing.export`.
 
 It reads pickled snapshots, each a list of `NodeTrace`, from its parent on standard input and writes
-the JSON to standard output. A trace of a busy minute is tens of megabytes of text, which
-would block the loop of the server.
+the JSON to standard output. The trace of a busy minute is tens of megabytes of text; writing it in
+the server would block its event loop.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nanoactor.tracing import Trace
 
 
 def joined(snapshots: Sequence[Sequence[NodeTrace]]) -> list[NodeTrace]:
-    """Join overlapping traces, as tracks only remember a short time."""
+    """Join overlapping snapshots, as tracks keep spans only for a short time."""
     nodes: dict[str, NodeTrace] = {}
     tracks: dict[tuple[str, str], list[TrackTrace]] = {}
     for snapshot in snapshots:
@@ -38,8 +38,8 @@ def joined(snapshots: Sequence[Sequence[NodeTrace]]) -> list[NodeTrace]:
 
 
 def _joined(parts: list[TrackTrace]) -> TrackTrace:
-    """Take each span once, ordered by end. The numbers of kinds stay valid, as a track only ever
-    adds kinds."""
+    """Merge the snapshots of a track: each span appears once, ordered by its end. The numbers of
+    kinds stay valid, as a track only ever adds kinds."""
     last = parts[-1]
     spans = np.unique(np.concatenate([part.spans for part in parts]))
     spans = spans[np.argsort(spans["end"], kind="stable")]
@@ -47,7 +47,7 @@ def _joined(parts: list[TrackTrace]) -> TrackTrace:
 
 
 def main() -> None:
-    """Convert standard input to standard output."""
+    """Convert the snapshots on standard input to JSON on standard output."""
     snapshots = pickle.load(sys.stdin.buffer)  # noqa: S301 - from the process that has started this one
     Trace(tuple(joined(snapshots)), 0).write(sys.stdout)
 

@@ -14,7 +14,7 @@ from nanoactor.runtime.tracing import SPAN_DTYPE, IntervalSet, NodeTrace, TrackT
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wait:
-    """The time that messages of an edge waited between being sent and being handled, in µs."""
+    """Time in µs that the messages of an edge waited between being sent and being handled."""
 
     edge: str
     messages: int
@@ -24,28 +24,28 @@ class Wait:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TraceSummary:
-    """Sums of the spans in an interval. Shares are from 0 to 1."""
+    """Summary of the spans in an interval. Fractions are from 0 to 1."""
 
     seconds: float
-    """Length of the interval that all tracks cover."""
+    """Length in seconds of the interval that all tracks cover."""
     steps: int
     device_idle: float
-    """Of the time during which the engine had requests, the share that the (first) device was
-    idle."""
+    """Fraction of the time with requests in the engine during which the (first) device was idle."""
     hidden: float
-    """Share of the actors' work that was done while the device computed."""
+    """Fraction of the actors' work that was done while the device computed."""
     busy: dict[str, float]
-    """By track, devices included: share of the interval in which it was busy."""
+    """Fraction of the interval during which each track, including devices, was busy."""
     bottleneck: str
     """The busiest actor: the next bottleneck if the device were faster."""
     tokens: int
     """Number of output tokens since the engine's start."""
     cpu_us_per_token: dict[str, float]
-    """CPU time of each actor's process since the engine's start; empty before the first token.
-    Actors that share a process share its time in proportion to their spans."""
+    """CPU time in µs per output token of each actor's process since the engine's start; empty
+    before the first token. Actors that share a process share its time in proportion to their
+    spans."""
     waits: tuple[Wait, ...]
     lost: int
-    """Older spans that tracks have dropped: the interval starts after them."""
+    """Number of older spans that tracks have dropped; the interval starts after them."""
 
     @property
     def line(self) -> str:
@@ -62,7 +62,8 @@ class TraceSummary:
 
 
 def summarize(nodes: Sequence[NodeTrace], tokens: int) -> TraceSummary:
-    """Sum the spans of all nodes; `tokens` is the number output since the engine's start."""
+    """Summarize the spans of all nodes; `tokens` is the number of output tokens since the engine's
+    start."""
     tracks = [track for node in nodes for track in node.tracks]
     devices = [track for track in tracks if track.track.endswith(f" {DEVICE}")]
     loads = [track for track in tracks if track.track.endswith(f" {LOAD}")]
@@ -96,7 +97,8 @@ def _cover(tracks: Sequence[TrackTrace]) -> IntervalSet:
 
 
 def _stretch(tracks: list[TrackTrace]) -> tuple[int, int]:
-    """Return the interval that all tracks cover: its start, and the end of the last span."""
+    """Return the begin and the end of the interval that all tracks cover; it ends with the last
+    span."""
     full = [track for track in tracks if len(track.spans)]
     if not full:
         return 0, 0
@@ -113,7 +115,8 @@ def _steps(device: TrackTrace, begin: int) -> set[int]:
 def _cpu(
     nodes: Sequence[NodeTrace], covers: dict[str, IntervalSet], tokens: int
 ) -> dict[str, float]:
-    """Return the CPU time per token by actor, in µs; a device's tracks count for its actor."""
+    """Return the CPU time per output token in µs, by actor; the tracks of devices get no share of
+    it."""
     shares: dict[str, float] = {}
     for node in nodes:
         tracks = [track.track for track in node.tracks if track.track in covers]

@@ -1,4 +1,5 @@
-"""Prompts with pictures as token ids, without decoding a picture or asking the engine."""
+"""Computation of the token ids of prompts with pictures, without decoding a picture or asking the
+engine."""
 
 from __future__ import annotations
 
@@ -18,10 +19,11 @@ from nanoactor.vision.parts import MediaTaker
 
 
 class PictureExpander:
-    """Replaces each picture's placeholder by as many as the picture will have tokens."""
+    """Replaces each picture's placeholder with as many placeholders as the picture will have
+    tokens."""
 
     def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
-        """Take the limits of pictures from the engine's configuration."""
+        """Read the limits on pictures from the engine's configuration."""
         self._vision = files.config.vision
         self._taker = MediaTaker(config, files, encoder_pages(config, files))
         self._reader: MediaReader | None = None
@@ -33,10 +35,10 @@ class PictureExpander:
     async def expand(
         self, token_ids: Sequence[int], messages: Sequence[Mapping[str, Any]]
     ) -> list[int]:
-        """Return the ids of a conversation with loaded pictures.
+        """Return the token ids of a conversation, with the placeholders of its pictures expanded.
 
-        `token_ids` has one placeholder for each picture of `messages`. Headers are read on a
-        thread. Raises `InvalidRequest` for a picture that the engine would reject.
+        `token_ids` has one placeholder for each picture of `messages`. Picture headers are read on
+        a thread. Raises `InvalidRequest` if the engine would reject a picture.
         """
         _, media = self._taker.of_messages(list(messages))
         return await asyncio.to_thread(self._expand, token_ids, media) if media else [*token_ids]

@@ -1,4 +1,4 @@
-"""Collects, for a tokenizer, the vision workers' findings about a request's items."""
+"""Collection of the results that vision workers send to a tokenizer for a request's items."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from nanoactor.vision.media import ReadItem, Unusable
 
 
 class ItemGathering:
-    """Items by request. They come in any order, and may overtake the request itself."""
+    """Collects the items of each request. They arrive in any order, possibly before the request
+    itself."""
 
     def __init__(self) -> None:
         self._found: dict[int, dict[int, ReadItem | Unusable]] = {}
         self._swallow: dict[int, int] = {}
-        """By finished request: how many of its items are still to come."""
+        """By finished request: number of items that are still to arrive, which will be dropped."""
 
     def __len__(self) -> int:
-        """Return the number of known requests."""
+        """Return the number of requests with items that have arrived or are still to be dropped."""
         return len(self._found) + len(self._swallow)
 
     def add(self, uid: int, item: int, found: ReadItem | Unusable) -> int:
-        """Take an item, or why it cannot be used; return how many of its request have arrived."""
+        """Record an item, or the reason why it cannot be used. Return the number of this request's
+        items that have arrived; 0 if the request is finished."""
         if uid in self._swallow:
             self._swallow[uid] -= 1
             if not self._swallow[uid]:
@@ -36,8 +38,8 @@ class ItemGathering:
         return len(self._found.get(uid, ())) == count
 
     def of(self, uid: int, kinds: Sequence[str]) -> list[ReadItem]:
-        """Return a request's items, in their order; `kinds` gives the kind of each. Raises
-        `InvalidRequest` if one cannot be used, `OutOfResources` if the machine is to blame."""
+        """Return a request's items in order; `kinds` has the kind of each item. Raises
+        `InvalidRequest` if an item cannot be used, `OutOfResources` if the machine is at fault."""
         items = self._found.get(uid, {})
         for index, found in sorted(items.items()):
             if isinstance(found, Unusable):
@@ -48,7 +50,7 @@ class ItemGathering:
         return [found for _, found in sorted(items.items()) if isinstance(found, ReadItem)]
 
     def forget(self, uid: int, count: int) -> None:
-        """Finish a request of `count` items: those still to come are dropped."""
+        """Finish a request of `count` items; items that arrive later are dropped."""
         missing = count - len(self._found.pop(uid, ()))
         if missing:
             self._swallow[uid] = missing

@@ -1,4 +1,4 @@
-"""Pictures and videos, undecoded: the facts known about them before they are decoded."""
+"""Pictures and videos: their data, the facts known before decoding, and their decoding."""
 
 from __future__ import annotations
 
@@ -14,49 +14,49 @@ from nanoactor.models.vision.image_config import ImageConfig
 from nanoactor.models.vision.video_config import VideoConfig
 
 PIECE_BYTES = 256 << 10
-"""Maximum size of an item's bytes or pixels in one message."""
+"""Maximum number of bytes of an item, or of its pixels, in one message."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Media:
-    """A picture, or the frames of a video, undecoded or as pixels."""
+    """A picture, or the frames of a video, as encoded files or as pixels."""
 
     form: str
-    """"" for a file in a format of its own; else "RGB", "RGBA" or "L"."""
+    """Mode of the pixels, "RGB", "RGBA" or "L"; empty for encoded files."""
     shape: tuple[int, ...]
-    """Height and width of pixels."""
+    """Height and width in pixels; empty for encoded files."""
     area: tuple[int, int]
-    """The least and the largest area in pixels to which it is resized; of a video, that of all
-    frames together."""
+    """Minimum and maximum area in pixels after resizing; for a video, the area of all frames
+    together."""
     data: bytes | bytearray
     frames: tuple[int, ...] = ()
     """Size in bytes of each frame in a video's `data`; empty for a picture."""
     times: tuple[float, ...] = ()
-    """Times in seconds of a video's temporal patches. Pixels do not depend on them."""
+    """Time in seconds of each temporal patch of a video. Pixels do not depend on the times."""
 
     @property
     def size(self) -> int:
-        """Return the size in bytes."""
+        """Return the size of `data` in bytes."""
         return len(self.data)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadItem:
-    """A picture or a video, without its pixels."""
+    """The facts about a picture or a video that are known without decoding it."""
 
     key: bytes
-    """16 bytes that name its content and how it is processed."""
+    """16-byte hash of the item's content and of its processing."""
     grid: tuple[int, int, int]
-    """Temporal patches, rows and columns of tokens."""
+    """Number of temporal patches, and of the rows and columns of tokens in each."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Unusable:
-    """The reason for which a picture or a video cannot be used."""
+    """The reason why a picture or a video cannot be used."""
 
     reason: str
     is_refused: bool = False
-    """True if the machine is at fault, for example out of memory."""
+    """Whether the machine is at fault, for example because it is out of memory."""
 
 
 def _nothing() -> None:
@@ -64,13 +64,13 @@ def _nothing() -> None:
 
 
 class MediaReader:
-    """Reads headers, and decodes; needs Pillow."""
+    """Reads the headers of pictures and videos, and decodes them; requires Pillow."""
 
     def __init__(
         self, images: ImageConfig, salt: bytes, max_pixels: int, videos: VideoConfig | None = None
     ) -> None:
-        """`salt` keeps outsiders from constructing two pictures with one key; `max_pixels` bounds
-        a picture, or a frame, before it is resized."""
+        """`salt` keeps outsiders from constructing two pictures with one key. `max_pixels` is the
+        maximum number of pixels of a picture, or of a frame, before it is resized."""
         from nanoactor.vision import pictures
 
         self._images, self._videos = images, videos
@@ -78,9 +78,9 @@ class MediaReader:
         self._pictures = pictures
 
     def size_of(self, media: Media, before: Callable[[], None] = _nothing) -> tuple[int, int]:
-        """Return the height and width to which it is resized. Raises `InvalidRequest` for an
-        invalid picture, one too large or too narrow, and for frames of different sizes. `before` is
-        called before each frame is checked."""
+        """Return the height and width to which a picture, or each frame of a video, is resized.
+        Raises `InvalidRequest` if a picture is invalid, too large or too narrow, or if frames
+        differ in size. `before` is called before each frame is checked."""
         least, most = media.area
         try:
             if not media.frames:
@@ -94,7 +94,7 @@ class MediaReader:
             raise InvalidRequest(str(error)) from None
 
     def _given_size(self, media: Media, data: bytes | bytearray) -> tuple[int, int]:
-        """Return the height and width of a picture, or of a frame, as it was given."""
+        """Return the height and width of a picture or of a frame, before it is resized."""
         if media.form:
             return media.shape[0], media.shape[1]
         header = self._pictures.read_header(data, self._max_pixels)
@@ -118,7 +118,8 @@ class MediaReader:
         return first
 
     def read(self, media: Media, before: Callable[[], None] = _nothing) -> ReadItem:
-        """Compute the key and the grid of a picture or a video. Raises `InvalidRequest`."""
+        """Compute the key and the grid of a picture or a video; `before` is as in `size_of`. Raises
+        `InvalidRequest` if the item is invalid."""
         height, width = self.size_of(media, before)
         digest = hashlib.blake2b(digest_size=16, key=self._salt)
         digest.update(f"{media.form} {media.shape} {height} {width} {media.frames} ".encode())
@@ -130,8 +131,9 @@ class MediaReader:
         return ReadItem(digest.digest(), (frames, height // side, width // side))
 
     def decode(self, media: Media, before: Callable[[], None] = _nothing) -> NDArray[np.uint8]:
-        """Return its pixels, (frames, height, width, 3). `before` is called before each frame is
-        looked at or decoded, and may raise to break it off. Raises `InvalidRequest`."""
+        """Return the pixels of a picture or a video, uint8 (frames, height, width, 3). `before` is
+        called before each frame is checked or decoded, and may raise to cancel. Raises
+        `InvalidRequest` if the item is invalid."""
         height, width = self.size_of(media, before)
         if not media.frames:
             before()

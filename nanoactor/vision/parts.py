@@ -1,4 +1,4 @@
-"""Extraction of a request's pictures and videos, wherever they appear in it."""
+"""Extraction of a request's pictures and videos, wherever they appear in the request."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ _KINDS = {"image": "picture", "video": "video"}
 
 
 class MediaTaker:
-    """Takes pictures and videos out of prompts; every method raises `InvalidRequest`."""
+    """Extracts pictures and videos from prompts; every method may raise `InvalidRequest`."""
 
     def __init__(self, config: EngineConfig, files: ModelFiles, most: int) -> None:
-        """No request may have more than `most` pictures and videos, however small."""
+        """`most` is the maximum number of pictures and videos in a request, however small they
+        are."""
         self._rules = None
         if files.images is not None:
             self._rules = MediaRules(files.images, config.max_image_pixels, files.videos)
@@ -34,8 +35,9 @@ class MediaTaker:
         self._most = most
 
     def of_data(self, data: Any, kwargs: Any) -> tuple[Media, ...]:
-        """Return the pictures, then the videos, of `multi_modal_data`, resized by
-        `mm_processor_kwargs`; the placeholders of a prompt say how they follow each other."""
+        """Return the pictures, then the videos, of `multi_modal_data`, to be resized according to
+        `mm_processor_kwargs`. The prompt's placeholders determine how pictures and videos
+        alternate."""
         if data is None:
             if kwargs is not None:
                 raise InvalidRequest("mm_processor_kwargs require multi_modal_data")
@@ -62,15 +64,15 @@ class MediaTaker:
         return tuple(taking.media)
 
     def of_messages(self, messages: list[Any]) -> tuple[list[Any], tuple[Media, ...]]:
-        """Return a conversation in which each part with a picture or a video is reduced to a
-        marker, and these items in their order."""
+        """Return the conversation with each picture or video part reduced to a marker, and the
+        pictures and videos in order of appearance."""
         taking = _Taking(self, {})
         bare = [_bare(message, taking) for message in messages]
         return bare, tuple(taking.media)
 
     def rules(self, kind: str, count: int) -> MediaRules:
-        """Return the rules for another item of this kind, given the number that the request may
-        have."""
+        """Return the rules for another item of this kind; `count` is the number of such items in
+        the request so far, including this one."""
         name = _KINDS[kind]
         if self._rules is None:
             raise InvalidRequest(f"the model does not support {name}s: give text alone")
@@ -88,7 +90,8 @@ class MediaTaker:
         return self._rules
 
     def check_total(self, count: int) -> None:
-        """Raise `InvalidRequest` for more than can be held at once."""
+        """Raise `InvalidRequest` if the request has more items than the encoder cache can hold at
+        once."""
         if count > self._most:
             raise InvalidRequest(
                 f"the request has more than {self._most} pictures and videos: the encoder cache "
@@ -97,7 +100,7 @@ class MediaTaker:
 
 
 class _Taking:
-    """The items taken out of one request so far."""
+    """The items extracted from one request so far."""
 
     def __init__(self, taker: MediaTaker, kwargs: Mapping[str, Any]) -> None:
         self.media: list[Media] = []
@@ -105,7 +108,7 @@ class _Taking:
         self._counts = dict.fromkeys(_KINDS, 0)
 
     def picture(self, given: Any, detail: Any = "auto") -> None:
-        """Add a picture; one that an ingress has already processed is kept as it is."""
+        """Add a picture. A picture that an ingress has already processed is kept as it is."""
         rules, number = self._next("image")
         if isinstance(given, Media):
             self.media.append(given)
@@ -116,7 +119,7 @@ class _Taking:
             raise InvalidRequest(f"picture {number}: {error}") from None
 
     def picture_url(self, url: Mapping[str, Any], detail: Any) -> None:
-        """Take an `image_url` as OpenAI defines it."""
+        """Add a picture given as an `image_url` object, as OpenAI defines it."""
         given = url.get("url")
         if not isinstance(given, str) or not given.startswith("data:"):
             raise InvalidRequest(
@@ -126,7 +129,7 @@ class _Taking:
         self.picture(given, url.get("detail") or detail)
 
     def video(self, given: Any) -> None:
-        """Take a video in the same way."""
+        """Add a video. A video that an ingress has already processed is kept as it is."""
         rules, number = self._next("video")
         if isinstance(given, Media):
             self.media.append(given)
@@ -144,7 +147,8 @@ class _Taking:
 
 
 def must_open(prompt: Any) -> bool:
-    """Return True if taking the prompt's images reads files or decodes with Pillow."""
+    """Return True if extracting the prompt's pictures and videos reads files or decodes with
+    Pillow."""
     if isinstance(prompt, Mapping):
         data = prompt.get("multi_modal_data")
         return isinstance(data, Mapping) and any(map(_must_open, data.values()))
@@ -171,8 +175,9 @@ def _must_open(given: Any) -> bool:
 
 
 def snapshot(value: Any) -> Any:
-    """Return a prompt that does not change when the user changes its source; pictures that Pillow
-    has opened and files are not copied. Raises `InvalidRequest`."""
+    """Return a copy of a prompt, so that later changes by the user have no effect. Files, and
+    pictures opened with Pillow, are not copied. Raises `InvalidRequest` if the prompt is nested too
+    deeply."""
     try:
         return _snapshot(value)
     except RecursionError:
@@ -222,6 +227,6 @@ def _bare_part(part: Any, taking: _Taking) -> Any:
 
 
 def _video_of(part: Mapping[str, Any]) -> Any:
-    """Return a part's video, with the times or the rate given next to it."""
+    """Return the video of a part, with the times or the frame rate given next to it."""
     given, times, fps = part.get("video"), part.get("times"), part.get("fps")
     return given if times is None and fps is None else Video(given, times=times, fps=fps)

@@ -1,6 +1,6 @@
-"""Encoded pictures: their headers, and their pixels as transformers reads them.
+"""Encoded pictures: their headers, and their pixels as transformers would read them.
 
-Nothing is decoded before its size is known and allowed. Needs Pillow, and no torch.
+No picture is decoded before its size is known and allowed. Requires Pillow, but not torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from nanoactor.vision.structure import check_metadata, check_structure
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 _ORIENTATION = 0x0112
-# What of a PNG may say which way up it is: a chunk, or the keyword of a chunk with text.
+# The parts of a PNG that may give its orientation: a chunk, or a text chunk with one of these
+# keywords.
 _PNG_EXIF = b"eXIf"
 _PNG_KEYWORDS = (b"Raw profile type exif\0", b"XML:com.adobe.xmp\0")
 _PNG_SIGNATURE = 8
@@ -29,7 +30,7 @@ _PNG_SIGNATURE = 8
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Header:
-    """A picture's size the right way up, in pixels."""
+    """A picture's size in pixels, after it is turned upright."""
 
     height: int
     width: int
@@ -38,7 +39,8 @@ class Header:
 def read_header(data: bytes | bytearray, max_pixels: int) -> Header:
     """Return a picture's size without decoding it.
 
-    Raises `InvalidRequest` for an unknown format, and for more pixels than `max_pixels`.
+    Raises `InvalidRequest` if the format is unknown or the picture has more than `max_pixels`
+    pixels.
     """
     with _refusing():
         image = _open(data)
@@ -53,20 +55,21 @@ def read_header(data: bytes | bytearray, max_pixels: int) -> Header:
 
 
 def decode(data: bytes | bytearray, height: int, width: int) -> NDArray[np.uint8]:
-    """Return a picture's pixels at this size, (height, width, 3), as `upright` has them, resized
+    """Return the pixels, (height, width, 3), of a picture that is turned by `upright` and resized
     bicubically.
 
-    Raises `InvalidRequest` if it cannot be decoded. Check `read_header` first: a small file may
-    hold a huge picture.
+    Raises `InvalidRequest` if the picture cannot be decoded. Call `read_header` first, as a small
+    file may hold a huge picture.
     """
     with _refusing():
         return _resized(upright(_open(data)), height, width)
 
 
 def upright(image: Image.Image) -> Image.Image:
-    """Return a picture's first frame in RGB, turned according to its EXIF, on a white background if
-    it is transparent; the same whether it came as bytes, as a path, or opened by Pillow. 16-bit
-    gray keeps its 8 high bits. Raises `InvalidRequest` for numbers of unknown range."""
+    """Return a picture's first frame in RGB, turned according to its EXIF orientation, and on a
+    white background if it is transparent. The result is the same whether the picture was given as
+    bytes, as a path, or opened with Pillow. 16-bit grayscale keeps its 8 high bits. Raises
+    `InvalidRequest` if the range of the pixel values is unknown."""
     is_png = image.format == "PNG"
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I;16") or (image.mode == "I" and is_png):
@@ -85,8 +88,8 @@ def upright(image: Image.Image) -> Image.Image:
 
 
 def resize_image(image: Image.Image, height: int, width: int) -> NDArray[np.uint8]:
-    """Return the resized pixels of a picture that was not given as encoded bytes, (height, width,
-    3)."""
+    """Return the resized pixels, (height, width, 3), of a picture that was not given as encoded
+    bytes."""
     with _refusing():
         return _resized(upright(image), height, width)
 
@@ -98,7 +101,7 @@ def _resized(image: Image.Image, height: int, width: int) -> NDArray[np.uint8]:
 def _open(data: bytes | bytearray) -> Image.Image:
     check_structure(data)
     try:
-        Image.MAX_IMAGE_PIXELS = None  # sizes are looked at here
+        Image.MAX_IMAGE_PIXELS = None  # sizes are checked by `read_header`
         image = Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
         raise InvalidRequest(
@@ -110,9 +113,10 @@ def _open(data: bytes | bytearray) -> Image.Image:
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """Turn whatever Pillow raises for broken or hostile data into one error."""
+    """Convert all errors except `MemoryError` that Pillow raises for broken or hostile data to
+    `InvalidRequest`."""
     with warnings.catch_warnings():
-        # About sizes, which are bounded here, and odd metadata.
+        # Pillow warns about sizes, which are bounded here, and about odd metadata.
         warnings.simplefilter("ignore")
         try:
             with native_calls():
@@ -125,8 +129,8 @@ def _refusing() -> Iterator[None]:
 
 
 def _is_bare_png(image: Image.Image, data: bytes | bytearray) -> bool:
-    """Return True for a PNG without an orientation, which Pillow would have to decode to find
-    out."""
+    """Return True if the picture is a PNG without an orientation. Pillow would have to decode the
+    PNG to find out."""
     if image.format != "PNG":
         return False
     at = _PNG_SIGNATURE

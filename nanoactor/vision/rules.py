@@ -1,4 +1,4 @@
-"""Checks of the pictures and videos that users give."""
+"""Validation of the pictures and videos that users give."""
 
 from __future__ import annotations
 
@@ -22,40 +22,42 @@ from nanoactor.vision.media import Media
 from nanoactor.vision.video import Video, frame_times
 
 MAX_BYTES = 64 << 20
-"""Maximum size of an encoded picture."""
+"""Maximum size in bytes of an encoded picture."""
 MAX_VIDEO_BYTES = 256 << 20
 """Maximum total size in bytes of a video's frames, as the user gave them."""
 LOW_DETAIL = 512 * 512
-"""The area in pixels to which OpenAI's detail "low" bounds a picture."""
+"""Maximum area in pixels of a picture with OpenAI's detail "low"."""
 _MOST_PIXELS = 1 << 40
 _CHANNELS = {"RGB": 3, "RGBA": 4, "L": 1}
 _MODES = {channels: mode for mode, channels in _CHANNELS.items()}
 _NESTED = ("images_kwargs", "videos_kwargs")
 _PILLOW = threading.Lock()
-"""Serializes the decoding of opened pictures, which happens when their pixels are requested: one
-picture may be part of several requests."""
+"""Serializes the decoding of pictures opened with Pillow, which decodes them only when their pixels
+are requested: one picture may be part of several requests."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MediaRules:
-    """Rules for what users may give; every method raises `InvalidRequest`."""
+    """Rules for what users may give; every method raises `InvalidRequest` if a rule is violated."""
 
     images: ImageConfig
     max_pixels: int
-    """Most pixels of a picture, or of a frame, before it is resized."""
+    """Maximum number of pixels of a picture, or of a frame, before it is resized."""
     videos: VideoConfig | None = None
-    """None for a model that takes no videos."""
+    """Video configuration; None if the model takes no videos."""
 
     def area(self, kwargs: Mapping[str, Any], detail: str = "auto") -> tuple[int, int]:
-        """Return the areas between which a picture is resized, by `mm_processor_kwargs`
-        (min_pixels, max_pixels, or size with shortest_edge and longest_edge) and `detail`."""
+        """Return the minimum and maximum area in pixels to which a picture is resized, from
+        `mm_processor_kwargs` (min_pixels, max_pixels, or size with shortest_edge and longest_edge)
+        and `detail`."""
         least, most = _area(_kwargs_of(kwargs, "images_kwargs"), self.images)
         if not isinstance(detail, str) or detail not in ("auto", "low", "high"):
             raise InvalidRequest(f"detail must be 'auto', 'low' or 'high', got {detail!r:.50}")
         return _checked(least, min(most, LOW_DETAIL) if detail == "low" else most, self.images)
 
     def video_area(self, kwargs: Mapping[str, Any]) -> tuple[int, int]:
-        """Return the same for all frames of a video together."""
+        """Return the minimum and maximum area in pixels to which a video is resized, over all its
+        frames."""
         videos = self._need_videos()
         return _checked(*_area(_kwargs_of(kwargs, "videos_kwargs"), videos), videos)
 
@@ -67,8 +69,8 @@ class MediaRules:
         return self.videos
 
     def take(self, given: Any, area: tuple[int, int]) -> Media:
-        """Return a picture as a user gives it: encoded bytes, a path, a data: URL, a Pillow image,
-        or an array uint8 (height, width) or (height, width, 1, 3 or 4)."""
+        """Return a picture given in any supported form: encoded bytes, a path, a data: URL, a
+        Pillow image, or a uint8 array (height, width) or (height, width, 1, 3 or 4)."""
         if isinstance(given, str) and given.startswith("data:"):
             given = decode_data_url(given)
         elif isinstance(given, str | Path):
@@ -114,7 +116,7 @@ class MediaRules:
                 data = found.tobytes()
         except InvalidRequest:
             raise
-        except Exception as error:  # Pillow decodes it only now, and raises whatever it likes
+        except Exception as error:  # Pillow decodes it only now, and may raise anything
             raise InvalidRequest(f"the picture cannot be decoded: {error!r:.200}") from error
         return Media("RGB", (found.height, found.width), area, data)
 
@@ -126,8 +128,9 @@ class MediaRules:
             )
 
     def take_video(self, given: Any, area: tuple[int, int]) -> Media:
-        """Return a video: a `Video`, its frames alone, or (frames, metadata) as in vLLM. A frame is
-        whatever a picture may be; an array has dimensions (frames, height, width, channels)."""
+        """Return a video given in any supported form: a `Video`, only its frames, or (frames,
+        metadata) as in vLLM. A frame may have any form that a picture may have; an array of frames
+        has dimensions (frames, height, width, channels)."""
         videos, video = self._need_videos(), Video.of(given)
         frames = list(video.frames)
         if not videos.together <= len(frames) <= videos.max_frames:
@@ -147,7 +150,8 @@ class MediaRules:
                     f"frame {number} is {one.form or 'a file'} {one.shape}, but the first is "
                     f"{first.form or 'a file'} {first.shape}: all frames must be alike"
                 )
-            # Frames of pixels are alike, so the size of the first gives that of all.
+            # Frames given as pixels all have the same size, so the first one determines the total
+            # size.
             if max(size, one.size * len(frames) if one.form else 0) > MAX_VIDEO_BYTES:
                 raise InvalidRequest(
                     f"the frames have more than {MAX_VIDEO_BYTES} bytes: give them encoded, "
@@ -170,8 +174,8 @@ class MediaRules:
 
 
 def _kwargs_of(kwargs: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
-    """Return the arguments for images or for videos: the common ones, and those under its name, as
-    in transformers."""
+    """Return the arguments for images or for videos: the common ones, and those nested under
+    `kind`, as in transformers."""
     found = {key: value for key, value in kwargs.items() if key not in _NESTED}
     nested = kwargs.get(kind)
     if nested is None:
@@ -182,7 +186,7 @@ def _kwargs_of(kwargs: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
 
 
 def _area(kwargs: Mapping[str, Any], own: ImageConfig | VideoConfig) -> tuple[int, int]:
-    """Return the requested areas, or the model's own."""
+    """Return the requested minimum and maximum area in pixels, or the model's own."""
     known = {"min_pixels", "max_pixels", "size"}
     if wrong := [str(key) for key in kwargs if key not in known]:
         raise InvalidRequest(
@@ -231,7 +235,8 @@ def _read_file(path: Path) -> bytes:
 
 
 def decode_data_url(url: str) -> bytes:
-    """Return the bytes of a `data:image/...;base64,` URL. Raises `InvalidRequest`."""
+    """Return the bytes of a `data:image/...;base64,` URL. Raises `InvalidRequest` if the URL is
+    malformed or too long."""
     head, comma, body = url.partition(",")
     if not comma or not head.startswith("data:image/") or not head.endswith(";base64"):
         raise InvalidRequest(

@@ -1,4 +1,4 @@
-"""A cache of the encoded bytes of pictures and videos."""
+"""A cache of pictures and videos as they were given."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from nanoactor.vision.media import Media
 
 
 class MediaStore:
-    """An LRU cache, limited in bytes."""
+    """An LRU cache with a limit in bytes."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -23,7 +23,7 @@ class MediaStore:
         return media
 
     def add(self, key: bytes, media: Media) -> None:
-        """Add an entry; evict the least recently used ones if there is no room."""
+        """Add an entry, and evict the least recently used ones while the limit is exceeded."""
         if self.get(key) is None:
             self._kept[key] = media
             self.nbytes += len(media.data)

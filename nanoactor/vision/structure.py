@@ -1,6 +1,6 @@
-"""Bounds on the parts of a picture's file, checked before Pillow reads it.
+"""Bounds on the parts of a picture's file, checked before Pillow reads the file.
 
-Pillow looks at each part of a file in Python, and a few megabytes may hold a million parts. Real
+Pillow processes each part of a file in Python, and a few megabytes may hold a million parts. Real
 pictures stay far below these bounds.
 """
 
@@ -13,15 +13,17 @@ from typing import Any
 from nanoactor.errors import InvalidRequest
 
 MAX_CHUNKS, MAX_OTHER_CHUNKS = 16_384, 1_024
-"""Limits of a PNG: all chunks, and those without pixels. Each takes Pillow some 16 us."""
+"""Maximum number of chunks in a PNG: of all chunks, and of those without pixels. Pillow takes about
+16 us for each."""
 MAX_SEGMENTS, MAX_SCANS = 1_024, 100
-"""Limits of a JPEG: segments before its pixels, and scans, each a pass over all pixels."""
+"""Maximum number of segments before a JPEG's pixels, and of scans, each of which is a pass over all
+pixels."""
 MAX_GIF_BLOCKS = 4_096
-"""Limit of blocks in a GIF before its first frame."""
+"""Maximum number of blocks in a GIF before its first frame."""
 MAX_RLE_BYTES = 1 << 20
-"""Limit of a run-length encoded BMP, which Pillow decodes in Python."""
+"""Maximum size in bytes of a run-length encoded BMP, which Pillow decodes in Python."""
 MAX_EXIF_BYTES = 1 << 16
-"""Limit of metadata in bytes; each entry may refer to all of it."""
+"""Maximum size in bytes of EXIF metadata, as each entry may refer to all of it."""
 _PNG, _GIF, _BMP = b"\x89PNG\r\n\x1a\n", (b"GIF87a", b"GIF89a"), b"BM"
 _GIF_IMAGE, _GIF_EXTENSION = 0x2C, 0x21
 _START_OF_SCAN = 0xDA
@@ -29,7 +31,7 @@ _BMP_COMPRESSION, _BMP_RLE = 30, (1, 2)
 
 
 def check_structure(data: bytes | bytearray) -> None:
-    """Raise `InvalidRequest` for a file with so many parts that reading it would take long.
+    """Raise `InvalidRequest` if a file has so many parts that reading it would take too long.
     Malformed files are left to Pillow."""
     if data.startswith(_PNG):
         _check_png(data)
@@ -42,10 +44,10 @@ def check_structure(data: bytes | bytearray) -> None:
 
 
 def check_metadata(info: Mapping[Any, Any]) -> None:
-    """Raise `InvalidRequest` if a picture's metadata, as Pillow has read it, is too long."""
+    """Raise `InvalidRequest` if a picture's metadata, as read by Pillow, is too large."""
     sizes = [
         len(info.get("exif") or b""),
-        len(info.get("Raw profile type exif") or "") // 2,  # in hexadecimal digits
+        len(info.get("Raw profile type exif") or "") // 2,  # two hexadecimal digits per byte
     ]
     _check(max(sizes), MAX_EXIF_BYTES, "bytes of EXIF data")
 
@@ -66,13 +68,14 @@ def _check_png(data: bytes | bytearray) -> None:
 
 
 def _check_jpeg(data: bytes | bytearray) -> None:
-    # Within pixels such a byte is followed by another, so that this is a marker or in metadata.
+    # Within pixel data 0xFF is never followed by this byte, so a match is a marker or part of
+    # metadata.
     _check(data.count(bytes((0xFF, _START_OF_SCAN))), MAX_SCANS, "scans")
     at, segments = 2, 0
     while at + 4 <= len(data) and data[at + 1] != _START_OF_SCAN:
         segments += 1
         _check(segments, MAX_SEGMENTS, "segments")
-        # Fill bytes, and what else Pillow steps over one by one.
+        # Pillow skips fill bytes, and anything else that is not a marker, one byte at a time.
         marked = data[at] == 0xFF and data[at + 1] not in (0x00, 0xFF)
         at += 2 + int.from_bytes(data[at + 2 : at + 4], "big") if marked else 1
 

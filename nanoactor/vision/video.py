@@ -13,9 +13,9 @@ from nanoactor.errors import InvalidRequest
 from nanoactor.requests.params import plain_number
 
 DEFAULT_FPS = 24.0
-"""Frames per second if nothing is known; as in transformers."""
+"""Frames per second if neither a rate nor times are given, as in transformers."""
 _LATEST = 1e7
-"""Seconds."""
+"""Upper bound on a frame's time in seconds."""
 _METADATA = {
     "fps",
     "frames_indices",
@@ -26,23 +26,24 @@ _METADATA = {
     "width",
     "height",
 }
-"""Keys of vLLM's and transformers' metadata; the first two matter here."""
+"""Supported keys of vLLM's and transformers' metadata; only the first two are used."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Video:
-    """Frames of a video, as they are to be seen: none is left out, none is added."""
+    """The frames of a video, exactly as the model sees them: none is dropped or added."""
 
     frames: Any
     """A sequence of pictures of one size, or a uint8 array (frames, height, width, channels)."""
     times: Sequence[float] | None = None
-    """Time of each frame in seconds."""
+    """Time of each frame in seconds; None if the times follow from `fps`."""
     fps: float | None = None
     """Frames per second; 24 if neither this nor `times` is given."""
 
     @classmethod
     def of(cls, given: Any) -> Video:
-        """Convert a user's input to a video. Raises `InvalidRequest`."""
+        """Convert a user's input to a video. Raises `InvalidRequest` if it has an unsupported
+        form."""
         if isinstance(given, Video):
             video = given
         elif isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping):
@@ -60,7 +61,8 @@ class Video:
 
 
 def split_videos(given: Any) -> list[Any]:
-    """Return the videos of `multi_modal_data`: one, or a list of them."""
+    """Return the videos of `multi_modal_data` as a list; they are given as one video or a list of
+    videos."""
     if not isinstance(given, list):
         return [given]
     several = all(
@@ -97,7 +99,8 @@ def _rate(fps: Any) -> float:
 
 
 def frame_times(video: Video, frames: int) -> list[float]:
-    """Return the times of `frames` frames, in seconds. Raises `InvalidRequest`."""
+    """Return the time of each of `frames` frames, in seconds. Raises `InvalidRequest` if the
+    video's times or frame rate are invalid."""
     if video.times is None:
         rate = _rate(video.fps)
         return [index / rate for index in range(frames)]

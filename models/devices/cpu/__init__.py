@@ -1,1 +1,1 @@
-"""The CPU, and its kernels."""
+"""The CPU device and its kernels."""

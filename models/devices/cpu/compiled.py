@@ -1,4 +1,4 @@
-"""The CPU with our own kernels in place of PyTorch's many small operators."""
+"""The CPU device with our own kernels in place of PyTorch's many small operators."""
 
 from __future__ import annotations
 
@@ -53,30 +53,31 @@ from nanoactor.models.weights.linear import (
     dense_of,
 )
 
-# Measured by bench/cpu_kernels.py; docs/cpu.md has the figures.
+# Measured by bench/cpu_kernels.py; docs/cpu.md has the results.
 _FEW_ROWS = 2
-"""Rows up to which our product is faster than oneDNN's."""
+"""Maximum number of rows for which our matrix product is faster than oneDNN's."""
 _FEW_CHOICES = 256
-"""Pairs of token and expert up to which our kernel is faster than a product for each expert."""
+"""Maximum number of token-expert pairs for which our kernel is faster than one product per
+expert."""
 _FEW_PACKED_ROWS = 4
-"""Rows up to which packed weights are multiplied as they are read instead of being unpacked first;
-for experts, the mean rows per expert."""
+"""Maximum number of rows for which packed weights are multiplied as they are read instead of being
+unpacked first; for experts, the maximum mean number of rows per expert."""
 _UNPACKED_OUTPUTS = 512
 _LARGE_BYTES = 2 << 20
-"""Size above which weights are read from memory rather than from a cache; with AMX, oneDNN
-multiplies such weights faster."""
+"""Size in bytes above which weights are read from memory rather than from a CPU cache. With AMX,
+oneDNN multiplies such weights faster than our kernel."""
 _SHARE = 0.1
-"""Share of the free memory for weights that are kept in our layout besides oneDNN's."""
+"""Fraction of the free memory that may hold weights in our layout in addition to oneDNN's."""
 _MANY_THREADS = 4
 _MANY_ELEMENTS = 1 << 18
-"""Threads and elements from which PyTorch's operators, each of which uses all threads, are faster
-than one pass of one thread."""
+"""Minimum numbers of threads and elements for which PyTorch's operators, each of which uses all
+threads, are faster than a single pass on one thread."""
 
 
 def _unpacked(
     weights: Fp8Blocks, threads: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Yield a matrix in parts, each with its biases; at most one is unpacked at a time."""
+    """Yield parts of a matrix with their biases, unpacking only one part at a time."""
     for at in range(0, len(weights.weight), _UNPACKED_OUTPUTS):
         some = slice(at, at + _UNPACKED_OUTPUTS)
         bias = None if weights.bias is None else weights.bias[some]
@@ -88,8 +89,8 @@ def _has_product(weights: Fp8Blocks) -> bool:
 
 
 class CompiledCPUDevice(CPUDevice):
-    """Kernels compiled by Numba, and oneDNN's products; types other than float32 and bfloat16 use
-    PyTorch alone."""
+    """The CPU with kernels compiled by Numba and matrix products by oneDNN. Dtypes other than
+    float32 and bfloat16 use only PyTorch's operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,13 +102,13 @@ class CompiledCPUDevice(CPUDevice):
         self._spare = int(self.memory().free * _SHARE)
 
     def prepare_thread(self, threads: int) -> None:
-        """Limit PyTorch's threads and Numba's."""
+        """Limit the number of threads of PyTorch and Numba."""
         super().prepare_thread(threads)
         self._threads = min(threads, numba.config.NUMBA_NUM_THREADS)
         numba.set_num_threads(self._threads)
 
     def check(self, dtype: torch.dtype, block_size: int, head_dim: int) -> None:
-        """Accept any combination, and compile the kernels."""
+        """Accept every configuration, and compile the kernels."""
         self._compile(dtype, STEPS, LOGITS)
         self._compile(torch.float32, LOGITS)  # masked logits are float32
 
@@ -123,7 +124,7 @@ class CompiledCPUDevice(CPUDevice):
     def advance(
         self, tables: SlotTables, rows: DecodeRows, into: RowBuffers, ids: torch.Tensor
     ) -> None:
-        """Advance in one pass."""
+        """Advance all rows in one pass."""
         advance(tables, rows, into, ids)
 
     def locate(
@@ -133,17 +134,18 @@ class CompiledCPUDevice(CPUDevice):
         positions: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Locate in one pass."""
+        """Locate all tokens in one pass."""
         locate(tables, slots, positions, slot_mapping)
 
     def sample_rows(self, rows: RowChoice) -> None:
-        """Sample rows with any parameters."""
+        """Sample all rows, whatever their parameters."""
         sample_rows(rows, self._threads)
 
     # -- operators ------------------------------------------------------------------------
 
     def linear(self, weights: LinearWeights) -> LinearOperator:
-        """Use two layouts if memory allows: for a few rows, and for many. FP8 stays packed."""
+        """Keep weights in two layouts if memory allows, one for few rows and one for many. FP8
+        weights stay packed."""
         if isinstance(weights, Fp8Blocks) and _has_product(weights):
             return self._packed(weights)
         dense = dense_of(weights)
@@ -152,7 +154,7 @@ class CompiledCPUDevice(CPUDevice):
         if slower or not knows(weight) or weight.nbytes > self._spare:
             return many
         self._spare -= weight.nbytes
-        # Ours is in large pages, so that address translation does not slow down reads.
+        # Our copy is in large pages, so that address translation does not slow down reads.
         own = self.zeros(*weight.shape, dtype=weight.dtype).copy_(weight)
 
         def few_or_many(x: torch.Tensor) -> torch.Tensor:
@@ -186,7 +188,8 @@ class CompiledCPUDevice(CPUDevice):
         return few_or_many
 
     def experts(self, weights: ExpertWeights) -> ExpertsOperator:
-        """Use our kernel for a few tokens, PyTorch's products for many. FP8 stays packed."""
+        """Use our kernel for few tokens and PyTorch's products for many. FP8 weights stay
+        packed."""
         pair, down = weights.gate_up, weights.down
         if isinstance(pair, Fp8Blocks) and isinstance(down, Fp8Blocks) and _has_product(down):
             return self._packed_experts(pair, down)
@@ -219,7 +222,7 @@ class CompiledCPUDevice(CPUDevice):
         return swiglu(gate_up) if self._takes(gate_up) else super().swiglu(gate_up)
 
     def rotation(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tables in float32, the type in which the kernels compute."""
+        """Return the tables in float32, the dtype in which the kernels compute."""
         return cos.float().contiguous(), sin.float().contiguous()
 
     def norm_rotate_store(
@@ -233,19 +236,20 @@ class CompiledCPUDevice(CPUDevice):
     def attention(
         self, queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float
     ) -> torch.Tensor:
-        """Attend; a decode-only step needs no tensor to join prefill and decode results."""
+        """Compute attention. A decode-only step needs no tensor that joins prefill and decode
+        results."""
         if batch.plan.decodes is not None and not batch.plan.prefills:
             return self._decode(queries, cache, batch, scale)
         return super().attention(queries, cache, batch, scale)
 
     def _plan_decodes(self, batch: AttentionBatch) -> Any:
-        """Return True: the kernel reads the batch itself."""
+        """Return True as a placeholder: the kernel reads the block tables itself."""
         return True
 
     def _decode(
         self, queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float
     ) -> torch.Tensor:
-        """Read the blocks in place."""
+        """Compute decode attention, reading the blocks in place."""
         if knows(queries):
             return decode_attention(queries, cache, batch, scale, self._threads)
         plan = dataclasses.replace(batch.plan, decodes=super()._plan_decodes(batch))

@@ -1,5 +1,5 @@
-"""The CPU: the embedded default and the ground truth, float32 exact. Operators are PyTorch's;
-`compiled.py` has faster ones that need Numba."""
+"""The CPU: the default when embedded, and the reference for correctness in exact float32. Operators
+are PyTorch's; `compiled.py` has faster ones that need Numba."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger("nanoactor.models.cpu")
 
 
 class CPUDevice(PortableOperators):
-    """PyTorch on the host's cores."""
+    """PyTorch on the host's CPU cores."""
 
     torch_device = torch.device("cpu")
 
@@ -37,17 +37,19 @@ class CPUDevice(PortableOperators):
         )
 
     def prepare_thread(self, threads: int) -> None:
-        """Limit OpenMP for this thread: the setting is per thread."""
+        """Set the number of OpenMP threads, which is a per-thread setting."""
         torch.set_num_threads(threads)
 
     def supports(self, dtype: torch.dtype) -> bool:
-        """Return True for float32, and for bfloat16 if the processor multiplies in it."""
+        """Return True for float32, and for bfloat16 if the processor has instructions to multiply
+        it."""
         if dtype == torch.bfloat16:
             return has_instructions("avx512_bf16", "amx_bf16", "bf16")
         return dtype == torch.float32
 
     def memory(self) -> Memory:
-        """Return the available memory of the host, or of the container if it has less."""
+        """Return the total and available memory of the host, or of the container if that is
+        less."""
         total = _kibibytes("/proc/meminfo", "MemTotal") * 1024
         free = _kibibytes("/proc/meminfo", "MemAvailable") * 1024
         limit, used = _cgroup("memory.max"), _cgroup("memory.current")
@@ -57,19 +59,19 @@ class CPUDevice(PortableOperators):
         return Memory(total, max(0, free))
 
     def reset_peak(self) -> None:
-        """Reset the process's peak in the kernel, and record the present usage."""
+        """Reset the kernel's peak memory counter of the process, and record the current usage."""
         try:
             Path("/proc/self/clear_refs").write_text("5")
             self._base = _kibibytes("/proc/self/status", "VmRSS") * 1024
-        except OSError:  # /proc is read-only: only a rise above the old peak can be seen
+        except OSError:  # /proc is read-only: only growth above the old peak is visible
             self._base = _kibibytes("/proc/self/status", "VmHWM") * 1024
 
     def peak(self) -> int:
-        """Return the growth of the process's peak."""
+        """Return the growth in bytes of the process's peak memory since `reset_peak`."""
         return max(0, _kibibytes("/proc/self/status", "VmHWM") * 1024 - self._base)
 
     def pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """Allocate ordinary memory."""
+        """Allocate ordinary memory, which needs no pinning here."""
         return torch.empty(shape, dtype=dtype)
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -81,14 +83,14 @@ class CPUDevice(PortableOperators):
         return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)
 
     def timed_event(self) -> HostEvent:
-        """Create an event of the host's clock."""
+        """Create an event that reads the host's clock."""
         return HostEvent()
 
     def synchronize(self) -> None:
         """Do nothing: no work is ever queued."""
 
     def linear(self, weights: LinearWeights) -> LinearOperator:
-        """Reorder the weight to oneDNN's layout once instead of in every call."""
+        """Reorder the weight into oneDNN's layout once instead of in every call."""
         dense = dense_of(weights)
         bias = dense.bias
         try:
@@ -101,7 +103,7 @@ class CPUDevice(PortableOperators):
 
 
 def has_instructions(*names: str) -> bool:
-    """Return True if the processor supports any of these instructions, by their names in the Linux
+    """Return True if the processor supports any of these instruction sets, named as in the Linux
     kernel."""
     flags = _first_line("/proc/cpuinfo", "flags") + _first_line("/proc/cpuinfo", "Features")
     return any(name in flags.split() for name in names)

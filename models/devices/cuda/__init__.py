@@ -1,1 +1,1 @@
-"""NVIDIA GPUs, and their kernels."""
+"""The NVIDIA GPU device and its kernels."""

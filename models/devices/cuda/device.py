@@ -1,6 +1,6 @@
-"""NVIDIA GPUs: fused operators in Triton, matrix products in cuBLAS, steps captured as graphs.
+"""NVIDIA GPUs: fused operators in Triton, matrix products in cuBLAS, steps captured as CUDA graphs.
 
-Without Triton the portable operators run instead, step by step and slower.
+Without Triton, the slower portable operators run instead, and steps are not captured.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def with_kernels(traits: DeviceTraits) -> DeviceTraits:
         deep_pipeline=True,
         keeps_logits=True,
         publishes_ids=True,
-        # The kernel of smaller steps reads rows of one sequence while it writes them.
+        # The kernel of smaller steps would read keys and values of a sequence while writing others.
         runs_as_rows_from=MOST_ROWS + 1,
         needs_host_seq_lens=False,
         fused_sampling="all",
@@ -102,7 +102,7 @@ class CudaEvent:
         self.event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
     def milliseconds_until(self, later: CudaEvent) -> float:
-        """Return the time to `later`, to about half a microsecond."""
+        """Return the milliseconds to `later`, to within about half a microsecond."""
         return float(self.event.elapsed_time(later.event))
 
     def record(self) -> None:
@@ -110,16 +110,16 @@ class CudaEvent:
         self.event.record()
 
     def wait(self) -> None:
-        """Spin until the device has passed it, without the GIL: a sleep would take as long as a
-        small model's step."""
+        """Spin without the GIL until the device has reached the event: a sleep would take as long
+        as a small model's step."""
         self.event.synchronize()
 
 
 class PortableCUDADevice(PortableOperators):
-    """Memory, events and plain PyTorch operators of one GPU."""
+    """One GPU with plain PyTorch operators."""
 
     def __init__(self, index: int = 0) -> None:
-        """Raises `UnsupportedModel` where there is no such GPU."""
+        """Open the GPU. Raises `UnsupportedModel` if it does not exist."""
         count = torch.cuda.device_count()
         if index >= count:
             raise UnsupportedModel(
@@ -138,30 +138,31 @@ class PortableCUDADevice(PortableOperators):
         return torch.cuda.get_device_capability(self.torch_device) >= (8, 0)
 
     def prepare_thread(self, threads: int) -> None:
-        """Select the GPU for the calling thread; float32 products keep full precision."""
+        """Select the GPU for the calling thread, and keep float32 products in full precision."""
         torch.cuda.set_device(self.torch_device)
         torch.set_num_threads(threads)
         torch.backends.cuda.matmul.allow_tf32 = False
 
     def supports(self, dtype: torch.dtype) -> bool:
-        """Return True for float32, float16, and bfloat16 from compute capability 8 on."""
+        """Return True for float32 and float16, and for bfloat16 from compute capability 8.0 on."""
         return dtype in _NAMES and (dtype != torch.bfloat16 or self._has_bfloat16())
 
     def memory(self) -> Memory:
-        """Return the driver's figures, which include other processes on the GPU; PyTorch's cached
-        memory counts as free."""
+        """Return the memory that the driver reports, which includes use by other processes on the
+        GPU; PyTorch's cached memory counts as free."""
         free, total = torch.cuda.mem_get_info(self.torch_device)
         cached = torch.cuda.memory_reserved(self.torch_device)
         return Memory(total, free + cached - torch.cuda.memory_allocated(self.torch_device))
 
     def reset_peak(self) -> None:
-        """Reset the peak of PyTorch's allocator."""
+        """Reset the peak statistics of PyTorch's allocator."""
         torch.cuda.synchronize(self.torch_device)
         self._base = torch.cuda.memory_allocated(self.torch_device)
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     def peak(self) -> int:
-        """Return the peak of PyTorch's allocator."""
+        """Return the peak allocation in bytes of PyTorch's allocator, minus the allocation at
+        `reset_peak`."""
         return torch.cuda.max_memory_allocated(self.torch_device) - self._base
 
     def pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -169,12 +170,12 @@ class PortableCUDADevice(PortableOperators):
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """Allocate and write zeros at once: all of the memory will be used."""
+        """Allocate memory and zero it immediately: all of it will be used."""
         return torch.zeros(shape, dtype=dtype, device=self.torch_device)
 
     @contextlib.contextmanager
     def stream(self) -> Iterator[None]:
-        """Use a separate stream: the default one would wait for others."""
+        """Make a separate stream current, as the default stream would wait for other streams."""
         torch.cuda.set_device(self.torch_device)
         if self._stream is None:
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -186,26 +187,26 @@ class PortableCUDADevice(PortableOperators):
         return CudaEvent()
 
     def synchronize(self) -> None:
-        """Wait for all streams."""
+        """Wait for all streams of the device."""
         torch.cuda.synchronize(self.torch_device)
 
 
 @dataclasses.dataclass(slots=True)
 class CapturedGraph:
-    """A CUDA graph and what its function returned."""
+    """A CUDA graph and the result of its captured function."""
 
     graph: torch.cuda.CUDAGraph
     result: torch.Tensor
 
     def replay(self, lengths: HostSeqLens) -> torch.Tensor:
-        """Replay with one launch; lengths are on the device."""
+        """Replay the graph with one launch; lengths are read on the device."""
         self.graph.replay()
         return self.result
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Scratch:
-    """Workspace of the kernels."""
+    """The kernels' workspace."""
 
     splits: decode_attention.Splits
     partials: sampling.Partials
@@ -213,10 +214,10 @@ class Scratch:
 
 
 class CUDADevice(PortableCUDADevice):
-    """The same with operators in Triton, and steps as graphs."""
+    """One GPU with operators in Triton and steps captured as graphs."""
 
     def __init__(self, index: int = 0) -> None:
-        """Raises `UnsupportedModel` where there is no such GPU."""
+        """Open the GPU. Raises `UnsupportedModel` if it does not exist."""
         super().__init__(index)
         self.traits = with_kernels(self.traits)
         log.info("our Triton kernels on %s", torch.cuda.get_device_name(index))
@@ -228,7 +229,7 @@ class CUDADevice(PortableCUDADevice):
         self._fp8_products = ProductKernels(capability)
 
     def check(self, dtype: torch.dtype, block_size: int, head_dim: int) -> None:
-        """Accept everything; warn once about slower configurations."""
+        """Accept every configuration, and warn about slower ones."""
         why = self.prefill_attention.refusal(dtype, block_size, head_dim)
         recent = self.prefill_attention.capability[0] >= HOPPER
         if why is not None and recent and dtype != torch.float32:
@@ -243,7 +244,7 @@ class CUDADevice(PortableCUDADevice):
     ) -> CapturedGraph:
         """Capture one CUDA graph for all steps in flight; all graphs share a memory pool."""
         graph = torch.cuda.CUDAGraph()
-        # Other threads may continue: one of NCCL's polls events all the time.
+        # Other threads may keep calling CUDA: one of NCCL's polls events all the time.
         mode = "thread_local"
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode):
             result = function(lengths)
@@ -260,7 +261,7 @@ class CUDADevice(PortableCUDADevice):
     # -- the batch ------------------------------------------------------------------------
 
     def tokens_per_program(self, heads: int, kv_heads: int) -> int:
-        """Return the prefill kernel's number."""
+        """Return the number of tokens per program of the prefill kernel."""
         return tokens_per_program(heads, kv_heads)
 
     def scratch(
@@ -274,7 +275,7 @@ class CUDADevice(PortableCUDADevice):
     def advance(
         self, tables: SlotTables, rows: DecodeRows, into: RowBuffers, ids: torch.Tensor
     ) -> None:
-        """Advance in one kernel."""
+        """Advance all rows in one kernel."""
         slots_kernels.advance(tables, rows, into, ids)
 
     def locate(
@@ -284,11 +285,11 @@ class CUDADevice(PortableCUDADevice):
         positions: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Locate in one kernel."""
+        """Locate all tokens in one kernel."""
         slots_kernels.locate(tables, slots, positions, slot_mapping)
 
     def plan(self, scratch: Scratch, batch: AttentionBatch) -> AttentionBatch:
-        """Split contexts into chunks of equal length."""
+        """Split the contexts of decode rows into chunks of equal length."""
         contexts = batch.decode_contexts
         splits = scratch.splits.of(max(1, len(contexts)), scratch.kv_heads)
         if len(contexts):
@@ -296,27 +297,28 @@ class CUDADevice(PortableCUDADevice):
         return dataclasses.replace(batch, plan=splits)
 
     def sample_rows(self, rows: RowChoice) -> None:
-        """Sample in four kernels; with a top-k only candidates for the best k are sorted."""
+        """Sample in five kernels; with a top-k, only candidates for the best k are sorted."""
         if len(rows.slots):
             partials = rows.scratch.partials
             sampling.sample_rows(rows.logits, rows.slots, rows.tables, partials, rows.chosen)
 
     def sample_masked_rows(self, rows: RowChoice, masks: torch.Tensor) -> None:
-        """Sample in two more kernels than `sample_rows`."""
+        """Sample as `sample_rows` does, with two additional kernels for the masks."""
         sample_masked_rows(rows, masks)
 
     def publish(self, ids: torch.Tensor, ring: torch.Tensor, count: torch.Tensor) -> None:
-        """Publish in one kernel."""
+        """Publish ids in one kernel."""
         publish(ids, ring, count)
 
     # -- operators ------------------------------------------------------------------------
 
     def route(self, x: torch.Tensor, router: Router) -> tuple[torch.Tensor, torch.Tensor]:
-        """Route with products and a kernel that chooses."""
+        """Compute router logits, then choose experts in another kernel."""
         return route(x, router)
 
     def experts(self, weights: ExpertWeights) -> ExpertsOperator:
-        """Use two kernels for a few tokens, four to six for more; the host waits for none."""
+        """Use two kernels for few tokens and four to six for more. The host waits for none of
+        them."""
         return TritonExperts(weights, self._multiplies_fp8, self._fp8_products.get())
 
     def linear(self, weights: LinearWeights) -> LinearOperator:
@@ -328,7 +330,7 @@ class CUDADevice(PortableCUDADevice):
         return linear_of(weights, self._fp8_products.get())
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """In float32, rounded once."""
+        """Normalize in float32, and round once."""
         return elementwise.rms_norm(x.contiguous(), weight, eps)
 
     def add_rms_norm(
@@ -338,7 +340,7 @@ class CUDADevice(PortableCUDADevice):
         return elementwise.add_rms_norm(x.contiguous(), residual.contiguous(), weight, eps)
 
     def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """In float32, rounded once."""
+        """Rotate in float32, and round once."""
         if 2 * cos.shape[-1] != x.shape[-1]:
             return super().rotary(x, cos, sin)
         return elementwise.rotary(x, cos, sin)
@@ -350,7 +352,8 @@ class CUDADevice(PortableCUDADevice):
     def norm_rotate_store(
         self, qkv: torch.Tensor, how: HeadTransform, cache: KVCache, slots: torch.Tensor
     ) -> torch.Tensor:
-        """Use one pass; run operator by operator if only a part of each head is rotated."""
+        """Normalize, rotate and store in one pass, or operator by operator if only a part of each
+        head is rotated."""
         if 2 * how.rotation[0].shape[-1] != qkv.shape[-1]:
             return super().norm_rotate_store(qkv, how, cache, slots)
         return elementwise.norm_rotate_store(qkv.contiguous(), how, cache, slots)
@@ -358,7 +361,8 @@ class CUDADevice(PortableCUDADevice):
     def attention(
         self, queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float
     ) -> torch.Tensor:
-        """Run one kernel each for prefill and decode rows; data past a context has no effect."""
+        """Run separate kernels for prefill and decode rows. Data past the end of a context has no
+        effect."""
         output = torch.empty_like(queries)
         first = batch.prefill_tokens
         if first:

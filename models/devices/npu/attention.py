@@ -1,5 +1,5 @@
-"""Fused attention over the paged cache, in two query layouts, as documents disagree on which one a
-chip supports: packed tokens (TND), or a padded batch (BNSD)."""
+"""Fused attention over the paged cache, in two query layouts: packed tokens (TND) or a padded batch
+(BNSD). There are two because the documentation is inconsistent about which one a chip supports."""
 
 from __future__ import annotations
 
@@ -14,51 +14,55 @@ from nanoactor.models.seq_lens import HostSeqLens
 
 MASK_SIZE = 2048
 _CAUSAL = 3
-"""sparse_mode: the last query sees every position, the one before all but one, ..."""
+"""Value of `sparse_mode`: the last query sees every position, the query before it all but the last
+position, and so on."""
 _DENSE = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """The part of attention that all layers of a step share."""
+    """The state that the attention of all layers of a step shares."""
 
     tables: torch.Tensor
-    """int32 (rows, blocks of the longest sequence)."""
+    """Block tables, int32 (rows, blocks of the longest sequence)."""
     mask: torch.Tensor
     """Causal mask, int8 (MASK_SIZE, MASK_SIZE)."""
     query_ends: list[int] | torch.Tensor
-    """Cumulative end of each row's tokens; a tensor if contexts are one."""
+    """End of each row's tokens, as a cumulative count; a tensor if `contexts` is one."""
     prefill_tokens: list[int]
     contexts: list[int] | torch.Tensor
-    """Length of each row, new tokens included; an int64 tensor in graphs with operators for it."""
+    """Context length of each row, new tokens included; an int64 tensor in graphs whose operators
+    accept one."""
     there: torch.Tensor | None = None
-    """Token at each place of a padded batch of prompts, int64 (rows * longest,)."""
+    """Index of the token at each position of the padded batch of prompts, int64 (rows *
+    longest,)."""
     back: torch.Tensor | None = None
-    """Place of each token's result, int64 (tokens,)."""
+    """Position of each token's result in the padded batch, int64 (tokens,)."""
 
     @property
     def decode_contexts(self) -> list[int] | torch.Tensor:
-        """Return the contexts of the rows after the prompts."""
+        """Return the context lengths of the decode rows."""
         return self.contexts[len(self.prefill_tokens) :]
 
 
 class Attention(Protocol):
-    """Layout of attention inputs."""
+    """Fused attention in one of the query layouts."""
 
     def plan(
         self, tables: torch.Tensor, lengths: HostSeqLens, rows: torch.Tensor, mask: torch.Tensor
     ) -> Plan:
-        """Plan what layers share; `rows` int32 (4, prompts) has each chunk's first token and
-        number of tokens in its second and third line."""
+        """Compute the state that all layers share. `rows`, int32 (4, prompts), holds each chunk's
+        first token in its second row and the number of tokens in its third."""
 
     def __call__(
         self, queries: torch.Tensor, cache: KVCache, plan: Plan, scale: float
     ) -> torch.Tensor:
-        """Map (tokens, heads, head_dim), contiguous, to the same."""
+        """Compute the attention of contiguous `queries`, (tokens, heads, head_dim), in the same
+        shape."""
 
 
 def make_attention(layout: str) -> Attention:
-    """Return the layout of this name, from the user's options."""
+    """Return the attention for a layout name from the user's options."""
     layouts: dict[str, type[Packed] | type[Padded]] = {"tnd": Packed, "bnsd": Padded}
     return layouts[layout]()
 
@@ -79,11 +83,12 @@ def _attend(
     heads: int,
     **rest: Any,
 ) -> torch.Tensor:
-    """Call the operator, with keys and values as (blocks, block_size, kv_heads * head_dim)."""
+    """Call the fused operator, with keys and values as (blocks, block_size, kv_heads *
+    head_dim)."""
     blocks, size, kv_heads, _ = cache.keys.shape
     operator = torch.ops.npu.npu_fused_infer_attention_score
     if isinstance(contexts, torch.Tensor):
-        # The form for compiled graphs; it exists once torchair is imported.
+        # The variant for compiled graphs, which is registered once torchair is imported.
         operator = torch.ops.air.npu_fused_infer_attention_score
     output: torch.Tensor = operator(
         queries,
@@ -101,18 +106,18 @@ def _attend(
 
 
 class Packed:
-    """One call for all rows of any kind."""
+    """Attention with one call for all prefill and decode rows."""
 
     def plan(
         self, tables: torch.Tensor, lengths: HostSeqLens, rows: torch.Tensor, mask: torch.Tensor
     ) -> Plan:
-        """Plan only the ends of the rows."""
+        """Compute the ends of the rows; this layout needs nothing else."""
         return _make_plan(tables, lengths, mask)
 
     def __call__(
         self, queries: torch.Tensor, cache: KVCache, plan: Plan, scale: float
     ) -> torch.Tensor:
-        """Attend in the TND layout."""
+        """Compute attention in the TND layout."""
         if not len(queries):
             return queries
         return _attend(
@@ -130,12 +135,14 @@ class Packed:
 
 
 class Padded:
-    """One call for the prompts, padded on the right to the longest, and one for the rest."""
+    """Attention with one call for the prompts, padded on the right to the longest, and one for the
+    decode rows."""
 
     def plan(
         self, tables: torch.Tensor, lengths: HostSeqLens, rows: torch.Tensor, mask: torch.Tensor
     ) -> Plan:
-        """Plan the padding of the prompts as well."""
+        """Compute the indices that pad the prompts and gather their results, in addition to the
+        ends of the rows."""
         plan, tokens = _make_plan(tables, lengths, mask), lengths.prefill_tokens
         if len(tokens) < 2:
             return plan
@@ -151,7 +158,7 @@ class Padded:
     def __call__(
         self, queries: torch.Tensor, cache: KVCache, plan: Plan, scale: float
     ) -> torch.Tensor:
-        """Attend in the BNSD layout."""
+        """Compute attention in the BNSD layout."""
         prompts, first = len(plan.prefill_tokens), sum(plan.prefill_tokens)
         parts = []
         if prompts:

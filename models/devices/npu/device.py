@@ -1,7 +1,7 @@
-"""Ascend NPUs: fused operators of torch_npu, attention over paged memory, steps as graphs.
+"""Ascend NPUs: torch_npu's fused operators, paged attention, and steps captured as graphs.
 
-Operators are called by their schemas, `torch.ops.npu`, so that they can be emulated. Never run on
-an NPU: docs/ascend.md lists the extent of verification.
+Operators are called by their schemas, through `torch.ops.npu`, so that they can be emulated. This
+code has never run on an NPU: docs/ascend.md lists what has been verified and how.
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ log = logging.getLogger("nanoactor.models.npu")
 
 _MOST_SEGMENTS = 1024
 _MOST_GROUPS = 1024
-"""Maximum number of groups in a grouped product."""
-# Heads for which npu_apply_rotary_pos_emb is documented on A2 and A3; others use npu_rotary_mul.
+"""Maximum number of groups in a grouped GEMM."""
+# Head sizes for which A2 and A3 document npu_apply_rotary_pos_emb; others use npu_rotary_mul.
 _ROTATED_TOGETHER = (64, 128)
 
 
 class NPUDevice(PortableOperators):
-    """One NPU, and the batch kept on it."""
+    """One NPU and its operators, including those on the batch that it holds."""
 
     def __init__(self, runtime: AscendRuntime, options: DeviceOptions) -> None:
-        """Set up the device; `runtime` is the machine-dependent half."""
+        """Set up the device; `runtime` is its machine-dependent part."""
         self.runtime = runtime
         self.torch_device = runtime.torch_device
         mode = "npugraph" if options.graph_mode == "auto" else options.graph_mode
@@ -102,11 +102,11 @@ class NPUDevice(PortableOperators):
     # -- the machine ----------------------------------------------------------------------
 
     def prepare_thread(self, threads: int) -> None:
-        """Choose the NPU for the calling thread."""
+        """Select the NPU for the calling thread."""
         self.runtime.prepare_thread(threads)
 
     def supports(self, dtype: torch.dtype) -> bool:
-        """Return True if fused attention supports this type."""
+        """Return True if fused attention supports this dtype."""
         return self.runtime.supports(dtype)
 
     def check(self, dtype: torch.dtype, block_size: int, head_dim: int) -> None:
@@ -131,15 +131,15 @@ class NPUDevice(PortableOperators):
             )
 
     def memory(self) -> Memory:
-        """Return the driver's figures."""
+        """Return the total and free memory that the driver reports."""
         return self.runtime.memory()
 
     def reset_peak(self) -> None:
-        """Reset the peak of PyTorch's allocator."""
+        """Reset the peak statistics of PyTorch's allocator."""
         self.runtime.reset_peak()
 
     def peak(self) -> int:
-        """Return the peak of PyTorch's allocator."""
+        """Return the peak allocation in bytes of PyTorch's allocator since `reset_peak`."""
         return self.runtime.peak()
 
     def pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -147,7 +147,7 @@ class NPUDevice(PortableOperators):
         return self.runtime.pinned(*shape, dtype=dtype)
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """Allocate and write zeros at once: all of the memory will be used."""
+        """Allocate memory and zero it immediately: all of it will be used."""
         return torch.zeros(shape, dtype=dtype, device=self.torch_device)
 
     def timed_event(self) -> Any:
@@ -155,17 +155,17 @@ class NPUDevice(PortableOperators):
         return self.runtime.event()
 
     def synchronize(self) -> None:
-        """Wait for all streams."""
+        """Wait for all streams of the device."""
         self.runtime.synchronize()
 
     def stream(self) -> AbstractContextManager[None]:
-        """Use a separate stream."""
+        """Return a context manager that makes a separate stream current."""
         return self.runtime.stream()
 
     # -- graphs ---------------------------------------------------------------------------
 
     def capture(self, function: CapturedFunction, lengths: HostSeqLens, in_flight: int) -> Captured:
-        """Record natively, once for each step in flight; or compile only the forward pass."""
+        """Capture a native graph for each step in flight, or compile only the forward pass."""
         if self.graph_mode == "npugraph":
             return NativeCapture(self.runtime, function, lengths, in_flight)
         compiled = CompiledStep(self.graph_mode, self.runtime, self._options, self._directory)
@@ -177,14 +177,14 @@ class NPUDevice(PortableOperators):
         return captured
 
     def run(self, forward: ForwardFunction, inputs: ForwardInputs) -> torch.Tensor:
-        """Run operator by operator, or as compiled by `capture`."""
+        """Run the forward pass operator by operator, or as compiled by `capture`."""
         run = self._compiled or super().run
         return run(forward, inputs)
 
     def run_compiled(
         self, compiled: CompiledStep, function: CapturedFunction, lengths: HostSeqLens
     ) -> torch.Tensor:
-        """A step whose forward pass is compiled."""
+        """Run a step whose forward pass is compiled."""
         self._compiled = compiled
         try:
             return function(lengths)
@@ -194,14 +194,15 @@ class NPUDevice(PortableOperators):
     # -- the batch ------------------------------------------------------------------------
 
     def dummy_blocks(self, rows: int, block_size: int) -> int:
-        """Return a place for each row: the operator that writes the cache takes no slot twice."""
+        """Return enough blocks for a separate position per row: the operator that writes the cache
+        does not accept the same slot twice."""
         return -(-rows // block_size)
 
     def advance(
         self, tables: SlotTables, rows: DecodeRows, into: RowBuffers, ids: torch.Tensor
     ) -> None:
-        """Advance, and give the rows of the dummy and of frozen slots, all at position 0 of the
-        dummy's table, distinct places after it."""
+        """Advance, then spread out the rows of the dummy and of frozen slots. All of these are at
+        position 0 of the dummy's table, so each gets a separate cache position from there on."""
         placed = self._advance(tables, rows, into, ids)
         apart = torch.arange(len(placed), device=self.torch_device)
         into.slot_mapping.add_(apart.mul_(placed == len(tables.lengths) - 1))
@@ -216,14 +217,16 @@ class NPUDevice(PortableOperators):
         return dataclasses.replace(batch, plan=plan)
 
     def _causal(self) -> torch.Tensor:
-        """Return an int8 mask, 1 for hidden positions; its compressed form serves every length."""
+        """Return the int8 causal mask, 1 for hidden positions, in the compressed form that serves
+        every length."""
         if self._mask is None:
             ones = torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.int8)
             self._mask = ones.triu(1).to(self.torch_device)
         return self._mask
 
     def sample_rows(self, rows: RowChoice) -> None:
-        """Choose the likeliest of all; rows that draw are sampled after the graph."""
+        """Choose the most likely token of each row. Rows with a nonzero temperature are sampled
+        after the graph."""
         if len(rows.slots):
             likeliest = rows.logits.argmax(-1).int()
             rows.tables.last_tokens.index_copy_(0, rows.slots.long(), likeliest)
@@ -233,7 +236,7 @@ class NPUDevice(PortableOperators):
     # -- operators ------------------------------------------------------------------------
 
     def linear(self, weights: LinearWeights) -> LinearOperator:
-        """Keep the weight as it is, or convert it to the matrix units' layout."""
+        """Keep the weight as it is, or convert it to the layout of the matrix units."""
         dense = dense_of(weights)
         weight, bias = dense.weight, dense.bias
         if self._options.weight_format == "nz" and weight.dtype in (torch.float16, torch.bfloat16):
@@ -241,11 +244,11 @@ class NPUDevice(PortableOperators):
         return lambda x: F.linear(x, weight, bias)
 
     def route(self, x: torch.Tensor, router: Router) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose one expert at a time: torchair converts no stable sort, and the order of equal
-        numbers in a top-k is undocumented."""
+        """Choose one expert at a time, because torchair cannot convert a stable sort and the order
+        of equal values in a top-k is undocumented."""
         likely = F.linear(x.float(), router.weight).softmax(-1)
         count = likely.shape[-1]
-        # The lowest of equal ones gets the highest; NaN equals nothing and counts as the last.
+        # The lowest of equal experts wins; NaN equals nothing, so it selects the last expert.
         backwards = torch.arange(count, 0, -1, dtype=torch.float32, device=x.device)
         found, shares = [], []
         for _ in range(router.chosen):
@@ -260,13 +263,13 @@ class NPUDevice(PortableOperators):
         return ids, share.to(x.dtype).float()
 
     def experts(self, weights: ExpertWeights) -> ExpertsOperator:
-        """Sort tokens by expert and use grouped products, with sizes known to the device alone.
-        Chips other than Atlas A2 and A3 have no operator that sorts."""
+        """Sort tokens by expert and run grouped GEMMs, whose group sizes only the device knows.
+        Chips other than Atlas A2 and A3 have no operator for the sort."""
         dense = dense_experts_of(weights)
         count = len(dense.down)
         if not self.runtime.is_a2_or_a3 or not 1 < count <= _MOST_GROUPS:
             return self._every_expert(dense)
-        # In the layout for x Wᵀ; the operator takes transposed views.
+        # Weights stay in the layout for x Wᵀ; the operator accepts transposed views.
         gate_up, down = dense.gate_up.transpose(1, 2), dense.down.transpose(1, 2)
 
         def operator(x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
@@ -291,7 +294,8 @@ class NPUDevice(PortableOperators):
         return operator
 
     def _every_expert(self, dense: DenseExperts) -> ExpertsOperator:
-        """Run every expert for every token, as captured steps read nothing back."""
+        """Run every expert for every token, because captured steps cannot read counts back to the
+        host."""
         _log_once(
             "every expert is computed for every token, which costs as many times the work as there "
             "are experts for each that is chosen: this chip, or so many experts, have no operator "
@@ -308,7 +312,7 @@ class NPUDevice(PortableOperators):
         return operator
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Call npu_rms_norm, which requires a single type."""
+        """Call npu_rms_norm, which requires all tensors to have the same dtype."""
         if weight.dtype != x.dtype:
             return super().rms_norm(x, weight, eps)
         normed: torch.Tensor = torch.ops.npu.npu_rms_norm(x.contiguous(), weight, eps)[0]
@@ -317,7 +321,7 @@ class NPUDevice(PortableOperators):
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Call npu_add_rms_norm, which requires a single type."""
+        """Call npu_add_rms_norm, which requires all tensors to have the same dtype."""
         if weight.dtype != x.dtype:
             return super().add_rms_norm(x, residual, weight, eps)
         normed, _, added = torch.ops.npu.npu_add_rms_norm(
@@ -326,21 +330,21 @@ class NPUDevice(PortableOperators):
         return normed, added
 
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """Call npu_swiglu: the first half is the gate."""
+        """Call npu_swiglu, which treats the first half as the gate."""
         product: torch.Tensor = torch.ops.npu.npu_swiglu(gate_up.contiguous(), -1)
         return product
 
     def rotation(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (1, tokens, 1, rotated dimensions), once a step."""
+        """Return cosines and sines as (1, tokens, 1, rotated dimensions); called once per step."""
         return tuple(torch.cat((half, half), -1)[None, :, None] for half in (cos, sin))  # type: ignore[return-value]
 
     def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Call npu_rotary_mul, which requires a single type."""
+        """Call npu_rotary_mul, which requires all tensors to have the same dtype."""
         return self._rotate(x.to(cos.dtype), *self.rotation(cos, sin)).to(x.dtype)
 
     def _rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         size = cos.shape[-1]
-        if size < x.shape[-1]:  # of a part of each head
+        if size < x.shape[-1]:  # only a part of each head is rotated
             return torch.cat((self._rotate(x[..., :size], cos, sin), x[..., size:]), dim=-1)
         rotated: torch.Tensor = torch.ops.npu.npu_rotary_mul(x.contiguous()[None], cos, sin)
         return rotated[0]
@@ -349,7 +353,7 @@ class NPUDevice(PortableOperators):
         self, keys: torch.Tensor, values: torch.Tensor, cache: KVCache, slots: torch.Tensor
     ) -> None:
         """Call npu_scatter_pa_kv_cache in its plain layout; slots must be distinct."""
-        # Made contiguous before, not after: torchair may clear numbers in place, within a view.
+        # Contiguous before nan_to_num, not after: torchair may replace numbers in place in a view.
         keys, values = (torch.nan_to_num(new.contiguous(), 0.0, 0.0, 0.0) for new in (keys, values))
         torch.ops.npu.npu_scatter_pa_kv_cache(
             keys, values, cache.keys, cache.values, slots, cache_mode="Norm"
@@ -358,7 +362,7 @@ class NPUDevice(PortableOperators):
     def norm_rotate_store(
         self, qkv: torch.Tensor, how: HeadTransform, cache: KVCache, slots: torch.Tensor
     ) -> torch.Tensor:
-        """Call five operators."""
+        """Call separate operators for the norms, the rotation and the cache."""
         kv_heads, size = cache.keys.shape[2:]
         q, k, v = torch.split(qkv, [qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
         if how.norms is not None:
@@ -366,7 +370,7 @@ class NPUDevice(PortableOperators):
         else:
             q, k = q.contiguous(), k.contiguous()
         if how.rotation[0].shape[-1] == size and size in _ROTATED_TOGETHER:
-            # It may work in place: its inputs are not used again.
+            # The operator may work in place: its inputs are not used again.
             turned = torch.ops.npu.npu_apply_rotary_pos_emb(q[None], k[None], *how.rotation, "BSND")
             q, k = turned[0][0], turned[1][0]
         else:
@@ -383,8 +387,9 @@ class NPUDevice(PortableOperators):
     def segment_attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Sequence[int]
     ) -> torch.Tensor:
-        """Call npu_fusion_attention over packed tokens: heads up to 768, of any size; some segments
-        at a time. Chips without documentation for it run PyTorch's operators."""
+        """Call npu_fusion_attention over packed tokens, with at most `_MOST_SEGMENTS` segments per
+        call. It supports any head size up to 768. Chips for which it is not documented run
+        PyTorch's operators."""
         if not self.runtime.is_a2_or_a3:
             return super().segment_attention(q, k, v, segments)
         if len(segments) > _MOST_SEGMENTS:
@@ -406,7 +411,7 @@ class NPUDevice(PortableOperators):
         return attended
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-        """Use npu_top_k_top_p if the chip has it, else PyTorch's operators."""
+        """Use npu_top_k_top_p if the chip has it, and PyTorch's operators otherwise."""
         if self.runtime.is_a2_or_a3:
             return sampling.sample(logits, batch)
         return super().sample(logits, batch)
@@ -426,13 +431,13 @@ class _Compiled:
     compiled: CompiledStep
 
     def replay(self, lengths: HostSeqLens) -> torch.Tensor:
-        """Run a few small operators and the compiled pass."""
+        """Run a few small operators and the compiled forward pass."""
         return self.device.run_compiled(self.compiled, self.function, lengths)
 
 
 def _grouped(x: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Return x W of consecutive groups of rows: (rows, inputs) and (groups, inputs, outputs);
-    `counts` int64 (groups,) are their sizes."""
+    """Return the grouped GEMM of `x`, (rows, inputs), and `weights`, (groups, inputs, outputs). The
+    rows of a group are consecutive; `counts`, int64 (groups,), holds the group sizes."""
     found: list[torch.Tensor] = torch.ops.npu.npu_grouped_matmul(
         [x], [weights], group_list=counts, split_item=3, group_type=0, group_list_type=1
     )

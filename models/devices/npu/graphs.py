@@ -1,4 +1,4 @@
-"""Decode steps as graphs of an NPU: recorded natively, or compiled by torchair."""
+"""Decode steps as NPU graphs: captured natively, or compiled by torchair."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ log = logging.getLogger("nanoactor.models.npu")
 
 
 def graph_cache(given: str | None) -> Path:
-    """Choose the graph directory: as given, or in the user's cache. Raises `UnsupportedModel` if it
-    is not writable."""
+    """Return the directory for compiled graphs (`given`, or one in the user's cache), and create it
+    if needed. Raises `UnsupportedModel` if it is not writable."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     path = Path(given).expanduser() if given is not None else Path(home) / "nanoactor" / "graphs"
     try:
@@ -42,10 +42,10 @@ def graph_cache(given: str | None) -> Path:
 
 
 class NativeCapture:
-    """A step recorded once for each step in flight; the recordings take turns.
+    """A step captured once for each step in flight; the graphs are replayed in turn.
 
     A graph's lengths are parameters that the host writes before a replay. The next replay is
-    prepared while one runs, so it must use another graph.
+    prepared while one is running, so it must use another graph.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class NativeCapture:
         self._current = 0
 
     def replay(self, lengths: HostSeqLens) -> torch.Tensor:
-        """Update all layers' lengths at once, and launch."""
+        """Update the lengths of all layers at once, and launch the next graph."""
         graph = self._graphs[self._current]
         self._current = (self._current + 1) % len(self._graphs)
         if not graph.done.done():
@@ -76,14 +76,14 @@ class CompiledStep:
     def __init__(
         self, mode: str, runtime: AscendRuntime, options: DeviceOptions, directory: Path
     ) -> None:
-        """`mode` is "max-autotune" (a graph of the graph engine, kept in `directory`) or
-        "reduce-overhead" (a native graph by torchair's passes)."""
+        """Store the settings. `mode` is "max-autotune" (a graph for the graph engine, cached in
+        `directory`) or "reduce-overhead" (a native graph made by torchair's passes)."""
         self._mode, self._runtime, self._options = mode, runtime, options
         self._directory = directory
         self._module: DecodePass | None = None
 
     def __call__(self, forward: ForwardFunction, inputs: ForwardInputs) -> torch.Tensor:
-        """Run the step; returns (rows, hidden)."""
+        """Run the forward pass and return hidden states, (rows, hidden)."""
         batch, token_ids = inputs.batch, inputs.token_ids
         plan: Plan = batch.plan
         if self._module is None:
@@ -104,16 +104,16 @@ class CompiledStep:
 
         config = torchair.CompilerConfig()
         config.mode = self._mode
-        # Keys and values are written in place, in the inputs themselves, not in copies.
+        # Keys and values are written to the inputs themselves, not to copies.
         config.experimental_config.keep_inference_input_mutations = True
         if self._mode == "reduce-overhead":
             backend = torchair.get_npu_backend(compiler_config=config)
-            # Lengths are integers that change: they are symbols, else each step would be compiled.
+            # Lengths are integers that change: as symbols, they trigger no compilation per step.
             module.compiled = torch.compile(
                 module.decode, backend=backend, dynamic=True, fullgraph=True
             )
             return
-        # Registers torch.ops.air: attention with lengths as tensors.
+        # Registers attention in torch.ops.air that accepts lengths as tensors.
         importlib.import_module("torchair.ops._npu_fused_infer_attention_score")
         directory = self._directory / self._key(module, rows, plan)
         if any(directory.rglob("compiled_module")):
@@ -125,7 +125,8 @@ class CompiledStep:
         )
 
     def _key(self, module: DecodePass, rows: int, plan: Plan) -> str:
-        """Return a key of all that a graph depends on: model, shapes, versions, our own code."""
+        """Return a key for everything that a graph depends on: model, shapes, versions and our own
+        code."""
         network = getattr(module.forward_function, "__self__", None)
         cache = module.caches[0].keys
         parts = [
@@ -143,7 +144,7 @@ class CompiledStep:
 
 
 class DecodePass(torch.nn.Module):
-    """A decode step's forward pass with only tensors and lengths as arguments."""
+    """A decode step's forward pass that takes only tensors and lengths as arguments."""
 
     def __init__(self, forward: ForwardFunction, caches: list[KVCache], plan: Plan) -> None:
         super().__init__()
@@ -152,7 +153,7 @@ class DecodePass(torch.nn.Module):
         self.compiled: Callable[..., torch.Tensor] | None = None
 
     def forward(self, *arguments: Any) -> torch.Tensor:
-        """Run the compiled pass."""
+        """Run the compiled forward pass."""
         assert self.compiled is not None
         return self.compiled(*arguments)
 
@@ -164,7 +165,8 @@ class DecodePass(torch.nn.Module):
         tables: torch.Tensor,
         contexts: Any,
     ) -> torch.Tensor:
-        """Compute a decode step; compiled. `contexts` is a list of integers, or a tensor."""
+        """Compute a decode step; this method is compiled. `contexts` is a list of integers or a
+        tensor."""
         ends: list[int] | torch.Tensor = self._ends
         if isinstance(contexts, torch.Tensor):
             ends = torch.arange(1, len(token_ids) + 1, device=contexts.device)
@@ -186,8 +188,8 @@ class DecodePass(torch.nn.Module):
 
 
 def _named(module: DecodePass, rows: int) -> types.FunctionType:
-    """Return `decode` with its own code object: torchair looks up compiled graphs by it, and would
-    treat several sizes of one as recompilations."""
+    """Return `decode` with a code object of its own. torchair looks up compiled graphs by code
+    object, and would treat several sizes that share one as recompilations."""
     decode = DecodePass.decode
     name = f"decode_{rows}"
     code = decode.__code__.replace(co_name=name, co_qualname=name)
@@ -196,7 +198,8 @@ def _named(module: DecodePass, rows: int) -> types.FunctionType:
 
 @functools.cache
 def _source_digest() -> str:
-    """Return a digest of this package's code: other code may compile differently."""
+    """Return a digest of the source of `nanoactor.models`, since other code may compile
+    differently."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).resolve().parents[2].rglob("*.py")):
         digest.update(path.read_bytes())

@@ -1,6 +1,6 @@
-"""One Ascend NPU through torch_npu: memory, queue, events, recorded graphs. No operators.
+"""One Ascend NPU through torch_npu: memory, queue, events and captured graphs, but no operators.
 
-Never run on an NPU: docs/ascend.md lists the extent of verification.
+This code has never run on an NPU: docs/ascend.md lists what has been verified and how.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ _INSTALL = (
     "in releases that belong together"
 )
 _SOURCE = "source /usr/local/Ascend/ascend-toolkit/set_env.sh"
-# Atlas A2 (910B) and A3 (910_93): these have bfloat16, and operators documented for them alone.
+# Atlas A2 (910B) and A3 (910_93) have bfloat16; some operators are documented only for them.
 _A2_OR_A3 = re.compile(r"Ascend910(B|_93)")
 _HALF = (torch.float16, torch.bfloat16)
 
 
 def load_torch_npu() -> Any:
-    """Import torch_npu. Raises `UnsupportedModel` with the missing part and the remedy."""
+    """Import torch_npu. Raises `UnsupportedModel` with the missing part and the remedy if that
+    fails."""
     try:
         import torch_npu
     except ModuleNotFoundError as error:
@@ -61,41 +62,42 @@ class NPUEvent:
         self.event.record()
 
     def done(self) -> bool:
-        """Return True if the stream has passed it."""
+        """Return True if the stream has reached the event."""
         return bool(self.event.query())
 
     def wait(self) -> None:
-        """Block until the stream has passed it."""
+        """Block until the stream has reached the event."""
         self.event.synchronize()
 
     def milliseconds_until(self, later: NPUEvent) -> float:
-        """Return the time to `later` by the device's clock."""
+        """Return the milliseconds to `later` by the device's clock."""
         return float(self.event.elapsed_time(later.event))
 
 
 @dataclasses.dataclass(slots=True)
 class RecordedGraph:
-    """A native graph. The host writes the lengths of its attention operators into the graph before
-    each replay."""
+    """A captured native graph. Before each replay, the host writes the lengths for the attention
+    operators into the graph."""
 
     graph: Any
     result: torch.Tensor
     done: NPUEvent
 
     def replay(self, contexts: Sequence[int]) -> None:
-        """Queue it with these lengths. The caller ensures that its last replay is finished: a
-        running one would see the new lengths."""
+        """Queue the graph with these context lengths. The caller must ensure that its previous
+        replay has finished, since a running replay would see the new lengths."""
         self.graph.update(cpu_update_input=[{"actual_seq_lengths_kv": list(contexts)}])
         self.graph.replay()
         self.done.record()
 
 
 class AscendRuntime:
-    """The part of the machine that `NPUDevice` needs."""
+    """The machine-dependent part of an `NPUDevice`."""
 
     name = "npu"
     block_multiple, largest_block = 128, 512
-    """Block sizes that fused attention supports for several positions per row."""
+    """Block sizes that fused attention supports for several positions per row: multiples of the
+    first number, up to the second."""
     packed_heads: tuple[int, ...] = (64, 128, 192)
     """Head sizes that fused attention supports for packed tokens."""
     collective_backend = "hccl"
@@ -121,30 +123,31 @@ class AscendRuntime:
         self._base = 0
 
     def supports(self, dtype: torch.dtype) -> bool:
-        """Return True for float16, and for bfloat16 on A2 and A3, as fused attention does."""
+        """Return True for the dtypes of fused attention: float16, and bfloat16 on A2 and A3."""
         return dtype in _HALF and (dtype != torch.bfloat16 or self.is_a2_or_a3)
 
     def prepare_thread(self, threads: int) -> None:
-        """Select the NPU for the calling thread. Operators come from the compiled library; none is
-        compiled for a shape while the engine runs."""
+        """Select the NPU for the calling thread. Operators come from the precompiled library, so
+        that none is compiled for a shape while the engine runs."""
         self._npu.set_device(self.torch_device)
         self._npu.set_compile_mode(jit_compile=False)
         torch.set_num_threads(threads)
 
     def memory(self) -> Memory:
-        """Return the driver's figures; PyTorch's cached memory counts as free."""
+        """Return the memory that the driver reports; PyTorch's cached memory counts as free."""
         free, total = self._npu.mem_get_info(self.torch_device)
         cached = self._npu.memory_reserved(self.torch_device)
         return Memory(total, free + cached - self._npu.memory_allocated(self.torch_device))
 
     def reset_peak(self) -> None:
-        """Reset the peak of PyTorch's allocator."""
+        """Reset the peak statistics of PyTorch's allocator."""
         self._npu.synchronize()
         self._base = self._npu.memory_allocated(self.torch_device)
         self._npu.reset_peak_memory_stats(self.torch_device)
 
     def peak(self) -> int:
-        """Return the peak of PyTorch's allocator."""
+        """Return the peak allocation in bytes of PyTorch's allocator, minus the allocation at
+        `reset_peak`."""
         return int(self._npu.max_memory_allocated(self.torch_device)) - self._base
 
     def pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -152,7 +155,7 @@ class AscendRuntime:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
     def synchronize(self) -> None:
-        """Wait for all streams."""
+        """Wait for all streams of the device."""
         self._npu.synchronize()
 
     def event(self) -> NPUEvent:
@@ -161,7 +164,7 @@ class AscendRuntime:
 
     @contextlib.contextmanager
     def stream(self) -> Iterator[None]:
-        """Use a separate stream, as the default one cannot be captured."""
+        """Make a separate stream current, as the default stream cannot be captured."""
         self._npu.set_device(self.torch_device)
         if self._stream is None:
             self._stream = self._npu.Stream()
@@ -169,7 +172,8 @@ class AscendRuntime:
             yield
 
     def record(self, function: Callable[[], torch.Tensor]) -> RecordedGraph:
-        """Record what a function queues as a native graph; all share a memory pool."""
+        """Capture the work that `function` queues as a native graph. All graphs share a memory
+        pool."""
         graph = self._npu.NPUGraph()
         with (
             self._left_as_found(graph),
@@ -188,8 +192,8 @@ class AscendRuntime:
 
     @contextlib.contextmanager
     def _left_as_found(self, graph: Any) -> Iterator[None]:
-        """Clean up after a recording: torch_npu may leave its mode on PyTorch's stack and its
-        stream current, and later work would become part of the recording."""
+        """Clean up after a failed capture: torch_npu may leave its dispatch mode on PyTorch's stack
+        and its stream current, and later work would become part of the capture."""
         modes, stream = len(_get_current_dispatch_mode_stack()), self._npu.current_stream()
         try:
             yield
@@ -200,7 +204,7 @@ class AscendRuntime:
             raise
 
     def to_fractal(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return a matrix in the layout that matrix units read (NZ)."""
+        """Convert a matrix to the layout that the matrix units read (NZ)."""
         self._npu.config.allow_internal_format = True
         fractal: torch.Tensor = torch.ops.npu.npu_format_cast(weight.contiguous(), _FRACTAL_NZ)
         return fractal
@@ -212,4 +216,4 @@ class AscendRuntime:
 
 
 _FRACTAL_NZ = 29
-"""ACL_FORMAT_FRACTAL_NZ."""
+"""Value of ACL_FORMAT_FRACTAL_NZ."""

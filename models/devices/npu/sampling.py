@@ -1,9 +1,10 @@
-"""Sampling with npu_top_k_top_p, for chips that have it: the operator truncates, the noise is the
+"""Sampling with npu_top_k_top_p, for chips that have it. The operator truncates; the noise is the
 engine's own.
 
-The operator keeps every logit that equals the least of the best k, and among equal ones at the
-edge of top-p the higher ids: if bfloat16 logits are equal there, a token may be chosen that
-`nanoactor.models.sampling.sampler` would have cut. On one device it is the same in every batch.
+The operator keeps every logit that equals the k-th highest, and of equal logits at the edge of
+top-p it keeps those with higher ids. So if bfloat16 logits are equal there, it may choose a token
+that `nanoactor.models.sampling.sampler` would have removed. On one device, the choice is the same
+in every batch.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ from nanoactor.models.sampling.sampler import scores_of
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """Return ids, int64 (rows,), as `nanoactor.models.sampling.sampler.sample`, which handles rows
-    with a top-k beyond `limits.CANDIDATES`: the operator's limit is 1,024."""
+    """Return token ids, int64 (rows,), as `nanoactor.models.sampling.sampler.sample` does. That
+    function still samples the rows with a top-k above `limits.CANDIDATES`: the operator's limit is
+    1,024."""
     logits, groups = logits.float(), batch.groups
     if not groups.limited.numel() and not groups.nucleus.numel():
         return sample_portably(logits, batch)
     nothing = groups.limited[:0]
     rest = dataclasses.replace(groups, limited=nothing, nucleus=nothing)
-    chosen = sample_portably(logits, dataclasses.replace(batch, groups=rest))  # and masks
+    # This also masks `logits` in place.
+    chosen = sample_portably(logits, dataclasses.replace(batch, groups=rest))
     broken = chosen == NO_TOKEN
     if groups.limited.numel():
         chosen[groups.limited] = _cut(logits, batch, groups.limited, batch.sampling.top_k)

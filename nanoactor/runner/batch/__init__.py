@@ -1,1 +1,1 @@
-"""A step on the host: its rows, laid out in arrays."""
+"""The host's side of steps: rows and their parameters, laid out in arrays."""

@@ -1,7 +1,7 @@
-"""The changes that a step makes to a batch on the device: a few index-value pairs.
+"""The changes that a step makes to the batch on the device: a few index-value pairs.
 
-Everything that the device knows of slots is one int32 array; a step's deltas are numbers to be
-written into it. A decode step in which nothing changed is empty.
+All per-slot tables on the device are parts of one int32 array, and a step's changes are numbers to
+write into it. A decode step in which nothing changes writes none.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from nanoactor.runner.batch.row_layout import Continued, StepLayout
 from nanoactor.runner.batch.sampling_table import SamplingTable
 from nanoactor.runner.batch.score_table import ScoreTable
 
-# Sorting whole vocabularies takes 127 bytes per logit.
+# Maximum number of rows to sample at once: sorting whole vocabularies takes 127 bytes per logit.
 FALLBACK_AT_ONCE = 64
 _Pair = tuple[NDArray[np.integer[Any]], NDArray[np.integer[Any]]]
 NO_MASKS: Int32 = np.empty((0, 0), np.int32)
@@ -43,117 +43,124 @@ NO_MASKS: Int32 = np.empty((0, 0), np.int32)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StateLayout:
-    """The place of each table in the array. The last slot is a dummy, for padded rows: its block is
-    one past the cache's last."""
+    """The offset of each table in the array. The last slot is a dummy for padded rows; its block is
+    the one after the cache's last block."""
 
     slots: int
     max_blocks: int
 
     @property
     def dummy(self) -> int:
-        """The slot of padded rows."""
+        """Return the slot of padded rows."""
         return self.slots - 1
 
     @property
     def lengths(self) -> int:
-        """Positions computed, by slot. The block tables, a row for each slot, precede it."""
+        """Return the offset of the number of computed positions per slot. The block tables, one row
+        per slot, precede it."""
         return self.slots * self.max_blocks
 
     @property
     def last_tokens(self) -> int:
-        """Return the newest tokens by slot."""
+        """Return the offset of each slot's newest token."""
         return self.lengths + self.slots
 
     @property
     def frozen(self) -> int:
-        """By slot: 1 if its decode rows have no lasting effect."""
+        """Return the offset of each slot's flag: 1 if its decode rows have no lasting effect."""
         return self.last_tokens + self.slots
 
     @property
     def rope_deltas(self) -> int:
-        """By slot: rotary position minus index, for tokens after the prompt. This field and those
-        after it, up to `rows`, are set when a sequence is admitted."""
+        """Return the offset of each slot's difference between rotary position and index, for tokens
+        after the prompt. This table and those after it, up to `rows`, are set when a sequence is
+        admitted."""
         return self.frozen + self.slots
 
     @property
     def prompt_lengths(self) -> int:
-        """By slot: where its output begins."""
+        """Return the offset of the position at which each slot's output begins."""
         return self.rope_deltas + self.slots
 
     @property
     def freeze_ids(self) -> int:
-        """For each slot, the ids that freeze it, column by column."""
+        """Return the offset of the ids that freeze each slot, column by column."""
         return self.prompt_lengths + self.slots
 
     @property
     def sampling(self) -> int:
-        """Sampling parameters by slot, column by column (`models/sampling/columns.py`)."""
+        """Return the offset of the sampling parameters by slot, column by column
+        (`models/sampling/columns.py`)."""
         return self.freeze_ids + FREEZE_IDS * self.slots
 
     @property
     def rows(self) -> int:
-        """The slots of the decode batch, ascending, then dummies."""
+        """Return the offset of the slots of all decode rows: the decode batch, ascending, then the
+        rows after it, then dummies."""
         return self.sampling + WORDS * self.slots
 
     @property
     def row_positions(self) -> int:
-        """The position of each row in `rows`; -1 stands for its slot's next position."""
+        """Return the offset of the position of each row in `rows`; -1 stands for its slot's next
+        position."""
         return self.rows + self.slots
 
     @property
     def row_token_ids(self) -> int:
-        """The token of each row that has a position of its own."""
+        """Return the offset of the token of each row that has a position of its own."""
         return self.row_positions + self.slots
 
     @property
     def size(self) -> int:
-        """Size of the whole array."""
+        """Return the number of elements in the whole array."""
         return self.row_token_ids + self.slots
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchTraits:
-    """Properties of a device that decide how its steps are laid out; see `DeviceTraits`."""
+    """Properties of a device that determine how its steps are laid out; see `DeviceTraits`."""
 
     tokens_per_program: int = 1 << 30
     needs_host_seq_lens: bool = False
     fused_sampling: FusedSampling = "none"
     fallback_at_once: int = FALLBACK_AT_ONCE
-    """Rows that are sampled together without the fused sampler."""
+    """Maximum number of rows that are sampled together outside the fused sampler."""
     runs_as_rows_from: int = 1 << 30
-    """Minimum decode rows of a step that may have several rows of one sequence."""
+    """Minimum number of decode rows in a step that may have several rows of one sequence."""
     slot_state: bool = False
-    """True if layers keep slot states, which are reset for each sequence."""
+    """Whether layers keep slot states, which are reset for each sequence."""
 
 
 class HostBatch:
-    """The host's side of the batch: sampling by slot, and its results for the decode batch."""
+    """The host's side of the batch: sampling parameters by slot, and state derived from them for
+    the decode batch."""
 
     def __init__(
         self, max_num_seqs: int, max_blocks: int, traits: BatchTraits, pooling: str = ""
     ) -> None:
-        """`pooling` is how the model pools, as `PoolingConfig.kind`."""
+        """Create an empty batch. `pooling` is the model's `PoolingConfig.kind`, or empty."""
         self._traits, self._pooling = traits, pooling
         self.layout = StateLayout(max_num_seqs + 1, max_blocks)
         self.sampling = SamplingTable(max_num_seqs)
         self._scores = ScoreTable(max_num_seqs)
         self._outputs = np.zeros(max_num_seqs, np.int32)
-        """By slot: where its output begins."""
+        """Position at which the output of each slot begins."""
         self._rows = RowExpander(max_num_seqs)
         self._decode: Long = NONE
-        """The slots of the decode batch; the next four fields are valid until it changes."""
+        """Slots of the decode batch. The next four fields are valid until it changes."""
         self._fallback: Long | None = None
-        """Decode rows that the fused sampler never handles."""
+        """Indices of the decode rows that the fused sampler never handles."""
         self._parts: tuple[SampledRows[Array], ...] = ()
         self._asking: Long = NONE
-        """Decode rows that request log-probabilities."""
+        """Indices of the decode rows that request log-probabilities."""
         self._masked_steps = 0
-        """Steps until all of its rows are past `min_tokens`."""
+        """Number of steps until all decode rows are past `min_tokens`."""
         self._continued = 0
-        """Rows after the decode batch in the previous step."""
+        """Number of rows after the decode batch in the previous step."""
 
     def update(self, step: Step, masks: Int32 = NO_MASKS) -> Update:
-        """Apply a step with these masks, (rows, words), for its choices. Steps come in order."""
+        """Apply a step and lay it out; `masks`, (rows, words), are those of its choices. Steps must
+        come in order."""
         rows = self._rows.expand(step.rows, step.leaves)
         pairs = self._admit(step.admissions) if len(step.admissions.slots) else []
         if len(step.table_slots):
@@ -162,7 +169,7 @@ class HostBatch:
             rows,
             step.token_ids,
             self._outputs,
-            room=0 if step.vision else len(self._outputs),  # only chunks see images
+            room=0 if step.vision else len(self._outputs),  # only chunks read image features
             runs_from=self._traits.runs_as_rows_from,
         )
         behind, decodes = layout.behind, len(rows.decode_slots)
@@ -200,7 +207,7 @@ class HostBatch:
         )
 
     def _admit(self, new: Admissions) -> list[_Pair]:
-        """Admit new sequences; return their changes to the array."""
+        """Admit new sequences, and return the resulting changes to the array."""
         self.sampling.admit(new)
         self._scores.admit(new.slots, new.prompt_lengths, new.scores)
         self._outputs[new.slots] = new.prompt_lengths
@@ -210,12 +217,13 @@ class HostBatch:
 
     def _table_indices(self, step: Step) -> Int64:
         firsts = step.table_slots.astype(np.int64) * self.layout.max_blocks + step.table_starts
-        if len(firsts) == len(step.table_blocks):  # each grows by one, as decodes do
+        if len(firsts) == len(step.table_blocks):  # each table grows by one block
             return firsts
         return counted_up(firsts, step.table_counts.astype(np.int64))
 
     def _change_rows(self, decode: Long, behind: Continued) -> list[_Pair]:
-        """Return the part of the list of rows that changes; others follow the decode batch."""
+        """Return the changes to the list of decode rows, where the rows `behind` follow the decode
+        batch."""
         before, first = len(self._decode) + self._continued, len(self._decode)
         if decode is not self._decode:
             self._decode, self._fallback, first = decode, None, 0
@@ -243,13 +251,14 @@ class HostBatch:
         groups = -(-counts // per_program)
         tile_rows = np.arange(len(groups), dtype=np.int32).repeat(groups)
         tile_numbers = counted_up(np.zeros(len(groups), np.int64), groups)
-        # Longest first, so that the device does not wait for them at the end.
+        # Tiles with the longest context come first, so that the device does not wait for them at
+        # the end.
         ends_in_row = np.minimum(counts[tile_rows], (tile_numbers + 1) * per_program)
         longest_first = np.argsort(-(rows.starts[tile_rows] + ends_in_row), kind="stable")
         ends = layout.chunks.searchsorted(layout.ends)
         if len(token_ids) == ends_at[-1]:
             own_ids = token_ids.copy()  # the copy outlives the message
-        else:  # some belong to other rows, or are successors
+        else:  # some ids belong to other rows or are successors to score
             own_ids = token_ids[counted_up(layout.firsts[layout.chunks], counts)]
         return Prefill(
             own_ids,
@@ -262,7 +271,8 @@ class HostBatch:
         )
 
     def _read_tokens(self, firsts: Int32, counts: Int32, ends: Long, pooled: int) -> Int32:
-        """Return the token of each chunk at which the state is read; the last chunks pool."""
+        """Return, for each chunk in `ends`, the index of the token whose state is read; the last
+        `pooled` of these chunks pool."""
         read: Int32 = (firsts + counts - 1)[ends].astype(np.int32)
         if pooled and self._pooling == "cls":
             read[-pooled:] = firsts[ends[-pooled:]]
@@ -286,7 +296,7 @@ class HostBatch:
         return HostSeqLens(counts, contexts, decodes.tolist())
 
     def _admitted(self, step: Step) -> Long | None:
-        """Return the slots with states to be reset; None if there are none."""
+        """Return the slots whose states are reset; None if there are none."""
         slots = step.admissions.slots
         return slots.astype(np.int64) if self._traits.slot_state and len(slots) else None
 
@@ -314,8 +324,8 @@ class HostBatch:
     def _choices(
         self, first: int, slots: Long, positions: Long, masks: Int32
     ) -> tuple[SampledRows[Array], ...]:
-        """Return the rows of all samplers from `first` on, which choose from the states of their
-        slots."""
+        """Return the samplers from `first` on, which choose from the states that their slots keep,
+        in parts of a few rows each."""
         most, parts = self._traits.fallback_at_once, []
         for at in range(first, len(slots), most):
             part, where = slots[at : at + most], positions[at : at + most]
@@ -331,14 +341,14 @@ class HostBatch:
         return never | self.sampling.masking(slots, positions)
 
     def _sampled(self, slots: Long, rows: Long) -> tuple[SampledRows[Array], ...]:
-        """Return the sampling of these samplers, a few at a time."""
+        """Return the sampling parameters of these samplers, in parts of a few rows each."""
         most = self._traits.fallback_at_once
         parts = (rows[at : at + most] for at in range(0, len(rows), most))
         return tuple(self.sampling.rows(slots[part], part) for part in parts)
 
     def _fallback_decodes(self, decode: Long, positions: Long) -> tuple[Long, bool]:
-        """Return the rows of the decode batch that are not fused in this step, and whether some of
-        the set may not sample some ids yet."""
+        """Return the rows of the decode batch that the fused sampler does not handle in this step,
+        and whether some rows of the batch may not sample all ids yet."""
         if self._fallback is None:
             never = self.sampling.never_fused(decode, self._traits.fused_sampling)
             self._fallback = np.flatnonzero(never)
@@ -355,8 +365,9 @@ class HostBatch:
     def _scored(
         self, token_ids: Int32, layout: StepLayout, slots: Long, numbers: Long
     ) -> tuple[ScoredRows[Array] | None, ScoredResults | None]:
-        """Return what the step scores, for samplers in these slots and rows; the decode batch's
-        requests must already be known."""
+        """Return the tokens that the step scores, and the layout of the results. `slots` and
+        `numbers` are the slots and row indices of all samplers; `_asking` must already be up to
+        date."""
         asking, first = self._asking, len(layout.sampled)
         if len(slots) > len(layout.rows.decode_slots):
             late = first + len(layout.rows.decode_slots)
@@ -384,7 +395,8 @@ def _kept(layout: StepLayout) -> KeptRows[Array] | None:
 
 
 def _reaching(part: SampledRows[Array], positions: Long) -> SampledRows[Array]:
-    """Return the rows with the length of the longest sequence that penalties count."""
+    """Return the rows with `LogitRules.longest` set to the length of the longest penalized
+    sequence."""
     if part.rules is None or not len(part.rules.penalized):
         return part
     longest = int(positions[part.rules.penalized].max())

@@ -1,4 +1,4 @@
-"""A batch for a runner's rehearsals, which lays out the same dummy step each time."""
+"""A separate batch for a runner's rehearsals, which lays out the same dummy step each time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nanoactor.scheduling.rehearsal import first_step
 
 
 class BatchDouble:
-    """A small `HostBatch`, made on first use."""
+    """A small `HostBatch`, created on first use."""
 
     def __init__(self, traits: BatchTraits, block_size: int) -> None:
         self._traits, self._block_size = traits, block_size
@@ -27,5 +27,5 @@ class BatchDouble:
         )
 
     def update(self) -> Update:
-        """Lay out a prompt that ends in its step."""
+        """Lay out a dummy step that computes a whole prompt."""
         return self._batch.update(self._step)

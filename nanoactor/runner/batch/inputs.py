@@ -27,16 +27,17 @@ class Prefill(Generic[T]):
     token_ids: T
     positions: T
     slots: T
-    """(tokens,): the slot of each token."""
+    """Slot of each token, (tokens,)."""
     rows: T
-    """(4, rows): slot, first token, tokens, context at the end of the chunk."""
+    """(4, rows): slot, index of the first token, number of tokens, context length at the end of the
+    chunk."""
     tiles: T
-    """(2, programs): row, and index of the group of its tokens."""
+    """(2, programs): row, and index of the group of this row's tokens."""
     ends: T
-    """Tokens with hidden states that are read: those to sample from, those with states to keep,
-    then one for each row that pools."""
+    """Indices of the tokens whose hidden states are read: those to sample from, those whose states
+    are kept, then one for each row that pools."""
     sampling: T
-    """The slots of the tokens to sample from."""
+    """Slots of the tokens to sample from."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,26 +46,26 @@ class SampledRows(Generic[T]):
 
     slots: T
     index: T
-    """Index of each among the step's samplers, see `Update.positions`; its slot if it chooses from
-    the state that the slot keeps."""
+    """Index of each row among the step's samplers (see `Update.positions`), or its slot if it
+    chooses from the state that the slot keeps."""
     groups: SamplingGroups[T]
     rules: LogitRules[T] | None = None
     masks: T | None = None
-    """(rows, words): the ids that each may choose, a bit for each id."""
+    """(rows, words): bit mask of the ids that each row may choose."""
     fused: bool = False
-    """True if the fused sampler handles all of them after masking."""
+    """Whether the fused sampler handles all rows after masking."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ScoredRows(Generic[T]):
-    """Tokens that get log-probabilities: of prompts first, then of samplers."""
+    """Tokens whose log-probabilities are computed: prompt tokens first, then sampled tokens."""
 
     prompt_rows: T
-    """Tokens of the step's chunks."""
+    """Indices of the tokens in the step's chunks whose successors are scored."""
     targets: T
-    """The successor of each."""
+    """Id of the successor of each of `prompt_rows`."""
     samplers: T
-    """Indices of the step's samplers with tokens that are scored."""
+    """Indices of the step's samplers whose tokens are scored."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,57 +73,58 @@ class KeptRows(Generic[T]):
     """Slots that keep the state of a row for a later choice."""
 
     prompts: T
-    """Slots of the last of `Prefill.ends`."""
+    """Slots of the tokens in `Prefill.ends` whose states are kept."""
     continued: T
-    """Slots of the last rows after the decode batch."""
+    """Slots of the last rows after the decode batch, whose states are kept."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SeenPictures(Generic[T]):
-    """Visual embeddings for the tokens of a step's chunks."""
+    """Encoder cache rows and rotary positions of the tokens in a step's chunks."""
 
     rows: T
-    """int32 (tokens,): row of the encoder cache for each token; -1 for text."""
+    """Encoder cache row of each token, int32 (tokens,); -1 for text."""
     positions: T
-    """int32 (3, tokens): rotary positions."""
+    """Rotary positions (time, height, width), int32 (3, tokens)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Inputs(Generic[T]):
-    """All arrays that a step takes to the device."""
+    """All arrays that a step copies to the device."""
 
     changes: tuple[T, ...]
-    """Indices and values to be written into the state before anything runs, or nothing."""
+    """Indices into the state array, and the values to write there before anything runs; empty if
+    there are none."""
     prefill: Prefill[T] | None
     fallback: tuple[SampledRows[T], ...]
-    """Samplers that the fused sampler does not handle, a few at a time."""
+    """Samplers that the fused sampler does not handle, in parts of a few rows each."""
     copies: tuple[T, ...] = ()
-    """Blocks that are copied before the layers: sources and destinations, or nothing."""
+    """Sources and targets of block copies that precede the layers; empty if there are none."""
     slot_copies: tuple[T, ...] = ()
-    """Slots with states that are copied before the layers: sources and targets, or nothing. All
-    sources are read before any target is written."""
+    """Sources and targets of slot state copies that precede the layers; empty if there are none.
+    All sources are read before any target is written."""
     admitted: T | None = None
-    """Slots with new sequences; their states are zeroed after these copies. None if layers keep no
-    slot states."""
+    """Slots of new sequences, whose states are zeroed after these copies. None if there are none,
+    or if layers keep no slot states."""
     kept: KeptRows[T] | None = None
     choices: tuple[SampledRows[T], ...] = ()
-    """Rows that choose from the states that their slots keep, a few at a time."""
+    """Rows that choose from the states that their slots keep, in parts of a few rows each."""
     scored: ScoredRows[T] | None = None
     seen: SeenPictures[T] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EncodeTask:
-    """Units of one item that a step encodes."""
+    """The units of one item that a step encodes."""
 
     pixels: NDArray[np.uint8]
-    """(frames, height, width, channels): of the whole item."""
+    """Pixels of the whole item, (frames, height, width, channels)."""
     number: int
-    """Number of the pixels, the key of partial encodings."""
+    """Number that identifies the pixels; key of partial encodings."""
     first: int
     count: int
     places: Int64
-    """Rows of the encoder cache for all rows of the item."""
+    """Encoder cache rows for all rows of the item."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -131,23 +133,23 @@ class Encoding:
 
     tasks: tuple[EncodeTask, ...]
     dropped: tuple[int, ...] = ()
-    """Numbers of pixels that no later step encodes."""
+    """Numbers that identify pixels which no later step encodes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PooledRows:
-    """The pooling rows of a step. Their states are the last of `Prefill.ends`; means use the states
-    of all tokens of their chunks."""
+    """The pooling rows of a step. Their states are read at the last of `Prefill.ends`; means use
+    the states of all tokens in their chunks."""
 
     numbers: Int32
-    """Indices of the step's rows."""
+    """Index of each pooling row among the step's rows."""
     firsts: tuple[int, ...]
-    """First token of each, in the step's chunks; empty unless means are pooled."""
+    """Index of each row's first token in the step's chunks; empty unless means are pooled."""
     counts: tuple[int, ...]
-    """Number of tokens of each, likewise."""
+    """Number of tokens of each row; empty unless means are pooled."""
 
     def message(self, values: NDArray[np.float32]) -> StepVectors:
-        """Return the result of the step's rows."""
+        """Return the message with the results of these rows, (rows, width)."""
         return StepVectors(self.numbers, values)
 
 
@@ -156,17 +158,18 @@ class ScoredResults:
     """Layout of a step's scores on the host."""
 
     rows: Int32
-    """The row of each sampler that is scored."""
+    """Row index of each scored sampler."""
     counts: Int32
     """Number of top tokens reported with each scored token."""
 
     @property
     def most(self) -> int:
-        """The largest of `counts`."""
+        """Return the largest of `counts`; 0 if there are none."""
         return int(self.counts.max(initial=0))
 
     def message(self, table: Int32) -> StepScores:
-        """Read the table that `nanoactor.models.sampling.token_scores.TokenScorer` returns."""
+        """Return the message for a table that `nanoactor.models.sampling.token_scores.TokenScorer`
+        has returned."""
         most = (table.shape[1] - 2) // 2
         counts = np.minimum(self.counts, np.int32(most))
         told = np.arange(most) < counts[:, None]
@@ -184,32 +187,32 @@ class ScoredResults:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Update:
-    """A step as it is launched. Its samplers are in this order: chunks and their copies, the decode
-    batch, rows after it that sample, choices."""
+    """A step, ready to be launched. Its samplers are the rows that choose a token, in this order:
+    chunks and their copies, the decode batch, rows after the decode batch, choices."""
 
     step: int
     inputs: Inputs[Array]
     positions: Long
     """For each sampler, the position of the token that it chooses."""
     decodes: int
-    """Rows of the decode batch."""
+    """Number of rows in the decode batch."""
     lengths: HostSeqLens
-    """Lengths on the host, if the device needs them."""
+    """Sequence lengths, if the device needs them on the host."""
     continued: int = 0
-    """Number of rows after the decode batch, with their own position and token."""
+    """Number of rows after the decode batch, each with its own position and token."""
     resumed: int = 0
-    """Number of these that sample; they come first."""
+    """Number of `continued` rows that sample; they come first."""
     order: Long | None = None
-    """The samplers in the order of the step's rows; None if that is their own."""
+    """Indices that sort the samplers by the step's rows; None if they are in that order already."""
     counts: Int32 = dataclasses.field(default_factory=lambda: np.empty(0, np.int32))
-    """Counts by row, see `StepDone.counts`."""
+    """Number of tokens of each row; see `StepDone.counts`."""
     scored: ScoredResults | None = None
     pooled: PooledRows | None = None
     encoding: Encoding | None = None
 
     @property
     def prefill(self) -> Prefill[Array] | None:
-        """The chunks of the step."""
+        """Return the chunks of the step; None if there are none."""
         return self.inputs.prefill
 
     @property
@@ -224,8 +227,8 @@ class Update:
 
     @property
     def final_lengths(self) -> HostSeqLens | None:
-        """Return the lengths of rows with hidden states that are read, as decode rows; None if
-        other tokens' states are read too, or if these are hardly fewer."""
+        """Return the lengths, as decode rows, of the rows whose hidden states are read. None if the
+        states of other tokens are read too, or if these rows are not much fewer than all tokens."""
         if (prefill := self.prefill) is None or 2 * len(prefill.ends) > len(prefill.token_ids):
             return None
         if self.inputs.scored is not None and len(self.inputs.scored.prompt_rows):

@@ -1,4 +1,4 @@
-"""Masks of constrained sequences on a runner's host, until a step uses them."""
+"""Grammar masks of constrained sequences, stored on a runner's host until a step uses them."""
 
 from __future__ import annotations
 
@@ -12,28 +12,30 @@ _NO_MASKS = np.empty((0, 0), np.int32)
 
 
 class MaskStore:
-    """At most one mask per sequence: the next arrives once its token is known.
+    """Stores at most one mask per sequence: the next mask arrives once the token chosen under the
+    previous one is known.
 
-    A sequence ends twice, in either order: when the grammar has sent its last message, and when the
-    scheduler reports that no later step names it. Masks in between are dropped.
+    Both the grammar and the scheduler end a sequence, in either order: the grammar with its last
+    message, the scheduler by reporting that no later step refers to the sequence. Masks that arrive
+    after the scheduler's report are dropped.
     """
 
     def __init__(self) -> None:
         self._masks: dict[int, tuple[int, Int32]] = {}
-        """By sequence: the position that the mask is for, and the mask."""
+        """By uid: the position that the mask is for, and the mask."""
         self._uids: dict[int, int] = {}
-        """The sequence in each slot."""
+        """Uid of the sequence in each slot."""
         self._closed: set[int] = set()
-        """Ended by the grammar only."""
+        """Uids of the sequences that only the grammar has ended."""
         self._dropped: set[int] = set()
-        """Ended by the scheduler only."""
+        """Uids of the sequences that only the scheduler has ended."""
 
     def __len__(self) -> int:
-        """Return the number of sequences that have a mask or have ended once, but not twice."""
+        """Return the number of sequences that have a mask or were ended by only one side."""
         return len(self._masks.keys() | self._closed | self._dropped)
 
     def add(self, event: Masks) -> tuple[list[int], list[int]]:
-        """Add masks; return the sequences and positions of those that are wanted."""
+        """Store masks. Return the uids and positions of those that are still wanted."""
         uids: list[int] = []
         positions: list[int] = []
         rows = zip(event.uids.tolist(), event.positions.tolist(), event.masks, strict=True)
@@ -47,7 +49,7 @@ class MaskStore:
         return uids, positions
 
     def drop(self, event: DropMasks) -> None:
-        """Drop sequences that no later step names."""
+        """Drop the masks of sequences that no later step refers to."""
         for uid in event.uids.tolist():
             self._masks.pop(uid, None)
             self._end(uid, self._closed, self._dropped)
@@ -59,8 +61,8 @@ class MaskStore:
             mine.add(uid)
 
     def take(self, step: Step) -> Int32:
-        """Remove and return the masks of a step's choices, (rows, words). Raises `ProtocolBug` if
-        one is missing: a row without its mask would choose any token."""
+        """Remove and return the masks of a step's choices, (rows, words). Raises `ProtocolBug` if a
+        mask is missing: a row without its mask would choose any token."""
         new = zip(step.admissions.slots.tolist(), step.admissions.uids.tolist(), strict=True)
         self._uids.update(new)
         if not len(step.rows):

@@ -19,20 +19,20 @@ NO_PIXELS: PixelsOf = {}
 
 
 class PixelStore:
-    """Pixels by number. Each number ends twice, in either order: when a vision worker has sent all
-    of it, or reported that it will not come; and when a step has encoded the last of it, or it was
-    dropped."""
+    """Stores pixels by identifying number. An entry is removed after two events, in either order: a
+    vision worker has sent all of the pixels or reported that they will not arrive, and a step has
+    encoded the last of them or they were dropped."""
 
     def __init__(self) -> None:
         self._partial: dict[int, tuple[NDArray[np.uint8], tuple[int, ...]]] = {}
         self._whole: dict[int, NDArray[np.uint8]] = {}
         self._dropped: set[int] = set()
-        """Dropped before the worker's last message."""
+        """Numbers that were dropped before the worker's last message."""
         self._absent: set[int] = set()
-        """Reported as not coming, and not dropped yet."""
+        """Numbers whose pixels will not arrive, and that are not dropped yet."""
 
     def __len__(self) -> int:
-        """Return the number of uploads that have not yet ended in both ways."""
+        """Return the number of entries, complete or not, that are not removed yet."""
         return len(self._partial) + len(self._whole) + len(self._dropped) + len(self._absent)
 
     @property
@@ -42,7 +42,7 @@ class PixelStore:
         return parts + sum(array.nbytes for array in self._whole.values())
 
     def add(self, event: Pixels) -> bool:
-        """Add a piece; return True if it completes pixels that are wanted."""
+        """Add a piece of pixels. Return True if it completes an item that is still wanted."""
         number, end = event.pixels, event.offset + len(event.data)
         size = math.prod(event.shape)
         if number in self._dropped:
@@ -60,7 +60,7 @@ class PixelStore:
         return True
 
     def note_absent(self, number: int) -> None:
-        """Record that pixels will not come, or not completely."""
+        """Record that pixels will not arrive, or not completely."""
         self._partial.pop(number, None)
         if number in self._dropped:
             self._dropped.remove(number)
@@ -76,8 +76,8 @@ class PixelStore:
             self._dropped.add(number)
 
     def take(self, step: Step, units_of: Callable[[NDArray[np.uint8]], int]) -> PixelsOf:
-        """Return the pixels that a step encodes, by number, and drop those that it encodes to
-        their end. `units_of` returns the number of units of an item."""
+        """Return the pixels that a step encodes, by number, and drop those whose last unit it
+        encodes. `units_of` returns the number of units of an item."""
         taken: dict[int, NDArray[np.uint8]] = {}
         if step.vision is None:
             return taken
@@ -93,8 +93,8 @@ class PixelStore:
 def with_vision(
     update: Update, step: Step, pixels: PixelsOf, dropped: Sequence[int] = ()
 ) -> Update:
-    """Add a step's work on images to its update; `dropped` are numbers of pixels dropped since the
-    previous step."""
+    """Return a step's update with its work on images and videos added; `dropped` are the numbers of
+    pixels dropped since the previous step."""
     if (vision := step.vision) is None:
         found = Encoding((), tuple(dropped)) if dropped else None
         return dataclasses.replace(update, encoding=found) if found else update

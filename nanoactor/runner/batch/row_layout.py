@@ -1,7 +1,11 @@
-"""Layout of a step's rows: as chunks of tokens, as rows of one token, or deferred; pure logic.
-Single output tokens can attend like the decode batch. After an interruption of the stream they
-reproduce the decode batch's results. So can the tokens of a run that a grammar forces, if the
-device allows several rows of one sequence: the step remains a decode step."""
+"""Layout of a step's rows: as chunks of tokens, as rows of one token, or as deferred choices; pure
+logic.
+
+A row that computes a single output token can attend like the decode batch. After an interruption of
+the stream, such rows reproduce the decode batch's results. The tokens of a run that a grammar
+forces can be laid out in the same way, if the device allows several rows of one sequence: the step
+then remains a decode step.
+"""
 
 from __future__ import annotations
 
@@ -15,28 +19,29 @@ from nanoactor.messages.engine import Int32
 from nanoactor.messages.rows import KEEP, POOL, SAMPLE, SCORE, Rows, StepRows
 from nanoactor.runner.batch.inputs import NONE, Long
 
-# Each row reads the whole context, but a chunk reads it once: longer runs stay chunks.
+# Maximum number of tokens in a run that is split into rows: each row reads the whole context, but a
+# chunk reads it only once.
 LONGEST_RUN = 16
 
 
 class Continued(NamedTuple):
-    """Rows of one token after the decode batch: those that sample, those with a state that is not
-    read, then those with a state that is kept."""
+    """Rows of one token after the decode batch: those that sample, those whose state is not read,
+    then those whose state is kept."""
 
     slots: Long
     positions: Long
     token_ids: Int32
     resumed: Long
-    """The rows that sample, by their place among the others."""
+    """Rows that sample, as indices into `StepRows.others`."""
     kept: Long
-    """Slots of the rows with a state that is kept."""
+    """Slots of the rows whose state is kept."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepLayout:
     """The rows of a step that do not decode, by how they are computed.
 
-    Rows are named by their place among these `others`.
+    Rows are given as indices into `StepRows.others`.
     """
 
     rows: StepRows
@@ -46,15 +51,16 @@ class StepLayout:
     firsts: Long
     """Index of each row's first token id."""
     lengths: Long
-    """Positions computed after each row; a copy has its source's."""
+    """Length of the slot's sequence after each row, in positions; a copy has the length of its
+    source."""
     sampled: Long
     """Chunks and copies after which a token is sampled."""
     kept: Long
-    """Chunks and copies with a state that is kept."""
+    """Chunks and copies whose state is kept."""
     pooled: Long
-    """Indices of the chunks that are pooled."""
+    """Chunks that are pooled."""
     ends: Long
-    """For each of these, the chunk with the last state that it reads."""
+    """For each row of `sampled`, `kept` and `pooled`, the chunk whose last state it reads."""
     behind: Continued
 
     @property
@@ -69,9 +75,9 @@ class StepLayout:
     ) -> StepLayout:
         """Choose how each row is computed.
 
-        `outputs` are the positions by slot at which outputs start, `room` is the most rows that
-        attend as decode rows, 0 for none; steps of at least `runs_from` such rows may have several
-        of a sequence.
+        `outputs` are the positions at which outputs start, by slot. `room` is the maximum number of
+        rows that attend like decode rows, 0 if none may. A step may have several rows of one
+        sequence if it has at least `runs_from` such rows.
         """
         others = rows.others
         if not len(others):
@@ -104,8 +110,8 @@ class StepLayout:
 
     @property
     def samplers(self) -> tuple[Long, Long, Long]:
-        """The slots of all rows that choose a token in the order of `Update`, the position of that
-        token, and the place of each row in the step."""
+        """Return the slot of each row that chooses a token, the position of that token, and the
+        row's index in the step, all in the order of `Update`."""
         decode, starts, others = self.rows
         if not len(others):
             return decode, starts + 1, np.arange(len(decode))
@@ -129,7 +135,7 @@ def _singles(
 ) -> NDArray[np.bool_]:
     counts, wants = others.counts, others.wants
     continues = others.starts >= outputs[others.slots]
-    if not room or not continues.any():  # as of most prompts
+    if not room or not continues.any():  # the case for most prompts
         return np.zeros(len(others), np.bool_)
     continues &= (counts > 0) & (wants & SCORE == 0)
     single: NDArray[np.bool_] = continues & (counts == 1)
@@ -147,8 +153,8 @@ NO_CONTINUED = Continued(NONE, NONE, np.empty(0, np.int32), NONE, NONE)
 
 
 def _continued(others: Rows, places: Long, token_ids: Int32, firsts: Long) -> Continued:
-    """Lay out the tokens of rows as rows of one token each; `firsts` are the places among
-    `token_ids` at which the tokens of each of the other rows start."""
+    """Lay out the rows at `places` as rows of one token each; `firsts` are the indices in
+    `token_ids` of the first token of each row in `others`."""
     if not len(places):
         return NO_CONTINUED
     sampling: list[tuple[int, int, int]] = []

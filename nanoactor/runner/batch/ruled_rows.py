@@ -1,4 +1,4 @@
-"""The rules of a step's rows, laid out for the device."""
+"""The logit rules of a step's rows, laid out for the device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ _NO_BIASES: NDArray[np.float32] = np.empty(0, np.float32)
 
 
 def lay_out(found: list[tuple[int, TokenRules]], penalized: Long) -> LogitRules[Array]:
-    """Lay out the rules of the rows that have any; `penalized` lists the rows with a penalty."""
+    """Lay out the rules in `found`, pairs of a row and its rules; `penalized` lists the rows with a
+    penalty."""
     words = [(row, word) for row, rules in found for word in _words(rules)]
     allowed = [(row, rules.allowed_ids) for row, rules in found if len(rules.allowed_ids)]
     allowed_rows, allowed_ids = _pairs(allowed)
@@ -38,7 +39,7 @@ def _words(rules: TokenRules) -> list[Int32]:
 
 
 def _padded(words: list[Int32]) -> Long:
-    """Put words into rows of equal length, padded with -1 on the left."""
+    """Return bad words as rows of equal length, padded with -1 on the left."""
     widest = max(map(len, words), default=1)
     lines = np.full((len(words), widest), -1, np.int64)
     for line, word in zip(lines, words, strict=True):
@@ -47,7 +48,7 @@ def _padded(words: list[Int32]) -> Long:
 
 
 def _pairs(found: list[tuple[int, Int32]]) -> tuple[Long, Long]:
-    """Return the row of each id, and the ids."""
+    """Return the row of each id, and the concatenated ids."""
     rows = [np.full(len(ids), row, np.int64) for row, ids in found]
     ids = [ids.astype(np.int64) for _, ids in found]
     return np.concatenate([NONE, *rows]), np.concatenate([NONE, *ids])

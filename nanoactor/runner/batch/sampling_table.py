@@ -1,4 +1,4 @@
-"""Sampling parameters by slot on the runner's host, and a step's rows grouped by them."""
+"""Sampling parameters by slot on the runner's host, and the grouping of a step's rows by them."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class SamplingTable:
 
     def __init__(self, max_num_seqs: int) -> None:
         self.words: Int32 = np.zeros((WORDS, max_num_seqs), np.int32)
-        """By column, see `nanoactor.models.sampling.columns`."""
+        """Packed parameters, int32 (WORDS, slots); see `nanoactor.models.sampling.columns`."""
         self.columns = columns_of(self.words, np.float32)
         self._unmasked_from = np.zeros(max_num_seqs, np.int64)
         self._masked: dict[int, Long] = {}
         self._rules: dict[int, TokenRules] = {}
         self._ruled = np.zeros(max_num_seqs, np.bool_)
-        """By slot: whether it has rules of either kind, penalties included."""
+        """Whether each slot has token rules or penalties."""
 
     def admit(self, new: Admissions) -> None:
-        """Take the parameters of new sequences."""
+        """Record the parameters of new sequences."""
         slots = new.slots
         self.words[:, slots] = new.sampling.T
         # Rows without masked ids need no masking.
@@ -50,20 +50,21 @@ class SamplingTable:
         self._ruled[slots[new.rule_rows]] = True
 
     def _penalized(self, slots: NDArray[np.integer]) -> Flags:
-        """Select the rows that use a column which no fused sampler reads."""
+        """Select the rows with a non-neutral value in a column that no fused sampler reads."""
         penalized = np.zeros(len(slots), np.bool_)
         for name in NOT_FUSED:
             penalized |= getattr(self.columns, name)[slots] != NEUTRAL[name]
         return penalized
 
     def seeds(self, slots: Long) -> Long:
-        """Return the bits of the unsigned 64-bit seeds."""
+        """Return the unsigned 64-bit seeds of these slots, as int64 with the same bits."""
         low, high = self.columns.seed[:, slots].astype(np.int64)
         seeds: Long = (low & 0xFFFFFFFF) | (high << 32)
         return seeds
 
     def rows(self, slots: Long, index: Long) -> SampledRows[Array]:
-        """Return the sampling parameters of these slots, without masks."""
+        """Return the rows of these slots with their sampling groups and rules, but without
+        masks."""
         greedy = self.columns.temperature[slots] == 0
         few, cut = self._few(slots), self._cut(slots)
         unlimited = self.columns.top_k[slots] > CANDIDATES
@@ -88,19 +89,22 @@ class SamplingTable:
         return lay_out(found, np.flatnonzero(self._penalized(slots)))
 
     def _few(self, slots: Long) -> Flags:
-        """Select the rows that are cut to few candidates first."""
+        """Select the rows that are cut to a few candidates first, by a top-k of at most
+        `CANDIDATES`."""
         top_k = self.columns.top_k[slots]
         few: Flags = (top_k > 0) & (top_k <= CANDIDATES)
         return few
 
     def _cut(self, slots: Long) -> Flags:
-        """Select the rows that are cut in other ways, which may leave any number of candidates."""
+        """Select the rows with a larger top-k, a top-p or a min-p, which may leave any number of
+        candidates."""
         columns = self.columns
         cut: Flags = columns.top_k[slots] > CANDIDATES
         return cut | (columns.top_p[slots] < 1) | (columns.min_p[slots] > 0)
 
     def never_fused(self, slots: Long, fused: FusedSampling) -> Flags:
-        """Select the rows that a fused sampler of this kind never handles, and those with rules."""
+        """Select the rows that a fused sampler of this kind never handles, including all rows with
+        rules."""
         if fused == "none":
             return np.ones(len(slots), np.bool_)
         drawn: Flags = self.columns.temperature[slots] > 0

@@ -1,4 +1,4 @@
-"""Requested log-probabilities, by slot on the runner's host."""
+"""Requests for log-probabilities, by slot on the runner's host."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ _NO_COUNTS: Int32 = np.empty(0, np.int32)
 
 
 class ScoreTable:
-    """Number of top tokens that each slot requests with a token; -1 for no scores."""
+    """Stores the number of top tokens that each slot requests with its output and its prompt
+    tokens; -1 stands for no scores."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self.output = np.full(max_num_seqs, _NOT_ASKED, np.int32)
         self._prompt = np.full(max_num_seqs, _NOT_ASKED, np.int32)
         self._last = np.zeros(max_num_seqs, np.int32)
-        """The last position of each prompt."""
+        """Last position of the prompt in each slot."""
         self._asked = False
-        """True once any request has asked; until then, steps do not check."""
+        """Whether any request has asked for scores yet; until then, steps do not check."""
 
     def admit(self, slots: Int32, prompt_lengths: Int32, wanted: ScoreRequests | None) -> None:
-        """Record what new sequences request."""
+        """Record the scores that new sequences request."""
         if wanted is None and not self._asked:
             return
         self.output[slots] = self._prompt[slots] = _NOT_ASKED
@@ -37,12 +38,12 @@ class ScoreTable:
             self._prompt[slots[wanted.rows]] = wanted.prompt
 
     def asking(self, slots: Long) -> Long:
-        """Select the rows of these slots that want scores of their output."""
+        """Return the indices of those slots that request scores of their output."""
         return np.flatnonzero(self.output[slots] >= 0) if self._asked else NONE
 
     def prompts(self, token_ids: Int32, layout: StepLayout) -> tuple[Long, Long, Int32]:
-        """Return the tokens of a step's chunks that are scored, their successors, and the number
-        of top tokens requested with each successor."""
+        """Return the indices of the tokens in a step's chunks whose successors are scored, the ids
+        of these successors, and the number of top tokens requested with each."""
         if not self._asked or not len(layout.chunks):
             return NONE, NONE, _NO_COUNTS
         rows = layout.rows.others.take(layout.chunks)

@@ -1,4 +1,4 @@
-"""A step's arrays on their way to the device: packed into one page-locked buffer, one copy."""
+"""Staging of a step's arrays: packed into one pinned buffer and sent to the device in one copy."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from nanoactor.runner.batch.inputs import Array, Inputs
 
 _FIRST_WORDS = 1 << 16
 _ALIGNMENT = 4
-"""In int32 words: packed arrays are aligned to 16 bytes."""
+"""Alignment of packed arrays in int32 words, equal to 16 bytes."""
 
 
 class Staging:
-    """Buffers on the host, used in turn; the device needs only one, as it works in order."""
+    """Host buffers, used in turn, and one device buffer, which suffices because the device works in
+    order."""
 
     def __init__(self, device: Device, in_flight: int) -> None:
-        """At most `in_flight` steps may run at once."""
+        """Allocate buffers for at most `in_flight` steps at once."""
         self._device = device
         self._host = [device.pinned(_FIRST_WORDS, dtype=torch.int32) for _ in range(in_flight)]
         self._there = device.zeros(_FIRST_WORDS, dtype=torch.int32)
@@ -29,7 +30,8 @@ class Staging:
         self._used = 0
 
     def begin(self, words: int) -> None:
-        """Take the next buffer, which no running step uses, for up to `words` int32 numbers."""
+        """Switch to the next host buffer, which no running step uses, with room for `words` int32
+        numbers."""
         self._current = (self._current + 1) % len(self._host)
         self._used = 0
         if words > len(self._host[self._current]):
@@ -41,8 +43,8 @@ class Staging:
         self._array: NDArray[np.int32] = self._host[self._current].numpy()
 
     def put(self, array: NDArray[np.generic]) -> torch.Tensor:
-        """Pack a contiguous array of 4- or 8-byte numbers; returns where it will be on the device,
-        of the same shape, once `send` is done."""
+        """Pack a contiguous array of 4- or 8-byte numbers. Return the device tensor, of the same
+        shape, that holds the array once `send` is done."""
         words = array.reshape(-1).view(np.int32)
         begin, end = self._used, self._used + len(words)
         self._array[begin:end] = words
@@ -51,7 +53,7 @@ class Staging:
         return self._there[begin:end].view(kind).view(array.shape)
 
     def put_inputs(self, inputs: Inputs[Array]) -> Inputs[torch.Tensor]:
-        """Pack all arrays of a step."""
+        """Pack all arrays of a step. Return the same structure with device tensors."""
         self.begin(words_of(inputs))
         return cast("Inputs[torch.Tensor]", self._put(inputs))
 
@@ -65,14 +67,15 @@ class Staging:
         return value
 
     def send(self) -> None:
-        """Queue the copy."""
+        """Queue the copy of all packed arrays to the device."""
         if self._used:
             used = min(self._used, len(self._there))
             self._there[:used].copy_(self._host[self._current][:used], non_blocking=True)
 
 
 def words_of(value: Any) -> int:
-    """Return a bound on the int32 words that all arrays in a value take when packed."""
+    """Return an upper bound on the number of int32 words that all arrays in a value take when
+    packed."""
     if isinstance(value, np.ndarray):
         return value.nbytes // 4 + _ALIGNMENT
     if names := _names(type(value)):

@@ -1,1 +1,1 @@
-"""A model and its batch on the device."""
+"""The model and the batch that reside on the device."""

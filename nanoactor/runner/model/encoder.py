@@ -1,4 +1,4 @@
-"""Image encoding on the device: in slices, into a cache of rows that prompts read."""
+"""Image and video encoding on the device, in slices, into a cache that prompts read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from nanoactor.setup.actors import ENCODER_PAGE_ROWS
 
 
 class Encoder:
-    """The vision tower, and the cache of its results."""
+    """The vision tower and the cache of its output rows."""
 
     def __init__(
         self,
@@ -36,7 +36,8 @@ class Encoder:
         pages: int,
         budget: int,
     ) -> None:
-        """`pages` is the cache's size; `budget` is the maximum of rows that a step encodes."""
+        """`pages` is the number of pages in the cache; `budget` is the maximum number of rows that
+        a step encodes."""
         self._tower, self._vision, self._images, self._videos = tower, vision, images, videos
         self._dtype, self._device, self._budget = dtype, device, budget
         self._patches = PatchMaker(vision, images, device.torch_device)
@@ -44,7 +45,8 @@ class Encoder:
         shape = pages * ENCODER_PAGE_ROWS, vision.feature_size
         self._rows = device.zeros(*shape, dtype=dtype)
         self._half: dict[int, TowerState] = {}
-        """By number of pixels: state of partly encoded temporal patches."""
+        """State of each partly encoded temporal patch, keyed by the number that identifies its
+        pixels."""
 
     @property
     def nbytes(self) -> int:
@@ -52,34 +54,36 @@ class Encoder:
         return self._rows.nbytes
 
     def read(self, rows: torch.Tensor) -> VisualTokens:
-        """Return the visual tokens of prompt tokens, given their rows of the cache, int32
-        (tokens,), -1 for text."""
+        """Return the visual tokens among a step's prompt tokens. `rows` is the cache row of each
+        prompt token, int32 (tokens,), -1 for text."""
         seen = (rows >= 0)[:, None]
         features = self._rows.index_select(0, rows.clamp(min=0))
         return VisualTokens(seen, torch.where(seen, features, 0))
 
     def apply(self, work: Encoding) -> None:
-        """Encode the items of a step."""
+        """Encode the items of a step, after dropping the partial encodings that no step
+        continues."""
         for number in work.dropped:
             self._half.pop(number, None)
         for task in work.tasks:
             self.run(task)
 
     def forget(self) -> None:
-        """Drop partial encodings."""
+        """Drop all partial encodings."""
         self._half.clear()
 
     def largest(self, longest: int) -> int:
-        """Return the maximum number of rows that an image, or a part of a video encoded in one go,
-        can have in a sequence of `longest` tokens."""
+        """Return the maximum number of rows of an image, or of the part of a video that is encoded
+        at once, in a sequence of `longest` tokens."""
         most = self._images.max_pixels // self._images.factor**2
         if self._videos is not None:
-            # A slice has as many temporal patches as fit the budget, or a single larger one.
+            # A slice holds as many temporal patches as fit into the budget, or a single larger one.
             most = max(most, self._videos.max_rows, self._budget)
         return min(most, self.pages * ENCODER_PAGE_ROWS, longest)
 
     def run(self, task: EncodeTask) -> None:
-        """Encode some units of an item; write the rows of finished temporal patches."""
+        """Encode some units of an item, and write the rows of finished temporal patches to the
+        cache."""
         units = self.units(task.pixels)
         places = self._upload(task.places)
         if units.parts == 1:
@@ -96,7 +100,8 @@ class Encoder:
                 self._rows[places[frame * units.rows : (frame + 1) * units.rows]] = rows
 
     def units(self, pixels: NDArray[np.uint8]) -> EncodeUnits:
-        """Divide the work on an item of shape (frames, height, width, channels) into units."""
+        """Return the encoding units of an item whose pixels are (frames, height, width,
+        channels)."""
         return EncodeUnits.of_pixels(pixels.shape, self._images, self._vision, self._budget)
 
     def _begin(self, pixels: NDArray[np.uint8], frame: int, count: int) -> TowerState:
@@ -106,7 +111,8 @@ class Encoder:
         return self._tower.begin(patches.to(self._dtype), [grid])
 
     def _upload(self, array: NDArray[Any]) -> torch.Tensor:
-        """Queue a copy to the device. From pageable memory it would wait for all earlier steps."""
+        """Queue a copy of an array to the device, through pinned memory: a copy from pageable
+        memory would wait for all earlier steps."""
         given = torch.from_numpy(array)
         if not self._device.traits.asynchronous:
             return given
@@ -120,7 +126,7 @@ class Encoder:
         self._rows[places[first * each : (first + count) * each]] = self._tower.finish(state)
 
     def warm_up(self, rows: int) -> None:
-        """Encode an image of this many rows, without lasting effect."""
+        """Encode a blank image of this many rows, without lasting effect."""
         side = self._images.factor
         height = next(n for n in range(math.isqrt(rows), 0, -1) if rows % n == 0)
         shape = 1, height * side, rows // height * side, self._vision.channels

@@ -1,4 +1,4 @@
-"""A model loaded on a device, and the number of blocks that fit alongside it."""
+"""A model loaded on a device, and the number of KV cache blocks that fit alongside it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MIB = 1 << 20
 
 
 class LoadedModel:
-    """Model of one rank."""
+    """The model of one tensor-parallel rank."""
 
     def __init__(self, config: RankConfig, device: Device) -> None:
         """Load the weights. Raises `ModelError` if the model's files are malformed."""
@@ -52,7 +52,7 @@ class LoadedModel:
         device.check(self.dtype, self.block_size, self.config.head_dim)
         begin = time.monotonic()
         self.free = device.memory().free
-        """Free bytes before anything was loaded."""
+        """Free memory in bytes before anything was loaded."""
         self.group = self._meet()
         with torch.inference_mode(), self._open_weights() as weights:
             self._check_weights(weights)
@@ -74,7 +74,8 @@ class LoadedModel:
         log.info("loaded %s as %s in %.1f s", files.directory, self.dtype, seconds)
 
     def batch_traits(self, fused: FusedSampling, rows: int) -> BatchTraits:
-        """Return the layout traits of steps with at most `rows` decode rows."""
+        """Return the properties that determine the layout of steps with at most `rows` decode
+        rows."""
         heads, kv_heads = self.network.shard.heads.size, self.network.shard.kv_heads.size
         slot_state = slot_bytes(self.network.states) > 0
         return BatchTraits(
@@ -106,7 +107,8 @@ class LoadedModel:
         states: list[LayerState],
         into: torch.Tensor | None,
     ) -> WholeStep | None:
-        """Queue a decode step as one operator, see `WholeSteps.run`; None if there is none."""
+        """Queue a decode step as one operator (see `WholeSteps.run`). Return None if there is no
+        such operator for these rows."""
         if self._whole is None:
             return None
         caches = paged(states)
@@ -115,7 +117,8 @@ class LoadedModel:
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
-        """Add the failed operator, if it is known, to errors of the device."""
+        """Return a context in which a device error is replaced with the error that a fused step
+        reports, if one has failed."""
         try:
             yield
         except RuntimeError:
@@ -124,27 +127,29 @@ class LoadedModel:
             raise
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-        """Return sampled ids, int64 (rows,), from this rank's logits."""
+        """Return sampled token ids, int64 (rows,), given this rank's shard of the logits."""
         return self._sample(logits, batch)
 
     def whole_logits(self, hidden: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the logits of all ranks, (rows, vocabulary); with one rank, written to `into`."""
+        """Return the logits of the whole vocabulary, (rows, vocabulary). With a single rank they
+        are written to `into`, if given."""
         logits = self.network.logits(hidden, into)
         if self.group.size == 1:
             return logits
         return whole_logits(self.group, logits, self.config.vocab_size)
 
     def logits_of(self, hidden: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
-        """Return the logits of some ids, float32 (rows, ids)."""
+        """Return the logits of some token ids, float32 (rows, ids)."""
         return self.whole_logits(hidden)[:, list(ids)].float()
 
     def highest(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the maximum of all ranks' logits in each row; NaN if any is NaN."""
+        """Return each row's maximum logit over all ranks, (rows,); NaN if any logit of the row is
+        NaN."""
         return self.group.all_gather(logits.amax(-1)).amax(0)
 
     def _spare(self) -> list[str]:
-        """Return the weights that may exist but are not used."""
-        # Some tied checkpoints store the head nevertheless.
+        """Return the names of the weights that a checkpoint may contain but that are not used."""
+        # Some checkpoints with tied embeddings store the LM head nevertheless.
         return ["lm_head.weight"] if self.config.tie_embeddings else []
 
     def _load_encoder(self, weights: Weights) -> Encoder | None:
@@ -204,7 +209,8 @@ class LoadedModel:
     # -- memory ---------------------------------------------------------------------------
 
     def _check_weights(self, weights: Weights) -> None:
-        """Raise `NotEnoughMemory` before minutes of loading if the weights cannot fit."""
+        """Raise `NotEnoughMemory` if the weights cannot fit, before minutes are spent on loading
+        them."""
         config = self.config
         each = 2 * config.num_layers * config.num_kv_heads * config.head_dim
         check_weights(
@@ -217,17 +223,20 @@ class LoadedModel:
         )
 
     def block_bytes(self) -> int:
-        """Return the bytes that one block takes in all layers, and the ids of its tokens."""
+        """Return the size of a block in bytes: the states of its tokens in all layers, and their
+        ids."""
         return block_bytes(self.network.states, self.block_size)
 
     def slots_bytes(self) -> int:
-        """Return the bytes of all slot states besides blocks, one dummy included."""
+        """Return the size in bytes of all slots' state outside blocks, including the dummy
+        slot's."""
         return slot_bytes(self.network.states) * (self._config.engine.max_num_seqs + 1)
 
     def size_cache(self, used: int, peak: int) -> int:
-        """Return the number of cache blocks: as given, or as many as fit and can be used. `used` is
-        the size of the weights, `peak` the memory of steps besides them, in bytes. Raises
-        `NotEnoughMemory`, with the arithmetic, if one sequence would not fit."""
+        """Return the number of KV cache blocks: `num_kv_blocks` if given, else as many as fit and
+        can be used. `used` is the size of the weights and `peak` the memory that steps need in
+        addition, both in bytes. Raises `NotEnoughMemory`, with the arithmetic, if the blocks do not
+        fit or are too few for one sequence."""
         config, files = self._config.engine, self._config.files
         needed = -(-files.max_model_len // self.block_size)
         by_slot = self.slots_bytes()
@@ -236,7 +245,7 @@ class LoadedModel:
             self._check_room(blocks, used, peak)
         else:
             share = config.memory_utilization or self.device.traits.default_memory_utilization
-            if self.device.traits.shared_memory:  # and so are the figures of what is free and used
+            if self.device.traits.shared_memory:  # free and used bytes are totals of all ranks
                 share, used = share / self.group.size, used // self.group.size
             left = int(self.free * share) - used - peak - by_slot
             blocks = min(left // self.block_bytes(), config.max_num_seqs * needed)
@@ -251,7 +260,7 @@ class LoadedModel:
         return blocks
 
     def _check_room(self, blocks: int, used: int, peak: int) -> None:
-        """Raise `NotEnoughMemory` for a cache that memory cannot hold once it fills."""
+        """Raise `NotEnoughMemory` if memory cannot hold this many blocks once all are in use."""
         share = self.group.size if self.device.traits.shared_memory else 1
         free = self.free // share - used // share - peak - self.slots_bytes()
         if blocks * self.block_bytes() > free:
@@ -264,7 +273,8 @@ class LoadedModel:
             )
 
     def _of_slots(self) -> str:
-        """Name the slot states besides blocks, as part of the arithmetic."""
+        """Return the term for slot states in the arithmetic of an error message; empty if there are
+        none."""
         each = slot_bytes(self.network.states)
         if not each:
             return ""
@@ -275,12 +285,12 @@ class LoadedModel:
         )
 
     def allocate(self, blocks: int, slots: int) -> list[LayerState]:
-        """Allocate the state of all layers for this many blocks and sequences."""
+        """Allocate the state of all layers for this many blocks and slots."""
         zeros, size = self.device.zeros, self.block_size
         return [state.allocate(zeros, blocks, size, slots) for state in self.network.states]
 
     def check_agreement(self, step: int, chosen: torch.Tensor) -> None:
-        """Raise `RanksDisagree` if another rank has chosen other tokens."""
+        """Raise `RanksDisagree` if the ranks have not all chosen the same tokens."""
         weights = torch.arange(1, len(chosen) + 1, device=chosen.device) * 2654435761
         hashes = self.group.all_gather(((chosen + 1) * weights).sum()[None])
         if (hashes != hashes[0]).any():

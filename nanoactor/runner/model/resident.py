@@ -1,4 +1,4 @@
-"""The batch on the device: tables by slot, token ids, keys and values."""
+"""The batch on the device: tables indexed by slot, token ids, and the states of all layers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from nanoactor.runner.model.model import LoadedModel
 
 
 class ResidentBatch:
-    """One rank's batch. Its tables are parts of one int32 array, which steps change by index and
-    value."""
+    """One rank's batch. Its tables are views of one int32 array, which steps update with
+    index-value pairs."""
 
     def __init__(self, model: LoadedModel, layout: StateLayout, blocks: int) -> None:
-        """Allocate tables, and a cache of `blocks` blocks plus those that padded rows write to."""
+        """Allocate tables, and a cache of `blocks` blocks plus the dummy blocks that padded rows
+        write to."""
         device, self._layout, self._blocks = model.device, layout, blocks
         every = blocks + device.dummy_blocks(layout.slots - 1, model.block_size)
         self.states: list[LayerState] = model.allocate(every, layout.slots)
@@ -53,21 +54,21 @@ class ResidentBatch:
 
     @property
     def dummy(self) -> int:
-        """The slot of padded rows."""
+        """Return the slot of padded rows."""
         return self._layout.dummy
 
     def renew(self) -> None:
-        """Forget all sequences; the contents of blocks stay."""
+        """Reset all tables; the contents of blocks are kept."""
         self._state.zero_()
         self._reset()
 
     def apply(self, inputs: Inputs[torch.Tensor]) -> None:
-        """Queue the changes and the copies that come before a step."""
+        """Queue the changes and copies that precede the layers of a step."""
         if inputs.changes:
             self._state[inputs.changes[0]] = inputs.changes[1]
         if inputs.copies:
             copy_blocks(self.states, self.tokens, *inputs.copies)
-        for arrays in self._by_slot:  # a copy's source slot may get a new sequence in this step
+        for arrays in self._by_slot:  # copied first: a source slot may get a new sequence
             if inputs.slot_copies:
                 arrays.copy(*inputs.slot_copies)
             if inputs.admitted is not None:

@@ -1,1 +1,1 @@
-"""Steps on the device, captured or operator by operator, and their results."""
+"""Steps on the device, replayed from graphs or run operator by operator, and their results."""

@@ -1,5 +1,5 @@
-"""The choice of the next tokens: in the captured step if the device has a sampler for them, after
-the step for all other rows."""
+"""The choice of the next tokens: by the device's fused sampler within the captured step, or after
+the step for rows that this sampler does not handle."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from nanoactor.runner.steps.graphs import MOST_PROMPTS
 
 
 def place(index: torch.Tensor, prompts: tuple[int, int]) -> torch.Tensor:
-    """Return the positions of sampling rows in a captured step; `prompts` are the rows that end a
-    prompt, `index` is padded to their number."""
+    """Map the samplers `index` to the rows of a captured step. `prompts` are the number of rows
+    that end a prompt, and the number to which the captured step pads them."""
     ended, padded = prompts
     return torch.where(index < ended, index, index + (padded - ended)) if padded > ended else index
 
 
 class Kept(NamedTuple):
-    """Results of the last position in each slot, which wait for a mask."""
+    """Results of the last position in each slot, kept until the mask for its choice arrives."""
 
     states: torch.Tensor
     """Hidden state of each slot, (slots, hidden)."""
     logits: torch.Tensor | None
-    """Logits of each slot, (slots, vocabulary); None if they are recomputed."""
+    """Logits of each slot, (slots, vocabulary); None if they are recomputed from `states`."""
 
 
 class TokenChooser:
-    """One rank's choices of tokens, with buffers for one set of tables."""
+    """Chooses tokens on one rank, with buffers for one set of slot tables."""
 
     def __init__(
         self,
@@ -46,8 +46,8 @@ class TokenChooser:
         debug: bool,
         constrains: bool = False,
     ) -> None:
-        """With `debug`, ranks compare their chosen tokens; with `constrains`, rows may be
-        constrained."""
+        """Allocate buffers. If `debug`, ranks compare their chosen tokens; if `constrains`,
+        grammars may constrain rows."""
         device, config = model.device, model.config
         self._model, self._device, self._fused = model, device, fused
         self._compares = debug and model.group.size > 1
@@ -56,24 +56,25 @@ class TokenChooser:
         self._tables: SlotTables = tokens.tables
         rows = max_num_seqs + MOST_PROMPTS
         self.chosen = device.zeros(rows, dtype=torch.int32)
-        """By row of the step's logits."""
+        """Chosen token ids, int32, by row of the step's logits."""
         self.logits: torch.Tensor | None = None
-        """Logits of the latest step, if rows may keep them."""
+        """Logits of the latest step, (rows, vocabulary), if rows may keep them."""
         if constrains and device.traits.keeps_logits and model.group.size == 1:
             self.logits = device.zeros(rows, config.vocab_size, dtype=model.dtype)
         heads, kv_heads = model.network.shard.heads.size, model.network.shard.kv_heads.size
         self.scratch = device.scratch(rows, heads, kv_heads, config.head_dim, config.vocab_size)
-        """The kernels' memory."""
+        """Workspace of the device's kernels."""
 
     def room(self, rows: int) -> torch.Tensor | None:
-        """Return the buffer for the logits of this many rows; None if any will do."""
+        """Return the buffer for the logits of this many rows; None if they may be written
+        anywhere."""
         return None if self.logits is None else self.logits[:rows]
 
     def choose(
         self, hidden: torch.Tensor, slots: torch.Tensor, logits: torch.Tensor | None = None
     ) -> None:
-        """Choose for all rows that the fused sampler handles, from `logits` in `room` if they are
-        computed already; part of a captured step."""
+        """Choose tokens with the fused sampler, if there is one; a captured step includes this
+        choice. `logits`, if given, are already in the buffer that `room` returns."""
         if self._fused != "none":
             if logits is None:
                 logits = self._model.whole_logits(hidden, self.room(len(slots)))
@@ -86,9 +87,10 @@ class TokenChooser:
     def choose_behind(
         self, hidden: torch.Tensor, rows: SampledRows[torch.Tensor], prompts: tuple[int, int]
     ) -> None:
-        """Choose for rows that the fused sampler does not handle; for all if there is none.
+        """Choose tokens for rows that the fused sampler does not handle, or for all if there is
+        none.
 
-        `prompts` are the number of rows that end a prompt, and the padded number.
+        `prompts` are the number of rows that end a prompt, and the number to which they are padded.
         """
         index, slots = place(rows.index, prompts), rows.slots
         logits = self._model.network.logits(hidden.index_select(0, index))
@@ -98,7 +100,8 @@ class TokenChooser:
         self._tables.last_tokens[slots] = chosen.clamp_min(0)
 
     def choose_from(self, kept: Kept, rows: SampledRows[torch.Tensor]) -> torch.Tensor:
-        """Choose from the states kept in the slots `rows.index`; int32 (rows,)."""
+        """Return token ids, int32 (rows,), chosen from the states kept in the slots
+        `rows.index`."""
         masks = rows.masks if rows.fused else None
         if kept.logits is not None and masks is not None:
             slots = rows.slots.int()
@@ -119,7 +122,7 @@ class TokenChooser:
     def _choose_masked(
         self, hidden: torch.Tensor, masks: torch.Tensor, slots: torch.Tensor
     ) -> torch.Tensor:
-        """Choose with the fused sampler, int32 (rows,)."""
+        """Return token ids, int32 (rows,), chosen by the fused sampler under `masks`."""
         logits = self._model.whole_logits(hidden)
         masked = self._masks.apply(logits, masks)
         chosen = torch.empty_like(slots)
@@ -128,7 +131,8 @@ class TokenChooser:
         return torch.where(masked.amax(-1).isfinite(), chosen, none)
 
     def warm_up(self) -> None:
-        """Choose for the dummy under a mask, so that no constrained row waits for compilation."""
+        """Choose a token for the dummy slot under a mask, so that no constrained row waits for
+        compilation."""
         if self._fused == "none" or not self._constrains:
             return
         model, last = self._model, len(self._tables.last_tokens) - 1
@@ -143,12 +147,12 @@ class TokenChooser:
             self._choose_masked(hidden, masks, slots)
 
     def compare(self, step: int, *chosen: torch.Tensor) -> None:
-        """In debug mode, raise `RanksDisagree` if another rank has chosen other tokens."""
+        """In debug mode, raise `RanksDisagree` if the ranks have chosen different tokens."""
         if self._compares and chosen:
             self._model.check_agreement(step, torch.cat(chosen).long())
 
     def _sample(self, logits: torch.Tensor, rows: SampledRows[torch.Tensor]) -> torch.Tensor:
-        """Return the chosen ids, int64 (rows,), under the rows' masks and rules."""
+        """Return token ids, int64 (rows,), chosen under the masks and rules of the rows."""
         batch, rules = SamplingBatch.of(self._tables, rows.slots, rows.groups), rows.rules
         if rules is None and rows.masks is None:
             return self._model.sample(logits, batch)

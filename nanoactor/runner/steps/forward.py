@@ -22,8 +22,8 @@ from nanoactor.runner.steps.published import PublishedIds
 
 
 class StepForward:
-    """Queues steps operator by operator; to capture a step, the operators that it queues are
-    recorded."""
+    """Queues steps operator by operator. A step is captured by recording the operators that it
+    queues."""
 
     def __init__(
         self,
@@ -35,28 +35,30 @@ class StepForward:
         max_tokens: int,
         captured_tokens: int,
     ) -> None:
-        """Make the buffers of steps of at most `max_tokens` prompt tokens; captured steps have at
-        most `captured_tokens`."""
+        """Allocate buffers for steps of at most `max_tokens` prompt tokens, and of at most
+        `captured_tokens` if they are captured."""
         device, rows = model.device, len(resident.rows.slots) - 1
         self._model, self._device, self._resident = model, device, resident
         self._chooser, self.published = chooser, published
         self._buffers = RowBuffers.zeros(device.zeros, max_tokens + rows, rows)
         self.prompts: torch.Tensor | None = None
-        """Hidden states of the current step's prompt tokens; not used by captured steps, which all
-        write them to the same place, ..."""
+        """Hidden states of the current step's prompt tokens, unless the step is captured (see
+        `kept`)."""
         self.kept: torch.Tensor | None = None
-        """... here."""
+        """Memory to which all captured steps write the hidden states of prompt tokens; None if no
+        steps with prompts are captured."""
         if captured_tokens:
             shape = captured_tokens, model.config.hidden_size
             self.kept = device.zeros(*shape, dtype=model.dtype)
         self.no_rows = device.zeros(1, model.config.hidden_size, dtype=model.dtype)[:0]
-        """The hidden states of a step without rows."""
+        """Hidden states of a step without rows, (0, hidden)."""
         self._nothing = device.zeros(4, 1, dtype=torch.int32)[:, :0]
         self._dummies = torch.full_like(self._buffers.contexts, resident.dummy)
 
     def decode(self, rows: int, lengths: HostSeqLens) -> torch.Tensor:
-        """Queue a step of this many decode rows, dummies included; return their hidden states.
-        (Returning logits would keep gigabytes of them, one set per capture.)"""
+        """Queue a step of this many decode rows, including padded ones, and return their hidden
+        states. (If it returned logits, each capture would keep a set of them, which adds up to
+        gigabytes.)"""
         batch, slots = self._resident, self._resident.rows.slots[:rows]
         buffers = self._sliced(0, rows)
         self._device.advance(batch.tables, batch.rows.first(rows), buffers, batch.tokens.ids)
@@ -79,9 +81,9 @@ class StepForward:
         kept: torch.Tensor | None = None,
         final: HostSeqLens | None = None,
     ) -> torch.Tensor:
-        """Queue a step with prompt chunks; return the hidden states of the rows that sample:
-        prompts that end here, then the decode batch. Those of all prompt tokens are stored in
-        `kept` if given, else in `prompts`; with `final` they are not stored."""
+        """Queue a step with prompt chunks. Return the hidden states of the tokens `prefill.ends`,
+        then those of the decode rows. The hidden states of all prompt tokens are stored in `kept`
+        if given, else in `self.prompts`; if `final` is given, they are not stored."""
         device, batch, first = self._device, self._resident, len(prefill.token_ids)
         every, decodes = self._sliced(0, first + rows), batch.rows.slots[:rows]
         every.token_ids[:first] = prefill.token_ids

@@ -1,4 +1,4 @@
-"""Runs steps: replays captured ones, and queues others operator by operator."""
+"""Runs steps: replays captured steps, and queues the others operator by operator."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MIB = 1 << 20
 
 
 class GraphRunner:
-    """One rank's captured steps. A step is padded to the next size that was captured."""
+    """One rank's captured steps. A step is padded to the next captured size."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class GraphRunner:
         mixed: MixedSizes,
         in_flight: int,
     ) -> None:
-        """Capture nothing yet; `mixed` are the sizes with prompts."""
+        """Capture nothing yet; `mixed` are the sizes of steps with prompts."""
         device = model.device
         self._device, self._model, self._forward = device, model, forward
         self._sizes = decode_sizes(config.max_num_seqs)
@@ -45,12 +45,12 @@ class GraphRunner:
 
     @property
     def captures_prompts(self) -> bool:
-        """Return True if steps with prompts were captured."""
+        """Return True if steps with prompts are captured."""
         return self._inputs.longest > 0
 
     def __len__(self) -> int:
         """Return the number of graphs that `capture` records."""
-        # If the host writes lengths into a graph, each step in flight needs its own.
+        # If the host writes lengths into a graph, each step in flight needs its own graph.
         in_flight = self._in_flight if self._device.traits.needs_host_seq_lens else 1
         return in_flight * len(self._sizes) + len(self._mixed)
 
@@ -59,7 +59,7 @@ class GraphRunner:
     ) -> None:
         """Capture all steps, largest first, so that smaller ones fit into the same memory.
 
-        `longest` returns the maximum lengths for a number of rows.
+        `longest` returns the maximum lengths for a number of decode rows.
         """
         self._model.make_whole_steps(self._sizes)
         begin, before = time.monotonic(), self._device.memory().free
@@ -97,7 +97,8 @@ class GraphRunner:
     # -- running --------------------------------------------------------------------------
 
     def fit(self, update: Update) -> MixedSize | None:
-        """Return the captured mixed step that holds this one."""
+        """Return the size of the captured mixed step that holds this step; None if there is
+        none."""
         fits = self._inputs.fit(update)
         if fits is None and update.prefill is not None and self._inputs.longest:
             self.too_large += 1
@@ -107,14 +108,15 @@ class GraphRunner:
         return fits
 
     def fill(self, size: MixedSize, update: Update) -> None:
-        """Queue the copy of the inputs that the captured step of this size reads."""
+        """Queue a copy of a step's inputs to the buffers that the captured step of this size
+        reads."""
         self._inputs.fill(size, update)
 
     def run(
         self, update: Update, inputs: Inputs[torch.Tensor], fits: MixedSize | None
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Queue a step; return the hidden states of prompt tokens, if they are needed, and of the
-        rows that sample."""
+        """Queue a step. Return the hidden states of the prompt tokens, if they are needed, and of
+        the rows that sample."""
         forward = self._forward
         forward.prompts = None
         if inputs.prefill is not None:

@@ -1,4 +1,4 @@
-"""Steps captured by a device, and their sizes. A step is padded to the next captured size and
+"""Steps that a device has captured, and their sizes. A step is padded to the next captured size and
 replayed."""
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ log = logging.getLogger("nanoactor.runner")
 
 
 MOST_PROMPTS = 64
-"""Maximum prompt chunks of any captured mixed step."""
-# Prompt chunks by minimum tokens: more padded rows would make small steps slower.
+"""Maximum number of prompt chunks in any captured mixed step."""
+# Number of prompt chunks by minimum number of tokens: more padded rows would slow down small steps.
 _PROMPTS = ((1024, MOST_PROMPTS), (512, 32), (0, 16))
 _PREFILL_TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
-# Mixed steps pad their decode rows to a few sizes: computing some more rows costs less than many
-# captures.
+# Mixed steps pad their decode rows to a few sizes: computing some more rows costs less than
+# capturing many sizes.
 _FEW_ROWS = 32
 
 
@@ -33,7 +33,7 @@ def decode_sizes(most: int) -> list[int]:
 
 
 def most_prompts(tokens: int) -> int:
-    """Return the largest number of prompt chunks in a captured step of `tokens` tokens."""
+    """Return the maximum number of prompt chunks in a captured step of `tokens` prompt tokens."""
     return next(prompts for least, prompts in _PROMPTS if tokens >= least)
 
 
@@ -46,7 +46,7 @@ class MixedSize:
     rows: int
     """Number of decode rows."""
     sees: bool
-    """True if its prompts have images."""
+    """Whether the prompts have images."""
 
     @property
     def prompts(self) -> int:
@@ -56,14 +56,15 @@ class MixedSize:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MixedSizes:
-    """The sizes of mixed steps; larger ones keep the device busy while the host launches them."""
+    """The sizes of captured mixed steps. Larger steps are not captured, as they keep the device
+    busy while the host launches them."""
 
     tokens: tuple[int, ...]
     """Numbers of prompt tokens."""
     rows: tuple[int, ...]
     """Numbers of decode rows."""
     sees: bool = False
-    """True if each size is also captured for prompts with images."""
+    """Whether each size is also captured for prompts with images."""
 
     def __len__(self) -> int:
         """Return the number of sizes."""
@@ -71,7 +72,7 @@ class MixedSizes:
 
     @classmethod
     def of(cls, max_num_batched_tokens: int, max_num_seqs: int, sees: bool = False) -> MixedSizes:
-        """Return the sizes that an engine with these limits may need."""
+        """Return the sizes to capture for an engine with these limits."""
         tokens = [size for size in _PREFILL_TOKENS if size < max_num_batched_tokens]
         if max_num_batched_tokens <= _PREFILL_TOKENS[-1]:
             tokens.append(max_num_batched_tokens)
@@ -79,7 +80,7 @@ class MixedSizes:
         return cls(tuple(tokens), (0, *few, max_num_seqs), sees)
 
     def fit(self, tokens: int, prompts: int, rows: int, *, sees: bool) -> MixedSize | None:
-        """Return the smallest size that fits a step; None if there is none."""
+        """Return the smallest size that holds a step; None if there is none."""
         large = self.tokens[bisect.bisect_left(self.tokens, tokens) :]
         found = next((size for size in large if most_prompts(size) >= prompts), None)
         if found is None:
@@ -93,15 +94,15 @@ def smallest(sizes: list[int], wanted: int) -> int:
 
 
 class CapturedSteps:
-    """Captured decode steps by rows, and mixed ones by size.
+    """Captured decode steps by number of rows, and captured mixed steps by size.
 
-    Sizes that the device cannot capture are left out: their steps run in the next larger size, or
-    operator by operator if there is none.
+    Sizes that the device cannot capture are left out. Their decode steps are padded to the next
+    larger captured size, if there is one; all other steps run operator by operator.
     """
 
     def __init__(self, device: Device, group: Group, in_flight: int) -> None:
-        """At most `in_flight` steps may run at once. A size is used only if all ranks have captured
-        it, as step sizes must be the same on all of them."""
+        """Set up for at most `in_flight` steps at once. A size is used only if all ranks have
+        captured it, as step sizes must be the same on all ranks."""
         self._device, self._group, self._in_flight = device, group, in_flight
         self._decode: dict[int, Captured] = {}
         self._sizes: list[int] = []
@@ -109,14 +110,14 @@ class CapturedSteps:
         self.failed = 0
 
     def add_decode(self, rows: int, function: CapturedFunction, lengths: HostSeqLens) -> None:
-        """Record a decode step for this many rows."""
+        """Capture a decode step of this many rows."""
         captured = self._record(f"decode steps of {rows} rows", function, lengths)
         if captured is not None:
             self._decode[rows] = captured
             bisect.insort(self._sizes, rows)
 
     def add_mixed(self, size: MixedSize, function: CapturedFunction) -> None:
-        """Record a mixed step."""
+        """Capture a mixed step."""
         name = f"steps of {size.tokens} prompt tokens and {size.rows} decode rows"
         captured = self._record(name, function, NO_SEQ_LENS)
         if captured is not None:
@@ -147,7 +148,8 @@ class CapturedSteps:
         return None
 
     def decode(self, rows: int, lengths: HostSeqLens) -> torch.Tensor | None:
-        """Queue the smallest decode step that fits this many rows; None if there is none."""
+        """Replay the smallest captured decode step that fits this many rows; return None if there
+        is none."""
         if not self._sizes or rows > self._sizes[-1]:
             return None
         size = smallest(self._sizes, rows)
@@ -158,5 +160,5 @@ class CapturedSteps:
         return size in self._mixed
 
     def mixed(self, size: MixedSize) -> torch.Tensor:
-        """Queue a mixed step."""
+        """Replay the captured mixed step of this size."""
         return self._mixed[size].replay(NO_SEQ_LENS)

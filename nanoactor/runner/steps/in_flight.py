@@ -1,4 +1,4 @@
-"""The buffers of a step in flight: events, and page-locked memory for its ids."""
+"""The buffers of a step in flight: events, and pinned memory for its results."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ class InFlight:
     sampled: TimedEvent
     end: TimedEvent
     ids: torch.Tensor
-    """Sampled ids, int32 (rows,), page-locked."""
+    """Sampled token ids, int32 (rows,), pinned."""
     rows: int = 0
     """Number of valid ids."""
     update: Update | None = None
-    """Update of the step."""
+    """The step itself, as it was launched."""
     published: Published | None = None
-    """Target of the ids if the step writes them itself."""
+    """Place of the ids if the step publishes them itself; None if they are copied to `ids`."""
     scored: ScoredResults | None = None
-    """Layout of `scores`; None without scores."""
+    """Layout of `scores`; None if the step has no scores."""
     scores: torch.Tensor | None = None
-    """int32, page-locked, as large as has been needed."""
+    """int32, pinned; grows to the largest size that was needed."""
     _shape: tuple[int, ...] = (0, 0)
     _width: int = 0
     pooled: PooledRows | None = None
-    """Layout of `vectors`; None without vectors."""
+    """Layout of `vectors`; None if the step has no pooling rows."""
     vectors: torch.Tensor | None = None
-    """float32, page-locked, as large as has been needed."""
+    """float32, pinned; grows to the largest size that was needed."""
 
     @classmethod
     def make(cls, device: Device, rows: int) -> InFlight:
-        """Make buffers for steps that sample at most this many rows."""
+        """Allocate buffers for steps in which at most this many rows sample."""
         event = device.timed_event
         ids = device.pinned(rows, dtype=torch.int32)
         return cls(event(), event(), event(), event(), event(), ids)
@@ -53,7 +53,7 @@ class InFlight:
     def take_ids(
         self, update: Update, chosen: list[torch.Tensor], published: Published | None
     ) -> None:
-        """Queue the copy of a step's ids, unless the step publishes them itself."""
+        """Queue a copy of a step's token ids to the host, unless the step publishes them itself."""
         self.update, self.published, self.rows = update, published, sum(map(len, chosen))
         begin = 0
         for part in chosen if published is None else ():
@@ -61,7 +61,7 @@ class InFlight:
             begin += len(part)
 
     def take_scores(self, device: Device, scored: ScoredResults, table: torch.Tensor) -> None:
-        """Queue the copy of a step's scores."""
+        """Queue a copy of a step's scores to the host."""
         if self.scores is None or len(self.scores) < table.numel():
             self.scores = device.pinned(1 << table.numel().bit_length(), dtype=torch.int32)
         self.scored, self._shape = scored, tuple(table.shape)
@@ -77,7 +77,8 @@ class InFlight:
         return message
 
     def take_vectors(self, device: Device, pooled: PooledRows, values: torch.Tensor) -> None:
-        """Queue the copy of the results of a step's pooling rows, float32 (rows, width)."""
+        """Queue a copy of the results of a step's pooling rows, float32 (rows, width), to the
+        host."""
         if self.vectors is None or len(self.vectors) < values.numel():
             self.vectors = device.pinned(1 << values.numel().bit_length(), dtype=torch.float32)
         self.pooled, self._width = pooled, values.shape[1]
@@ -92,7 +93,8 @@ class InFlight:
         return pooled.message(self.vectors[: rows * width].view(rows, width).numpy().copy())
 
     def collect(self, clock: DeviceClock, split: bool) -> Computed:
-        """Wait for the step; `split`: events were recorded within it."""
+        """Wait for the step and return its results; `split` is True if events were recorded within
+        the step."""
         self.end.wait()
         assert self.update is not None
         begin, end = clock.step(self.begin, self.end)

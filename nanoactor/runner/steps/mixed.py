@@ -1,4 +1,4 @@
-"""Inputs of captured steps with prompts, which always read them from the same place."""
+"""Inputs of captured steps with prompts, which always read them from the same device memory."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from nanoactor.runner.steps.graphs import MixedSize, MixedSizes, most_prompts
 
 D = TypeVar("D", Prefill[torch.Tensor], SeenPictures[torch.Tensor])
 Padding = int | list[list[int]]
-"""A number, or a column of them."""
+"""A padding value, or a column of one value per row."""
 
 
 class FixedInputs(Generic[D]):
-    """The int32 arrays of a dataclass at a fixed place on the device, padded with values that have
-    no effect, and a page-locked copy for each step in flight."""
+    """The int32 arrays of a dataclass in fixed device memory, padded with values that have no
+    effect, and a pinned copy on the host for each step in flight."""
 
     def __init__(
         self,
@@ -29,8 +29,8 @@ class FixedInputs(Generic[D]):
         arrays: dict[str, tuple[tuple[int, ...], Padding]],
         in_flight: int,
     ) -> None:
-        """`arrays` are the shape and the padding of each field; at most `in_flight` steps may run
-        at once."""
+        """Allocate the arrays of `kind`; `arrays` has the shape and padding of each field. At most
+        `in_flight` steps may run at once."""
         self._arrays = arrays
         words = sum(int(np.prod(shape)) for shape, _ in arrays.values())
         self._host = [device.pinned(words, dtype=torch.int32) for _ in range(in_flight)]
@@ -50,7 +50,7 @@ class FixedInputs(Generic[D]):
     def fill(
         self, given: Prefill[NDArray[np.int32]] | SeenPictures[NDArray[np.int32]] | None
     ) -> None:
-        """Queue the copy of a step's inputs."""
+        """Queue a copy of a step's inputs to the device, or of padding only if `given` is None."""
         self._current = (self._current + 1) % len(self._host)
         for name, view in self._views(self._host[self._current]).items():
             array = view.numpy()
@@ -63,7 +63,8 @@ class FixedInputs(Generic[D]):
 def fixed_prefill(
     device: Device, tokens: int, tokens_per_program: int, dummy: int, in_flight: int
 ) -> FixedInputs[Prefill[torch.Tensor]]:
-    """Make the inputs of steps with `tokens` prompt tokens; `dummy` is the slot of padded ones."""
+    """Allocate the inputs of steps with `tokens` prompt tokens; `dummy` is the slot of padded
+    tokens."""
     rows = most_prompts(tokens)
     tiles = -(-tokens // tokens_per_program) + rows
     arrays: dict[str, tuple[tuple[int, ...], Padding]] = {
@@ -82,18 +83,18 @@ class MixedInputs:
     """The inputs of all captured mixed steps."""
 
     def __init__(self, device: Device, sizes: MixedSizes, in_flight: int) -> None:
-        """At most `in_flight` steps may run at once."""
+        """Allocate nothing yet. At most `in_flight` steps may run at once."""
         self._device, self._sizes, self._in_flight = device, sizes, in_flight
         self._prefills: dict[int, FixedInputs[Prefill[torch.Tensor]]] = {}
         self._pictures: dict[int, FixedInputs[SeenPictures[torch.Tensor]]] = {}
 
     @property
     def longest(self) -> int:
-        """Return the maximum prompt tokens of a captured step; 0 if there is none."""
+        """Return the maximum number of prompt tokens in a captured step; 0 if there is none."""
         return max(self._prefills, default=0)
 
     def make(self, tokens_per_program: int, dummy: int) -> Iterator[MixedSize]:
-        """Yield the sizes to capture, largest first, after making their inputs."""
+        """Allocate the inputs of each size to capture, and yield the sizes, largest first."""
         for tokens in self._sizes.tokens[::-1]:
             limits = tokens, tokens_per_program, dummy, self._in_flight
             self._prefills[tokens] = fixed_prefill(self._device, *limits)
@@ -117,7 +118,8 @@ class MixedInputs:
         return self._prefills[size.tokens].inputs, seen
 
     def fit(self, update: Update) -> MixedSize | None:
-        """Return the size of the smallest captured step that fits this one."""
+        """Return the size of the smallest captured step that holds this step; None if there is
+        none."""
         if not self._prefills or (prefill := update.prefill) is None:
             return None
         sees = update.inputs.seen is not None
@@ -125,7 +127,8 @@ class MixedInputs:
         return self._sizes.fit(len(prefill.token_ids), rows, update.decode_rows, sees=sees)
 
     def fill(self, size: MixedSize, update: Update) -> None:
-        """Queue the copy of a step's inputs."""
+        """Queue a copy of a step's inputs to the buffers that the captured step of this size
+        reads."""
         self._prefills[size.tokens].fill(update.prefill)
         if size.sees:
             self._pictures[size.tokens].fill(update.inputs.seen)

@@ -1,4 +1,4 @@
-"""Results of pooling rows, on the device."""
+"""Pooling of hidden states on the device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nanoactor.runner.model.model import LoadedModel
 
 
 class StepPooler:
-    """Pooling on one rank."""
+    """Pools the rows of steps on one rank."""
 
     def __init__(self, model: LoadedModel, config: PoolingConfig) -> None:
         self._model, self._config = model, config
@@ -18,9 +18,9 @@ class StepPooler:
     def pool(
         self, prompts: torch.Tensor | None, hidden: torch.Tensor, rows: PooledRows
     ) -> torch.Tensor:
-        """Return the result of each row, float32 (rows, width). `hidden` are the states of the
-        rows, (rows, hidden); `prompts` are the states of all tokens of the step's chunks. Means are
-        returned as sums, accumulated in float32."""
+        """Return the pooled result of each row, float32 (rows, width). `hidden` are the hidden
+        states of the rows, (rows, hidden); `prompts` are those of all tokens in the step's chunks.
+        Means are returned as sums, accumulated in float32."""
         if self._config.token_ids:
             return self._model.logits_of(hidden, self._config.token_ids)
         if not rows.counts:

@@ -1,5 +1,5 @@
-"""Ids that decode steps write to host memory themselves, if the device can: a copy after a step
-would delay the next step's graph."""
+"""Token ids that decode steps write to host memory themselves, if the device supports it: a copy
+after a step would delay the next step's graph."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class WrongStep(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Published:
-    """The ids of one step, to be read once it is done."""
+    """The token ids of one step, to be read once the step is done."""
 
     number: int
     place: Int32
-    """(1 + rows,): the step's number, and the ids."""
+    """(1 + rows,): the step's number, then its token ids."""
 
     def ids(self) -> Int32:
-        """Copy them. Raises `WrongStep`."""
+        """Return a copy of the token ids. Raises `WrongStep` if they belong to another step."""
         found = int(self.place[0]) % _WORD
         if found != self.number:
             raise WrongStep(f"ids of decode step {found} lie where those of {self.number} should")
@@ -34,10 +34,10 @@ class Published:
 
 
 class PublishedIds:
-    """A ring in page-locked memory; host and device count its steps in parallel."""
+    """A ring buffer in pinned memory. Host and device each count the published steps."""
 
     def __init__(self, device: Device, in_flight: int, rows: int) -> None:
-        """At most `in_flight` steps, of at most `rows` rows, may run at once."""
+        """Allocate a ring for at most `in_flight` steps at once, of at most `rows` rows each."""
         self._publishes = device.traits.publishes_ids
         places = 1 << (in_flight - 1).bit_length()
         self._device = device
@@ -47,19 +47,19 @@ class PublishedIds:
         self._next = 0
 
     def publish(self, ids: torch.Tensor) -> None:
-        """Queue the writing of a step's ids, int32 (rows,), to the ring; part of a captured
-        step."""
+        """Queue a write of a step's token ids, int32 (rows,), to the ring. A captured step includes
+        this write."""
         if self._publishes:
             self._device.publish(ids, self._ring, self._count)
 
     def restart(self) -> None:
-        """Reset the count to 0, after steps with ids that were not taken."""
+        """Reset the step count to 0, after steps whose ids were not taken."""
         self._count.zero_()
         self._next = 0
 
     def take(self, rows: int) -> Published | None:
-        """Return the place of the next step that publishes, of which `rows` rows are valid; None
-        if the device cannot publish."""
+        """Return the place of the next published step, with `rows` valid ids; None if the device
+        cannot publish."""
         if not self._publishes:
             return None
         number = self._next

@@ -1,4 +1,4 @@
-"""Log-probabilities after a step, for the rows that request them, a few rows at a time."""
+"""Log-probabilities, computed after a step for the rows that request them, a few rows at a time."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from nanoactor.models.sampling.token_scores import FIXED_WORDS, TokenScorer
 from nanoactor.runner.batch.inputs import ScoredRows
 from nanoactor.runner.model.model import LoadedModel
 
-# Logits are whole rows of the vocabulary: 128 of 152 k are 78 MB, and as much again for sorting.
+# A row of logits covers the whole vocabulary: 128 rows of 152k logits take 78 MB, and as much again
+# for sorting.
 AT_ONCE = 128
 
 
 class StepScorer:
-    """Scoring on one rank."""
+    """Scores tokens on one rank."""
 
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
@@ -30,15 +31,16 @@ class StepScorer:
         *,
         most: int,
     ) -> torch.Tensor:
-        """Score the rows of a step, int32 (rows, 2 + 2 * most) as `TokenScorer` returns.
+        """Return the scores of a step's rows, int32 (rows, 2 + 2 * most), as `TokenScorer` does.
 
-        `prompts` are the hidden states of its prompt tokens, `hidden` those of the rows that
-        sample, `places` the indices of the scored rows in these, and `chosen` all chosen tokens.
+        `prompts` are the hidden states of the step's prompt tokens, and `hidden` those of the rows
+        that sample. `places` are the indices of the scored rows in `hidden` and in `chosen`, the
+        ids of all chosen tokens.
         """
         parts = []
         if prompts is not None and len(rows.prompt_rows):
             parts += self._parts(prompts, rows.prompt_rows, rows.targets, most)
-        # Scores of rows without a token are not read.
+        # The scores of rows that chose no token are not read.
         targets = chosen[places].long().clamp_min(0)
         parts += self._parts(hidden, places, targets, most)
         return torch.cat(parts)
@@ -54,7 +56,7 @@ class StepScorer:
         return parts
 
     def warm_up(self, rows: int, most: int) -> None:
-        """Score this many rows, to compile and to measure."""
+        """Score this many rows, to compile code and to measure memory."""
         device, config = self._model.device, self._model.config
         places = device.zeros(rows, dtype=torch.int64)
         hidden = device.zeros(1, config.hidden_size, dtype=self._model.dtype)

@@ -1,4 +1,4 @@
-"""The choices of a step after its layers, and their log-probabilities."""
+"""The choice of tokens after the layers of a step, and the log-probabilities of these tokens."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from nanoactor.runner.steps.scoring import StepScorer
 
 
 class StepChoices:
-    """One rank's choices. The hidden states of rows that still lack a mask are kept in their slots;
-    their tokens are chosen from these states later."""
+    """Chooses tokens on one rank. The hidden states of rows whose mask has not arrived are kept in
+    their slots, and their tokens are chosen from these states in a later step."""
 
     def __init__(self, model: LoadedModel, chooser: TokenChooser, slots: int) -> None:
         self._device = model.device
@@ -30,7 +30,7 @@ class StepChoices:
         self.kept = Kept(states, logits)
 
     def warm_up(self, rows: int, most: int) -> None:
-        """Run a choice under a mask, and score `rows` tokens with `most` top tokens each."""
+        """Choose a token under a mask, and score `rows` tokens with `most` top tokens each."""
         self._chooser.warm_up()
         self._scorer.warm_up(rows, most)
 
@@ -43,10 +43,11 @@ class StepChoices:
         *,
         room: int | None,
     ) -> list[torch.Tensor]:
-        """Return all tokens, int32, in the order of the step's samplers.
+        """Return the ids of all chosen tokens, int32, as parts in the order of the step's samplers.
 
-        `states` are the hidden states of the prompts' tokens, and of the rows that sample; a
-        captured step has room for `room` prompts.
+        `states` are the hidden states of the prompt tokens, if they are needed, and of the rows
+        that sample. `room` is the number of prompts that a captured step has room for; None for
+        other steps.
         """
         of_prompts, hidden = states
         prompts = padded = 0
@@ -78,7 +79,8 @@ class StepChoices:
     def _keep(
         self, kept: KeptRows[torch.Tensor], hidden: torch.Tensor, first: int, end: int
     ) -> None:
-        """Keep the states of rows: of prompts from row `first` on, of others up to row `end`."""
+        """Store the hidden states of rows in their slots: of prompts from row `first` on, and of
+        the last of the other rows, up to row `end`."""
         for slots, begin in ((kept.prompts, first), (kept.continued, end - len(kept.continued))):
             if not (count := len(slots)):
                 continue

@@ -1,4 +1,4 @@
-"""Warm-up steps of the largest sizes, to compile and to measure."""
+"""Warm-up steps of the largest sizes, which compile code and are measured."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _NONE: Int32 = np.empty(0, np.int32)
 
 
 def admissions(slots: Int32, **sampling: float) -> Admissions:
-    """Return admissions with these sampling parameters, and neutral values for the others."""
+    """Return admissions to these slots with the given sampling parameters, and neutral values for
+    all others."""
     rows = np.frombuffer(pack(sampling) * len(slots), np.int32).reshape(-1, WORDS)
     whole = np.zeros(len(slots), np.int32)
     return Admissions(
@@ -38,11 +39,12 @@ def admissions(slots: Int32, **sampling: float) -> Admissions:
 
 
 def prefill_step(tokens: int, rows: int, block_size: int) -> Step:
-    """Return a step of `rows` prompts with `tokens` tokens in total, each of which samples."""
+    """Return a step of `rows` prompts with `tokens` tokens in total. Each prompt samples a
+    token."""
     counts = np.full(rows, tokens // rows, np.int32)
     counts[: tokens % rows] += 1
     slots = np.arange(rows, dtype=np.int32)
-    # Room for one more token each, which a decode step may then add.
+    # Each prompt gets room for one more token, which a decode step may then add.
     blocks = (counts // block_size + 1).astype(np.int32)
     return Step(
         1,
@@ -66,9 +68,8 @@ def prefill_step(tokens: int, rows: int, block_size: int) -> Step:
 def decode_update(
     rows: int, dummy: int, traits: BatchTraits, longest: int, **sampling: float
 ) -> Update:
-    """Return a step of one token for each of `rows` rows of the dummy slot, each with its own place
-    to write to. With sampling parameters, all are sampled after the step, and penalties cover
-    `longest` tokens."""
+    """Return a decode step of `rows` rows of the dummy slot. If sampling parameters are given, all
+    rows are sampled outside the fused sampler, and penalties cover `longest` tokens."""
     table, slots = SamplingTable(rows), np.arange(rows)
     table.admit(admissions(slots.astype(np.int32), **sampling))
     fallback: list[SampledRows[Array]] = []
@@ -85,8 +86,9 @@ def decode_update(
 
 def longest_lengths(rows: int, blocks: int, block_size: int, most: int) -> HostSeqLens:
     """Return the maximum lengths of `rows` decode rows in a cache of `blocks` blocks: the first
-    rows as long as allowed, all together as long as fits. Captured steps must be no shorter, and
-    operators need as many blocks as all rows have in total."""
+    rows are as long as `most` allows while one block is left for each later row. Captured steps
+    must be prepared for such lengths, and operators need as many blocks as all rows have in
+    total."""
     lengths, left = [], blocks
     for after in range(rows - 1, -1, -1):
         own = max(1, min(-(-most // block_size), left - after))

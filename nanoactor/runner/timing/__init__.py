@@ -1,1 +1,1 @@
-"""Clocks, deadlines and threads of steps."""
+"""Clocks, deadlines and thread counts for steps."""

@@ -1,4 +1,4 @@
-"""The device's time on the host's clock."""
+"""Conversion of device times to the host's monotonic clock."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ from nanoactor.models.devices.protocols import Device, TimedEvent
 
 _WINDOW = 256
 _WAKE_NS = 30_000
-"""Minimum time in which a thread that waits for the device wakes up."""
+"""Minimum time in ns that a thread takes to wake up after it has waited for the device."""
 _LONG_NS = 1e9
-"""Over longer gaps the clocks drift apart, and event times lose precision."""
+"""Maximum gap between steps, in ns, that is measured with events. Over longer gaps the clocks drift
+apart, and event times lose precision."""
 
 
 class DeviceClock:
-    """Sums the times between events, and corrects the sum by host observations.
+    """Sums the times between events, and corrects the sum by observations on the host.
 
-    The device reports how long a step took; the gaps between steps give its start. The two clocks
-    drift apart slowly. The host never sees an event before it has happened, and in one of many
-    steps it sees it at once: this bounds the drift from both sides.
+    The device reports the duration of a step and of the gap before it, from which the step's start
+    follows. The clocks of device and host drift apart slowly. The host never observes an event
+    before it has happened, and in at least one of many steps it observes the event immediately.
+    This bounds the drift from both sides.
     """
 
     def __init__(self, reference: TimedEvent) -> None:
-        """Start at `reference`, which has just completed."""
+        """Start the clock at `reference`, an event that has just completed."""
         self._reference = reference
         self._now = float(time.monotonic_ns())
         self._least = float("inf")
@@ -30,16 +32,16 @@ class DeviceClock:
 
     @classmethod
     def started(cls, device: Device) -> DeviceClock:
-        """Start now, with an idle device."""
+        """Return a clock that starts now; the device must be idle."""
         reference = device.timed_event()
         reference.record()
         reference.wait()
         return cls(reference)
 
     def step(self, begin: TimedEvent, end: TimedEvent) -> tuple[int, int]:
-        """Return a step's start and end, ns of the monotonic clock; `end` has just completed.
+        """Return a step's start and end in ns of the monotonic clock; `end` has just completed.
 
-        Steps must come in order; `end` must live until the next call.
+        Steps must come in order. `end` must not be recorded again before the next call.
         """
         seen = time.monotonic_ns()
         length = begin.milliseconds_until(end) * 1e6
@@ -52,7 +54,8 @@ class DeviceClock:
         return round(ended - length), round(ended)
 
     def _correction(self, late: float) -> float:
-        """Return the correction of the clock; `late` is the host's time minus the clock's."""
+        """Return the correction in ns to add to the clock. `late` is the host's time minus the
+        clock's time."""
         self._least = min(self._least, late)
         self._seen += 1
         shift = 0.0

@@ -1,17 +1,17 @@
-"""The time a step may take before its device counts as stalled; pure."""
+"""The time that a step may take before its device counts as stalled; pure logic."""
 
 from __future__ import annotations
 
 _SMALL = 64
-"""Up to this many tokens, a step's time is dominated by reading the weights."""
+"""Number of tokens up to which a step's time is dominated by reading the weights."""
 _FORGET = 0.999
-"""Decay of a slow step's weight per later step, as compilations happen only once."""
+"""Factor by which the recorded maximum decays with each step, as compilations happen only once."""
 _MARGIN = 10.0
 """Factor by which a step may exceed the slowest recent one."""
 
 
 class StepDeadline:
-    """A deadline that adapts to finished steps."""
+    """A time limit for steps that adapts to the durations of finished steps."""
 
     def __init__(self) -> None:
         self._small_seconds = 0.0

@@ -1,20 +1,20 @@
-"""Timing of steps: the time that a device is busy, and when to request the next step."""
+"""Timing of steps: how long a device is busy, and when to request the next step."""
 
 from __future__ import annotations
 
-# How much earlier than measured the next step is requested, to absorb a slow wake-up.
+# Seconds by which the next step is requested earlier than measured, to absorb a slow wake-up.
 _LEAD_MARGIN = 0.0005
 _WEIGHT = 0.2
 """Weight of the newest value in a running average."""
 
 
 class DeviceTime:
-    """Time that a device was busy, and idle between steps, in ns."""
+    """The time in ns that a device was busy, and that it was idle between steps."""
 
     def __init__(self) -> None:
         self.busy = self.idle = 0
         self.free_at = 0
-        """When the latest step ended, in ns of the monotonic clock; 0 before there is one."""
+        """End of the latest step in ns of the monotonic clock; 0 before the first step."""
 
     def note(self, begin: int, end: int) -> None:
         """Record a step that ran from `begin` to `end`, in ns of the monotonic clock."""
@@ -25,14 +25,14 @@ class DeviceTime:
 
 
 class StepRequests:
-    """Requests steps from a scheduler that plans late: each once, early enough to be prepared when
-    the step before it ends. All times are in seconds."""
+    """Decides when to request steps from a scheduler that plans late: each step once, and early
+    enough to be prepared when the step before it ends. All times are in seconds."""
 
     def __init__(self) -> None:
         self._lead = 0.001
-        """Time from requesting a step to having it prepared: a running average."""
+        """Running average of the time from the request for a step until the step is prepared."""
         self._step_seconds = 0.0
-        """Duration of a step, likewise."""
+        """Running average of the duration of a step."""
         self.forget()
 
     def forget(self) -> None:
@@ -45,17 +45,18 @@ class StepRequests:
         return self._step_seconds - self._lead - _LEAD_MARGIN
 
     def ask(self, step: int, received: int, now: float) -> bool:
-        """Return True if a step is to be requested now; `received` is the latest step received."""
+        """Return True if `step` was neither requested nor received yet, and record the request.
+        `received` is the number of the latest step received."""
         if step <= max(received, self._asked_for):
             return False
         self._asked_for, self._asked_at = step, now
         return True
 
     def note_prepared(self, step: int, now: float) -> None:
-        """Record that a step is prepared."""
+        """Record that a step was prepared at time `now`."""
         if step == self._asked_for:
             self._lead += _WEIGHT * (now - self._asked_at - self._lead)
 
     def note_done(self, seconds: float) -> None:
-        """Record the time that a step took."""
+        """Record the duration of a step."""
         self._step_seconds += _WEIGHT * (seconds - self._step_seconds)

@@ -1,4 +1,4 @@
-"""Threads of a step on the CPU: as many as the machine has, or one if that is faster."""
+"""The number of threads for a step on the CPU: all available ones, or one if that is faster."""
 
 from __future__ import annotations
 
@@ -8,26 +8,28 @@ from pathlib import Path
 from typing import Protocol
 
 _FIRST = {False: 3, True: 1}
-"""Number of steps that each choice runs before the choices are compared, by whether the step has
-prompts."""
+"""Number of steps to run with each choice before the choices are compared, by whether the steps
+have prompts."""
 _WEIGHT = 0.3
-"""Weight of the latest step in its kind's mean."""
+"""Weight of the latest step in the running mean of its kind."""
 _PROBE, _PROBE_SOON = 64, 4
-"""Steps until the other choice is tried again, if it was tried before, and if there is only another
-kind of steps to go by, ..."""
+"""Numbers of steps until the slower choice is tried again; the second one is for a kind whose
+measurements are copied from another kind."""
 _PROBE_FAR = 1024
-"""... and if it was more than `_FAR` times as slow."""
+"""Number of steps until the slower choice is tried again if it took more than `_FAR` times as
+long."""
 _FAR = 1.5
 
 CORES_VARIABLE = "NANOACTOR_CORES"
-"""Gives the number of cores that there will be, if a process starts on fewer."""
+"""Environment variable with the number of cores that the process will have, if it starts on
+fewer."""
 
 
 def usable_cores(root: Path = Path("/")) -> int:
     """Return the number of cores that this process may use, by affinity and cgroup quota.
 
-    A quota of one and a half cores counts as one: threads that spin while waiting for each other
-    would waste the rest.
+    A quota of one and a half cores counts as one: threads that spin while they wait for each other
+    would waste the remaining half.
     """
     cores = int(os.environ.get(CORES_VARIABLE, 0)) or len(os.sched_getaffinity(0))
     quotas = [quota for quota in (_quota(folder) for folder in _cgroups(root)) if quota]
@@ -35,7 +37,8 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 
 def _cgroups(root: Path) -> list[Path]:
-    """Return the folders of this process's cgroup and its ancestors, versions 2 and 1."""
+    """Return the folders of this process's cgroup and its ancestors, for cgroup versions 1 and
+    2."""
     base, folders = root / "sys/fs/cgroup", []
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -71,36 +74,37 @@ class SizedStep(Protocol):
 
     @property
     def rows(self) -> int:
-        """Tokens that go through the layers, at least one."""
+        """Return the number of tokens that go through the layers, at least 1."""
 
     @property
     def prefill(self) -> object | None:
-        """None if all rows decode."""
+        """Return the step's prompt chunks; None if all rows decode."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Kind:
-    """Steps of similar size: mean seconds per token, with one thread and with all."""
+    """Measurements of steps of similar size: mean seconds per token, with one thread and with all
+    threads."""
 
     means: list[float] = dataclasses.field(default_factory=lambda: [0.0, 0.0])
     counts: list[int] = dataclasses.field(default_factory=lambda: [0, 0])
     since_probe: int = 0
     is_probe: bool = False
-    """True if the current step tries the choice that is usually not taken."""
+    """Whether the current step tries the choice that was slower so far."""
 
     @property
     def better(self) -> int:
-        """Return 0 if one thread is faster, 1 if all are."""
+        """Return 0 if one thread is faster, 1 if all threads are faster."""
         return int(self.means[1] < self.means[0])
 
 
 class ThreadChoice:
-    """Chooses between one thread and all of them for each kind of step, by measured step times.
+    """Chooses between one thread and all threads for each kind of step, by measured step times.
 
-    A second thread costs two wake-ups for each operator. It pays off if products are large and the
-    core is really available; on a shared machine, waiting for a core that another process uses can
-    make a step take ten times as long. So both are measured, the faster is used, and the other is
-    tried again occasionally.
+    A second thread costs two wake-ups for each operator. It pays off if matrix products are large
+    and the core is really available. On a shared machine, waiting for a core that another process
+    uses can make a step take ten times as long. Both choices are therefore measured, the faster one
+    is used, and the other one is tried again occasionally.
     """
 
     def __init__(self, threads: int) -> None:
@@ -119,8 +123,9 @@ class ThreadChoice:
         return self._threads if self._chosen else 1
 
     def _like_the_nearest(self, prefill: bool, size: int) -> _Kind:
-        """Return a new kind with the measurements of the nearest known one of its sort: measuring
-        again would cost a slow step or more for each size."""
+        """Return a new kind with the measurements of the nearest size, among measured kinds that
+        also have, or also lack, prompts. Measuring each size anew would cost at least one slow
+        step."""
         known = [
             (abs(other - size), other, kind)
             for (sort, other), kind in self._kinds.items()
@@ -132,7 +137,7 @@ class ThreadChoice:
         return _Kind(list(nearest.means), list(nearest.counts), _PROBE_FAR - _PROBE_SOON)
 
     def _next(self, kind: _Kind, first: int) -> int:
-        """Return 0 for one thread, 1 for all."""
+        """Return 0 for one thread, 1 for all threads."""
         if min(kind.counts) < first:
             return int(kind.counts[1] < kind.counts[0])
         kind.since_probe += 1
@@ -143,16 +148,16 @@ class ThreadChoice:
         return kind.better
 
     def note(self, step: SizedStep, seconds: float) -> None:
-        """Record how long the step took for which `choose` was called last."""
+        """Record the duration of the step for which `choose` was called last."""
         if self._threads == 1:
             return
         kind, chosen = self._kinds[_kind(step)], self._chosen
         each = seconds / step.rows
         kind.counts[chosen] += 1
-        if kind.counts[chosen] == 1 or kind.is_probe:  # old measurements do not count
+        if kind.counts[chosen] == 1 or kind.is_probe:  # discard older measurements
             kind.means[chosen], kind.is_probe = each, False
         elif kind.counts[chosen] <= _FIRST[step.prefill is not None]:
-            # The first step touches memory and code for the first time.
+            # The first step is slow, as it touches memory and code for the first time.
             kind.means[chosen] = min(kind.means[chosen], each)
         else:
             kind.means[chosen] += _WEIGHT * (each - kind.means[chosen])

@@ -1,9 +1,9 @@
-"""Constrained sequences: a grammar determines their next tokens, and that takes time.
+"""Constrained sequences, whose next tokens must follow a grammar.
 
-No other sequence waits for it. A constrained sequence never decodes: its token is sampled once
-every rank holds the mask for it, and is then known, so its position is computed like a prompt's.
-The token goes to the grammar, which sends the next mask to the ranks; these report that they hold
-it.
+Computing a mask takes time, but no other sequence waits for it. A constrained sequence never
+decodes. Its next token is sampled once every rank holds the mask for it. The token is then known to
+the host, so its position is computed like a prompt position. The token is sent to the grammar
+actor, which sends the next mask to the ranks; each rank reports when it holds the mask.
 
 A sequence may switch between free text and text under its grammar. It then continues in its new
 state after its newest known token, and its results from steps in flight are discarded.
@@ -43,7 +43,7 @@ from nanoactor.scheduling.steps.turns import TurnBuilder
 
 
 class Constraints(Feature):
-    """Opens grammars, and lets sequences sample once every rank holds their masks."""
+    """Opens grammars, and lets each sequence sample once every rank holds its mask."""
 
     def __init__(
         self,
@@ -54,37 +54,37 @@ class Constraints(Feature):
         jumps: bool = True,
     ) -> None:
         """`lower` makes a sequence continue after its newest known token and discards its results
-        from steps in flight. With `jumps`, forced tokens are not sampled."""
+        from steps in flight. If `jumps` is set, forced tokens are not sampled."""
         self._running, self._lower, self._jumps = running, lower, jumps
         self._out: list[Send] = []
         self._over: list[int] = []
-        """Sequences that no later step names."""
+        """Uids of finished sequences that no later step refers to."""
         self._open: dict[int, Sequence] = {}
         """Sequences with an open grammar, by uid."""
         self._masks = RankResources("mask", ranks, periods=2)
-        """By sequence, the position of the next mask; none while its text is free."""
+        """Position of the next mask, by uid; a sequence has no entry while its text is free."""
         self._forced = 0
         """Number of pending runs of forced tokens."""
         self._used = [0, 0, 0]
-        """Masks by the number of steps that were planned without them: none, one, or more."""
+        """Number of masks used in the first possible step, in the step after it, or later."""
         self._jumped = 0
-        """Tokens that were forced."""
+        """Number of forced tokens."""
 
     @property
     def waits(self) -> bool:
-        """Return True if any mask is under way."""
+        """Return True if a requested mask is missing on any rank."""
         return self._masks.missing > 0
 
     def admit(self, sequence: Sequence, turn: int) -> None:
-        """Open the grammar of a sequence that is about to run, unless it is open; if it applies
-        already, request its first mask."""
+        """Open the grammar of an admitted sequence unless it is already open, and request the first
+        mask if the grammar already applies."""
         uid, grammar = sequence.uid, sequence.grammar
         if grammar is None or uid in self._open:
             return
         self._open[uid] = sequence
         told = as_int32(grammar.told if grammar.holds else ())
         first = sequence.length - len(told) if grammar.holds else -1
-        # Output logprobs come from sampling; prompt logprobs must come before the output ends.
+        # Output logprobs require sampling; prompt logprobs must arrive before the output ends.
         jumps = self._jumps and max(sequence.spec.logprobs, sequence.prompt_logprobs) < 0
         told_first = (uid, sequence.spec.grammar, first, told, jumps, sequence.limit)
         self._out.append((GRAMMAR, OpenGrammar(*told_first)))
@@ -92,7 +92,7 @@ class Constraints(Feature):
             self._masks.want(uid, sequence.length)
 
     def close(self, sequence: Sequence) -> None:
-        """Close the grammar of a finished sequence; its mask may still be in flight."""
+        """Close the grammar of a finished sequence, whose mask may still be in flight."""
         if self._open.pop(sequence.uid, None) is None:
             return
         self._masks.drop(sequence.uid)
@@ -100,10 +100,11 @@ class Constraints(Feature):
         self._forced -= sequence.grammar.run is not None
         self._over.append(sequence.uid)
 
-    # -- between free text and the grammar ------------------------------------------------
+    # -- switching between free text and the grammar --------------------------------------
 
     def go_on(self, sequence: Sequence) -> None:
-        """Update the state: other free text may follow, or the grammar start or cease to apply."""
+        """Update a sequence's grammar state after a new token: other free text may begin, or the
+        grammar may start or stop applying."""
         if (grammar := sequence.grammar) is None:
             return
         token, before = int(sequence.tokens[-1]), grammar.gate
@@ -114,19 +115,20 @@ class Constraints(Feature):
             self._masks.drop(sequence.uid)
             grammar.told = [token]
             self._lower(sequence)
-        elif not grammar.holds and token == grammar.last_gate:  # the device has frozen it
+        elif not grammar.holds and token == grammar.last_gate:  # the device froze the slot
             self._lower(sequence)
 
     def note_refused(self, sequences: list[Sequence]) -> None:
-        """End the reasoning of sequences that would have ended in it: their grammars take over."""
+        """End the reasoning of sequences that sampled an end-of-sequence token during it. Their
+        grammars apply from now on."""
         for sequence in sequences:
             assert sequence.grammar is not None
             sequence.grammar.gate = NO_GATE
             self._begin(sequence, sequence.grammar, [])
 
     def _begin(self, sequence: Sequence, grammar: GrammarState, tokens: list[int]) -> None:
-        """Request the next mask of a sequence after its free text; `tokens` ended that, and go to
-        the grammar."""
+        """Request a sequence's next mask after its free text. `tokens` ended the free text and are
+        sent to the grammar."""
         told = as_int32(grammar.told + tokens)
         self._out.append((GRAMMAR, BeginGrammar(sequence.uid, sequence.length, told)))
         self._masks.want(sequence.uid, sequence.length)
@@ -135,7 +137,7 @@ class Constraints(Feature):
     # -- masks and forced tokens ----------------------------------------------------------
 
     def note_results(self, rows: list[PlannedRow]) -> None:
-        """Schedule the positions of sampled tokens, pass the tokens on, and request the next
+        """Queue the positions of sampled tokens, send the tokens to the grammar, and request
         masks."""
         chosen = (row.sequence for row in rows if row.is_choice)
         living = [s for s in chosen if s.phase is not Phase.FINISHED and s.is_constrained]
@@ -159,13 +161,13 @@ class Constraints(Feature):
         self._masks.want(sequence.uid, position)
 
     def _on_ready(self, event: MasksReady) -> tuple[Ending, ...]:
-        """Record that a rank holds some masks; those of finished sequences are ignored."""
+        """Record which masks a rank holds; masks of finished sequences are ignored."""
         for uid, position in zip(event.uids.tolist(), event.positions.tolist(), strict=True):
             self._masks.note_ready(event.rank, uid, position)
         return ()
 
     def _on_forced(self, event: ForcedTokens) -> tuple[Ending, ...]:
-        """Take forced tokens; those of finished sequences are ignored."""
+        """Record forced tokens; those of finished sequences are ignored."""
         stops = np.cumsum(event.counts)
         runs = np.split(event.token_ids.copy(), stops[:-1])
         for uid, position, run in zip(
@@ -183,8 +185,8 @@ class Constraints(Feature):
         return ()
 
     def forced(self) -> list[tuple[Sequence, Int32]]:
-        """Return the forced tokens of sequences with all positions planned; they are known from
-        now on."""
+        """Return (sequence, forced tokens) for each sequence whose known positions are all planned.
+        The tokens are known from now on."""
         if not self._forced:
             return []
         found = []
@@ -200,8 +202,8 @@ class Constraints(Feature):
         return found
 
     def choose(self, step: int, rows: list[PlannedRow]) -> list[PlannedRow]:
-        """Sample a token in this step for each constrained sequence that is ready: all earlier
-        positions are planned, and every rank holds its mask."""
+        """Return a row for each constrained sequence that is ready to sample a token: all its
+        earlier positions are planned, and every rank holds its mask."""
         chosen: list[PlannedRow] = []
         for sequence in self._running.constrained:
             grammar = sequence.grammar
@@ -218,7 +220,7 @@ class Constraints(Feature):
     # -- failures and figures -------------------------------------------------------------
 
     def _on_failed(self, event: GrammarsFailed) -> list[Ending]:
-        """End the sequences with a grammar that cannot be compiled or applied."""
+        """End the sequences whose grammars cannot be compiled or applied."""
         return [
             (sequence, ends.rejected(error, refused=uid in event.refused))
             for uid, error in zip(event.uids.tolist(), event.errors, strict=True)
@@ -226,7 +228,7 @@ class Constraints(Feature):
         ]
 
     def _on_tick(self, event: MaskClock) -> list[Ending]:
-        """End the sequences that lacked a mask for at least one whole period."""
+        """End the sequences that have waited for a mask for at least one full clock period."""
         return [(self._open[uid], ends.NO_MASK) for uid in self._masks.tick()]
 
     def flush(self, turn: TurnBuilder) -> list[Send]:
@@ -248,9 +250,9 @@ class Constraints(Feature):
             )
 
     def figures(self) -> dict[str, int]:
-        """Return the number of open grammars; counts since the start of masks used in the step that
-        computes the previous position, in the next step, and later; and the number of forced
-        tokens, which need no mask."""
+        """Return the number of open grammars, and counts since the start: masks used in the step
+        that computes the preceding position, in the step after it, or later, and forced tokens,
+        which need no mask."""
         at_once, next_step, later = self._used
         return {
             "constrained": len(self._open),
@@ -269,7 +271,7 @@ class Constraints(Feature):
 
 
 def _is_due(sequence: Sequence, grammar: GrammarState) -> bool:
-    """Return True if a sequence could sample in this step if its mask were there."""
+    """Return True if a sequence could sample in this step, provided that its mask is ready."""
     length = sequence.length
     if grammar.asked >= length or sequence.phase is not Phase.RUNNING:
         return False

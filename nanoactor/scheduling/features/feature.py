@@ -16,18 +16,18 @@ from nanoactor.scheduling.steps.turns import TurnBuilder
 
 Ending = tuple[Sequence, End]
 Handlers = Mapping[type, Callable[[Any, Any], Iterable[Ending]]]
-"""By class of event: a method of a feature."""
+"""Methods of a feature that handle events, by event class."""
 
 
 class Feature:
-    """The base of all features: pictures, grammars, held sequences, copies.
+    """Base class of all features: pictures, grammars, held sequences, forking and pooling.
 
     A feature owns its state. The scheduler calls the hooks of every feature; a hook does nothing
     unless the feature overrides it.
     """
 
     HANDLERS: ClassVar[Handlers] = {}
-    """The feature's own events. A handler returns the sequences that end, and how."""
+    """Handlers of the feature's own events. Each returns the sequences that end, and why."""
 
     @property
     def waits(self) -> bool:
@@ -35,60 +35,63 @@ class Feature:
         return False
 
     def arrive(self, answers: list[Sequence]) -> None:
-        """Take the answers of a new request."""
+        """Process the sequences of a new request."""
 
     def admit(self, sequence: Sequence, turn: int) -> None:
-        """Note that a sequence gets a slot in this turn. It is `MATCHING`, or begins as a copy."""
+        """Process a sequence that gets a slot in this turn. It is `MATCHING`, or starts as a
+        copy."""
 
     def answer(self, event: Answer, admitted: list[Sequence | None]) -> None:
-        """Handle an answer from the block manager. `admitted` has an entry for each of its `uids`:
-        the sequence that starts to run, or None if it has since given up its slot or is already
-        running."""
+        """Process an answer from the block manager. `admitted` has an entry for each of the
+        answer's `uids`: the sequence if it starts running now, or None if it has since given up its
+        slot or is already running."""
 
     def encode(self, prefilling: Iterable[Sequence]) -> EncodeSlices | None:
         """Return the slices that the next step encodes, before its rows are chosen. `prefilling`
-        are the sequences with positions left to prefill, by priority; there are some."""
+        lists the sequences with positions left to prefill, by priority, and is not empty."""
         return None
 
     def choose(self, step: int, rows: list[PlannedRow]) -> list[PlannedRow]:
-        """Return more rows for this step. `rows` are the rows that compute positions. Called if
-        there are any, or any sequence never decodes."""
+        """Return additional rows for this step. `rows` are the rows that compute positions. Called
+        if there are such rows, or if any running sequence never decodes."""
         return []
 
     def note_done(self, step: int) -> None:
-        """Note that a step is done."""
+        """Process the completion of a step."""
 
     def forced(self) -> list[tuple[Sequence, Int32]]:
-        """Return sequences with the forced tokens that follow. They are known from now on."""
+        """Return (sequence, forced tokens that follow) pairs. The tokens are known from now on."""
         return []
 
     def go_on(self, sequence: Sequence) -> None:
-        """Note that a sequence does not end with its newest token, which is one of its watched ids
-        or was sampled by a row that does not decode."""
+        """Process a sequence that does not end with its newest token. Called at least for watched
+        ids and for tokens sampled by rows that do not decode."""
 
     def note_refused(self, sequences: list[Sequence]) -> None:
-        """Note that the newest tokens of these would have ended them, but they must continue."""
+        """Process sequences that refused an end-of-sequence token because they must continue."""
 
     def note_results(self, rows: list[PlannedRow]) -> None:
-        """Note that these rows, which do not decode, have brought their tokens."""
+        """Process rows that do not decode, after their sampled tokens were handled."""
 
     def take_results(self, results: Results, step: int) -> Iterable[Ending]:
-        """Take the results of a step's rows; return the sequences that end with them, and how."""
+        """Process the results of a step's rows; return the sequences that end with them, and
+        why."""
         return ()
 
     def yielding(self) -> Sequence | None:
-        """Return a sequence that can give up its slot to a waiting one; nothing is in flight."""
+        """Return a sequence that can give up its slot to a waiting one, or None. No step is in
+        flight when this is called."""
         return None
 
     def leave(self, sequence: Sequence) -> None:
-        """Note that a sequence is about to give up its slot."""
+        """Process a sequence that is about to give up its slot."""
 
     def close(self, sequence: Sequence) -> None:
-        """Note that a sequence is finished."""
+        """Process the end of a sequence."""
 
     def flush(self, turn: TurnBuilder) -> list[Send]:
-        """Return the messages to send after this turn, to which masks or pixels that the runners
-        may drop are added."""
+        """Return the messages to send after this turn, and add to the turn the masks or pixels that
+        the runners may drop."""
         return []
 
     def check_idle(self) -> None:
@@ -117,10 +120,10 @@ class Features:
     def __init__(self, *features: Feature) -> None:
         self._every = features
         self.owners = {kind: feature for feature in features for kind in feature.HANDLERS}
-        """By class of event: the feature that handles it."""
+        """The feature that handles each class of event."""
         self.frequent: dict[str, list[Callable[..., Any]]] = {}
-        """By hook that is called for most events: the methods that override it. Calling those that
-        do nothing would cost a step that only decodes more than all else in it."""
+        """Overriding methods of each hook that is called for most events. In a step that only
+        decodes, calling the hooks that do nothing would cost more than everything else."""
         for hook in _FREQUENT:
             default = getattr(Feature, hook)
             overriding = [f for f in features if getattr(type(f), hook) is not default]

@@ -1,4 +1,4 @@
-"""Several sequences of one prompt: it is computed once, then the others start as copies."""
+"""Forking: several sequences share a prompt, which is computed once; the others start as copies."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from nanoactor.scheduling.steps.planned import PlannedRow
 
 
 class Forking(Feature):
-    """Decides which sequences wait for the prompt, are forked, or prefill it themselves."""
+    """Decides which sequences wait for the prompt, start as copies, or prefill it themselves."""
 
     def __init__(self, room: Room, admit: Callable[[Sequence], None]) -> None:
         """`admit` is called with each sequence that starts as a copy."""
         self._room, self._admit = room, admit
 
     def arrive(self, answers: list[Sequence]) -> None:
-        """Queue the first sequence of a new request; the others follow it."""
+        """Queue the first sequence of a new request; the other sequences become its followers."""
         for answer in answers:
             answer.follow()
         if answers:
             self._room.waiting.push(answers[0].group.followers.pop(0))
 
     def close(self, sequence: Sequence) -> None:
-        """Queue the first follower, which prefills the prompt after this sequence has ended."""
+        """Remove a follower that has ended. If another sequence has ended, queue the first
+        follower, which then prefills the prompt."""
         followers = sequence.group.followers
         if sequence in followers:
             followers.remove(sequence)
@@ -34,8 +35,9 @@ class Forking(Feature):
             self._room.waiting.push(followers.pop(0))
 
     def choose(self, step: int, rows: list[PlannedRow]) -> list[PlannedRow]:
-        """Start the followers of each row that ends their prompt, by priority, as far as there are
-        slots and blocks and no sequence before them waits. Queue the others."""
+        """Start the followers of each row that completes their prompt, by priority, as long as
+        slots and blocks are free and no sequence with a higher priority waits. Queue the other
+        followers."""
         followers: list[tuple[Sequence, PlannedRow]] = []
         for row in rows:
             ends = row.wants & (SAMPLE | KEEP)

@@ -1,9 +1,10 @@
-"""Held sequences: after each token their caller chooses how they continue.
+"""Held sequences, whose caller chooses after each token how they continue.
 
 A held sequence never decodes. When all its known tokens are computed, the next token is sampled and
 reported to the caller, but not appended. From then on the sequence is *held*: no step is in flight
-for it, and none is planned. The caller chooses for all sequences of the request at once which of
-them each becomes a copy of, and which token follows; if it takes too long, they end.
+for it, and none is planned. The caller responds for all sequences of the request at once. For each,
+it chooses which of them the sequence becomes a copy of, and which token follows. If the caller
+takes too long, the sequences end.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from nanoactor.scheduling.steps.planned import PlannedRow, as_int32
 from nanoactor.scheduling.steps.turns import TurnBuilder
 
 _PERIODS = 3
-"""Clock ticks until a caller's time is up: the first may come at once, and each further one takes
-half of that time."""
+"""Number of clock ticks until a caller's time is up. The first tick may follow immediately, and
+each later one takes half of that time."""
 
 
 class HeldAnswers(Feature):
-    """Tracks since when sequences wait for their callers, and resumes them as callers choose."""
+    """Tracks how long sequences have waited for their callers, and resumes the sequences."""
 
     def __init__(
         self,
@@ -39,16 +40,16 @@ class HeldAnswers(Feature):
         """`give_up` releases the slot of a sequence that cannot resume in place."""
         self._live, self._room, self._turn, self._give_up = live, room, turn, give_up
         self._since: dict[int, int] = {}
-        """By held sequence: the number of clock ticks when its token was reported."""
+        """Tick count at which each held sequence's token was reported, by uid."""
         self._ticks = 0
         self._forked = self._alone = self._stayed = self._yields = 0
 
     def __len__(self) -> int:
-        """Return the number of paused sequences."""
+        """Return the number of held sequences."""
         return len(self._since)
 
     def note_results(self, rows: list[PlannedRow]) -> None:
-        """Record which of these sequences are held, as their tokens were just reported."""
+        """Record which sequences are held now that the tokens of these rows have been reported."""
         for sequence in (row.sequence for row in rows):
             if sequence.is_held and sequence.phase is not Phase.FINISHED:
                 self._since[sequence.uid] = self._ticks
@@ -57,12 +58,12 @@ class HeldAnswers(Feature):
         """Forget a finished sequence."""
         self._since.pop(sequence.uid, None)
 
-    # -- a caller responds ----------------------------------------------------------------
+    # -- responses of callers -------------------------------------------------------------
 
     def _on_continue(self, event: Continue) -> list[Ending]:
-        """Resume a request's sequences in place as far as there is room; the others queue. Returns
-        the sequences that end. If a parent has ended in the meantime, the request is ending and
-        nothing resumes."""
+        """Resume a request's sequences, in place where there is room, and queue the others. Return
+        the sequences that end. If a sequence that should resume or its parent has ended in the
+        meantime, the request is ending and nothing resumes."""
         uids = range(event.uid, event.uid + len(event.parents))
         living = {uid: self._live[uid] for uid in uids if uid in self._live}
         for sequence in living.values():
@@ -91,14 +92,15 @@ class HeldAnswers(Feature):
         return [(sequence, End("stop")) for sequence in over]
 
     def _become(self, sequence: Sequence, tokens: Int32) -> None:
-        """Make a sequence a copy by its tokens alone."""
+        """Make a sequence a copy that shares no blocks: give up its slot and replace its tokens."""
         if sequence.slot >= 0:
             self._give_up(sequence)
         sequence.replace_tokens(tokens)
 
     def _fork(self, parents: dict[int, int], living: dict[int, Sequence]) -> set[int]:
-        """Share parents' blocks where possible: both sequences hold blocks, and one more is free
-        for what follows. All parents are read before any sequence resumes."""
+        """Fork sequences from their parents where possible, and return the uids of the forks. Both
+        sequences must hold a slot, and one more block must be free for what follows. All parents
+        are read before any sequence resumes."""
         moves = [(living[uid], living[p]) for uid, p in parents.items() if uid != p]
         moves = [(to, source) for to, source in moves if to.slot >= 0 and source.slot >= 0]
         moves = moves[: max(0, self._room.credits)]
@@ -111,10 +113,10 @@ class HeldAnswers(Feature):
         self._forked += len(moves)
         return {to.uid for to, _ in moves}
 
-    # -- a caller is silent ---------------------------------------------------------------
+    # -- overdue callers ------------------------------------------------------------------
 
     def _on_tick(self, event: HoldClock) -> list[Ending]:
-        """End the sequences of requests that were fully held for too long."""
+        """End the sequences of each request whose live sequences were all held for too long."""
         self._ticks += 1
         over: list[Sequence] = []
         for group in self._complete():
@@ -123,7 +125,7 @@ class HeldAnswers(Feature):
         return [(sequence, ends.NO_ANSWER) for sequence in over]
 
     def _complete(self) -> list[list[Sequence]]:
-        """Return the live sequences of each request with all of them held."""
+        """Return the live sequences of each request in which all of them are held."""
         live = self._live
         requests = {live[uid].group.uids for uid in self._since}
         groups = [[live[uid] for uid in uids if uid in live] for uids in requests]
@@ -131,14 +133,15 @@ class HeldAnswers(Feature):
 
     @property
     def waits(self) -> bool:
-        """Return True if a caller must act before the sequences can continue."""
+        """Return True if any request can continue only after its caller responds."""
         return bool(self._complete())
 
     def yielding(self) -> Sequence | None:
-        """Return the youngest held sequence.
+        """Return the held sequence with the lowest priority, or None.
 
-        A waiting sequence must not depend on a caller, least of all another sequence of the same
-        request, since the caller waits for that one.
+        None is returned while any sequence waits for its prefix-cache lookup. A waiting sequence
+        must not depend on a caller, least of all if it belongs to the same request as the held
+        ones, since the caller then waits for it.
         """
         if any(sequence.phase is Phase.MATCHING for sequence in self._room.running):
             return None
@@ -152,9 +155,9 @@ class HeldAnswers(Feature):
             raise ProtocolBug(f"{sorted(self._since)} are held, though no sequence is alive")
 
     def figures(self) -> dict[str, int]:
-        """Return the number of paused sequences; how many resumed since the start in place, as
-        forks that share blocks, and as copies that match blocks; and how often one gave up its slot
-        to a waiting request."""
+        """Return the number of held sequences, and counts since the start: sequences that resumed
+        as themselves, forks that share blocks, copies that were queued again, and slots that held
+        sequences gave up to waiting ones."""
         return {
             "held": len(self),
             "held_stayed": self._stayed,

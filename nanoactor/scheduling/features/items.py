@@ -1,4 +1,4 @@
-"""Pictures and videos in progress: pixels to request, and parts to encode in each step."""
+"""Pictures and videos in progress: which pixels to request, and what to encode in each step."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from nanoactor.scheduling.steps.turns import TurnBuilder
 
 
 class Pictures(Feature):
-    """Everything that the scheduler knows about items. Messages for vision workers are collected in
-    `out`, and the ids of pixels to drop in `drops`."""
+    """The scheduler's state of all items, which are pictures and videos. `out` collects the
+    messages to vision workers, and `drops` the pixels to drop."""
 
     def __init__(self, limits: EncoderLimits) -> None:
         self.limits = limits
         self.budget = PageBudget(limits.pages)
         self.works: dict[int, ItemWork] = {}
-        """By number."""
+        """Entries of the encoder cache, by number."""
         self.out: list[tuple[int, WantPixels | CancelPixels]] = []
-        """(worker, message)."""
+        """(worker, message) pairs."""
         self.drops: list[tuple[int, int]] = []
-        """(pixels, cache entry)."""
+        """(pixels number, cache entry number) pairs."""
         self.encoded = 0
-        """Number of cache entries that are completely planned."""
+        """Number of cache entries that planned steps encode completely."""
         self._by_pixels: dict[int, ItemWork] = {}
         self._pixels = RankResources("pixels", limits.ranks)
         self._wants = 0
@@ -56,7 +56,7 @@ class Pictures(Feature):
     # -- admissions -----------------------------------------------------------------------
 
     def admit(self, sequence: Sequence, turn: int) -> None:
-        """Spend the pages of a sequence's items, unless it starts as a copy."""
+        """Debit the pages of a sequence's items, unless the sequence starts as a copy."""
         if sequence.phase is not Phase.MATCHING:
             return
         self._sent = turn
@@ -65,8 +65,8 @@ class Pictures(Feature):
             sequence.items.works = []
 
     def answer(self, event: Answer, admitted: list[Sequence | None]) -> None:
-        """Take back pages that admissions did not need or sequences released, and learn which items
-        are encoded already."""
+        """Refund pages that admissions did not need, give back pages that sequences released, and
+        record which items are already encoded."""
         found = self._answers(event.encoder, len(admitted))
         for sequence, of_items in zip(admitted, found, strict=True):
             if sequence is not None and sequence.items is not None:
@@ -74,18 +74,19 @@ class Pictures(Feature):
         self._forget_unused(event.turn)
 
     def _forget_unused(self, turn: int) -> None:
-        """Forget unused items that no answer after this turn's can mention."""
+        """Forget unused items that no answer to a later turn can refer to."""
         self._answered = turn
         while self._retired and self._retired[0].retired_at <= turn:
             work = self._retired.popleft()
-            # It may have gained and lost users again: then it is in the queue twice.
+            # An item that has gained and lost users again is in the queue twice.
             if not work.users and work.retired_at <= turn:
                 self.works.pop(work.number, None)
 
     def _take(
         self, sequence: Sequence, items: SequenceItems, numbers: list[int], units: list[int]
     ) -> None:
-        """Take the answer for the items of a sequence, which runs now."""
+        """Record the cache entries and the planned units of a sequence's items, now that the
+        sequence runs, and request missing pixels."""
         for item, (number, planned) in enumerate(zip(numbers, units, strict=True)):
             if number < 0:
                 items.works.append(None)
@@ -107,14 +108,15 @@ class Pictures(Feature):
         self._pixels.want(work.pixels)
         work.source, (sequence, item) = next(iter(work.users.items()))
         assert sequence.items is not None
-        work.worker = sequence.items.message.worker  # has the bytes, or gets them again
+        work.worker = sequence.items.message.worker  # the worker has the bytes, or gets them again
         self._by_pixels[work.pixels] = work
         self.out.append((work.worker, WantPixels(work.pixels, work.source, item, work.key)))
 
     def _answers(
         self, event: EncoderCredits | None, admissions: int
     ) -> list[tuple[list[int], list[int]]]:
-        """Return, for each admission answered, its items' (numbers, units)."""
+        """Process returned pages; return the (numbers, units) of each answered admission's
+        items."""
         if event is None:
             return [([], [])] * admissions
         self.budget.refund(int(event.refunds.sum()))
@@ -165,7 +167,7 @@ class Pictures(Feature):
             else:
                 self._retired.append(work)
         elif work.source == sequence.uid and work.pixels and not self._is_ready(work):
-            self._drop_pixels(work)  # its bytes may be gone; use another request's
+            self._drop_pixels(work)  # the bytes may be gone; use another request's bytes
             self._want(work)
 
     def _drop_pixels(self, work: ItemWork) -> None:
@@ -192,7 +194,7 @@ class Pictures(Feature):
     # -- pixels arrive and are encoded ----------------------------------------------------
 
     def _on_ready(self, event: ItemsReady) -> tuple[Ending, ...]:
-        """Record that a rank holds some pixels; they may no longer be wanted."""
+        """Record which pixels a rank holds; pixels that are no longer wanted are ignored."""
         for number in event.pixels.tolist():
             self._pixels.note_ready(event.rank, number)
         return ()
@@ -201,7 +203,7 @@ class Pictures(Feature):
         return work.pixels > 0 and self._pixels.is_ready(work.pixels)
 
     def _on_failed(self, event: ItemsFailed) -> list[Ending]:
-        """End the requests that need pixels which will not come."""
+        """End the sequences that need pixels that cannot be decoded."""
         over: list[Ending] = []
         for pixels, error in zip(event.pixels.tolist(), event.errors, strict=True):
             if (work := self._by_pixels.get(pixels)) is None:
@@ -214,11 +216,12 @@ class Pictures(Feature):
 
     @property
     def waits(self) -> bool:
-        """Return True if any item lacks pixels or is not fully encoded."""
+        """Return True if planned steps do not yet encode all items whose pixels were requested."""
         return bool(self._by_pixels)
 
     def encode(self, prefilling: Iterable[Sequence]) -> EncodeSlices | None:
-        """Encode what these sequences need next, in their order, within the budget."""
+        """Return the slices of items that these sequences need next, in the order of the sequences
+        and within the step's budget; None if there are none."""
         if not self.works:
             return None
         limits, left = self.limits, self.limits.budget
@@ -246,16 +249,16 @@ class Pictures(Feature):
         work.planned += count
         if work.planned > work.units.count:
             raise ProtocolBug(f"item {work.key.hex()} is encoded past its end")
-        if work.is_complete:  # runners release the pixels by themselves
+        if work.is_complete:  # the runners release its pixels on their own
             self.encoded += 1
             self._no_longer_wanted(work)
 
     def note_done(self, step: int) -> None:
-        """Make the pages available that were fenced by this step."""
+        """Make the pages that were fenced by this step available."""
         self.budget.complete(step)
 
     def check_idle(self) -> None:
-        """Raise `ProtocolBug` unless nothing is held or wanted."""
+        """Raise `ProtocolBug` if an item has users, pixels are requested, or a page is spent."""
         held = [work.number for work in self.works.values() if work.users]
         self._pixels.check_idle()
         if held or self._by_pixels or self.budget.spent:
@@ -272,7 +275,7 @@ class Pictures(Feature):
 
 
 def _needed(sequences: Iterable[Sequence]) -> Iterable[ItemWork]:
-    """Yield the cache entries that sequences need, each once, in the order of their prompts."""
+    """Yield the cache entries that the sequences need, each once, in prompt order."""
     seen: set[int] = set()
     for sequence in sequences:
         for work in sequence.items.works if sequence.items is not None else ():

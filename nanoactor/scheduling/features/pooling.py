@@ -1,4 +1,4 @@
-"""Requests for vectors: they end when their last pooling row is in."""
+"""Pooling requests, which end when the result of their last pooling row has arrived."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _POOLED = End("stop")
 
 
 class Pooling(Feature):
-    """Reports vectors; owns the partial sums of means over unfinished prompts."""
+    """Reports pooled vectors, and keeps the partial sums of means over unfinished prompts."""
 
     def __init__(self, kind: str, output: OutputBuffer) -> None:
         """`kind` is the model's pooling method."""
         self._kind, self._output = kind, output
         self._sums: dict[int, Float32] = {}
-        """By uid."""
+        """Partial sums by uid."""
 
     def take_results(self, results: Results, step: int) -> Iterable[Ending]:
-        """Report the complete vectors, and end their sequences."""
+        """Report the completed vectors, and end their sequences."""
         endings: list[Ending] = []
         for row, vector in results.pooled:
             sequence = row.sequence
@@ -48,6 +48,6 @@ class Pooling(Feature):
         self._sums.pop(sequence.uid, None)
 
     def check_idle(self) -> None:
-        """Raise `ProtocolBug` if a sum is left."""
+        """Raise `ProtocolBug` if a partial sum is left."""
         if self._sums:
             raise ProtocolBug(f"sums of requests {[*self._sums]} are left over")

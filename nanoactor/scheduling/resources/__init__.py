@@ -1,1 +1,1 @@
-"""What a step needs before it can be planned: slots, blocks, masks, pixels."""
+"""Resources that a step needs before it can be planned: slots, blocks, masks and pixels."""

@@ -1,4 +1,4 @@
-"""The supply of blocks, counted as credits, and of slots; freed ones wait for fences."""
+"""Budgets of blocks, slots and encoder cache pages; freed resources wait for their fences."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from nanoactor.errors import ProtocolBug
 
 
 class BlockBudget:
-    """Counts the blocks that may be spent and the slots that are free.
+    """Counts the blocks that may be spent, called credits, and the slots that are free.
 
-    `debit` spends blocks; `refund` takes back those that other sequences hold anyway. Blocks that
-    a sequence frees may still be used by steps already planned, so they come with a *fence*, the
-    number of the last of these steps: they are available again once that step is complete. Only
-    the block manager knows how many blocks come back, so the scheduler records the turn that gave
-    them up (`expect`), and they are pending from the answer to that turn on.
+    `debit` spends blocks; `refund` returns debited blocks that other sequences already hold. Blocks
+    that a sequence frees may still be used by steps already planned, so they have a *fence*, the
+    number of the last of these steps: the blocks are available again once that step is complete.
+    Only the block manager knows how many blocks a sequence frees, so the scheduler records the turn
+    that releases the blocks (`expect`), and the blocks are pending once that turn is answered.
 
     Invariant: credits + pending + blocks debited and not given back == blocks. Fences are given in
     ascending order.
@@ -26,54 +26,53 @@ class BlockBudget:
         self._blocks, self._slots = blocks, slots
         self._credits = blocks
         self._fenced_blocks: deque[tuple[int, int]] = deque()
-        """(fence, number of blocks)."""
+        """(fence, number of blocks) pairs."""
         self._unanswered: deque[tuple[int, int]] = deque()
-        """(turn, fence) of turns that gave something up and are not answered."""
+        """(turn, fence) of each unanswered turn that releases blocks."""
         self._free_slots = list(range(slots))
-        """A heap."""
+        """Free slots, as a heap."""
         self._fenced_slots: deque[tuple[int, int]] = deque()
-        """(fence, slot)."""
+        """(fence, slot) pairs."""
         self._completed = 0
 
     @property
     def credits(self) -> int:
-        """Blocks that may be spent now."""
+        """Number of blocks that may be spent now."""
         return self._credits
 
     @property
     def pending(self) -> int:
-        """Blocks that were given back, and can be spent once their fences have passed."""
+        """Number of returned blocks that can be spent once their fences have passed."""
         return sum(freed for _, freed in self._fenced_blocks)
 
     @property
     def free_slots(self) -> int:
-        """Slots that may be taken now."""
+        """Number of slots that may be taken now."""
         return len(self._free_slots)
 
     @property
     def oldest_unanswered(self) -> int | None:
-        """The fence of the oldest unanswered turn that gave something up; None if there is
-        none."""
+        """Fence of the oldest unanswered turn that releases blocks; None if there is none."""
         return self._unanswered[0][1] if self._unanswered else None
 
     def debit(self, blocks: int) -> None:
-        """Spend blocks. Raises `ProtocolBug` if there are fewer credits."""
+        """Spend blocks. Raises `ProtocolBug` if there are too few credits."""
         if blocks > self._credits:
             raise ProtocolBug(f"{blocks} blocks are spent, but there are {self._credits} credits")
         self._credits -= blocks
 
     def refund(self, blocks: int) -> None:
-        """Take back debited blocks that other sequences hold anyway; they can be spent at once."""
+        """Refund debited blocks that other sequences already hold; they can be spent at once."""
         self._credits += blocks
 
     def expect(self, turn: int, fence: int) -> None:
-        """Expect an answer to a turn that gives up blocks in use up to step `fence`."""
+        """Record an unanswered turn that releases blocks, which steps up to `fence` may use."""
         self._unanswered.append((turn, fence))
 
     def answer(self, turn: int, fences: Iterable[tuple[int, int]]) -> None:
-        """Process the answer to all turns up to this one: the (fence, blocks) pairs that came back.
+        """Process the answer to all turns up to `turn`: (fence, number of freed blocks) pairs.
 
-        Raises `ProtocolBug` if any came back that none of these turns gave up.
+        Raises `ProtocolBug` if a fence belongs to none of these turns.
         """
         due: set[int] = set()
         while self._unanswered and self._unanswered[0][0] <= turn:
@@ -85,18 +84,18 @@ class BlockBudget:
         self._pass_fences()
 
     def complete(self, step: int) -> None:
-        """Make available whatever was fenced by step `step` or one before it."""
+        """Make available everything that was fenced by step `step` or an earlier one."""
         self._completed = step
         self._pass_fences()
 
     def take_slot(self) -> int:
-        """Hand out the lowest free slot. Raises `ProtocolBug` if there is none."""
+        """Allocate the lowest free slot and return it. Raises `ProtocolBug` if no slot is free."""
         if not self._free_slots:
             raise ProtocolBug(f"a slot is requested, but none of the {self._slots} slots is free")
         return heapq.heappop(self._free_slots)
 
     def give_up_slot(self, slot: int, fence: int) -> None:
-        """Take a slot back; it can be handed out once step `fence` is complete."""
+        """Release a slot, which can be allocated again once step `fence` is complete."""
         self._fenced_slots.append((fence, slot))
         self._pass_fences()
 
@@ -107,7 +106,8 @@ class BlockBudget:
             heapq.heappush(self._free_slots, self._fenced_slots.popleft()[1])
 
     def check_idle(self) -> None:
-        """Raise `ProtocolBug` unless every block and every slot is back or waits for a fence."""
+        """Raise `ProtocolBug` unless all blocks and slots are available or wait for their
+        fences."""
         slots = len(self._free_slots) + len(self._fenced_slots)
         blocks = self._credits + self.pending
         if (slots, blocks) != (self._slots, self._blocks):
@@ -118,7 +118,7 @@ class BlockBudget:
 
 
 class PageBudget:
-    """Counts the encoder cache's pages that may be spent; returned pages wait for fences.
+    """Counts the encoder cache's pages that may be spent; returned pages wait for their fences.
 
     Invariant: credits + pending + pages debited and not given back == pages.
     """
@@ -126,21 +126,21 @@ class PageBudget:
     def __init__(self, pages: int) -> None:
         self._pages = self._credits = pages
         self._fenced: deque[tuple[int, int]] = deque()
-        """(fence, number of pages), by fence."""
+        """(fence, number of pages) pairs, in ascending order of fences."""
         self._completed = 0
 
     @property
     def credits(self) -> int:
-        """Pages that may be spent now."""
+        """Number of pages that may be spent now."""
         return self._credits
 
     @property
     def spent(self) -> int:
-        """Pages that are neither available nor waiting for a fence."""
+        """Number of pages that are neither available nor waiting for a fence."""
         return self._pages - self._credits - sum(pages for _, pages in self._fenced)
 
     def debit(self, pages: int) -> None:
-        """Spend pages. Raises `ProtocolBug` if there are fewer credits."""
+        """Spend pages. Raises `ProtocolBug` if there are too few credits."""
         if pages > self._credits:
             raise ProtocolBug(
                 f"cannot spend {pages} pages: only {self._credits} credits are available"
@@ -148,16 +148,16 @@ class PageBudget:
         self._credits -= pages
 
     def refund(self, pages: int) -> None:
-        """Take back debited pages that are not needed; they can be spent at once."""
+        """Refund debited pages that are not needed; they can be spent at once."""
         self._credits += pages
 
     def give_back(self, pages: int, fence: int) -> None:
-        """Take pages back; they can be spent once step `fence` is complete."""
+        """Give back released pages, which can be spent again once step `fence` is complete."""
         self._fenced.append((fence, pages))
         self.complete(self._completed)
 
     def complete(self, step: int) -> None:
-        """Make available whatever was fenced by step `step` or one before it."""
+        """Make available everything that was fenced by step `step` or an earlier one."""
         self._completed = step
         while self._fenced and self._fenced[0][0] <= step:
             self._credits += self._fenced.popleft()[1]

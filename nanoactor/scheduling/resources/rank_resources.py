@@ -1,4 +1,4 @@
-"""Resources that every rank must hold before work that needs them is planned: masks, pixels."""
+"""Resources, masks and pixels, that every rank must hold before a step may use them."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ class _Resource:
 
     version: int
     since: int
-    """Ticks of the clock when this version was requested."""
+    """Tick count at which this version was requested."""
     is_wanted: bool = True
     held: dict[int, int] = dataclasses.field(default_factory=dict)
-    """By rank: the newest version that it holds."""
+    """Newest version that each rank holds, by rank."""
 
 
 class RankResources:
-    """Tracks resources by owner and rank.
+    """Tracks which ranks hold the resource that each owner wants.
 
-    An owner wants one version at a time, from 0 on, each later than the one before it. A rank may
-    hold a version before the owner wants it.
+    An owner wants one version at a time. Versions count from 0, and each is later than the previous
+    one. A rank may hold a version before the owner wants it.
     """
 
     def __init__(self, name: str, ranks: int, periods: int = 0) -> None:
-        """Create an empty set. `name` is for error messages. A version is overdue after `periods`
-        ticks; with 0, none ever is."""
+        """Create an empty set. `name` is used in error messages. A version is overdue after
+        `periods` ticks; if `periods` is 0, no version ever is."""
         self._name, self._ranks, self._periods = name, ranks, periods
         self._resources: dict[int, _Resource] = {}
         self._ticks = 0
         self.missing = 0
-        """Number of owners that want a version which some rank does not hold."""
+        """Number of owners that want a version that some rank does not hold."""
 
     def __contains__(self, owner: int) -> bool:
-        """Return True if the owner has wanted a version and was not dropped."""
+        """Return True if the owner has requested a version and was not dropped."""
         return owner in self._resources
 
     def want(self, owner: int, version: int = 0) -> None:
-        """Request a version; the ones before it are no longer wanted.
+        """Request a version; earlier versions are no longer wanted.
 
-        Raises `ProtocolBug` if this version or a later one was wanted before.
+        Raises `ProtocolBug` if this version or a later one was already requested.
         """
         resource = self._resources.get(owner)
         if resource is None:
@@ -57,8 +57,8 @@ class RankResources:
     def note_ready(self, rank: int, owner: int, version: int = 0) -> None:
         """Record that a rank holds a version; ignored if the owner was dropped.
 
-        Raises `ProtocolBug` if the rank held this version or a later one before, if the version is
-        older than the one that was wanted last, or if it replaces one that is still wanted.
+        Raises `ProtocolBug` if the rank already held this version or a later one, if the version is
+        older than the one requested last, or if it replaces one that is still wanted.
         """
         resource = self._resources.get(owner)
         if resource is None:
@@ -86,13 +86,14 @@ class RankResources:
         return resource.version if resource.is_wanted else None
 
     def withdraw(self, owner: int) -> None:
-        """Cancel a request: the version was used or will not come. A later one may follow."""
+        """Withdraw an owner's request: the version was used or will not arrive. The owner may
+        request a later version."""
         resource = self._resources[owner]
         self.missing -= resource.is_wanted and not self.is_ready(owner)
         resource.is_wanted = False
 
     def drop(self, owner: int) -> None:
-        """Forget an owner, if it is known."""
+        """Remove an owner, if it is present."""
         if owner in self._resources:
             self.withdraw(owner)
             del self._resources[owner]

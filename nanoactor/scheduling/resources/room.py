@@ -19,7 +19,7 @@ class Room(NamedTuple):
     pages: Callable[[], int]
     """Returns the number of pages of the encoder cache that admissions may spend."""
     reserve: Callable[[], int]
-    """Returns the number of blocks to leave for running sequences."""
+    """Returns the number of blocks to reserve for running sequences."""
     block_size: int
 
     @property

@@ -1,1 +1,1 @@
-"""Sequences, and what the scheduler knows of them."""
+"""Sequences, and the scheduler's state of each."""

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class End(NamedTuple):
-    """The reason why a request ended, in the terms of `Finish`."""
+    """The reason why a request ended, in the fields of `Finish`."""
 
     reason: str
     stop_reason: int | None = None
@@ -44,8 +44,8 @@ NO_MASK = End(
 
 
 def rejected(error: str, *, refused: bool) -> End:
-    """Return the end reason of a request that cannot run: `refused` if the machine is at fault,
-    without an error if it was already aborted."""
+    """Return the end reason of a request that cannot run. `refused` means that the machine is at
+    fault; `error` is empty if the request was already aborted."""
     if not error:
         return End("abort")
     return End("refused" if refused else "error", error=error)

@@ -1,8 +1,8 @@
 """Free text before a grammar applies: reasoning, and text before a tool call.
 
-A sequence decodes like any other while its text is free. A *gate* is the id that ends the current
-free text. After the last gate the grammar applies: positions computed past it are dropped, and the
-sequence continues as a constrained one.
+A sequence decodes like any other while its text is free. A *gate* is the id of the token that ends
+the current free text. After the last gate the grammar applies: positions computed past it are
+dropped, and the sequence continues as a constrained one.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from collections.abc import Iterable
 from nanoactor.messages.engine import FreeText
 
 NO_GATE = -1
-"""The grammar applies."""
+"""Gate of a sequence whose grammar applies."""
 
 
 def first_gate(free: FreeText | None) -> int:
-    """Return the token that ends the initial unconstrained text."""
+    """Return the id of the token that ends the initial free text."""
     if free is None:
         return NO_GATE
     return free.close_id if free.thinks else free.call_id
 
 
 def last_gate(free: FreeText | None) -> int:
-    """Return the id after which the grammar applies."""
+    """Return the id of the token after which the grammar applies."""
     if free is None:
         return NO_GATE
     return free.close_id if free.call_id == NO_GATE else free.call_id
@@ -39,8 +39,7 @@ def next_gate(free: FreeText, gate: int, index: int, token: int) -> int:
 
 
 def restored(free: FreeText | None, output: Iterable[int]) -> tuple[int, list[int]]:
-    """Return the state of a resumed sequence: (its gate, the output tokens to replay to its
-    grammar)."""
+    """Return (gate of a resumed sequence, output tokens to replay to its grammar)."""
     gate, told = first_gate(free), list[int]()
     for index, token in enumerate(output):
         before = gate
@@ -52,14 +51,14 @@ def restored(free: FreeText | None, output: Iterable[int]) -> tuple[int, list[in
 
 
 def watched_ids(free: FreeText | None) -> tuple[int, ...]:
-    """Return the ids that may change the gate."""
+    """Return the ids of the tokens that may change the gate."""
     if free is None:
         return ()
     return tuple(i for i in (free.think_id, free.close_id, free.call_id) if i != NO_GATE)
 
 
 def must_go_on(free: FreeText | None, gate: int) -> bool:
-    """Return True if unconstrained text may not end the sequence because its constrained part is
-    still to come. An end-of-sequence token then ends the reasoning instead, and is not part of the
-    output."""
+    """Return True if the sequence must not end in its current free text, because its constrained
+    part is still to come. An end-of-sequence token then ends the reasoning instead, and is not part
+    of the output."""
     return free is not None and gate != NO_GATE and free.call_id == NO_GATE

@@ -18,24 +18,24 @@ from nanoactor.scheduling.sequences.free_text import (
 
 @dataclasses.dataclass(slots=True)
 class GrammarState:
-    """The state of one sequence's grammar; `Constraints` changes it."""
+    """The state of one sequence's grammar, which `Constraints` updates."""
 
     free: FreeText | None
-    """Description of the free text before the grammar; None if it applies from the start."""
+    """The free text before the grammar; None if the grammar applies from the start."""
     gate: int
-    """The id that ends the current free text; `NO_GATE` under the grammar."""
+    """Id of the token that ends the current free text; `NO_GATE` while the grammar applies."""
     told: list[int]
     """Tokens to send to the grammar when it is opened or starts to apply."""
     run: Int32 | None = None
-    """Forced tokens, which are known once all positions before them are planned."""
+    """Forced tokens, which become known once all positions before them are planned."""
     asked: int = -1
     """The last position for which a planned step samples under a mask."""
     due: int = 0
-    """The first step that could have used the next mask; 0 before there is one."""
+    """The first step that could have used the next mask; 0 if there was none yet."""
 
     @classmethod
     def restore(cls, free: FreeText | None, output: Iterable[int]) -> GrammarState:
-        """Return the state after an output."""
+        """Return the state after the output so far."""
         gate, told = restored(free, output)
         return cls(free, gate, told)
 
@@ -51,14 +51,14 @@ class GrammarState:
 
     @property
     def watched_ids(self) -> tuple[int, ...]:
-        """The ids that may change the gate."""
+        """Ids of the tokens that may change the gate."""
         return watched_ids(self.free)
 
     @property
     def last_gate(self) -> int:
-        """The id after which the grammar applies; `NO_GATE` if it applies from the start."""
+        """Id of the token after which the grammar applies; `NO_GATE` if there is none."""
         return last_gate(self.free)
 
     def gate_behind(self, index: int, token: int) -> int:
-        """Return the gate after the newest token, which has this index in the output."""
+        """Return the gate after the newest token, which is at `index` in the output."""
         return NO_GATE if self.free is None else next_gate(self.free, self.gate, index, token)

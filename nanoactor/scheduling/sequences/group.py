@@ -8,10 +8,9 @@ M = TypeVar("M")
 
 
 class SequenceGroup(Generic[M]):
-    """The sequences of a request, and those among them that wait while another computes the
-    prompt."""
+    """The sequences of a request, some of which may wait while another computes the prompt."""
 
     def __init__(self, uids: range) -> None:
         self.uids = uids
         self.followers: list[M] = []
-        """By uid."""
+        """Waiting sequences, by uid."""

@@ -1,4 +1,4 @@
-"""Sets of numbers with cheap lookups: requests that were seen, tokens that may end one."""
+"""Sets of numbers with cheap lookups: requests seen so far, and tokens that may end a sequence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nanoactor.messages.engine import Int32
 
 
 class SeenNumbers:
-    """A set of numbers that fills up from 0: it stores only those above the first gap."""
+    """A set of numbers that fills up from 0. Only the numbers above the first gap are stored."""
 
     def __init__(self) -> None:
         self._below = 0
@@ -38,7 +38,7 @@ class SeenNumbers:
         self._close_gap()
 
     def __contains__(self, number: int) -> bool:
-        """Return True if a number was added."""
+        """Return True if the number is in the set."""
         return number < self._below or number in self._above
 
     def __len__(self) -> int:
@@ -47,14 +47,15 @@ class SeenNumbers:
 
 
 class StopIds:
-    """Counts, by token id, the live sequences that it would end."""
+    """Counts, for each token id, the live sequences that it may end, or whose free text it may
+    end."""
 
     def __init__(self) -> None:
         self._living = 0
-        self._counts = np.zeros(64, np.int32)  # the last entry represents all larger ids: always 0
+        self._counts = np.zeros(64, np.int32)  # the last entry stands for all larger ids: always 0
 
     def add(self, ids: Iterable[int]) -> None:
-        """Count the ids that would end a new sequence."""
+        """Count the watched ids of a new sequence."""
         for token in ids:
             if token + 2 > len(self._counts):
                 grown = np.zeros(1 << (token + 1).bit_length(), np.int32)
@@ -64,13 +65,13 @@ class StopIds:
             self._counts[token] += 1
 
     def remove(self, ids: Iterable[int]) -> None:
-        """Discount the ids of a sequence that has ended."""
+        """Subtract the watched ids of a sequence that has ended."""
         for token in ids:
             self._living -= 1
             self._counts[token] -= 1
 
     def among(self, tokens: Int32) -> NDArray[np.bool_]:
-        """Return for each token whether it would end any live sequence."""
+        """Return whether each token is watched by any live sequence."""
         if not self._living:
             return np.zeros(len(tokens), np.bool_)
         counts: NDArray[np.int32] = self._counts[np.minimum(tokens, len(self._counts) - 1)]

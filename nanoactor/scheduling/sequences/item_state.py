@@ -12,26 +12,26 @@ from nanoactor.runtime.codec import copied
 
 @dataclasses.dataclass(slots=True, eq=False)
 class ItemWork:
-    """An entry of the encoder cache that sequences need."""
+    """An encoder cache entry that sequences need."""
 
     number: int
     key: bytes
     worker: int
     units: EncodeUnits
     planned: int
-    """Units that the steps planned so far encode."""
+    """Number of units that the steps planned so far encode."""
     users: dict[int, tuple[Any, int]] = dataclasses.field(default_factory=dict)
-    """By request: the sequence, and which of its items this is."""
+    """(sequence, index of this item in the sequence) for each user, by uid."""
     pixels: int = 0
-    """The number under which its pixels are requested; 0 if they are not."""
+    """Number of the request for its pixels; 0 if they are not requested."""
     source: int = -1
-    """The request that supplies the bytes for them."""
+    """Uid of the sequence that supplies the bytes for the pixels; -1 if there is none."""
     retired_at: int = 0
-    """The last turn with an admission when its last user left."""
+    """Last turn with an admission at the time when the last user left."""
 
     @property
     def is_complete(self) -> bool:
-        """Return True if the planned steps encode all of it."""
+        """Return True if the planned steps encode all of the item."""
         return self.planned == self.units.count
 
 
@@ -43,14 +43,16 @@ class SequenceItems:
     keys: list[bytes]
     units: list[EncodeUnits]
     spans: list[tuple[int, int, int, int]]
-    """(item, first row, first token, end token (exclusive))."""
+    """(item, first row, first token, end token (exclusive)) of each span."""
     stops: list[int]
-    """By item: the index after its last token."""
+    """Index after the last token of each item."""
     pages: int
     short: int = 0
-    """Short side in units; see `EncoderLimits`."""
+    """Maximum number of tokens before an unencoded item that are not worth a step of their own; see
+    `EncoderLimits`."""
     works: list[ItemWork | None] = dataclasses.field(default_factory=list)
-    """Empty until its lookup is answered; None for items that it no longer needs."""
+    """Cache entry of each item; None for items that the sequence no longer needs. Empty until the
+    sequence's lookup is answered."""
 
     @classmethod
     def of(cls, message: Items, limits: EncoderLimits) -> SequenceItems:
@@ -68,8 +70,8 @@ class SequenceItems:
         return cls(message, keys, units, spans=spans, stops=stops, pages=pages, short=limits.short)
 
     def reach(self, start: int, target: int) -> int:
-        """Return the end of the positions from `start` on that can be computed, at most `target`:
-        all rows of a span are planned before any of its tokens."""
+        """Return the end of the positions from `start` on that can be computed, at most `target`.
+        All rows of a span must be planned before any of its tokens."""
         if not self.works:
             return target
         for item, first_row, at, stop in self.spans:

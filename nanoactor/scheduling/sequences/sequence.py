@@ -1,4 +1,4 @@
-"""One sequence of a request, as the scheduler knows it."""
+"""The scheduler's state of one sequence of a request."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ class Phase(enum.Enum):
     """The state of a sequence."""
 
     WAITING = "waiting"
-    """Holds nothing; new, or preempted."""
+    """Holds no slot and no blocks; new, or preempted."""
     FOLLOWING = "following"
-    """Holds nothing, and starts when another sequence of its request has computed the prompt."""
+    """Holds no slot and no blocks; waits until another sequence has computed the prompt."""
     MATCHING = "matching"
-    """Has a slot and its credits; the block manager's answer is outstanding."""
+    """Has a slot, and its blocks are debited; the block manager's answer is outstanding."""
     RUNNING = "running"
     HELD = "held"
-    """Holds nothing, is in no queue, and has nothing left to compute: it waits for its caller, or
-    for a result that the caller needs. While such a sequence holds a slot, it is `RUNNING`."""
+    """Holds no slot and no blocks, is in no queue, and has nothing left to compute: it waits for
+    its caller, or for a result that the caller needs. While such a sequence holds a slot, it is
+    `RUNNING`."""
     FINISHED = "finished"
 
 
@@ -44,13 +45,14 @@ class History:
     """Record of a sequence's progress."""
 
     cached_tokens: int = -1
-    """Tokens found by its first prefix-cache lookup; negative before it."""
+    """Number of tokens found by the first prefix-cache lookup; negative before it."""
     preemptions: int = 0
     began: int = -1
-    """When the device started its first step, in ns of the monotonic clock; -1 until then."""
+    """Time when the device started the sequence's first step, in ns of the monotonic clock; -1
+    until then."""
 
     def note_match(self, tokens: int) -> None:
-        """Record the tokens found by a lookup, if it is the first."""
+        """Record the number of tokens found by a lookup, if it is the first one."""
         if self.cached_tokens < 0:
             self.cached_tokens = tokens
 
@@ -59,7 +61,7 @@ class History:
         self.preemptions += 1
 
     def note_begin(self, at: int) -> None:
-        """Record when a step started, if it is the first."""
+        """Record when a step started, if it is the sequence's first one."""
         if self.began < 0:
             self.began = at
 
@@ -69,15 +71,15 @@ class PromptReading:
     """Progress in reading the states of a prompt's positions, for scoring or pooling."""
 
     want: int
-    """`Want.SCORE` or `Want.POOL`: the flag of rows with states that are read."""
+    """`Want.SCORE` or `Want.POOL`: the flag of rows whose states are read."""
     last: int
-    """The number of leading positions to read."""
+    """Number of leading positions to read."""
     read: int = 0
-    """Number of positions that planned steps read: no state is read twice."""
+    """Number of positions that planned steps read; no state is read twice."""
 
     @classmethod
     def of(cls, spec: RequestSpec, prompt_length: int, kind: str) -> PromptReading | None:
-        """Return the reading that a request asks for; None if only the state of the prompt's last
+        """Return the reading that a request needs; None if only the state of the prompt's last
         position is read. `kind` is the model's pooling method."""
         if spec.prompt_logprobs >= 0:
             return cls(SCORE, prompt_length - 1)
@@ -91,13 +93,13 @@ class PromptReading:
         return self.read >= self.last
 
     def reach(self, start: int, stop: int) -> int:
-        """Return the end of a row that starts at `start`, at most `stop`: a row does not cross the
+        """Return the end of a row that starts at `start`, at most `stop`. A row does not cross the
         end of the positions that are already read."""
         return min(stop, self.read) if start < self.read < self.last else stop
 
     def wants(self, start: int, stop: int) -> int:
-        """Return the flag of a row of these positions and count them as read; 0 if it reads
-        none."""
+        """Return the flag of a row from `start` to `stop`, and count its positions as read; return
+        0 if the row reads nothing."""
         if start < self.read or self.is_done:
             return 0
         self.read = stop
@@ -106,44 +108,45 @@ class PromptReading:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Sequence:
-    """One sequence's tokens and counters. *Known* tokens are those that the host has seen;
-    *scheduled* positions are those that planned steps compute, and may be ahead of the known ones.
+    """The tokens and counters of one sequence.
 
-    While it holds a slot, both are in the slot's row of the table.
+    *Known* tokens are those that the host has seen; *scheduled* positions are those that planned
+    steps compute, and may be ahead of the known tokens. While the sequence holds a slot, both are
+    stored in the slot's row of the table.
     """
 
     uid: int
     spec: RequestSpec
-    """Specification of the request, shared by all of its sequences, except `sampling`, which is per
-    sequence. Only the first sequence has its prompt scored."""
+    """Specification of the request, shared by all of its sequences, except that `sampling` is kept
+    per sequence and that only the first sequence has its prompt scored."""
     priority_key: tuple[int, int]
-    """Lower goes first and is preempted last."""
+    """The sequence with the lower key is admitted first and preempted last."""
     table: RunningTable
     kept: Int32
-    """Known tokens of prompt and output, while it holds no slot."""
+    """Known tokens of the prompt and the output, while the sequence holds no slot."""
     prompt_length: int
     limit: int
-    """Largest number of tokens, prompt included."""
+    """Maximum number of tokens, including the prompt."""
     hashes: NDArray[np.uint8]
     sampling: bytes
     group: SequenceGroup[Sequence]
     reading: PromptReading | None = None
-    """The reading of its prompt, if more than the last state is read."""
+    """Reading of the prompt; None if at most the state of its last position is read."""
     grammar: GrammarState | None = None
     items: SequenceItems | None = None
-    """Its pictures and videos."""
+    """Pictures and videos in the prompt; None if there are none."""
     void_until: int = 0
-    """The last step with results to discard, as they are past the end of free text."""
+    """Last step whose results are discarded after a switch between free text and grammar."""
     resumed_to: int = 0
-    """Number of tokens at admission if it resumed with output; else 0."""
+    """Number of known tokens on arrival if the sequence resumed with output; else 0."""
     told: int = -1
-    """The last position with a token that was reported to its caller; held sequences only."""
+    """Last position whose token was reported to the caller; only for held sequences."""
     phase: Phase = Phase.WAITING
     slot: int = -1
     starved_since: int = 0
-    """The first step that it skips for want of a block; 0 if it has one."""
+    """First step that the sequence skips for lack of a block; 0 if it has one."""
     last_step: int = 0
-    """The last step in flight with a row of it when it was preempted."""
+    """Last step in flight with a row of the sequence when it was preempted."""
     history: History = dataclasses.field(default_factory=History)
 
     @classmethod
@@ -155,8 +158,8 @@ class Sequence:
     ) -> list[Sequence]:
         """Return the sequences of a request that the tokenizer has admitted.
 
-        Each degree of priority counts as `priority_window` places in the order of arrival, so at
-        most that many later requests pass a sequence for each degree between them.
+        Each unit of priority counts as `priority_window` places in the order of arrival, so at most
+        that many later requests overtake a sequence per unit of priority difference.
         """
         tokens, hashes, spec = event.token_ids.copy(), event.hashes.copy(), copied(event.spec)
         samplings, output = rows_of(spec.sampling), tokens[event.prompt_length :].tolist()
@@ -185,20 +188,20 @@ class Sequence:
     # -- phases ---------------------------------------------------------------------------
 
     def follow(self) -> None:
-        """Wait for another sequence of the request to compute the prompt."""
+        """Make the sequence wait until another sequence of the request has computed the prompt."""
         self.phase = Phase.FOLLOWING
         self.group.followers.append(self)
 
     def wait(self) -> None:
-        """Wait in the queue."""
+        """Mark the sequence as waiting in the queue."""
         self.phase = Phase.WAITING
 
     def take_slot(self, slot: int) -> None:
-        """Take a slot; the block manager's answer is outstanding."""
+        """Assign a slot to the sequence; the block manager's answer is outstanding."""
         self.phase, self.slot = Phase.MATCHING, slot
 
     def run(self) -> None:
-        """Start running: the lookup's result is known, or does not matter."""
+        """Mark the sequence as running: the lookup's result is known or does not matter."""
         self.phase = Phase.RUNNING
 
     def give_up_slot(self) -> None:
@@ -214,25 +217,25 @@ class Sequence:
         self.phase = Phase.FINISHED
 
     def replace_tokens(self, tokens: Int32) -> None:
-        """Replace the tokens while it holds no slot."""
+        """Replace the tokens of the sequence, which must hold no slot."""
         self.kept = tokens
 
     def starve(self, step: int) -> None:
-        """Skip a step for want of a block; 0: it got one."""
+        """Record that the sequence skips step `step` for lack of a block; 0 if it got one."""
         self.starved_since = (self.starved_since or step) if step else 0
 
     def note_preemption(self, last_step: int) -> None:
-        """Record a preemption; `last_step` is the last step with a row of it."""
+        """Record a preemption; `last_step` is the sequence's last step in flight."""
         self.last_step = last_step
         self.history.note_preemption()
 
     def void(self, step: int) -> None:
-        """Discard results of steps up to this one."""
+        """Discard the results of all steps up to `step`."""
         self.void_until = step
 
     def tell(self) -> int:
-        """Record that the token after the known ones is reported to the caller; return its index in
-        the output."""
+        """Record that the token after the known ones is reported; return its index in the
+        output."""
         self.told = self.length
         return self.length - self.prompt_length
 
@@ -240,58 +243,60 @@ class Sequence:
 
     @property
     def is_constrained(self) -> bool:
-        """Return True if its tokens are sampled under masks. Such a sequence never decodes: each
-        position is computed once its token is known."""
+        """Return True if the sequence's tokens are sampled under masks. Such a sequence never
+        decodes: each position is computed once its token is known."""
         return self.grammar is not None and self.grammar.holds
 
     @property
     def is_stepwise(self) -> bool:
-        """Return True if it never decodes: its next token is chosen outside the decode loop."""
+        """Return True if the sequence never decodes: its tokens are masked or chosen by a
+        caller."""
         return self.is_constrained or self.spec.held
 
     @property
     def is_held(self) -> bool:
-        """Return True if it waits only for its caller. Then no step in flight has a row of it."""
+        """Return True if the sequence waits only for its caller; no step in flight has its rows."""
         return self.spec.held and self.told == self.length
 
     @property
     def is_computed(self) -> bool:
-        """Return True if its caller decides what is computed next, now or once results are in."""
+        """Return True if the caller decides what is computed next, now or after pending results."""
         return self.spec.held and self.scheduled == self.length
 
     @property
     def continues(self) -> bool:
-        """Return True if positions of its output are computed like a prompt's."""
+        """Return True if the sequence's output positions are computed like prompt positions."""
         return self.is_stepwise and self.scheduled >= self.prompt_length
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """The tokens that end it."""
+        """Ids of the tokens that end the sequence."""
         return (*self.spec.stopping.eos_ids, *self.spec.stopping.stop_ids)
 
     @property
     def watched_ids(self) -> tuple[int, ...]:
-        """The tokens after which it may end or change its grammar's state."""
+        """Ids of the tokens after which the sequence may end or its grammar's state may change."""
         return (*self.end_ids, *(self.grammar.watched_ids if self.grammar else ()))
 
     @property
     def freeze_ids(self) -> tuple[int, ...]:
-        """The tokens after which it stops decoding: it ends, or samples under masks."""
+        """Ids of tokens after which the sequence stops decoding: it ends, or samples under
+        masks."""
         gate = self.grammar.last_gate if self.grammar else NO_GATE
         return self.end_ids if gate == NO_GATE else (gate, *self.end_ids)
 
     def takes(self, token: int, step: int) -> bool:
-        """Return True if a token sampled by a step is appended: the step counts, and the token does
-        not end a sequence that must continue."""
+        """Return True if a token sampled by a step is accepted: the step's results count, and the
+        token does not end a sequence that must continue."""
         return self.counts(step) and not self.refuses(token)
 
     def counts(self, step: int) -> bool:
-        """Return True if the step's results count: the sequence has not ended, and the step is not
-        past the end of its unconstrained text."""
+        """Return True if the step's results count: the sequence has not ended, and the results were
+        not discarded."""
         return self.phase is not Phase.FINISHED and step > self.void_until
 
     def refuses(self, token: int) -> bool:
-        """Return True if a token would end it during reasoning, before its constrained output."""
+        """Return True if a token would end the sequence before its constrained output."""
         must_go_on = self.grammar is not None and self.grammar.must_go_on
         if not must_go_on or token not in self.spec.stopping.eos_ids:
             return False
@@ -304,24 +309,24 @@ class Sequence:
 
     @property
     def tokens(self) -> Int32:
-        """The known tokens; a view while it holds a slot."""
+        """The known tokens; a view of the table while the sequence holds a slot."""
         return self.table.tokens[self.slot, : self.length] if self.slot >= 0 else self.kept
 
     @property
     def target(self) -> int:
-        """Return the number of positions to prefill before it decodes; it holds a slot."""
+        """Return the number of positions to prefill before decoding. Requires a slot."""
         return int(self.table.targets[self.slot])
 
     @property
     def reach(self) -> int:
-        """The end of the positions that can be prefilled now, limited by its blocks and its encoded
-        pictures."""
+        """End of the positions that can be prefilled now, limited by the sequence's blocks and by
+        the pictures encoded so far."""
         target = min(self.target, int(self.table.room[self.slot]))
         return target if self.items is None else self.items.reach(self.scheduled, target)
 
     @property
     def is_starving(self) -> bool:
-        """Return True if its next known token needs a new block."""
+        """Return True if the sequence's next known token needs a new block."""
         return (
             self.phase is Phase.RUNNING
             and self.scheduled == int(self.table.room[self.slot]) < self.target
@@ -329,7 +334,7 @@ class Sequence:
 
     @property
     def pages(self) -> int:
-        """Number of pages of the encoder cache that its items take."""
+        """Number of pages of the encoder cache that the sequence's items occupy."""
         return 0 if self.items is None else self.items.pages
 
     @property
@@ -339,33 +344,33 @@ class Sequence:
 
     @property
     def blocks(self) -> int:
-        """Return the number of blocks it holds."""
+        """Return the number of blocks that the sequence holds."""
         return self.table.blocks_at(self.slot) if self.slot >= 0 else 0
 
     @property
     def gives_back(self) -> int:
-        """Return the number of blocks that would be freed if it released all of its own."""
+        """Return the number of blocks that would be freed if the sequence gave up its slot."""
         return self.blocks - int(self.table.shared[self.slot])
 
     @property
     def most_hits(self) -> int:
-        """Number of leading positions that may come from the cache: those still to be scored must
-        be computed."""
+        """Maximum number of leading positions that may come from the prefix cache: positions that
+        are still to be scored or pooled must be computed."""
         return _ALL if self.is_read or self.reading is None else self.reading.read
 
     @property
     def is_read(self) -> bool:
-        """Return True if nothing of its prompt is left to be scored or pooled."""
+        """Return True if nothing of the prompt is left to be scored or pooled."""
         return self.reading is None or self.reading.is_done
 
     @property
     def prompt_logprobs(self) -> int:
-        """Number of top log-probabilities requested for each prompt position; -1: none."""
+        """Number of top log-probabilities for each prompt position; -1 if none are requested."""
         return -1 if self.reading is None else self.spec.prompt_logprobs
 
     @property
     def last_want(self) -> int:
-        """Return the flag of the row that reaches its target."""
+        """Return the flag of the row that reaches the sequence's target."""
         if self.spec.pools:
             return POOL if self.reading is None else 0
         return KEEP if self.is_constrained else SAMPLE
@@ -391,12 +396,12 @@ class Sequence:
         return End("length") if len(tokens) >= self.limit else None
 
     def end_restored(self) -> End | None:
-        """Return the end reason if the last emitted token of a resumed sequence had ended it, else
+        """Return the end reason if the last emitted token of a resumed sequence ended it, or
         None."""
         return self.end_reached() if self.length > self.prompt_length else None
 
     def describe(self) -> str:
-        """Return its counters, for error messages."""
+        """Return the sequence's counters, for error messages."""
         return (
             f"request {self.uid} ({self.phase.value}, slot {self.slot}): {self.length} known of at "
             f"most {self.limit}, {self.scheduled} scheduled, {self.blocks} blocks, "

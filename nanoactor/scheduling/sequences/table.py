@@ -1,4 +1,4 @@
-"""The running sequences' counters as arrays: a step of hundreds takes only a few operations."""
+"""The running sequences' counters as arrays: a step of hundreds of rows takes few operations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from nanoactor.messages.engine import Int32
 
 Slots = NDArray[np.int64]
-"""Slot numbers, ascending."""
+"""Slot numbers, in ascending order."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -20,44 +20,43 @@ class DecodeBatch:
     version: int
     slots: Slots
     members: NDArray[np.bool_]
-    """By slot: whether it is in the batch."""
+    """Whether each slot is in the batch, (slots,)."""
 
 
 class RunningTable:
-    """One row for each slot. A row is valid while its slot is occupied."""
+    """One row of counters for each slot. A row is valid while its slot is occupied."""
 
     def __init__(self, slots: int, max_model_len: int, block_size: int) -> None:
         self._block_size = block_size
         self.occupied = np.zeros(slots, np.bool_)
         self.running = np.zeros(slots, np.bool_)
-        """Occupied, with an answered admission or one that needs no answer."""
+        """Whether each slot's sequence has an answered admission, or one that needs no answer."""
         self.stepwise = np.zeros(slots, np.bool_)
-        """Never in a decode batch."""
+        """Whether each slot's sequence never decodes."""
         self.uids = np.zeros(slots, np.int64)
         self.prompts = np.zeros(slots, np.int64)
-        """Length of the prompt: the index of the first output token."""
+        """Length of each prompt: the index of the first output token."""
         self.limits = np.zeros(slots, np.int64)
         self.targets = np.zeros(slots, np.int64)
         self.known = np.zeros(slots, np.int64)
         self.room = np.zeros(slots, np.int64)
-        """Positions that its blocks hold."""
+        """Number of positions that each slot's blocks hold."""
         self.shared = np.zeros(slots, np.int64)
-        """Number of its blocks that others also hold, by the block manager's latest answer."""
+        """Number of each slot's blocks that other slots also hold, by the latest answer."""
         self.admitted = np.zeros(slots, np.int64)
-        """The turn in which the slot was given to its sequence."""
+        """The turn in which each slot was given to its sequence."""
         self.tokens = np.empty((slots, max_model_len), np.int32)
-        """Every known token; memory that is never written costs nothing."""
+        """All known tokens; memory that is never written costs nothing."""
 
         self._scheduled = np.zeros(slots, np.int64)
-        """Number of positions that the planned steps compute, without those counted in
-        `_ahead`."""
+        """Number of positions that the planned steps compute, without those in `_ahead`."""
         self._versions = 0
         self._batch = DecodeBatch(0, np.empty(0, np.int64), np.zeros(slots, np.bool_))
-        """The latest decode batch, ..."""
+        """The latest decode batch."""
         self._steady = 0
-        """... how many more steps it stays as it is unless something happens, ..."""
+        """Number of further steps for which `_batch` stays the same unless it is interrupted."""
         self._ahead = 0
-        """... and how many steps of it `_scheduled` does not count yet."""
+        """Number of steps of `_batch` that `_scheduled` does not include yet."""
         self._columns: BatchColumns | None = None
 
     def enter(
@@ -71,11 +70,11 @@ class RunningTable:
         blocks: int,
         stepwise: bool = False,
     ) -> None:
-        """Give a slot to a sequence; all of its known tokens are to be prefilled. A `stepwise`
-        sequence never decodes.
+        """Assign a slot to a sequence whose known tokens are all to be prefilled.
 
-        `tokens` are the known ones (int32), `limit` is the most it may have in total, and `blocks`
-        is the number of blocks it holds.
+        A `stepwise` sequence never decodes. `tokens` are the known tokens (int32), `limit` is the
+        maximum number of tokens in total, and `blocks` is the number of blocks that the sequence
+        holds.
         """
         self.occupied[slot], self.running[slot] = True, False
         self.stepwise[slot] = stepwise
@@ -85,24 +84,24 @@ class RunningTable:
         self.tokens[slot, : len(tokens)] = tokens
 
     def copy(self, slot: int, tokens: Int32, blocks: int) -> None:
-        """Replace the tokens and blocks of a slot that never decodes; all of them are computed."""
+        """Replace the tokens, all computed, and the blocks of a slot that never decodes."""
         self.targets[slot] = self.known[slot] = self._scheduled[slot] = len(tokens)
         self.tokens[slot, : len(tokens)] = tokens
         self.room[slot] = blocks * self._block_size
 
     def start(self, slot: int, computed: int) -> None:
-        """Mark a slot as running after its lookup, with `computed` positions computed."""
+        """Mark a slot as running after its lookup, with `computed` positions already computed."""
         self.running[slot], self._scheduled[slot] = True, computed
 
     def share(self, slots: Int32, shared: Int32, turn: int) -> None:
-        """Record how many blocks of these slots others also hold, as of this turn; slots that were
-        reassigned since are ignored."""
+        """Record how many blocks each of these slots shares with others, as of turn `turn`; slots
+        that were reassigned since then are ignored."""
         known = self.occupied[slots] & (self.admitted[slots] <= turn)
         self.shared[slots[known]] = shared[known]
 
     def leave(self, slot: int) -> None:
-        """Take a slot back from its sequence."""
-        if self.stepwise[slot]:  # no decode batch has it
+        """Release a slot."""
+        if self.stepwise[slot]:  # no decode batch contains it
             self.occupied[slot] = self.running[slot] = False
             return
         self._catch_up()
@@ -111,8 +110,8 @@ class RunningTable:
         self._columns = None
 
     def lower(self, slot: int, length: int, *, stepwise: bool) -> None:
-        """Recompute a slot's positions from `length` to the last known token before it decodes or
-        samples; results of planned steps there are overwritten."""
+        """Have a slot's positions from `length` to the last known token recomputed before the slot
+        decodes or samples again; results of planned steps there are overwritten."""
         self._catch_up()
         self._steady = 0
         self._columns = None
@@ -120,7 +119,7 @@ class RunningTable:
         self.targets[slot] = self.known[slot]
         self.stepwise[slot] = stepwise
 
-    # -- what planned steps compute -------------------------------------------------------
+    # -- scheduled positions --------------------------------------------------------------
 
     @property
     def scheduled(self) -> NDArray[np.int64]:
@@ -135,10 +134,10 @@ class RunningTable:
         return scheduled + self._ahead if self._batch.members[slot] else scheduled
 
     def demand(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Return by slot whether it can decode, and whether it only lacks a block to do so.
+        """Return, by slot, whether it can decode, and whether it lacks only a block to do so.
 
-        Its prompt must be computed, and one more token within its limit: position p samples
-        token p + 1.
+        To decode, a slot's prompt must be computed, and one more token must fit within its limit:
+        position p samples token p + 1.
         """
         scheduled = self.scheduled
         able = self.running & (scheduled >= self.targets) & (scheduled + 2 <= self.limits)
@@ -148,7 +147,7 @@ class RunningTable:
 
     @property
     def lacks_block(self) -> NDArray[np.bool_]:
-        """Return by slot whether the next known token of a running sequence needs a block."""
+        """Return, by slot, whether the next known token of a running sequence needs a block."""
         lacks: NDArray[np.bool_] = self.running & (self.scheduled == self.room)
         return lacks & (self.room < self.targets)
 
@@ -157,24 +156,24 @@ class RunningTable:
         return int(self.room[slot]) // self._block_size
 
     def grow(self, slots: list[int]) -> None:
-        """Add one block to what each of these slots holds."""
+        """Add one block to each of these slots."""
         self.room[slots] += self._block_size
 
     def prefill(self, slot: int, count: int) -> None:
-        """Compute `count` more positions of a prompt; its slot may decode in the next step."""
+        """Schedule `count` more positions of a prompt; its slot may decode in the next step."""
         if not self.stepwise[slot]:
             self._steady = 0
         self._scheduled[slot] += count
 
     def interrupt(self) -> None:
-        """Rebuild the decode batch in the next step."""
+        """Have the decode batch rebuilt in the next step."""
         self._steady = 0
 
     def decode_again(self) -> DecodeBatch | None:
         """Decode the previous step's batch again, one position further; None if it may differ.
 
-        Most steps are such: no sequence arrives, ends or needs a block. So no row is written: these
-        steps are counted, and added to the rows when the batch changes.
+        In most steps no sequence arrives, ends or needs a block. Such steps write no rows: they are
+        counted, and added to the rows when the batch changes.
         """
         if not self._steady:
             self._catch_up()
@@ -186,7 +185,7 @@ class RunningTable:
     def decode(self, slots: Slots, all_fed: bool) -> DecodeBatch:
         """Decode one position of each of these slots, after `decode_again` returned None.
 
-        `all_fed`: no other sequence waits to decode.
+        `all_fed` means that no sequence is left out for lack of a block.
         """
         scheduled = self._scheduled[slots] + 1
         self._scheduled[slots] = scheduled
@@ -210,7 +209,7 @@ class RunningTable:
             self._scheduled += self._ahead * self._batch.members
             self._ahead = 0
 
-    # -- what is known --------------------------------------------------------------------
+    # -- known tokens ---------------------------------------------------------------------
 
     def all_occupied(self, batch: DecodeBatch) -> bool:
         """Return True if the sequences of a batch still have their slots."""
@@ -219,7 +218,7 @@ class RunningTable:
         return bool(self.occupied[batch.slots].all())
 
     def append(self, batch: DecodeBatch, tokens: Int32) -> BatchColumns:
-        """Append a token to each slot of a batch, all occupied; return their columns."""
+        """Append a token to each slot of a batch, all of them occupied; return their columns."""
         columns = self._columns
         if columns is None or columns.version != batch.version:
             columns = self._columns = BatchColumns.of(self, batch)
@@ -240,9 +239,9 @@ class RunningTable:
 
 @dataclasses.dataclass(slots=True)
 class BatchColumns:
-    """Columns of the batch that got tokens last, cached because the next step mostly has the same.
+    """Cached columns of the batch that last received tokens, usually the next batch as well.
 
-    All of its slots are occupied; when a sequence leaves one, the columns are dropped.
+    All slots of the batch are occupied; the columns are dropped when a sequence leaves one of them.
     """
 
     version: int

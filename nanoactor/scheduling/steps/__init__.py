@@ -1,1 +1,1 @@
-"""From waiting sequences to planned steps, and from results to tokens."""
+"""Turns waiting sequences into planned steps, and step results into tokens."""

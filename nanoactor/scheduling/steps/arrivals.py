@@ -16,8 +16,8 @@ _NO_TOKENS = as_int32(())
 
 
 class Arrivals:
-    """Knows which requests have arrived. An abort that overtakes its request leaves a tombstone,
-    which swallows it."""
+    """Tracks which requests have arrived. An abort that overtakes its request leaves a tombstone,
+    which aborts the request when it arrives."""
 
     def __init__(self, output: OutputBuffer, statistics: SchedulerStatistics) -> None:
         self._output = output
@@ -26,19 +26,19 @@ class Arrivals:
         self.tombstones: set[int] = set()
 
     def admit(self, event: Admit, answers: list[Sequence]) -> tuple[list[Sequence], list[Send]]:
-        """Take a request's sequences; return the live ones and the messages to send about them."""
+        """Register a request's sequences; return the live ones and the messages that open them."""
         living = [answer for answer in answers if not self._swallowed(answer.uid)]
         out: list[Send] = []
         for sequence in living:
             self._output.stop_ids.add(sequence.watched_ids)
-            # Only the first carries the tokenized prompt.
+            # Only the first message carries the tokenized prompt.
             first = sequence is living[0]
             prompt = (event.token_ids.copy(), event.prompt_length) if first else (_NO_TOKENS, 0)
             out.append((TEXT, Open(sequence.uid, *prompt, event.spec.text_options)))
         return living, out
 
     def reject(self, event: Reject) -> None:
-        """Take a request that cannot run."""
+        """Finish a request that cannot run."""
         for uid in range(event.uid, event.uid + event.answers):
             if not self._swallowed(uid):
                 if not event.text:
@@ -46,7 +46,7 @@ class Arrivals:
                 self._output.finish(uid, rejected(event.text, refused=event.refused))
 
     def resume(self, event: Resume) -> None:
-        """Mark the finished requests as seen after a restart: they do not arrive again."""
+        """After a restart, mark the finished requests as seen, since they do not arrive again."""
         self.seen.fill(event.below, event.living.tolist())
 
     def _swallowed(self, uid: int) -> bool:
@@ -60,7 +60,7 @@ class Arrivals:
         return True
 
     def overtaken(self, event: Abort) -> bool:
-        """Return True if a request was aborted before it arrived; the abort is remembered."""
+        """Return True if an abort has arrived before its request, and record the abort."""
         if event.uid not in self.seen:
             self.tombstones.add(event.uid)
             return True

@@ -9,38 +9,41 @@ from typing import Protocol
 _WEIGHT = 0.2
 """Weight of the latest step in the running mean."""
 AHEAD_SECONDS = 0.002
-"""Work to keep queued on the device while the host turns a result into the next step. On the host
-of one H200 that takes about 1 ms, and occasionally twice as long."""
+"""Seconds of work to keep queued on the device while the host turns a result into the next step. On
+the host of an H200, that takes about 1 ms, and occasionally twice as long."""
 STEPWISE_SECONDS = 0.0025
-"""The same if some sequences never decode: the host then takes longer, about 2 ms."""
+"""Replaces `AHEAD_SECONDS` if some sequences never decode: the host then takes about 2 ms."""
 
 
 class _Planned(Protocol):
     @property
     def is_decode_step(self) -> bool:
-        """Return True if it has decode rows, computes no prompt positions, and encodes nothing."""
+        """Return True if the step has decode rows, computes no prompts, and encodes nothing."""
 
 
 class PipelineDepth:
-    """Two steps in flight hide the host's time if a step takes longer than the host does. If steps
-    are shorter, more are planned, as many as cover the host's time, up to a limit, since new
-    requests wait for them. Steps with prompts are long, so `least` is never exceeded for them, nor
-    for steps without decode rows: a sequence that never decodes has only one step in flight.
+    """Decides how many steps may be in flight.
+
+    Two steps hide the host's work if a step takes longer than that work. If steps are shorter, more
+    are planned: as many as cover the host's time, up to a limit, because new requests wait for all
+    of them. More than `least` steps are in flight only if all of them decode and compute no
+    prompts. Steps with prompts are long, and a sequence that never decodes has only one step in
+    flight.
     """
 
     def __init__(self, least: int, most: int) -> None:
-        """`least` steps may always be in flight; no more than `most` ever are."""
+        """Up to `least` steps may always be in flight, and never more than `most`."""
         self._least, self._most = least, most
         self._seconds = math.inf
         self.is_paused = False
-        """True if no step may be planned."""
+        """Whether planning is paused."""
 
     def pause(self, paused: bool) -> None:
         """Pause or resume planning."""
         self.is_paused = paused
 
     def note(self, planned: _Planned, seconds: float) -> None:
-        """Record how long a finished step took."""
+        """Record how long a finished step took; only decode steps count."""
         if not planned.is_decode_step:
             return
         if self._seconds == math.inf:
@@ -48,8 +51,8 @@ class PipelineDepth:
         self._seconds += _WEIGHT * (seconds - self._seconds)
 
     def has_room(self, in_flight: Collection[_Planned], *, stepwise: bool) -> bool:
-        """Return True if another step may be planned after these. `stepwise`: some sequence never
-        decodes, so the host takes longer per step."""
+        """Return True if another step may be planned after those in flight. `stepwise` means that
+        some sequence never decodes, so that the host takes longer per step."""
         if self.is_paused:
             return False
         steps = len(in_flight)

@@ -1,4 +1,4 @@
-"""Buffer of step results for the detokenizer."""
+"""Buffer for step results on their way to the detokenizer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _NOTHING = (as_int64(()), as_int32(()), as_int32(()))
 
 
 class OutputBuffer:
-    """Appends sampled tokens to their sequences; keeps tokens and ends until they are reported."""
+    """Appends sampled tokens to their sequences; buffers tokens and finishes until they are
+    sent."""
 
     def __init__(self, running: RunningBatch, statistics: SchedulerStatistics) -> None:
         self.stop_ids = StopIds()
@@ -31,18 +32,18 @@ class OutputBuffer:
         self._table = running.table
         self._statistics = statistics
         self._new: list[tuple[Int64, Int32, Int32]] = []
-        """(uids, indices, tokens) that are not reported."""
+        """(uids, indices, tokens) arrays that have not been sent yet."""
         self._finishes: list[Finish] = []
         self._scores: RequestScores | None = None
         self._vectors: list[tuple[int, Float32]] = []
-        """(uid, vector) that are not reported."""
+        """(uid, vector) pairs that have not been sent yet."""
         self._step = self._void_until = 0
         """The step being processed, and the last step with discarded results."""
         self._refusing: list[Sequence] = []
-        """Sequences with a token that would have ended them before their constrained output."""
+        """Sequences that refused an end-of-sequence token before their constrained output."""
 
     def take_scores(self, done: PlannedStep, event: StepDone) -> None:
-        """Take a step's log-probabilities, before its tokens; finished sequences need none."""
+        """Record a step's log-probabilities, except those of dropped results, before `take`."""
         self._step = done.step
         if (found := event.scores) is None:
             return
@@ -66,14 +67,14 @@ class OutputBuffer:
             self._scores = RequestScores(uids, flags, as_int32(counts), scores)
 
     def pool(self, uid: int, vector: Float32) -> None:
-        """Report a request's vector."""
+        """Queue a request's vector for reporting."""
         self._vectors.append((uid, vector))
 
     def take(self, results: Results) -> tuple[list[tuple[Int32, Int32]], list[Sequence]]:
-        """Take a step's tokens.
+        """Append or report a step's tokens.
 
-        Returns (slots, tokens) of the sequences that still hold a slot, and the sequences with a
-        new token that may end them or their free text.
+        Returns the (slots, tokens) of the sequences that still hold a slot, and the sequences with
+        a new token that may end them or their free text.
         """
         self._statistics.count_overrun(results.frozen)
         singly = self._take_singly(
@@ -90,8 +91,8 @@ class OutputBuffer:
     def _take_singly(
         self, sequences: list[Sequence], tokens: list[int]
     ) -> list[tuple[Sequence, int]]:
-        """Append each token to its sequence, or report it to the caller if that is held; return the
-        sequences that were extended, with their tokens."""
+        """Append each token to its sequence, or, for held sequences, only report it to the caller.
+        Return the extended sequences with their tokens."""
         taken: list[tuple[Sequence, int]] = []
         for sequence, token in zip(sequences, tokens, strict=True):
             if not sequence.takes(token, self._step):
@@ -104,13 +105,13 @@ class OutputBuffer:
         return taken
 
     def _drop(self, sequence: Sequence, token: int) -> None:
-        """Drop a sampled token."""
+        """Drop a sampled token, and record its sequence if the sequence refused the token."""
         self._statistics.count_overrun()
         if sequence.counts(self._step):
             self._refusing.append(sequence)
 
     def _tell(self, sequence: Sequence, token: int) -> None:
-        """Report a token without appending it: the caller chooses the one to append."""
+        """Report a token without appending it: the caller chooses the token to append."""
         uids, indices = as_int64([sequence.uid]), as_int32([sequence.tell()])
         self._new.append((uids, indices, as_int32([token])))
 
@@ -120,7 +121,8 @@ class OutputBuffer:
         self._new.append((as_int64([sequence.uid]), as_int32([index]), as_int32([token])))
 
     def append_run(self, sequence: Sequence, run: Int32) -> tuple[Int32, End | None]:
-        """Append tokens up to one that ends the sequence; return (tokens appended, end)."""
+        """Append tokens up to and including one that ends the sequence. Return the appended tokens,
+        and the end reason if there is one."""
         count, end = 0, None
         while count < len(run) and end is None:
             self.append(sequence, int(run[count]))
@@ -130,7 +132,9 @@ class OutputBuffer:
     def _take_decodes(
         self, batch: DecodeBatch, tokens: Int32
     ) -> tuple[Int32, Int32, list[Sequence]]:
-        """Append the tokens of a decode batch; returns as `take` does."""
+        """Append the tokens of a decode batch. Return the slots and tokens of the sequences that
+        still hold a slot, and the sequences with a new token that may end them or their free
+        text."""
         due: list[Sequence] = []
         if self._step <= self._void_until or not self._table.all_occupied(batch):
             owners = self._running.owners(batch.slots)
@@ -156,7 +160,7 @@ class OutputBuffer:
         return columns.slots32, tokens, due
 
     def void(self, sequence: Sequence, step: int) -> None:
-        """Discard the sequence's results of steps up to this one."""
+        """Discard the sequence's results of all steps up to `step`."""
         self._void_until = step
         sequence.void(step)
 
@@ -168,7 +172,7 @@ class OutputBuffer:
     def _refused(
         self, slots: Slots, tokens: Int32, watched: NDArray[np.bool_]
     ) -> NDArray[np.bool_]:
-        """Return which tokens their sequences refuse; only watched ones can be refused."""
+        """Return whether each token is refused by its sequence; only watched tokens can be."""
         refused = np.zeros(len(slots), np.bool_)
         owners = self._running.owners(slots[watched])
         ids = tokens[watched].tolist()
@@ -176,7 +180,7 @@ class OutputBuffer:
         return refused
 
     def finish(self, uid: int, end: End, sequence: Sequence | None = None) -> None:
-        """Report the end of a request, with the history of its `sequence`, if it has one."""
+        """Queue the `Finish` of a request, with the history of its `sequence` if it has one."""
         history = sequence.history if sequence else History()
         finish = Finish(
             uid,
@@ -188,8 +192,7 @@ class OutputBuffer:
         self._finishes.append(finish)
 
     def flush(self, step: int) -> Tokens | None:
-        """Return the new output since the last call, or None if there is none; `step` is the last
-        finished one."""
+        """Return the output since the last call, or None; `step` is the last finished step."""
         if not self._new and not self._finishes and self._scores is None:
             return None
         new = self._new or [_NOTHING]
@@ -204,7 +207,7 @@ class OutputBuffer:
 
 
 def _selected(scores: TokenScores, kept: NDArray[np.bool_]) -> TokenScores:
-    """Return a copy of some of a step's scores."""
+    """Return a copy of the scores that `kept` selects."""
     if kept.all():
         return copied(scores)
     tops = np.repeat(kept, scores.counts)

@@ -1,4 +1,4 @@
-"""A planned step, until its results are in."""
+"""Planned steps, which are kept until their results arrive."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from nanoactor.scheduling.sequences.table import DecodeBatch
 
 
 def as_int32(values: Iterable[int]) -> Int32:
-    """Return a new int32 array."""
+    """Return the values as a new int32 array."""
     return np.array(list(values), np.int32)
 
 
 def as_int64(values: Iterable[int]) -> Int64:
-    """Return a new int64 array."""
+    """Return the values as a new int64 array."""
     return np.array(list(values), np.int64)
 
 
 class PlannedRow(NamedTuple):
-    """A row that does not decode."""
+    """A row of a planned step, other than a decode row."""
 
     sequence: Sequence
     slot: int
-    """The sequence's slot when the step is planned."""
+    """The sequence's slot when the step was planned."""
     start: int
     length: int
     wants: int
     """Flags of `nanoactor.messages.rows.Want`, as a plain number."""
     source: int = -1
-    """The slot of the row that this one copies; -1: none."""
+    """Slot of the row that this row copies; -1 if it is not a copy."""
 
     @property
     def samples(self) -> bool:
@@ -54,30 +54,30 @@ class PlannedRow(NamedTuple):
 
     @property
     def scores(self) -> int:
-        """Number of its positions with successors that are scored."""
+        """Number of positions in the row whose successors are scored."""
         last = self.sequence.prompt_length - 1
         return min(self.length, last - self.start) if self.wants & SCORE else 0
 
     @property
     def may_decode(self) -> bool:
-        """Return True if the runners may compute it as decode rows."""
+        """Return True if the runners may compute the row as decode rows."""
         short = self.length <= 1 or self.wants & KEEP > 0
         return short and self.start >= self.sequence.prompt_length
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """The rows of a step: one for each slot that decodes, by slot, then the others."""
+    """The rows of a step: first one for each slot that decodes, by slot, then the other rows."""
 
     step: int
     decode_batch: DecodeBatch
     rows: list[PlannedRow]
     encodes: bool = False
-    """True if the step encodes any part of an image."""
+    """Whether the step encodes any part of a picture or video."""
 
     @property
     def is_decode_step(self) -> bool:
-        """Return True if it has decode rows, computes no prompt positions, and encodes nothing."""
+        """Return True if the step has decode rows, computes no prompts, and encodes nothing."""
         if not len(self.decode_batch.slots) or self.encodes:
             return False
         return all(row.may_decode for row in self.rows)
@@ -96,21 +96,22 @@ class PlannedStep:
 
     @property
     def positions(self) -> int:
-        """Number of positions that it computes in rows that do not decode."""
+        """Number of positions that the step computes in rows that do not decode."""
         return sum(row.length for row in self.rows)
 
     def note_begin(self, at: int) -> None:
-        """Record when it started in the history of those sequences that had no step before."""
+        """Record the step's start time in the histories of sequences that had no step before."""
         for row in self.rows:
             row.sequence.history.note_begin(at)
 
     def has_row(self, slot: int) -> bool:
-        """Return True if it has a row of the sequence that held this slot at the time."""
+        """Return True if the step has a row of the sequence that held this slot at planning
+        time."""
         return bool(self.decode_batch.members[slot]) or any(row.slot == slot for row in self.rows)
 
 
 def as_rows(planned: list[PlannedRow]) -> Rows:
-    """Return the columns of rows."""
+    """Return the rows as columns."""
     if not planned:
         return NO_ROWS
     slots, starts, counts, wants, sources = zip(*(row[1:] for row in planned), strict=True)

@@ -19,13 +19,13 @@ from nanoactor.scheduling.steps.planned import PlannedRow, PlannedStep
 class WaitingQueue:
     """Sequences that wait for a slot, by priority.
 
-    A sequence that ends while it waits stays until it would come up, or until most of the queue has
-    ended: searching for it would take longer.
+    A sequence that ends while it waits stays in the queue until it reaches the head, or until more
+    than half of the entries have ended, because searching for it would take longer.
     """
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, int], Sequence]] = []
-        """The first entry has not ended."""
+        """Heap of (priority key, sequence); its first sequence has not ended."""
         self._ended = 0
 
     def __len__(self) -> int:
@@ -34,7 +34,7 @@ class WaitingQueue:
 
     @property
     def head(self) -> Sequence | None:
-        """The sequence that comes next; None if the queue is empty."""
+        """The next sequence; None if the queue is empty."""
         return self._heap[0][1] if self._heap else None
 
     def push(self, sequence: Sequence) -> None:
@@ -47,7 +47,7 @@ class WaitingQueue:
         self._drop_ended()
 
     def note_end(self) -> None:
-        """Take notice that one of the sequences here has ended."""
+        """Record that one of the sequences in the queue has ended."""
         self._ended += 1
         if 2 * self._ended > len(self._heap):
             self._heap = [entry for entry in self._heap if entry[1].phase is not Phase.FINISHED]
@@ -62,8 +62,9 @@ class WaitingQueue:
 
 
 class WaitingLine:
-    """All waiting sequences. One that waits for pages of the encoder cache is parked, as are all
-    after it that need any: pictures do not pass pictures, and do not hold up text."""
+    """All waiting sequences. A sequence that waits for pages of the encoder cache is parked, as are
+    all later sequences that need pages: sequences with pictures do not overtake each other, and do
+    not hold up sequences without pictures."""
 
     def __init__(self) -> None:
         self._ready, self._parked = WaitingQueue(), WaitingQueue()
@@ -79,7 +80,7 @@ class WaitingLine:
         self._ready.push(sequence)
 
     def head(self, pages: int) -> Sequence | None:
-        """Return the next sequence given the available pages, or None."""
+        """Return the next sequence that can be admitted with `pages` available pages, or None."""
         while (head := self._ready.head) is not None and head.pages:
             if not self._parked and head.pages <= pages:
                 return head
@@ -96,15 +97,15 @@ class WaitingLine:
         self._queue_of(sequence).pop()
 
     def note_end(self, sequence: Sequence) -> None:
-        """Take notice that one of the sequences here has ended."""
+        """Record that one of the waiting sequences has ended."""
         self._queue_of(sequence).note_end()
 
     def is_parked(self, sequence: Sequence) -> bool:
-        """Return True if a sequence waits for pages."""
+        """Return True if a sequence waits for pages of the encoder cache."""
         return sequence.uid in self._parked_uids
 
     def _queue_of(self, sequence: Sequence) -> WaitingQueue:
-        """Return the queue that a sequence is about to leave."""
+        """Return the queue that a sequence is about to leave; the sequence is no longer parked."""
         if sequence.uid not in self._parked_uids:
             return self._ready
         self._parked_uids.remove(sequence.uid)
@@ -112,23 +113,24 @@ class WaitingLine:
 
 
 class RunningBatch:
-    """Sequences that run or wait for their lookup; their counters are in `table`."""
+    """Sequences that run or wait for their prefix-cache lookup; their counters are in `table`."""
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
         self.table = RunningTable(max_num_seqs, max_model_len, block_size)
         self._block_size = block_size
         self._sequences: list[Sequence] = []
-        """By priority."""
+        """All sequences of the batch, by priority."""
         self._prefills: list[Sequence] = []
         """Sequences with positions left to prefill, by priority."""
         self._beginnings: Counter[bytes] = Counter()
-        """Number of these by the hash of their first block: if it differs, no block is shared."""
+        """Number of sequences in `_prefills` by the hash of their first block. Sequences with
+        different first blocks share no block."""
         self.progress = 0
-        """Changes whenever the number of positions left to prefill may have dropped."""
+        """Counter that changes whenever fewer positions may be left to prefill."""
         self.stepwise: list[Sequence] = []
-        """Sequences that never decode: constrained or held ones."""
+        """Sequences that never decode: constrained and held ones."""
         self._owners: dict[int, Sequence] = {}
-        """The present or last owner of each slot: results in flight still find their sequence."""
+        """Current or last owner of each slot, which receives the results in flight."""
 
     def __len__(self) -> int:
         """Return the number of running sequences."""
@@ -154,16 +156,16 @@ class RunningBatch:
         return [s for s in self._prefills if s.phase is Phase.RUNNING]
 
     def owners(self, slots: Slots) -> list[Sequence]:
-        """Return the present or last owner of each slot."""
+        """Return the current or last owner of each slot."""
         return [self._owners[slot] for slot in slots.tolist()]
 
     def rows(self, planned: PlannedStep) -> list[Sequence]:
-        """Return all sequences with a row in a step that is planned and not done."""
+        """Return all sequences with a row in a planned step that is not done."""
         decoding = self.owners(planned.decode_batch.slots)
         return [*decoding, *(row.sequence for row in planned.rows)]
 
     def enter(self, sequence: Sequence, slot: int, blocks: int) -> None:
-        """Give a sequence a slot and this many blocks."""
+        """Assign a slot and `blocks` blocks to a sequence."""
         self.table.enter(
             slot,
             uid=sequence.uid,
@@ -197,7 +199,7 @@ class RunningBatch:
         self.progress += 1
 
     def enter_computed(self, sequence: Sequence, slot: int, blocks: int) -> None:
-        """Give a slot and blocks to a sequence if a planned step computes all its known
+        """Assign a slot and `blocks` blocks to a sequence; a planned step computes its known
         tokens."""
         self.enter(sequence, slot, blocks)
         self.table.shared[slot] = sequence.length // self._block_size
@@ -206,7 +208,7 @@ class RunningBatch:
         self.table.start(slot, sequence.length)
 
     def leave(self, sequence: Sequence) -> None:
-        """Take a sequence's slot and blocks; it keeps its known tokens."""
+        """Remove a sequence from the batch; it gives up its slot and keeps its known tokens."""
         self._sequences.remove(sequence)
         if sequence in self._prefills:
             self._prefills.remove(sequence)
@@ -225,7 +227,7 @@ class RunningBatch:
 
     @property
     def constrained(self) -> list[Sequence]:
-        """Sequences that sample under masks."""
+        """Running sequences that sample under masks."""
         return [sequence for sequence in self.stepwise if sequence.is_constrained]
 
     def resume(self, sequence: Sequence) -> None:
@@ -234,8 +236,8 @@ class RunningBatch:
             self._add_prefill(sequence)
 
     def choose_rows(self, budget: int, turn: int) -> list[PlannedRow]:
-        """Choose at most `budget` positions for a step: at least one of each sequence that never
-        decodes, then prompts by priority."""
+        """Return rows with at most `budget` positions in total for a step: at least one position of
+        each sequence that never decodes, then prompts by priority."""
         continued = [s for s in self.prefilling if s.continues and s.reach > s.scheduled]
         rows: list[PlannedRow] = []
         for index, sequence in enumerate(continued):
@@ -259,10 +261,10 @@ class RunningBatch:
         return rows
 
     def _rides(self, sequence: Sequence, budget: int, turn: int) -> bool:
-        """Return True if a sequence that is admitted in this turn joins its step whatever the
-        prefix-cache lookup finds; it is then running."""
+        """If possible, let a sequence that is admitted in this turn join the turn's step, whatever
+        its prefix-cache lookup finds. Return True if it joins; it is then running."""
         whole = sequence.length <= budget and sequence.items is None and not sequence.resumed_to
-        whole &= not sequence.is_constrained  # forced tokens may end it before it is answered
+        whole &= not sequence.is_constrained  # forced tokens may end it before its answer
         unread = sequence.is_read or not sequence.most_hits
         if self.table.admitted[sequence.slot] != turn or not whole or not unread:
             return False
@@ -271,7 +273,8 @@ class RunningBatch:
         return True
 
     def _row(self, sequence: Sequence, most: int) -> list[PlannedRow]:
-        """Return the row for at most `most` positions of a sequence, if it has any to compute."""
+        """Return a list with a row of at most `most` positions of a sequence; empty if none is
+        due."""
         slot, start, reading = sequence.slot, sequence.scheduled, sequence.reading
         length = min(most, sequence.reach - start, self._at_once(sequence, start))
         if reading is not None:
@@ -285,19 +288,19 @@ class RunningBatch:
         return [PlannedRow(sequence, slot, start, length, wants)]
 
     def _at_once(self, sequence: Sequence, start: int) -> int:
-        """Return the number of positions that one step may compute from here on. When an output
+        """Return the number of positions from `start` on that one step may compute. When an output
         resumes after a restart, the missing tokens of its last block are computed one by one, as
-        they were at first: in bfloat16 a chunk would round differently."""
+        they originally were, because a chunk would round differently in bfloat16."""
         left = sequence.target - max(start, sequence.prompt_length)
         resumes = sequence.target == sequence.resumed_to and not sequence.is_stepwise
-        # A block that was full when the stream broke lacks all its tokens: the last must be run.
+        # If the last block was full, all its tokens are missing, since the last must be rerun.
         if not resumes or left > self._block_size:
             return sequence.target - start
         return max(1, sequence.prompt_length - start)
 
     def lower(self, sequence: Sequence) -> None:
-        """Continue a sequence in its new state after its newest known token, whatever steps in
-        flight compute beyond it."""
+        """Make a sequence continue in its new state after its newest known token, whatever steps in
+        flight compute beyond that token."""
         stepwise = sequence.is_stepwise
         self.table.lower(sequence.slot, sequence.length - 1, stepwise=stepwise)
         if (sequence in self.stepwise) is not stepwise:
@@ -311,7 +314,7 @@ class RunningBatch:
         if not useful or _beginning(head) not in self._beginnings:
             return False
         for sequence in self._prefills:
-            if sequence.reach == sequence.scheduled:  # it waits for a picture, for an unknown time
+            if sequence.reach == sequence.scheduled:  # it waits for a picture for an unknown time
                 continue
             block = sequence.scheduled // size
             shared = block < min(useful, len(sequence.hashes))
@@ -321,5 +324,5 @@ class RunningBatch:
 
 
 def _beginning(sequence: Sequence) -> bytes:
-    """Return the hash of a sequence's first block; empty if its prompt does not fill one."""
+    """Return the hash of a sequence's first block; empty if the prompt does not fill a block."""
     return sequence.hashes[0].tobytes() if len(sequence.hashes) else b""

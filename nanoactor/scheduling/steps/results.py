@@ -1,4 +1,4 @@
-"""The results of a step by row, checked against the plan."""
+"""Results of a step by row, checked against the plan."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from nanoactor.scheduling.steps.queues import RunningBatch
 
 
 class Results(NamedTuple):
-    """The rows of a step that were to yield something, by outcome."""
+    """The rows of a step that were expected to yield a token or a vector, by outcome."""
 
     batch: DecodeBatch
-    """Decode rows with a token."""
+    """Decode rows that yielded a token."""
     tokens: Int32
     singles: list[tuple[PlannedRow, int]]
-    """Other rows with their tokens."""
+    """(row, token) for each other row that yielded a token."""
     failed: list[tuple[Sequence, int, int]]
-    """Rows with logits that were not finite: (sequence, slot, first position)."""
+    """Rows with non-finite logits or vectors, as (sequence, slot, first position)."""
     choiceless: list[Sequence]
-    """Sequences with rules that leave no token to choose."""
+    """Sequences whose rules leave no token to choose."""
     frozen: int = 0
-    """Decode rows of slots that the device had frozen."""
+    """Number of decode rows in slots that the device had frozen."""
     pooled: Sequence_[tuple[PlannedRow, Float32]] = ()
-    """Rows that pool, with their vectors."""
+    """(row, vector) for each pooling row with a finite vector."""
 
 
 def check_due(due: PlannedStep | None, event: StepDone, running: RunningBatch) -> PlannedStep:
-    """Return the oldest step in flight. Raises `ProtocolBug` if it is not the one reported, or if
-    its rows differ from the results'."""
+    """Return `due`, the oldest step in flight. Raises `ProtocolBug` if another step is reported, or
+    if the results do not match the step's rows."""
     right = due is not None and due.step == event.step and due.sampling == len(event.token_ids)
     if due is not None and right and _has_vectors(due, event):
         told = not due.rows and not len(event.counts)
@@ -54,7 +54,7 @@ def check_due(due: PlannedStep | None, event: StepDone, running: RunningBatch) -
 
 
 def _has_vectors(due: PlannedStep, event: StepDone) -> bool:
-    """Return True if exactly the rows that pool have vectors."""
+    """Return True if exactly the pooling rows have vectors."""
     found: list[int] = [] if event.vectors is None else event.vectors.rows.tolist()
     if not found and not due.rows:
         return True
@@ -63,8 +63,8 @@ def _has_vectors(due: PlannedStep, event: StepDone) -> bool:
 
 
 def split_rows(done: PlannedStep, event: StepDone, running: RunningBatch) -> Results:
-    """Sort the rows by outcome. Raises `ProtocolBug` if a slot is frozen although its sequence is
-    still decoding."""
+    """Group a step's rows by outcome. Raises `ProtocolBug` if a slot is frozen although its
+    sequence is still decoding."""
     batch, decodes = done.decode_batch, len(done.decode_batch.slots)
     tokens = event.token_ids[:decodes].copy()
     sampling = [row for row in done.rows if row.samples]
@@ -99,7 +99,7 @@ def split_rows(done: PlannedStep, event: StepDone, running: RunningBatch) -> Res
 def _pooled(
     done: PlannedStep, vectors: StepVectors | None
 ) -> tuple[list[tuple[PlannedRow, Float32]], list[tuple[Sequence, int, int]]]:
-    """Return the rows with finite vectors, and the others as in `Results.failed`."""
+    """Return the pooling rows with finite vectors, and the others as in `Results.failed`."""
     if vectors is None:
         return [], []
     rows, values = [row for row in done.rows if row.pools], vectors.values.copy()

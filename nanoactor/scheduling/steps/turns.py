@@ -1,4 +1,4 @@
-"""Builds `Turn` messages: all decisions of the scheduler that follow from one event."""
+"""Builds `Turn` messages, which hold all scheduler decisions that follow from one event."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ _NOTHING = as_int32(())
 
 
 class TurnBuilder:
-    """Gathers the parts of the next turn. Remembers the last decode batch that was sent, to send
-    only the difference."""
+    """Collects the parts of the next turn. Keeps the last decode batch that was sent, so that only
+    the difference is sent."""
 
     def __init__(self, table: RunningTable) -> None:
         self.number = 1
-        """The number of the turn that is being built."""
+        """Number of the turn that is being built."""
         self._table = table
         self._done = 0
-        """The last finished step that was reported."""
+        """The last finished step that was reported to the block manager."""
         self._sent = DecodeBatch(0, np.empty(0, np.int64), np.zeros(len(table.occupied), np.bool_))
         self._introduced: set[int] = set()
-        """Slots with sampling parameters that the runners know."""
+        """Slots whose sampling parameters the runners have."""
         self._clear()
 
     def _clear(self) -> None:
@@ -53,7 +53,7 @@ class TurnBuilder:
         self._known: list[tuple[Int32, Int32]] = []
         """(slots, tokens), one token for each slot."""
         self._runs: list[tuple[int, Int32]] = []
-        """(slot, tokens) if a slot has several."""
+        """(slot, tokens) for each slot with several new tokens."""
         self._frees: list[int] = []
         self._admissions: list[Admission] = []
         self._plan: Plan | None = None
@@ -64,29 +64,29 @@ class TurnBuilder:
     # -- parts ----------------------------------------------------------------------------
 
     def fail(self, slot: int, start: int) -> None:
-        """Note that a slot's row from this position on has failed."""
+        """Report that a slot's row from position `start` on has failed."""
         self._failures.append((slot, start))
 
     def fork(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Copy slots: (slot, source) pairs."""
+        """Add forks of slots, as (slot, source slot) pairs."""
         self._forks += pairs
 
     def know(self, slots: Int32, tokens: Int32) -> None:
-        """Note one newly known token for each of these slots."""
+        """Add one newly known token for each of these slots."""
         if len(slots):
             self._known.append((slots, tokens))
 
     def know_run(self, slot: int, tokens: Int32) -> None:
-        """Note newly known tokens of a slot."""
+        """Add several newly known tokens of a slot, which no row has sampled."""
         self._runs.append((slot, tokens))
 
     def free(self, slot: int) -> None:
-        """Give up a slot's blocks."""
+        """Release a slot's blocks."""
         self._frees.append(slot)
         self._introduced.discard(slot)
 
     def admit(self, sequence: Sequence, blocks: int) -> None:
-        """Ask for blocks for a sequence's slot."""
+        """Request blocks for a sequence's slot."""
         self._admissions.append(
             Admission(
                 sequence.uid,
@@ -115,7 +115,7 @@ class TurnBuilder:
     def plan(
         self, planned: PlannedStep, grown: list[Sequence], slices: EncodeSlices | None
     ) -> None:
-        """Plan a step; the sequences in `grown` get one more block for it."""
+        """Add the plan of a step; the sequences in `grown` get one more block for it."""
         batch, rows, leaves = planned.decode_batch, as_rows(planned.rows), _NOTHING
         if batch.version != self._sent.version:
             starts = self._table.scheduled - 1
@@ -131,7 +131,7 @@ class TurnBuilder:
         )
 
     def _introduce(self, planned: PlannedStep) -> Admissions:
-        """Describe the sequences that are new to their slots to the runners."""
+        """Return the runners' admissions of the sequences that are new to their slots."""
         if not planned.rows:
             return _NO_ADMISSIONS
         new = {row.slot: row.sequence for row in planned.rows if row.slot not in self._introduced}
@@ -146,8 +146,8 @@ class TurnBuilder:
         return bool(self._frees or self._forks)
 
     def take(self, done: int, fence: int, *, may_wait: bool) -> Turn | None:
-        """Return the turn, if there is one. If only tokens and the end of a step are new, they wait
-        for the next turn if `may_wait`."""
+        """Return the turn and begin the next one; None if there is nothing to send. If `may_wait`
+        is set, newly known tokens and the end of a step wait until a turn has other parts."""
         parts = (self._failures, self._admissions, self._plan, self._pixels, self._masks)
         others = self.gives_up or any(parts) or self._forget
         if not others and (may_wait or not (self._known or self._runs or done > self._done)):

@@ -19,23 +19,24 @@ class Admitted:
     turn: int
     sequence: Sequence
     step: int = 0
-    """The step of the same turn, if that has its first row; else 0."""
+    """Step of the same turn if it contains the sequence's first row; else 0."""
 
 
 class Unanswered:
     """Tracks unanswered turns.
 
-    Results wait for the answer to a turn with a failure, which may taint other sequences, and for
-    the answer to an admission whose first row is among them.
+    The results of a step are held back while a turn with a failure is unanswered, because the
+    failure may taint other sequences. They are also held back while an admission whose first row is
+    in that step or an earlier one is unanswered.
     """
 
     def __init__(self) -> None:
         self._answered = 0
         """The last turn that the block manager has answered."""
         self._admitted: deque[Admitted] = deque()
-        """In order."""
+        """Unanswered admissions, in order."""
         self._doubted = 0
-        """The turn with the latest failure: no results are reported until it is answered."""
+        """The latest turn with a failure: no results are processed until it is answered."""
         self.held_back: deque[StepDone] = deque()
 
     def admit(self, turn: int, sequence: Sequence) -> None:
@@ -43,7 +44,8 @@ class Unanswered:
         self._admitted.append(Admitted(turn, sequence))
 
     def ride(self, turn: int, step: int, uids: set[int]) -> None:
-        """Record that these sequences, admitted in this turn, have their first row in its step."""
+        """Record which sequences admitted in turn `turn` have their first row in step `step`, given
+        the `uids` of the step's rows."""
         for entry in self._admitted:
             if entry.turn == turn and entry.sequence.uid in uids:
                 entry.step = step
@@ -57,28 +59,28 @@ class Unanswered:
         self._answered = turn
 
     def pop(self, uid: int) -> Admitted:
-        """Remove and return the oldest admission. Raises `ProtocolBug` if it is not this
-        sequence's."""
+        """Remove and return the oldest admission. Raises `ProtocolBug` unless it is that of
+        `uid`."""
         entry = self._admitted.popleft()
         if entry.sequence.uid != uid:
             raise ProtocolBug(f"request {uid} is answered, but due was {entry.sequence.describe()}")
         return entry
 
     def hold_back(self, event: StepDone) -> bool:
-        """Keep a copy of results that must wait; return True if they must."""
+        """Store a copy of a step's results if they must wait; return True if they must."""
         if not self.held_back and not self._must_wait(event):
             return False
-        self.held_back.append(copied(event))  # it outlives its handler
+        self.held_back.append(copied(event))  # the copy outlives the handler
         return True
 
     def release(self) -> Iterator[StepDone]:
-        """Yield results that need not wait any longer. Each is checked after the one before it was
-        processed."""
+        """Yield the results that need not wait any longer. Each is checked after the previous one
+        was processed."""
         while self.held_back and not self._must_wait(self.held_back[0]):
             yield self.held_back.popleft()
 
     def _must_wait(self, event: StepDone) -> bool:
         if self._doubted > self._answered:
             return True
-        riding = self._admitted  # most of the time there is none
+        riding = self._admitted  # usually empty
         return bool(riding) and any(0 < entry.step <= event.step for entry in riding)

@@ -1,1 +1,1 @@
-"""The Messages API: translated to chats and back."""
+"""Anthropic's Messages API: requests are translated to chats, and answers back."""

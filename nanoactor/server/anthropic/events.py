@@ -1,4 +1,4 @@
-"""Answers in the shapes of the Messages API: a chat's deltas as events, and as one message."""
+"""Answers in the formats of the Messages API: a chat's deltas as events, or as a single message."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ _DELTAS = {
     "call": ("input_json_delta", "partial_json"),
 }
 _UNSIGNED = "unsigned"
-"""Signature of reasoning that is shown; clients do not send back a block without one."""
+"""Signature of reasoning that is shown; clients do not send back a thinking block without a
+signature."""
 
 
 class MessagesWriter(BlockWriter):
-    """Writes the events of one message."""
+    """Writer of one message, as events or as a whole."""
 
     ping = encode({"type": "ping"})
 
     def __init__(self, answer: Answer, *, omits_thoughts: bool = False) -> None:
-        """`omits_thoughts`: reasoning is sealed in its block's signature instead of shown."""
+        """`omits_thoughts` seals reasoning in the signature of its block instead of showing it."""
         super().__init__(answer)
         self._omits = omits_thoughts
         self._id = f"msg_{uuid.uuid4().hex[:24]}"
@@ -41,19 +42,19 @@ class MessagesWriter(BlockWriter):
         """Whether a call has incomplete arguments."""
 
     def begin(self, deltas: list[Delta]) -> bytes:
-        """Return the events before the first token: the message, empty, and a ping."""
+        """Return the events before the first token: the empty message and a ping."""
         start = {"type": "message_start", "message": self._message(None)}
         return self.encoded([start, {"type": "ping"}])
 
     def end(self) -> bytes:
-        """Return the events of an answer that is complete."""
+        """Return the final events of a complete answer."""
         events, reason = self.close(), self._stop_reason
         delta = {"stop_reason": reason, "stop_sequence": self._stop_sequence(reason)}
         told = {"type": "message_delta", "delta": delta, "usage": self._usage()}
         return self.encoded([*events, told, {"type": "message_stop"}])
 
     def error(self, problem: APIError) -> bytes:
-        """Return the event of an error."""
+        """Return the event that reports an error."""
         return self.encoded([msgspec.to_builtins(error_body(problem))])
 
     def whole(self) -> dict[str, Any]:
@@ -74,7 +75,7 @@ class MessagesWriter(BlockWriter):
         }
 
     def _usage(self) -> dict[str, int]:
-        """Return the token counts as in Anthropic's API: the input count excludes the cached part
+        """Return the token counts in Anthropic's format. The input count excludes the cached part
         of the prompt, whose size is known only at the end."""
         answer = self.answer
         return {
@@ -103,7 +104,7 @@ class MessagesWriter(BlockWriter):
     # -- blocks ---------------------------------------------------------------------------
 
     def encoded(self, events: list[Event]) -> bytes:
-        """Return events as they go over the wire."""
+        """Encode events as server-sent events."""
         return b"".join(map(encode, events))
 
     def scored(self, entries: list[dict[str, Any]]) -> None:
@@ -120,7 +121,8 @@ class MessagesWriter(BlockWriter):
         return [self._event("content_block_start", content_block=dict(self.blocks[-1]))]
 
     def grown(self, kind: str, text: str) -> list[Event]:
-        """Return the event for another piece, or none if the piece is omitted reasoning."""
+        """Return the event for another piece of the last block; none if the piece is omitted
+        reasoning."""
         if kind == "thoughts" and self._omits:
             return []
         name, member = _DELTAS[kind]
@@ -143,5 +145,5 @@ class MessagesWriter(BlockWriter):
         return [*events, self._event("content_block_stop")]
 
     def _event(self, kind: str, **members: Any) -> Event:
-        """Return an event of the last block."""
+        """Return an event about the last block."""
         return {"type": kind, "index": len(self.blocks) - 1, **members}

@@ -14,7 +14,7 @@ _KEPT = Meta(description="Accepted; changes nothing here")
 
 
 class Source(Struct):
-    """The place of a picture's or a document's content."""
+    """The source of an image or a document."""
 
     type: Annotated[str, Meta(examples=["base64", "url", "text"])]
     media_type: str | None = None
@@ -23,7 +23,7 @@ class Source(Struct):
 
 
 class Block(Struct, forbid_unknown_fields=True):
-    """A part of a message's content, of any type; `type` determines the members used."""
+    """A part of a message's content, of any type; `type` determines which members are used."""
 
     type: Annotated[str, Meta(examples=["text", "image", "tool_use", "tool_result", "thinking"])]
     text: str | None = None
@@ -54,7 +54,7 @@ class AnthropicMessage(Struct, forbid_unknown_fields=True):
 
 
 class AnthropicTool(Struct, forbid_unknown_fields=True):
-    """A function that the model may call. Tools that Anthropic runs itself have another type, and
+    """A function that the model may call. Tools that Anthropic itself runs have another type; they
     are left out with a warning."""
 
     name: str | None = None
@@ -70,7 +70,7 @@ class AnthropicTool(Struct, forbid_unknown_fields=True):
 
 
 class AnthropicToolChoice(Struct, forbid_unknown_fields=True):
-    """Demand for calls."""
+    """Whether the model may or must call tools, and which."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -78,7 +78,8 @@ class AnthropicToolChoice(Struct, forbid_unknown_fields=True):
 
 
 class Thinking(Struct, forbid_unknown_fields=True):
-    """Request for reasoning, if the model's template has a switch for it."""
+    """Whether the model should reason before it answers. It has an effect only if the chat template
+    has a switch for reasoning."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[int, _IGNORED] | None = None
@@ -88,14 +89,14 @@ class Thinking(Struct, forbid_unknown_fields=True):
 
 
 class OutputFormat(Struct, forbid_unknown_fields=True):
-    """The form of the answer."""
+    """The format of the answer."""
 
     type: Literal["json_schema"]
     schema: dict[str, Any]
 
 
 class OutputConfig(Struct, forbid_unknown_fields=True):
-    """Options of the answer."""
+    """Output options of a request."""
 
     effort: (
         Annotated[str, Meta(description="Given to the chat template, if that reads it")] | None
@@ -105,7 +106,7 @@ class OutputConfig(Struct, forbid_unknown_fields=True):
 
 
 class _Conversation(Extended, kw_only=True, forbid_unknown_fields=True):
-    """Fields of both routes, which determine the prompt."""
+    """Fields that both routes share, including all that determine the prompt."""
 
     ROUTE: ClassVar[str] = "messages"
     model: Annotated[str, Meta(description="Default: the one that is served")] | None = None

@@ -19,7 +19,7 @@ from nanoactor.server.translating import Options
 
 
 class MessagesRoutes:
-    """Routes `/v1/messages` and `/v1/messages/count_tokens`."""
+    """Handlers of `/v1/messages` and `/v1/messages/count_tokens`."""
 
     def __init__(
         self,
@@ -41,7 +41,8 @@ class MessagesRoutes:
         return await self._completions.answer_chat(request, self._chat(body), writer)
 
     async def count_tokens(self, request: web.Request) -> web.StreamResponse:
-        """`POST /v1/messages/count_tokens`: those of the prompt that the messages would become."""
+        """Handle `POST /v1/messages/count_tokens`: count the tokens of the prompt that the messages
+        would become."""
         context_of(request).names = NAMES
         body = await self._http.read(request, CountTokensRequest)
         ids = await self._texts.chat_tokens(self._chat(body))

@@ -1,4 +1,4 @@
-"""Requests of the Messages API as chats."""
+"""Translation of Messages API requests to chats."""
 
 from __future__ import annotations
 
@@ -33,21 +33,24 @@ from nanoactor.server.translating import (
 )
 
 VOLATILE_LINES = (re.compile(r"x-anthropic-billing-header:[^\n]*\n*"),)
-"""Lines at the beginning of a system text that some clients change with every request, and that say
-nothing to a model. Claude Code's names its version, and elsewhere a checksum of the request."""
+"""Patterns of lines at the beginning of a system text that some clients change with every request
+and that mean nothing to a model. Claude Code's line contains its version and a checksum of the
+request."""
 _SERVER_BLOCKS = ("server_tool_use", "mcp_tool_use", "mcp_tool_result", "container_upload")
-"""Blocks of tools that Anthropic runs itself; so are those that end with `_tool_result`."""
+"""Types of blocks of tools that Anthropic itself runs, in addition to types that end with
+`_tool_result`."""
 NAMES = {
     "response_format.json_schema": "output_config.format",
     "response_format": "output_config.format",
     "stop": "stop_sequences",
     "max_completion_tokens": "max_tokens",
 }
-"""Names of a chat's fields in this API, for errors."""
+"""Maps a chat's field names to those of this API, for error messages."""
 
 
 def to_chat(body: MessagesRequest | CountTokensRequest, options: Options, warn: Warn) -> Chat:
-    """Return the body of an equivalent chat. Raises `APIError`, naming the field."""
+    """Return the body of an equivalent chat request. Raises `APIError`, naming the invalid
+    field."""
     tools = _Tools(body.tools or (), warn)
     reader = _Reader(tools, options, warn)
     messages = [_said("system", text) for text in reader.system(body.system)]
@@ -77,7 +80,7 @@ def _said(role: str, content: Any) -> Chat:
 
 
 def _as_error(content: Any) -> Any:
-    """Return the content of a result that says it is an error."""
+    """Return the content of a tool result, marked as an error."""
     if isinstance(content, str):
         return f"Error: {content}" if content else "Error"
     return [text_part("Error:"), *content]
@@ -97,7 +100,7 @@ def _sampling(body: MessagesRequest) -> Chat:
 
 
 def _thinking(body: MessagesRequest | CountTokensRequest) -> Chat:
-    """Return the fields that a template may read; unset ones keep the model's default."""
+    """Return the reasoning fields for the chat template; unset fields keep the model's default."""
     found: Chat = {}
     if body.output_config is not None and body.output_config.effort is not None:
         found["reasoning_effort"] = body.output_config.effort
@@ -132,7 +135,7 @@ class _Tools:
     def __init__(self, tools: Sequence[AnthropicTool], warn: Warn) -> None:
         self.functions: list[Chat] = []
         self.orders: dict[str, ArgumentOrder] = {}
-        """Of the arguments of each function, by its name."""
+        """Order of the arguments of each function, by function name."""
         for number, tool in enumerate(tools):
             if tool.type not in (None, "custom"):
                 warn(f"tools: {tool.type[:60]}", LEFT_OUT)
@@ -147,13 +150,14 @@ class _Tools:
 
 
 class _Reader:
-    """Reads messages and their blocks."""
+    """Translator of messages and their blocks."""
 
     def __init__(self, tools: _Tools, options: Options, warn: Warn) -> None:
         self._tools, self._options, self._warn = tools, options, warn
 
     def system(self, given: str | list[Block] | None) -> list[str]:
-        """Return the system's text, if any, without lines that change by themselves."""
+        """Return the system text without volatile lines, as a list that is empty if there is no
+        text."""
         blocks = [Block("text", text=given)] if isinstance(given, str) else given or []
         texts = []
         for number, block in enumerate(blocks):
@@ -175,7 +179,8 @@ class _Reader:
         return text
 
     def message(self, message: AnthropicMessage, path: str) -> Iterator[Chat]:
-        """Yield the messages of a chat that one becomes: results of tools have their own."""
+        """Yield the chat messages into which one message is translated; each tool result becomes a
+        message of its own."""
         given = message.content
         blocks = [Block("text", text=given)] if isinstance(given, str) else given
         if message.role == "system":
@@ -207,7 +212,7 @@ class _Reader:
             yield _said("user", content_of([*parts, *pictures]))
 
     def _result(self, block: Block, path: str) -> list[Chat]:
-        """Return the parts of a chat's content that a block's own content becomes."""
+        """Return the nested content of a block as parts of a chat message."""
         given = block.content
         if not isinstance(given, list):
             return [text_part(given)] if isinstance(given, str) else []
@@ -218,7 +223,7 @@ class _Reader:
         return found
 
     def _parts(self, block: Block, path: str) -> list[Chat]:
-        """Return the parts of a chat's content that a block becomes."""
+        """Return a block as parts of a chat message."""
         match block.type:
             case "text":
                 return [text_part(needed(block.text, "text", path))]
@@ -284,7 +289,8 @@ class _Reader:
 
 
 def _inner_block(given: Any, path: str) -> Block:
-    """Return a block nested in another; unknown members are ignored."""
+    """Convert a block nested in another block from plain JSON values; unknown members are
+    ignored."""
     if not isinstance(given, dict):
         raise invalid(f"{path} must be a block with a type", path)
     known = {name: value for name, value in given.items() if name in Block.__struct_fields__}
@@ -302,7 +308,7 @@ def _source(block: Block, path: str) -> Source:
 
 
 def _address(block: Block, path: str) -> str:
-    """Return the URL of a picture, which may hold it."""
+    """Return the URL of an image; a data: URL contains the image itself."""
     source = _source(block, path)
     if source.type == "url" and source.url is not None:
         return source.url

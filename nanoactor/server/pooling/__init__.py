@@ -1,1 +1,1 @@
-"""Routes for vectors and scores, in the shapes of OpenAI, Jina, Cohere and vLLM."""
+"""Routes for embeddings and scores, in the formats of OpenAI, Jina, Cohere and vLLM."""

@@ -1,4 +1,4 @@
-"""Bodies of requests for vectors and scores."""
+"""Bodies of requests for embeddings and scores."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from nanoactor.requests.pooling_params import PoolingParams
 from nanoactor.server.errors import invalid
 
 MAX_INPUTS = 2048
-"""Texts of one request; as many as OpenAI's API takes."""
+"""Maximum number of texts in a request, as in OpenAI's API."""
 _TOKENS = Meta(description="Keep the last so many tokens of a text; -1: as many as fit")
 
 
 class _Pooled(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields of all of them."""
+    """Fields that all pooling requests share."""
 
     model: Annotated[str, Meta(description="Default: the one that is served")] | None = None
     priority: Annotated[int, Meta(description="A lower one goes first")] | None = None
@@ -40,7 +40,7 @@ class EmbeddingRequest(_Pooled, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def params(self) -> PoolingParams:
-        """Return the engine's parameters. Raises `InvalidRequest`."""
+        """Return the engine's pooling parameters. Raises `InvalidRequest` if one is invalid."""
         return PoolingParams(
             dimensions=self.dimensions,
             normalize=self.normalize,
@@ -51,7 +51,8 @@ class EmbeddingRequest(_Pooled, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def texts(self) -> list[Prompt]:
-        """Return the texts, or lists of token ids. Raises `APIError`."""
+        """Return the inputs as prompts: texts, or lists of token ids. Raises `APIError` if the
+        input is invalid."""
         given = self.input
         if isinstance(given, str):
             return [given]
@@ -78,13 +79,13 @@ def _check_count(name: str, given: Sequence[Any]) -> None:
 
 
 class Document(Struct, forbid_unknown_fields=True):
-    """A document that is not given as plain text."""
+    """A document given as an object instead of a string."""
 
     text: str
 
 
 class RerankRequest(_Pooled, kw_only=True, forbid_unknown_fields=True):
-    """`POST /rerank`: Jina's and Cohere's."""
+    """Body of `POST /rerank`, as Jina and Cohere define it."""
 
     ROUTE: ClassVar[str] = "rerank"
     query: str
@@ -95,13 +96,13 @@ class RerankRequest(_Pooled, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def texts(self) -> list[str]:
-        """Return the documents. Raises `APIError`."""
+        """Return the texts of the documents. Raises `APIError` if there are none, or too many."""
         _check_count("documents", self.documents)
         return [each if isinstance(each, str) else each.text for each in self.documents]
 
 
 class ScoreRequest(_Pooled, kw_only=True, forbid_unknown_fields=True):
-    """Body of vLLM's `POST /score`."""
+    """Body of `POST /score`, as vLLM defines it."""
 
     ROUTE: ClassVar[str] = "score"
     text_1: str | list[str] | None = None
@@ -112,8 +113,8 @@ class ScoreRequest(_Pooled, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
-        """Return the pairs: there is a first text for each second one, or one for all. Raises
-        `APIError`."""
+        """Return the pairs of texts: each second text with its own first text, or all with the only
+        first text. Raises `APIError` if the texts cannot be paired."""
         first, second = _either(self, "text_1", "queries"), _either(self, "text_2", "documents")
         if len(first) == 1:
             first = first * len(second)

@@ -1,4 +1,4 @@
-"""`/v1/embeddings`, `/rerank` and `/score`."""
+"""Handlers of `/v1/embeddings`, `/rerank` and `/score`."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ from nanoactor.server.shares import Shares
 
 T = TypeVar("T", EmbeddingRequestOutput, ScoringRequestOutput)
 _AT_ONCE = 256
-"""Texts of one request that are under way."""
+"""Maximum number of texts of one request in progress at a time."""
 _PAUSE = 32
-"""Vectors that are written without a pause: a thousand take the loop a tenth of a second."""
+"""Number of vectors encoded without a pause; a thousand would block the event loop for a tenth of a
+second."""
 
 
 class PoolingRoutes:
@@ -43,13 +44,14 @@ class PoolingRoutes:
         *,
         most_answers: int,
     ) -> None:
-        """`name` is what clients call the model; `most_answers` may one client have under way."""
+        """`name` is the model's name in responses; `most_answers` is the maximum number of answers
+        in progress per client."""
         self._llm, self._http, self._metrics, self._name = llm, http, metrics, name
         self._most = most_answers
         self._shares = Shares(most_answers)
 
     def routes(self) -> dict[str, Any]:
-        """Return all paths with their handlers."""
+        """Return the method and the handler of each path."""
         rerank, score = ("POST", self.rerank), ("POST", self.score)
         return {
             "/v1/embeddings": ("POST", self.embeddings),
@@ -74,7 +76,7 @@ class PoolingRoutes:
         )
 
     async def rerank(self, request: web.Request) -> web.StreamResponse:
-        """`POST /rerank`: the documents, the best first."""
+        """Handle `POST /rerank`: return the documents, best match first."""
         body = await self._http.read(request, RerankRequest)
         texts = body.texts
         scores, tokens = await self._score(request, body, [(body.query, text) for text in texts])
@@ -97,7 +99,7 @@ class PoolingRoutes:
         )
 
     async def score(self, request: web.Request) -> web.StreamResponse:
-        """`POST /score`: a score for each pair."""
+        """Handle `POST /score`: return a score for each pair."""
         body = await self._http.read(request, ScoreRequest)
         scores, tokens = await self._score(request, body, body.pairs)
         data = [
@@ -120,7 +122,8 @@ class PoolingRoutes:
     async def _run(
         self, request: web.Request, calls: Sequence[Callable[[], Awaitable[T]]]
     ) -> list[T]:
-        """Run calls, a part of them at a time, as answers of one client."""
+        """Run the engine calls of one request, a limited number at a time; they count toward the
+        client's share."""
         at_once = min(len(calls), _AT_ONCE, self._most)
         with self._shares.hold(self._http.client_of(request), at_once):
             results = await run_all(calls, at_once)
@@ -142,7 +145,7 @@ class PoolingRoutes:
         body: RerankRequest | ScoreRequest,
         pairs: Sequence[tuple[str, str]],
     ) -> tuple[list[float], int]:
-        """Return the scores of pairs, and the number of tokens that they took."""
+        """Return the scores of the pairs, and the total number of prompt tokens."""
         pooling, priority = self._llm.files.pooling, body.priority or 0
         params = PoolingParams(truncate_prompt_tokens=body.truncate_prompt_tokens)
         if pooling is None or pooling.scores:
@@ -157,7 +160,8 @@ class PoolingRoutes:
             return [output.outputs.score for output in judged], tokens
         if body.instruction is not None:
             raise invalid("instruction is for rerankers; this model makes vectors", "instruction")
-        # A query is the first text of all pairs, as a rule: each text is embedded once.
+        # Usually, one query is the first text of all pairs; each distinct text is embedded only
+        # once.
         roles = pooling.of_pair(params)
         asks = {(role, text) for pair in pairs for role, text in zip(roles, pair, strict=True)}
         embed = functools.partial(self._llm.embed, priority=priority)
@@ -174,7 +178,7 @@ class PoolingRoutes:
 
 
 def _vectors(outputs: Sequence[EmbeddingRequestOutput], packed: bool) -> Iterator[bytes]:
-    """Go through the members of an answer's data, as JSON."""
+    """Yield each item of the response's `data` as JSON; `packed` encodes vectors as base64."""
     for index, output in enumerate(outputs):
         vector = output.outputs.embedding.astype("<f4", copy=False)
         value = base64.b64encode(vector.tobytes()).decode() if packed else vector.tolist()
@@ -184,8 +188,8 @@ def _vectors(outputs: Sequence[EmbeddingRequestOutput], packed: bool) -> Iterato
 async def _joined(
     head: dict[str, Any], name: str, members: Iterator[bytes], tail: dict[str, Any]
 ) -> bytes:
-    """Return an object as JSON: `head`, the list `name` of members, and `tail`. Lets other tasks
-    run in between."""
+    """Return one JSON object of `head`, the list of `members` under `name`, and `tail`; other tasks
+    may run while it is built."""
     parts = []
     for number, member in enumerate(members):
         parts.append(member)

@@ -1,1 +1,1 @@
-"""The Responses API: translated to chats and back."""
+"""OpenAI's Responses API: requests are translated to chats, and answers back."""

@@ -1,4 +1,4 @@
-"""Answers in the formats of the Responses API: a chat's deltas as events or as a single
+"""Answers in the formats of the Responses API: a chat's deltas as events, or as a single
 response."""
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _KINDS = {
     "thoughts": ("reasoning", "rs"),
     "call": ("function_call", "fc"),
 }
-"""By kind of block: the type of its item, and the prefix of its id."""
+"""Type of the output item and prefix of the item's id, by kind of block."""
 _SEALED = "reasoning.encrypted_content"
 
 
 class ResponsesWriter(BlockWriter):
-    """Writes one answer; its blocks are the items of the output."""
+    """Writer of one answer; its blocks are the output items of a response."""
 
     def __init__(self, answer: Answer, body: ResponsesRequest, tools: Tools) -> None:
         super().__init__(answer)
@@ -40,13 +40,13 @@ class ResponsesWriter(BlockWriter):
         self._numbers = itertools.count()
         self._scores = TokenScores()
         self._of_text: list[Entry] = []
-        """Log-probabilities of the tokens of the last item, if it is a text."""
+        """Log-probabilities of the last item's tokens, if that item is text."""
         self._head = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
             "created_at": int(time.time()),
             "model": answer.body.model,
-            # Written once: they may be large, and nested as deeply as can just be written.
+            # Encoded once, as the values may be large and nested as deeply as the encoder allows.
             **{name: Raw(msgspec.json.encode(value)) for name, value in echoed(body).items()},
         }
 
@@ -57,13 +57,14 @@ class ResponsesWriter(BlockWriter):
         return self.encoded([{"type": kind, "response": begun} for kind in kinds])
 
     def end(self) -> bytes:
-        """Return the events of an answer that is complete, or was cut at its greatest length."""
+        """Return the final events of an answer that is complete, or cut off at its maximum
+        length."""
         events, status = self.close(), self._status
         last = {"type": f"response.{status}", "response": self._response(status)}
         return self.encoded([*events, last])
 
     def error(self, problem: APIError) -> bytes:
-        """Return the event of a response that has failed."""
+        """Return the event that reports a failed response."""
         code = "rate_limit_exceeded" if problem.status == 429 else "server_error"
         failed = self._response("failed")
         failed["error"] = {"code": code, "message": problem.message}
@@ -105,12 +106,12 @@ class ResponsesWriter(BlockWriter):
     # -- items ----------------------------------------------------------------------------
 
     def encoded(self, events: list[Event]) -> bytes:
-        """Return events, each with its number, as they go over the wire."""
+        """Encode events as server-sent events, each with a sequence number."""
         numbered = ({**event, "sequence_number": next(self._numbers)} for event in events)
         return b"".join(map(encode, numbered))
 
     def new_block(self, kind: str, call: dict[str, Any]) -> dict[str, Any]:
-        """Return an empty item."""
+        """Return an empty output item."""
         kind_of_item, prefix = _KINDS[kind]
         ident = f"{prefix}_{uuid.uuid4().hex}"
         item: dict[str, Any] = {"id": ident, "type": kind_of_item, "status": "in_progress"}
@@ -123,11 +124,12 @@ class ResponsesWriter(BlockWriter):
         return found | ({"namespace": namespace} if namespace is not None else {})
 
     def scored(self, entries: list[Entry]) -> None:
-        """Add the log-probabilities of tokens; call this before the pieces with their text."""
+        """Record the log-probabilities of tokens; must be called before the pieces of their text
+        are added."""
         self._scores.push(entries)
 
     def opened(self, kind: str) -> list[Event]:
-        """Return the events that start the last item and its only part."""
+        """Return the events that start the last item and, unless it is a call, its only part."""
         self._of_text = []
         index = len(self.blocks) - 1
         item = dict(self.blocks[-1])
@@ -137,7 +139,7 @@ class ResponsesWriter(BlockWriter):
         return [added, self._event("content_part.added", content_index=0, part=_part(kind, ""))]
 
     def grown(self, kind: str, text: str) -> list[Event]:
-        """Return the event of a further piece."""
+        """Return the event for another piece of the last item."""
         scores = self._scores.take(text)
         if kind == "call":
             return [self._event("function_call_arguments.delta", delta=text)]
@@ -146,7 +148,7 @@ class ResponsesWriter(BlockWriter):
         return [self._text_event(kind, "delta", scores, delta=text)]
 
     def closed(self, kind: str, text: str) -> list[Event]:
-        """Complete the last item; return the events that end it and its part."""
+        """Complete the last item; return the final events of the item and its part."""
         item = self.blocks[-1]
         is_cut = self.reason == "length" or (kind == "call" and parsed_arguments(text) is None)
         item["status"] = "incomplete" if is_cut else "completed"
@@ -174,7 +176,7 @@ class ResponsesWriter(BlockWriter):
         return self._event(f"reasoning_text.{suffix}", content_index=0, **members)
 
     def _event(self, kind: str, **members: Any) -> Event:
-        """Return an event of the last item."""
+        """Return an event about the last item."""
         place = {"output_index": len(self.blocks) - 1, "item_id": self.blocks[-1]["id"]}
         return {"type": f"response.{kind}", **place, **members}
 
@@ -186,7 +188,7 @@ def _part(kind: str, text: str, scores: Sequence[Entry] = ()) -> dict[str, Any]:
 
 
 def echoed(body: ResponsesRequest) -> dict[str, Any]:
-    """Return the members of a response that repeat its request."""
+    """Return the members of a response that echo its request."""
     text: dict[str, Any] = msgspec.to_builtins(body.text) if body.text is not None else {}
     text = {name: value for name, value in text.items() if value is not None}
     reasoning = body.reasoning

@@ -14,7 +14,7 @@ _ECHOED = Meta(description="Stands in the response; changes nothing")
 
 
 class Part(Struct, forbid_unknown_fields=True):
-    """A part of an item's content, output or summary; `type` says which members count."""
+    """A part of an item's content, output or summary; `type` determines which members are used."""
 
     type: Annotated[str, Meta(examples=["input_text", "output_text", "input_image", "refusal"])]
     text: str | None = None
@@ -53,7 +53,7 @@ class Item(Struct, forbid_unknown_fields=True):
 
 
 class InnerTool(Struct):
-    """A tool of a `namespace`: a function, or one that is left out with a warning."""
+    """A tool of a `namespace`: a function, or a tool that is left out with a warning."""
 
     type: Annotated[str, Meta(examples=["function"])]
     name: str | None = None
@@ -63,7 +63,7 @@ class InnerTool(Struct):
 
 
 class ResponsesTool(InnerTool):
-    """A tool: a `function`, or a `namespace` of functions. Tools that OpenAI runs itself are left
+    """A tool: a `function`, or a `namespace` of functions. Tools that OpenAI itself runs are left
     out with a warning."""
 
     type: Annotated[str, Meta(examples=["function", "namespace"])]
@@ -71,7 +71,7 @@ class ResponsesTool(InnerTool):
 
 
 class TextFormat(Struct, forbid_unknown_fields=True):
-    """The form of the answer."""
+    """The format of the answer."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: Annotated[str, _IGNORED] | None = None
@@ -81,7 +81,7 @@ class TextFormat(Struct, forbid_unknown_fields=True):
 
 
 class TextOptions(Struct, forbid_unknown_fields=True):
-    """Wishes for the answer's text."""
+    """Options of the answer's text."""
 
     format: TextFormat | None = None
     verbosity: (
@@ -101,7 +101,8 @@ class Reasoning(Struct, forbid_unknown_fields=True):
 
 
 class ResponsesRequest(Extended, kw_only=True, forbid_unknown_fields=True):
-    """`POST /v1/responses`, and `/v1/responses/input_tokens`, which counts those of its prompt."""
+    """Body of `POST /v1/responses` and of `/v1/responses/input_tokens`, which counts the tokens of
+    the prompt."""
 
     ROUTE: ClassVar[str] = "responses"
     model: Annotated[str, Meta(description="Default: the one that is served")] | None = None

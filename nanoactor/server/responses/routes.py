@@ -20,7 +20,8 @@ from nanoactor.server.translating import Options
 
 
 class ResponsesRoutes:
-    """`/v1/responses`, and the routes of stored responses, of which there are none."""
+    """Handlers of `/v1/responses` and of the routes for stored responses. No response is stored, so
+    the latter always fail."""
 
     def __init__(
         self,
@@ -45,13 +46,15 @@ class ResponsesRoutes:
         return await self._completions.answer_chat(request, chat, writer)
 
     async def input_tokens(self, request: web.Request) -> web.StreamResponse:
-        """`POST /v1/responses/input_tokens`: those of the prompt that the input would become."""
+        """Handle `POST /v1/responses/input_tokens`: count the tokens of the prompt that the input
+        would become."""
         _, _, chat = await self._read(request)
         ids = await self._texts.chat_tokens(chat)
         return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
 
     async def _read(self, request: web.Request) -> tuple[ResponsesRequest, Tools, ChatRequest]:
-        """Return a body, its tools, and the chat that it becomes."""
+        """Read a request's body; return the body, its tools, and its translation to a chat
+        request."""
         context_of(request).names = NAMES
         body = await self._http.read(request, ResponsesRequest)
         decoder = self._http.decoder
@@ -60,7 +63,7 @@ class ResponsesRoutes:
         return body, tools, decoder.chat(translated)
 
     async def stored(self, request: web.Request) -> web.StreamResponse:
-        """`GET /v1/responses/{id}`, and what else is asked of a stored response."""
+        """Refuse `GET /v1/responses/{id}` and all other requests for a stored response."""
         raise APIError(
             404,
             "responses are not stored here: send the whole conversation as input each time",
@@ -68,7 +71,7 @@ class ResponsesRoutes:
         )
 
     async def compact(self, request: web.Request) -> web.StreamResponse:
-        """`POST /v1/responses/compact`, which only OpenAI's own models can read again."""
+        """Refuse `POST /v1/responses/compact`, whose result only OpenAI's own models can read."""
         raise APIError(
             404, "conversations are not compacted here: send them whole, or shorten them"
         )

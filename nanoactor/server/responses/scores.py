@@ -1,4 +1,5 @@
-"""Log-probabilities of the tokens of an answer's texts, found among those of all its tokens."""
+"""Log-probabilities of the tokens in an answer's texts, selected from those of all output
+tokens."""
 
 from __future__ import annotations
 
@@ -8,32 +9,34 @@ Entry = dict[str, Any]
 
 
 class TokenScores:
-    """Assignment of each token of an output to the piece of text in which it starts.
+    """Assignment of each output token to the piece of text in which it starts.
 
-    Tokens arrive in order, as do pieces: reasoning, texts and calls. Marks between them, such as
-    `</think>`, belong to no piece.
+    Tokens arrive in order, and so do the pieces of reasoning, text and calls. Tags between pieces,
+    such as `</think>`, belong to no piece.
     """
 
     def __init__(self) -> None:
         self._bytes = bytearray()
-        """Of the tokens from the first that a further piece may contain."""
+        """Bytes of all tokens that a later piece may contain."""
         self._entries: list[tuple[int, Entry]] = []
-        """Those tokens, each with the place of its first byte."""
+        """Entries of the tokens in `_bytes`, each with the offset of the token's first byte."""
 
     def push(self, entries: list[Entry]) -> None:
-        """Add a chat's entries for further tokens: `token`, `logprob`, `bytes`, `top_logprobs`."""
+        """Append a chat's log-probability entries of new tokens: `token`, `logprob`, `bytes`,
+        `top_logprobs`."""
         for entry in entries:
             self._entries.append((len(self._bytes), entry))
             self._bytes += bytes(entry["bytes"] or ())
 
     def take(self, text: str) -> list[Entry]:
-        """Return the tokens that start in this piece; none if the piece does not consist of tokens'
-        bytes, for instance if half a character was replaced."""
+        """Return the entries of the tokens that start in this piece. The list is empty if the piece
+        does not consist of the bytes of tokens, for instance because an incomplete character was
+        replaced."""
         if not self._entries:
             return []
         sought = text.encode(errors="replace")
         first = self._bytes.find(sought)
-        if first < 0:  # what is here now belongs to no later piece
+        if first < 0:  # no later piece contains these tokens
             self._entries.clear()
             self._bytes.clear()
             return []

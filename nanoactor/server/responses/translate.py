@@ -1,4 +1,4 @@
-"""Requests of the Responses API as chats."""
+"""Translation of Responses API requests to chats."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ HOSTED_TOOLS = (
     "mcp",
     "tool_search",
 )
-"""Tools that OpenAI runs itself or has trained its own models for; some names end in a date."""
+"""Types of tools that OpenAI itself runs or has trained its own models for; some types end with a
+date."""
 NAMES = {
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
@@ -55,22 +56,23 @@ NAMES = {
     "max_tokens": "max_output_tokens",
     "messages": "input",
 }
-"""Names of a chat's fields in this API, for errors."""
+"""Maps a chat's field names to those of this API, for error messages."""
 _OF_HOSTED = (
     *("_call", "_call_output", "_search_output", "_list_tools"),
     *("_approval_request", "_approval_response"),
 )
 _OF_CONTEXT = ("compaction", "additional_tools")
-"""Items that other servers made for themselves."""
+"""Types of items that other servers generate for their own use."""
 
 
 class Tools:
-    """The functions among a request's tools, with the names that the model reads."""
+    """The functions among a request's tools, under the names that the model reads."""
 
     def __init__(self, tools: Sequence[ResponsesTool], warn: Warn) -> None:
         self.functions: list[Chat] = []
         self.origins: dict[str, tuple[str | None, str]] = {}
-        """By the name that the model reads: the namespace and the name within it."""
+        """Namespace of each function and its name in that namespace, by the name that the model
+        reads."""
         self._names: dict[tuple[str | None, str], str] = {}
         found = list(_flat(tools, warn))
         counts = Counter(tool.name for _, tool, _ in found)
@@ -86,14 +88,14 @@ class Tools:
             self.functions.append(function_tool(name, tool.description, schema, tool.strict))
 
     def name(self, namespace: str | None, name: str) -> str:
-        """Return the name that the model reads of a function."""
+        """Return the name under which the model reads a function."""
         return self._names.get((namespace, name), name)
 
 
 def _flat(
     tools: Sequence[ResponsesTool], warn: Warn
 ) -> Iterator[tuple[str | None, InnerTool, str]]:
-    """Yield each function with its namespace and its place."""
+    """Yield each function with its namespace and its path in the request."""
     for number, tool in enumerate(tools):
         path = f"tools[{number}]"
         if tool.type == "function":
@@ -122,7 +124,8 @@ def _is_hosted(kind: str) -> bool:
 
 
 def to_chat(body: ResponsesRequest, tools: Tools, options: Options, warn: Warn) -> Chat:
-    """Return the body of a chat that asks for the same. Raises `APIError`, naming the field."""
+    """Return the body of an equivalent chat request. Raises `APIError`, naming the invalid
+    field."""
     messages: list[Chat] = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})
@@ -163,7 +166,8 @@ def _form(body: ResponsesRequest) -> Chat:
 
 
 def _choice(choice: str | dict[str, Any] | None, tools: Tools) -> Chat:
-    """Return a chat's choice of tools. A hosted tool cannot be demanded."""
+    """Return the tool choice of the chat; raise `APIError` if it is invalid or demands a hosted
+    tool."""
     if choice is None or (choice == "auto" and not tools.functions):
         return {}
     if isinstance(choice, str):
@@ -207,27 +211,28 @@ def _named(choice: Any, tools: Tools, path: str) -> Chat:
 
 
 class _Reader:
-    """Reader of the items of an input. Those of one assistant turn become one chat message:
+    """Translator of input items. The items of one assistant turn become one chat message:
     reasoning, then text, then calls."""
 
     def __init__(self, tools: Tools, options: Options, warn: Warn) -> None:
         self._tools, self._options, self._warn = tools, options, warn
         self._texts: dict[str, list[str]] = {}
-        """Of the assistant's message that is put together, by member."""
+        """Texts of the assistant message that is being assembled, by member."""
         self._calls: list[Chat] = []
-        """Calls of that message."""
+        """Calls of the assistant message that is being assembled."""
         self._pictures: list[Chat] = []
-        """Those of calls' results that the template does not show there."""
+        """Images in tool results that the chat template cannot show there."""
 
     def messages(self, items: Sequence[Item]) -> list[Chat]:
-        """Return the messages of a chat."""
+        """Return the chat messages into which the input items are translated."""
         found: list[Chat] = []
         for number, item in enumerate(items):
             found += self._item(item, f"input[{number}]")
         return [*found, *self._flush()]
 
     def _flush(self) -> Iterator[Chat]:
-        """Yield what was put together, as something else follows."""
+        """Yield the assembled assistant message, and then a message with the images of tool
+        results."""
         yield from self._flush_answer()
         if self._pictures:
             yield {"role": "user", "content": self._pictures}
@@ -256,7 +261,8 @@ class _Reader:
                 self._leave_out(item, path)
 
     def _leave_out(self, item: Item, path: str) -> None:
-        """Warn of an item that no prompt shows; raise `APIError` if that would mislead."""
+        """Warn that an item is left out of the prompt; raise `APIError` if that would be
+        misleading."""
         kind, at = item.type[:100], f"{path}.type"
         if kind == "item_reference":
             raise invalid(f"{path}: items are not stored here: send the item", at)
@@ -280,8 +286,8 @@ class _Reader:
         }
 
     def _add(self, member: str, text: str) -> Iterator[Chat]:
-        """Add to the message that is put together: up to what the user or a tool says next, all
-        items are of one answer."""
+        """Add text to the assistant message: until a message of another role follows, all items
+        belong to one answer."""
         if self._pictures:
             yield from self._flush()
         if text or member == "content":
@@ -310,7 +316,8 @@ class _Reader:
         self._pictures += pictures
 
     def _thoughts(self, item: Item) -> str:
-        """Return the reasoning of an item: as given, unsealed, or its summary."""
+        """Return the reasoning of an item: its text if there is any, or else its unsealed text, or
+        else its summary."""
         content = item.content if isinstance(item.content, list) else []
         shown = "\n".join(part.text for part in content if part.text)
         sealed = unseal(item.encrypted_content or "")
@@ -348,14 +355,16 @@ class _Reader:
 
 
 def _text_of(value: Any, name: str, path: str) -> str:
-    """Return a member that is a text in this type of item, and something else in others."""
+    """Return a member that must be a string in this type of item but may be something else in
+    others."""
     if not isinstance(needed(value, name, path), str):
         raise invalid(f"{path}.{name} must be a string", f"{path}.{name}")
     return str(value)
 
 
 def _output_of(item: Item, path: str) -> str | list[Part]:
-    """Return the output of a function: a text or parts; unknown members are ignored."""
+    """Return the output of a function call: text, or parts; unknown members of parts are
+    ignored."""
     given = needed(item.output, "output", path)
     if isinstance(given, str):
         return given

@@ -22,14 +22,14 @@ from nanoactor.models.devices.cpu.kernels.elements import (
 )
 
 _LINE = 64
-"""Bytes of a cache line."""
+"""Size of a cache line in bytes."""
 _SHORT = 16 << 10
-"""Bytes of a block up to which the hardware prefetcher fetches too little of it."""
+"""Size in bytes up to which the hardware prefetcher fetches too little of a block."""
 
 
 @inlined_reordered
 def _fetch(at, row_bytes, block_bytes):
-    """Prefetch a position's keys or values, of all heads, from the block that is read next."""
+    """Prefetch one position's keys or values, of all heads, from the block that is read next."""
     if block_bytes <= _SHORT:
         for line in range(0, row_bytes, _LINE):
             prefetch(at + line)
@@ -51,8 +51,8 @@ def _score(query, scores, block, group, start, count, following, span):
 
 @inlined_reordered
 def _weigh(sums, scores, block, group, start, count, following, span):
-    """Add the values of one block, weighted by their scores, to sums (heads, size). Four at a time,
-    so that sums are loaded and stored once for them."""
+    """Add the values of one block, weighted by their scores, to `sums` (heads, size). Positions are
+    added four at a time, so that each sum is loaded and stored only once per four positions."""
     row_bytes = block.shape[1] * block.shape[2] * block.itemsize
     for p in range(count):
         _fetch(following + p * row_bytes, row_bytes, row_bytes * block.shape[0])
@@ -80,7 +80,7 @@ def _weigh(sums, scores, block, group, start, count, following, span):
 
 @inlined_reordered
 def _softmax(scores, head, count):
-    """Replace scores by e^(score - highest); returns the divisor of their weighted sum."""
+    """Replace scores by e^(score - highest), and return the divisor of their weighted sum."""
     highest = scores[head, 0]
     for i in range(count):
         highest = max(highest, scores[head, i])
@@ -93,7 +93,7 @@ def _softmax(scores, head, count):
 
 @inlined
 def _attend(inputs, outputs, keys, values, blocks, context, row, span, shape, scale, like):
-    """Compute the attention of a row's queries in a span of KV heads."""
+    """Compute the attention of a row's queries for a span of KV heads."""
     block_size, kv_heads, size = shape
     group = inputs.shape[1] // kv_heads
     heads = range(span[0] * group, span[1] * group)
@@ -131,11 +131,11 @@ def _decode_attention(
     queries, keys, values, tables, slots, contexts, output, rows, heads, kv_heads, size, width,
     block_size, parts, scale, like
 ):  # fmt: skip
-    """Attend with one query for each row (rows, heads, size) to the row's context.
+    """Compute the attention of one token per row, (rows, heads, size), over the row's context.
 
-    `tables` int32 (slots, width) has the blocks of each slot; keys and values are (blocks,
-    block_size, kv_heads, size); slots and contexts int32 (rows,). A thread takes one of `parts` of
-    a row's KV heads at a time, so that it reads contiguous memory.
+    `tables`, int32 (slots, width), holds the block table of each slot. Keys and values are (blocks,
+    block_size, kv_heads, size); slots and contexts are int32 (rows,). A thread processes one of
+    `parts` ranges of a row's KV heads at a time, so that it reads contiguous memory.
     """
     inputs = view(queries, (rows, heads, size), like)
     outputs = view(output, (rows, heads, size), like)

@@ -1,4 +1,4 @@
-"""Positions of a step's tokens, read from tables that are indexed by slot."""
+"""Positions of a step's tokens, computed from tables that are indexed by slot."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ def _advance(
     row_ids, token_ids, positions, slot_mapping, contexts, written, count, slots, width,
     block_size, watched, room, like
 ):  # fmt: skip
-    """Lay out the token of each of `count` rows, and record it at its place in `written`. The last
-    slot is a dummy of length 0. A null address for deltas means there are none."""
+    """Fill in the step's buffers for each of `count` rows, and store each row's token at its cache
+    position in `written`. The last slot is a dummy of length 0. A null address for `deltas` means
+    that there are none."""
     frozen = view(frozen_slots, (slots,), INT32)
     watching = view(freeze_ids, (watched, slots), INT32)
     blocks, known = view(tables, (slots, width), INT32), view(lengths, (slots,), INT32)
@@ -48,7 +49,8 @@ def _advance(
 
 @kernel("aaaannnn")
 def _locate(tables, slot_of, positions, slot_mapping, count, slots, width, block_size, like):
-    """Compute the places of tokens from their slots and positions."""
+    """Compute the cache positions of tokens from their slots and their positions in the
+    sequence."""
     blocks, slot = view(tables, (slots, width), INT32), view(slot_of, (count,), INT32)
     at, places = view(positions, (count,), INT32), view(slot_mapping, (count,), INT64)
     for i in range(count):
@@ -84,6 +86,7 @@ def advance(tables: SlotTables, rows: DecodeRows, into: RowBuffers, ids: torch.T
 def locate(
     tables: SlotTables, slots: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
-    """Fill in cache places, int64 (tokens,), from slots and positions, int32 (tokens,)."""
+    """Compute cache positions, int64 (tokens,), from slots and positions in the sequence, int32
+    (tokens,)."""
     at = (x.data_ptr() for x in (tables.blocks, slots, positions, slot_mapping))
     _locate(*at, slots.numel(), *tables.blocks.shape, tables.block_size, FLOAT)

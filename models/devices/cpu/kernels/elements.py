@@ -1,8 +1,8 @@
-"""Elements that kernels read and write at an address, in float32 or bfloat16.
+"""Float32 and bfloat16 elements that kernels read and write at an address.
 
-Kernels take addresses: a torch tensor returns its own in 0.1 us, and Numba has no bfloat16. The
-type of the last argument, `like`, is the type of the elements: float32, or uint16 for the bits of
-bfloat16. Arithmetic is in float32.
+Kernels are passed addresses, because a torch tensor returns its address in 0.1 us and Numba has no
+bfloat16. The type of the last argument, `like`, is the type of the elements: float32, or uint16 for
+the bits of bfloat16. Arithmetic is in float32.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ from numba.extending import intrinsic
 log = logging.getLogger("nanoactor.models.cpu")
 
 FLOAT = np.float32(0)
-"""Value of `like` for float32. (and for BITS: Value of `like` for bfloat16.)"""
+"""Value of `like` for float32."""
 BITS = np.uint16(0)
-"""... and of bfloat16."""
+"""Value of `like` for bfloat16."""
 _LIKE: dict[torch.dtype, np.generic] = {torch.float32: FLOAT, torch.bfloat16: BITS}
 INT32 = np.int32(0)
 INT64 = np.int64(0)
 
 _WORTH = 1 << 18
-"""Elements from which a second thread is worth its wake-up."""
+"""Minimum number of elements for which waking up a second thread is worthwhile."""
 
-# One of Numba's threading layers ends the process if two threads use it at once.
+# One of Numba's threading layers terminates the process if two threads use it at once.
 _one_at_a_time = threading.Lock()
 
-# No fast-math flag assumes finite numbers: kernels check for others.
+# None of these fast-math flags assumes finite numbers, as kernels check for NaN and infinity.
 _REORDERED = {"reassoc", "contract", "nsz", "arcp"}
 
 
 def knows(x: torch.Tensor) -> bool:
-    """Return True if kernels support elements of this type."""
+    """Return True if kernels support elements of this tensor's dtype."""
     return x.dtype in _LIKE
 
 
 def like_of(x: torch.Tensor) -> np.generic:
-    """Return the `like` of a tensor's elements."""
+    """Return the value of `like` for a tensor's elements."""
     return _LIKE[x.dtype]
 
 
 def spread(kernels: tuple[Any, Any], threads: int, elements: int, *arguments: Any) -> None:
-    """Run a kernel made by `both`: on `threads` threads if there are enough elements."""
+    """Run a kernel made by `both`, on `threads` threads if there are enough elements."""
     if threads == 1 or elements < _WORTH:
         kernels[0](*arguments)
     else:
@@ -67,23 +67,23 @@ class _Kernel:
 
     function: Any
     arguments: tuple[Any, ...]
-    """Numba's types of all but the last."""
+    """Numba types of all arguments except the last."""
     parallel: bool
     purpose: str
-    """`STEPS`, `LOGITS`, `EXPERTS`, `FP8` or `FP8_EXPERTS`."""
+    """One of `STEPS`, `LOGITS`, `EXPERTS`, `FP8` and `FP8_EXPERTS`."""
 
 
 STEPS, LOGITS, EXPERTS, FP8, FP8_EXPERTS = "steps", "logits", "experts", "FP8", "FP8 experts"
-"""Purposes of kernels: the steps of all models; logits, which are float32 where a step has changed
-them; mixtures of experts; FP8 weights; both."""
+"""Purposes of kernels: steps of all models; logits, which are float32 if a step has changed them;
+mixtures of experts; FP8 weights; mixtures of experts with FP8 weights."""
 _kernels: list[_Kernel] = []
 
 
 def compile_kernels(
     dtype: torch.dtype, parallel: bool, purposes: Collection[str] = (STEPS, LOGITS)
 ) -> None:
-    """Compile, or read from disk, the kernels for this type, so that no step waits for them. Those
-    that only some models call are compiled when such a model is loaded."""
+    """Compile the kernels for this dtype, or load them from disk, so that no step waits for
+    compilation. Kernels that only some models call are compiled when such a model is loaded."""
     if dtype not in _LIKE:
         return
     like = numba.typeof(_LIKE[dtype])
@@ -97,9 +97,10 @@ def compile_kernels(
 def kernel(
     scalars: str, parallel: bool = False, purpose: str = STEPS
 ) -> Callable[[Callable[..., None]], Any]:
-    """Compile a function when it is first called, or in `compile_kernels`, and cache it on disk.
-    `scalars` gives the types of its arguments except `like`: `a` for an address, `n` for a number
-    of elements, `f` for a float. With `parallel`, its `prange` loops are spread over threads."""
+    """Return a decorator that compiles a function when it is first called, or in `compile_kernels`,
+    and caches it on disk. `scalars` gives the types of the function's arguments except `like`: `a`
+    for an address, `n` for an integer, `f` for a float. With `parallel`, its `prange` loops are
+    spread over threads."""
 
     def compiled(function: Callable[..., None]) -> Any:
         options = {"nogil": True, "fastmath": _REORDERED, "error_model": "numpy"}
@@ -116,10 +117,10 @@ def kernel(
 
 
 def both(scalars: str, purpose: str = STEPS) -> Callable[[Callable[..., None]], tuple[Any, Any]]:
-    """Compile a function for one thread and for several."""
+    """Return a decorator that compiles a function both for one thread and for several."""
 
     def compiled(function: Callable[..., None]) -> tuple[Any, Any]:
-        # Numba finds compiled code by a function's name and line.
+        # Numba looks up cached code by a function's name and line.
         name = f"{function.__name__}_parallel"
         twin = FunctionType(function.__code__, function.__globals__, name)
         twin.__qualname__ = name
@@ -134,7 +135,7 @@ def _log_once(text: str) -> None:
     log.warning(text)
 
 
-# Called from kernels, and inlined there.
+# Decorators of functions that are called from kernels and inlined there.
 inlined = numba.njit(fastmath={"contract"}, error_model="numpy")
 inlined_reordered = numba.njit(fastmath=_REORDERED, error_model="numpy")
 
@@ -165,7 +166,7 @@ def bits_of(typing_context, value):
 
 @intrinsic
 def float_of(typing_context, bits):
-    """Return the float32 with these bits, uint32."""
+    """Return the float32 with these uint32 bits."""
 
     def generate(context, builder, signature, arguments):
         return builder.bitcast(arguments[0], ir.FloatType())
@@ -196,7 +197,7 @@ def _is_float(typing_context, like):
 
 @intrinsic
 def _as_element(typing_context, value, bits, like):
-    """Return one of the two, depending on the wanted type."""
+    """Return `value` itself or the low 16 bits of `bits`, depending on the type of `like`."""
 
     def generate(context, builder, signature, arguments):
         if signature.return_type == types.float32:
@@ -223,7 +224,7 @@ def prefetch(typing_context, address):
 
 @inlined
 def narrow(value, like):
-    """Round a float32 to an element: nearest, ties to even, NaN stays NaN."""
+    """Round a float32 to an element: to nearest, ties to even; NaN stays NaN."""
     bits = bits_of(value)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     if bits & np.uint32(0x7FFFFFFF) > np.uint32(0x7F800000):
@@ -245,10 +246,12 @@ _LN_2_LOW = np.float32(-2.12194440e-4)
 
 @inlined
 def exp(x):
-    """Return e^x in float32 to 2 ulp, without a call, so that loops over it vectorize.
+    """Return e^x in float32 to within 2 ulp, without a function call, so that loops over it
+    vectorize.
 
-    x = n ln 2 + r; e^r by its Taylor series on |r| <= 0.35, to the 7th power; n goes into the
-    exponent's bits (W. J. Cody and W. Waite, "Software manual for the elementary functions", 1980).
+    x = n ln 2 + r. e^r is its Taylor series up to the 7th power, with |r| <= 0.35, and n is added
+    to the exponent bits (W. J. Cody and W. Waite, "Software manual for the elementary functions",
+    1980).
     """
     x = min(max(x, np.float32(-87.0)), np.float32(88.0))
     n = np.floor(x * _LOG2_E + np.float32(0.5))

@@ -1,4 +1,4 @@
-"""Norms, rotation and SwiGLU: a row at a time, read once and written once."""
+"""Norms, rotary embedding and SwiGLU, one row at a time: each row is read and written once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _inverse_root(squares, size, eps):
 
 @kernel("aaannf")
 def _rms_norm(x, weight, output, rows, size, eps, like):
-    """x / sqrt(mean(x²) + eps) * weight, (rows, size)."""
+    """Compute x / sqrt(mean(x²) + eps) * weight for each row of (rows, size)."""
     inputs, weights = view(x, (rows, size), like), view(weight, (size,), like)
     outputs = view(output, (rows, size), like)
     for row in range(rows):
@@ -43,7 +43,7 @@ def _rms_norm(x, weight, output, rows, size, eps, like):
 
 @kernel("aaaaannf")
 def _add_rms_norm(x, residual, weight, output, total, rows, size, eps, like):
-    """`total` is x + residual, rounded, and `output` its norm; each (rows, size)."""
+    """Write x + residual, rounded, to `total`, and its norm to `output`; both are (rows, size)."""
     inputs, added = view(x, (rows, size), like), view(residual, (rows, size), like)
     weights = view(weight, (size,), like)
     outputs, totals = view(output, (rows, size), like), view(total, (rows, size), like)
@@ -60,7 +60,7 @@ def _add_rms_norm(x, residual, weight, output, total, rows, size, eps, like):
 
 @kernel("aann")
 def _swiglu(gate_up, output, rows, size, like):
-    """silu(first half) * second half: (rows, 2 * size) to (rows, size)."""
+    """Compute silu(first half) * second half: (rows, 2 * size) to (rows, size)."""
     inputs, outputs = view(gate_up, (rows, 2, size), like), view(output, (rows, size), like)
     for row in range(rows):
         for i in range(size):
@@ -71,7 +71,7 @@ def _swiglu(gate_up, output, rows, size, like):
 
 @inlined_reordered
 def _normed(vector, weights, eps):
-    """Norm a head's vector in place."""
+    """Normalize a head's vector in place."""
     squares = np.float32(0)
     for i in range(len(vector)):
         squares += vector[i] * vector[i]
@@ -95,8 +95,9 @@ def _norm_rotate_store(
     qkv, q_norm, k_norm, cos, sin, slots, queries, keys, values, tokens, heads, kv_heads, size,
     eps, like
 ):  # fmt: skip
-    """Rotate queries and keys (tokens, heads + 2 * kv_heads, size), normed first if the norms'
-    weights have an address; keys and values go to their slots, int64 (tokens,), of the cache."""
+    """Rotate the query and key heads of `qkv`, (tokens, heads + 2 * kv_heads, size), after
+    normalizing them if the norm weights have an address. Keys and values are written to the cache
+    at `slots`, int64 (tokens,)."""
     inputs = view(qkv, (tokens, heads + 2 * kv_heads, size), like)
     cosines = view(cos, (tokens, size // 2), FLOAT)
     sines = view(sin, (tokens, size // 2), FLOAT)
@@ -125,7 +126,7 @@ def _norm_rotate_store(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x²) + eps) * weight over the last dimension."""
+    """Compute x / sqrt(mean(x²) + eps) * weight over the last dimension."""
     x, size = x.contiguous(), x.shape[-1]
     y = torch.empty_like(x)
     at = x.data_ptr(), weight.data_ptr(), y.data_ptr()
@@ -145,7 +146,7 @@ def add_rms_norm(
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(first half of the last dimension) * second half."""
+    """Compute silu(first half of the last dimension) * second half."""
     gate_up, size = gate_up.contiguous(), gate_up.shape[-1] // 2
     y = gate_up.new_empty((*gate_up.shape[:-1], size))
     _swiglu(gate_up.data_ptr(), y.data_ptr(), y.numel() // size, size, like_of(y))
@@ -153,7 +154,8 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def takes_heads(qkv: torch.Tensor, how: HeadTransform) -> bool:
-    """Return True if `norm_rotate_store` supports the layout: whole heads, norms of their type."""
+    """Return True if `norm_rotate_store` supports the layout: heads are rotated as a whole, and
+    norm weights have the dtype of `qkv`."""
     whole = 2 * how.rotation[0].shape[-1] == qkv.shape[-1]
     return whole and (how.norms is None or how.norms[0].dtype == qkv.dtype)
 
@@ -161,7 +163,7 @@ def takes_heads(qkv: torch.Tensor, how: HeadTransform) -> bool:
 def norm_rotate_store(
     qkv: torch.Tensor, how: HeadTransform, cache: KVCache, slots: torch.Tensor
 ) -> torch.Tensor:
-    """See `Operators.norm_rotate_store`; cosines and sines are contiguous and float32."""
+    """Implement `Operators.norm_rotate_store`; cosines and sines must be contiguous and float32."""
     qkv = qkv.contiguous()
     tokens, heads, size = qkv.shape
     kv_heads = cache.keys.shape[2]

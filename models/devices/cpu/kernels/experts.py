@@ -1,4 +1,5 @@
-"""Experts of a few tokens: each expert's matrices are read once, for all of its tokens."""
+"""Mixture of experts for a few tokens: each expert's matrices are read once for all of its
+tokens."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def _swish(gate, up):
 
 @inlined_reordered
 def _activate(values, matrix, between, begin, end, j, like):
-    """Compute the j-th intermediate value (between the projections) of an expert's rows."""
+    """Compute the j-th intermediate value (between the projections) for each of an expert's
+    rows."""
     inner = between.shape[1]
     for row in range(begin, end - 3, 4):
         gates = _four(values, matrix, row, j)
@@ -48,7 +50,7 @@ def _activate(values, matrix, between, begin, end, j, like):
 
 @inlined_reordered
 def _lead_back(between, matrix, found, choices, begin, end, j):
-    """Compute the j-th output of an expert's rows."""
+    """Compute the j-th output for each of an expert's rows."""
     for row in range(begin, end - 3, 4):
         four = _four(between, matrix, row, j)
         for n in range(4):
@@ -66,7 +68,8 @@ def _gather(source, choices, chosen, values):
 
 @inlined
 def _sum(found, weights, token, results, like):
-    """Add a token's products in the order of its choices, whatever else is in the step."""
+    """Sum a token's weighted expert outputs in the order of its choices, so that the result does
+    not depend on the rest of the step."""
     chosen = weights.shape[1]
     for j in range(results.shape[1]):
         total = np.float32(0)
@@ -80,9 +83,9 @@ def _experts(
     x, gate_up, down, order, firsts, shares, products, output, tokens, chosen, experts, hidden,
     inner, parts, like
 ):  # fmt: skip
-    """Compute rows (tokens * chosen) sorted by expert: `order` int32 has the choice of each row,
-    `firsts` int32 (experts + 1,) the first row of each expert. `products` is float32
-    (rows, hidden), `output` (tokens, hidden).
+    """Compute rows (tokens * chosen) that are sorted by expert. `order`, int32 (rows,), holds the
+    choice of each row, and `firsts`, int32 (experts + 1,), the first row of each expert. `products`
+    is float32 (rows, hidden), and `output` is (tokens, hidden).
 
     Each thread computes one of `parts` ranges of the outputs of every matrix.
     """
@@ -112,7 +115,8 @@ def _experts(
 
 
 def _grouped(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sort choices by expert: (order int32, first row of each expert int32 (experts + 1,))."""
+    """Sort choices by expert. Return their order, int32 (choices,), and the first row of each
+    expert, int32 (experts + 1,)."""
     flat = ids.flatten()
     firsts = torch.zeros(experts + 1, dtype=torch.int32)
     torch.cumsum(flat.bincount(minlength=experts), 0, out=firsts[1:])
@@ -129,8 +133,8 @@ def run_experts(
     threads: int,
     *more: int,
 ) -> torch.Tensor:
-    """Call a kernel on contiguous `matrices`, with `more` after the sizes; `shape` is (experts,
-    hidden, inner). Returns (tokens, hidden)."""
+    """Call a kernel on contiguous `matrices`, and return (tokens, hidden). `shape` is (experts,
+    hidden, inner); `more` is passed to the kernel after the sizes."""
     x, shares, (tokens, chosen) = x.contiguous(), shares.contiguous(), ids.shape
     experts, hidden, inner = shape
     order, firsts = _grouped(ids, experts)
@@ -150,6 +154,6 @@ def experts_of_few(
     shares: torch.Tensor,
     threads: int,
 ) -> torch.Tensor:
-    """See `Operators.experts`; matrices are contiguous."""
+    """Implement `Operators.experts` for contiguous matrices."""
     matrices = weights.gate_up, weights.down
     return run_experts(_experts, x, matrices, weights.down.shape, ids, shares, threads)

@@ -1,4 +1,4 @@
-"""Expert products for a few tokens. Matrices are in e4m3 and are unpacked as they are read."""
+"""Mixture of experts for a few tokens, with e4m3 matrices that are unpacked as they are read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from nanoactor.models.weights.fp8 import Fp8Blocks
 
 @inlined
 def _lay_out(source, values, begin, end, offset):
-    """Lay an expert's rows of inputs out by block, as `_totals` reads them."""
+    """Copy an expert's rows of inputs into the block layout that `_totals` reads."""
     blocks, block = values.shape[1], values.shape[2]
     own = view(values.ctypes.data + 4 * begin * blocks * block, (blocks, end - begin, block), FLOAT)
     _in_blocks(source[begin:end], own, offset)
@@ -32,7 +32,7 @@ def _lay_out(source, values, begin, end, offset):
 
 @inlined
 def _rows_of(values, begin, end):
-    """Return the rows that `_lay_out` laid out: (blocks, rows, block)."""
+    """Return the rows that `_lay_out` copied, (blocks, rows, block)."""
     blocks, block = values.shape[1], values.shape[2]
     return view(
         values.ctypes.data + 4 * begin * blocks * block, (blocks, end - begin, block), FLOAT
@@ -41,7 +41,8 @@ def _rows_of(values, begin, end):
 
 @inlined
 def _activate(values, gate_up, factors, between, begins, first, last, inputs, group, like):
-    """Compute the numbers between an expert's projections from `first` to `last`, of all rows."""
+    """Compute the intermediate values (between the projections) from `first` to `last`, for all
+    rows of all experts."""
     inner = between.shape[1]
     gates, ups = np.empty(len(between), np.float32), np.empty(len(between), np.float32)
     for expert in range(len(begins) - 1):
@@ -60,7 +61,7 @@ def _activate(values, gate_up, factors, between, begins, first, last, inputs, gr
 def _lead_back(
     values, down, factors, found, choices, begins, first, last, inputs, group, offset
 ):  # fmt: skip
-    """Compute an expert's outputs from `first` to `last`, of all rows."""
+    """Compute the outputs from `first` to `last`, for all rows of all experts."""
     outputs, sums = found.shape[1], np.empty(len(found), np.float32)
     for expert in range(len(begins) - 1):
         begin, end = begins[expert], begins[expert + 1]
@@ -79,9 +80,9 @@ def _experts(
     tokens, chosen, experts, hidden, inner, block,
     group, blocks, down_group, down_blocks, offset, parts, like,
 ):  # fmt: skip
-    """As `experts._experts` with matrices in e4m3: scales are float32 (experts, groups, blocks), of
-    `group` outputs each. Inputs of `down` start `offset` into their first block; those of gates and
-    ups start with a block."""
+    """Compute what `experts._experts` computes, with e4m3 matrices. Scales are float32 (experts,
+    groups, blocks); each group has `group` outputs. Inputs of `down` start at `offset` in their
+    first block; inputs of `gate_up` start at the beginning of a block."""
     rows = tokens * chosen
     source, results = view(x, (tokens, hidden), like), view(output, (tokens, hidden), like)
     choices, begins = view(order, (rows,), INT32), view(firsts, (experts + 1,), INT32)
@@ -130,7 +131,7 @@ def packed_experts_of_few(
     shares: torch.Tensor,
     threads: int,
 ) -> torch.Tensor:
-    """See `Operators.experts`; matrices are contiguous, their blocks of one size."""
+    """Implement `Operators.experts` for contiguous matrices with blocks of the same size."""
     return run_experts(
         _experts,
         x,

@@ -1,4 +1,4 @@
-"""Products of a few rows with matrices in e4m3, which are unpacked as they are read."""
+"""Products of a few rows with e4m3 matrices, which are unpacked as they are read."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ from nanoactor.models.weights.fp8 import Fp8Blocks
 
 BYTE = np.uint8(0)
 _BIAS = np.float32(2.0**120)
-"""Factor by which a number is too small when float32's low exponent bits hold its four."""
+"""Factor by which an e4m3 number is too small if its four exponent bits become the low exponent
+bits of a float32."""
 
 
 @intrinsic
 def _unpacked(typing_context, byte):
-    """Return an e4m3 number divided by `_BIAS`, as float32; denormals stay denormal."""
+    """Return an e4m3 number divided by `_BIAS`, as float32. Denormal numbers stay denormal."""
 
     def generate(context, builder, signature, arguments):
         bits = builder.zext(arguments[0], ir.IntType(32))
@@ -71,7 +72,7 @@ def _four(x, weights, row):
 
 @inlined
 def _add_block(x, weights, totals, scale):
-    """Add one block of inputs to each row's total."""
+    """Add the products of one block of inputs to each row's total."""
     rows = x.shape[0]
     for row in range(0, rows - 3, 4):
         a, b, c, d = _four(x, weights, row)
@@ -85,7 +86,8 @@ def _add_block(x, weights, totals, scale):
 
 @inlined
 def _in_blocks(source, values, offset):
-    """Lay inputs out by block, (blocks, rows, block): numbers of a block are consecutive."""
+    """Copy inputs to `values`, (blocks, rows, block), so that the numbers of a block are
+    consecutive."""
     blocks, rows, block = values.shape
     for number in range(blocks):
         first = number * block - offset
@@ -112,15 +114,15 @@ def _linear(
     x, weight, scales, bias, output,
     rows, inputs, outputs, group, blocks, block, offset, parts, like,
 ):  # fmt: skip
-    """Compute x Wᵀ + b for (rows, inputs), e4m3 (outputs, inputs) and scales float32
-    (groups, blocks) of `group` outputs each; a null bias address means none. The first block has
-    `block - offset` inputs.
+    """Compute x Wᵀ + b for `x` (rows, inputs), `weight` e4m3 (outputs, inputs) and `scales` float32
+    (groups, blocks); each group has `group` outputs. A null bias address means that there is no
+    bias. The first block has `block - offset` inputs.
 
     Each thread computes one of `parts` ranges of the outputs.
     """
     results, added = view(output, (rows, outputs), like), view(bias, (outputs,), like)
     factors = view(scales, ((outputs + group - 1) // group, blocks), FLOAT)
-    # The first block starts at its first input, so that each is read from its start.
+    # Move the first block's inputs to its start, so that every block is read from its start.
     values = np.empty((blocks, rows, block), np.float32)
     _in_blocks(view(x, (rows, inputs), like), values, offset)
     values[0, :, : block - offset] = values[0, :, offset:].copy()
@@ -137,8 +139,8 @@ def _linear(
 def _unpack(
     weight, scales, output, first, inputs, outputs, group, blocks, block, offset, parts, like
 ):  # fmt: skip
-    """Write the weights of outputs from `first` on, (outputs, inputs), to `output`; `scales` are
-    those of all outputs, as for `_linear`."""
+    """Unpack the weights of the outputs from `first` on to `output`, (outputs, inputs). `scales`
+    covers all outputs of the matrix, as in `_linear`."""
     results = view(output, (outputs, inputs), like)
     factors = view(scales, ((first + outputs + group - 1) // group, blocks), FLOAT)
     for part in prange(parts):
@@ -163,7 +165,7 @@ def _scale(numbers, results, scale, like):
 
 
 def fp8_unpacked(weights: Fp8Blocks, outputs: slice, threads: int) -> torch.Tensor:
-    """Return some outputs of a matrix in the model's type."""
+    """Return some outputs of a matrix, unpacked to the model's dtype."""
     packed = weights.weight[outputs]
     whole = torch.empty(packed.shape, dtype=weights.dtype)
     spread(
@@ -187,7 +189,7 @@ def fp8_unpacked(weights: Fp8Blocks, outputs: slice, threads: int) -> torch.Tens
 
 
 def fp8_product(x: torch.Tensor, weights: Fp8Blocks, threads: int) -> torch.Tensor:
-    """x Wᵀ + b."""
+    """Compute x Wᵀ + b."""
     x, (outputs, inputs) = x.contiguous(), weights.weight.shape
     y = x.new_empty((*x.shape[:-1], outputs))
     bias = weights.bias

@@ -1,4 +1,4 @@
-"""Products of a few rows: the weights are read once, in order, at memory bandwidth."""
+"""Matrix products of a few rows: the weights are read once, in order, at memory bandwidth."""
 
 from __future__ import annotations
 
@@ -40,9 +40,11 @@ def _four(x, weights, row, output):
 
 @both("aaaannnn")
 def _linear(x, weight, bias, output, rows, inputs, outputs, parts, like):
-    """Compute x Wᵀ + b: (rows, inputs), (outputs, inputs) to (rows, outputs); bias 0 means none.
+    """Compute x Wᵀ + b: (rows, inputs) and (outputs, inputs) to (rows, outputs). A null bias
+    address means that there is no bias.
 
-    Each thread computes one of `parts` ranges of the outputs, so that it reads in one stream.
+    Each thread computes one of `parts` ranges of the outputs, so that it reads the weights as one
+    stream.
     """
     source, weights = view(x, (rows, inputs), like), view(weight, (outputs, inputs), like)
     results, added = view(output, (rows, outputs), like), view(bias, (outputs,), like)
@@ -66,7 +68,7 @@ def _linear(x, weight, bias, output, rows, inputs, outputs, parts, like):
 def product(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, threads: int
 ) -> torch.Tensor:
-    """x Wᵀ + b for a contiguous weight (outputs, inputs)."""
+    """Compute x Wᵀ + b for a contiguous weight (outputs, inputs)."""
     x, (outputs, inputs) = x.contiguous(), weight.shape
     y = weight.new_empty((*x.shape[:-1], outputs))
     spread(

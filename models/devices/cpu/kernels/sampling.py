@@ -1,4 +1,5 @@
-"""Sampling, a row at a time: the numbers are those of `nanoactor.models.sampling.sampler`."""
+"""Sampling, one row at a time. The numbers are the same as in
+`nanoactor.models.sampling.sampler`."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ _MOST_IDS = 0xFFFFFFFF
 
 @inlined
 def _ordered(value):
-    """Return an int32 that sorts as the float does: maxima of integers vectorize."""
+    """Map a float to an int32 with the same order, because maxima of integers vectorize."""
     bits = np.int32(bits_of(value))
     return bits ^ (np.int32(0x7FFFFFFF) if bits < 0 else np.int32(0))
 
@@ -44,7 +45,8 @@ def _value_of(ordered):
 
 @inlined
 def _best(values):
-    """Return the first index of the highest value; no value is NaN."""
+    """Return the first index of the highest value. The result is meaningful only if no value is
+    NaN."""
     highest = _LOWEST
     for i in range(len(values)):
         highest = max(highest, _ordered(values[i]))
@@ -57,7 +59,7 @@ def _best(values):
 
 @inlined
 def _is_finite(row, best):
-    """Return True if the highest logit is finite and none is NaN."""
+    """Return True if the highest logit is finite and no logit is NaN."""
     largest = np.uint32(0)
     for i in range(len(row)):
         largest = max(largest, bits_of(row[i]) & np.uint32(0x7FFFFFFF))
@@ -77,7 +79,8 @@ def _round(c0, c1, c2, c3, k0, k1):
 
 @inlined
 def _philox(counter, position, low, high):
-    """Run Philox 4x32-10, see `nanoactor.models.sampling.philox`: a word for each of four ids."""
+    """Return four Philox 4x32-10 words, one for each of four ids; see
+    `nanoactor.models.sampling.philox`."""
     c0, c1, c2, c3 = np.uint32(counter), np.uint32(position), np.uint32(0), np.uint32(0)
     k0, k1 = np.uint32(low), np.uint32(high)
     for _ in range(10):
@@ -89,14 +92,15 @@ def _philox(counter, position, low, high):
 
 @inlined
 def _gumbel(word):
-    """Return standard Gumbel noise from a 32-bit word: 23 bits, never 0 and never 1."""
+    """Convert a 32-bit word to standard Gumbel noise, through a 23-bit uniform number that is never
+    0 or 1."""
     uniform = (np.float32(word >> np.uint32(9)) + np.float32(0.5)) * np.float32(2.0**-23)
     return -np.float32(math.log(-np.float32(math.log(uniform))))
 
 
 @inlined
 def _gumbel_at(token, position, low, high):
-    """Return the noise of one token id."""
+    """Return the noise for one token id."""
     words = _philox(token >> 2, position, low, high)
     which = token & 3
     word = words[0]
@@ -111,7 +115,7 @@ def _gumbel_at(token, position, low, high):
 
 @inlined
 def _from_all(scores, position, low, high):
-    """Draw from the whole vocabulary; the scores are overwritten."""
+    """Sample from the whole vocabulary, overwriting the scores."""
     count = len(scores)
     for group in range((count + 3) // 4):
         first, second, third, fourth = _philox(group, position, low, high)
@@ -128,8 +132,8 @@ def _from_all(scores, position, low, high):
 
 @inlined
 def _candidates(scores, most, mass):
-    """Return keys of the likeliest tokens, in descending order: at least `most` of them, or all, or
-    those that together exceed `mass`."""
+    """Return the sort keys of the most likely tokens, in descending order: at least `most` tokens,
+    or tokens whose total mass exceeds `mass`, or all tokens."""
     bound = np.float32(-4)
     while True:
         count, found = 0, 0.0
@@ -144,7 +148,7 @@ def _candidates(scores, most, mass):
     count = 0
     for i in range(len(scores)):
         if scores[i] >= bound:
-            # Equal scores are sorted by ascending id; the addition makes -0.0 equal 0.0.
+            # Equal scores are sorted by ascending id, so -0.0 is replaced by 0.0.
             positive = scores[i] if scores[i] != 0 else np.float32(0)
             keys[count] = -((np.int64(_ordered(positive)) << 32) | (_MOST_IDS - i))
             count += 1
@@ -154,13 +158,13 @@ def _candidates(scores, most, mass):
 
 @inlined
 def _from_some(scores, top_k, top_p, min_p, position, low, high):
-    """Draw from the tokens left by top-k, top-p and min-p, in this order."""
+    """Sample from the tokens that remain after top-k, top-p and min-p, in this order."""
     limit = min(top_k, len(scores)) if top_k > 0 else len(scores)
     total = 0.0
     for i in range(len(scores)):
         total += exp(scores[i])
     mass = math.inf
-    if top_k <= 0:  # tokens beyond top-p of all cannot be chosen
+    if top_k <= 0:  # tokens beyond top-p of the whole vocabulary cannot be chosen
         mass = total * top_p if top_p < 1 else math.inf
     keys = _candidates(scores, limit, mass)
     limit = min(limit, len(keys))
@@ -184,7 +188,7 @@ def _from_some(scores, top_k, top_p, min_p, position, low, high):
 
 @inlined
 def _choose(given, row, temperature, top_k, top_p, min_p, low, high, position):
-    """Return the id for one row of logits."""
+    """Return the sampled id for one row of logits."""
     scores = np.empty(given.shape[1], np.float32)
     for i in range(len(scores)):
         scores[i] = wide(given[row, i])
@@ -206,11 +210,12 @@ def _sample_rows(
     logits, slots, temperatures, top_ks, top_ps, min_ps, seeds, lengths, last_tokens, frozen_slots,
     chosen, rows, vocabulary, columns, like
 ):  # fmt: skip
-    """Choose an id for each row of logits (rows, vocabulary), by its slot's parameters.
+    """Choose an id for each row of logits (rows, vocabulary), by its slot's sampling parameters.
 
-    Parameters are (columns,) by slot, the seeds' low words before their high ones. Ids go to
-    `chosen` int32 (rows,), `NO_TOKEN` if the highest logit is not finite and `FROZEN` if the slot
-    is frozen, and to `last_tokens`; `lengths` are the positions that the sampled tokens will have.
+    Parameters are indexed by slot, (columns,); the seeds' low words come before their high words.
+    Ids are written to `chosen`, int32 (rows,), and to `last_tokens`. `chosen` gets `NO_TOKEN` if
+    the highest logit is not finite, and `FROZEN` if the slot is frozen. `lengths` are the positions
+    that the sampled tokens will have.
     """
     given, slot_of = view(logits, (rows, vocabulary), like), view(slots, (rows,), INT32)
     temperature, top_p = view(temperatures, (columns,), FLOAT), view(top_ps, (columns,), FLOAT)

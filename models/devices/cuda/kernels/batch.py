@@ -1,4 +1,4 @@
-"""Positions of a step's tokens, read from tables on the device that are indexed by slot."""
+"""Positions of a step's tokens, computed from tables on the device that are indexed by slot."""
 
 from __future__ import annotations
 
@@ -91,7 +91,8 @@ def _advance(
 def locate(
     tables: SlotTables, slots: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
-    """Fill in cache places, int64 (tokens,), from slots and positions, int32 (tokens,)."""
+    """Compute cache positions, int64 (tokens,), from slots and positions in the sequence, int32
+    (tokens,)."""
     tokens = len(slots)
     if tokens:
         _locate[(triton.cdiv(tokens, 256),)](

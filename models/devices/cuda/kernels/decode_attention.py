@@ -1,11 +1,10 @@
 """Attention of one new token per row over the paged cache, split along the context.
 
-A context is cut into chunks, so that a few long rows occupy the whole chip as many short ones do
-(flash-decoding: Dao et al., 2023). Chunks are assigned to programs on the device, once for all
-layers of a step (`plan_splits`), from the rows' lengths, so a captured graph does not need the
-host.
-The query heads that share a key-value head are the rows of one matrix product, so that keys and
-values are read once.
+Contexts are cut into chunks, so that a few long rows occupy the whole chip as many short rows do
+(flash-decoding: Dao et al., 2023). `plan_splits` assigns chunks to programs on the device, based on
+the rows' lengths, once for all layers of a step, so a captured graph does not need the host. The
+query heads that share a key-value head are the rows of one matrix product, so that keys and values
+are read once.
 """
 
 from __future__ import annotations
@@ -19,30 +18,31 @@ import triton.language as tl
 from nanoactor.models.batch import KVCache
 
 _TILE = 64
-"""Positions that a program reads at a time; chunks are multiples of it."""
+"""Number of positions that a program reads at a time; chunk lengths are multiples of it."""
 _WHOLE_BLOCKS, _SMALL_BLOCKS = (4, 3), (2, 5)
-"""(warps, pipeline stages) for a tile within one block, and for a tile gathered from several;
-measured on an H200, see bench/kernels.py."""
+"""(warps, pipeline stages) for a tile within one block, and for a tile gathered from several
+blocks; measured on an H200 with bench/kernels.py."""
 _MOST_CHUNKS = 1024
-"""Chunks beyond one for each row; enough to keep any chip busy."""
+"""Maximum number of additional chunks for a step's rows, beyond one chunk per row; enough to keep
+any chip busy."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Splits:
-    """The chunks of a step's rows, and room for their results."""
+    """The chunks of a step's rows, and memory for their results."""
 
     rows: torch.Tensor
     """Row of each chunk, int32 (items,), in the order of rows."""
     numbers: torch.Tensor
-    """int32 (items,): ... and of the chunks within a row."""
+    """Index of each chunk within its row, int32 (items,)."""
     firsts: torch.Tensor
-    """int32 (rows,): each row's first item."""
+    """First item of each row, int32 (rows,)."""
     plan: torch.Tensor
-    """int32 (2,): positions in a chunk, items in use."""
+    """Number of positions in a chunk and number of items in use, int32 (2,)."""
     outputs: torch.Tensor
-    """Attention of each chunk, float32 (items, heads, head_dim)."""
+    """Attention output of each chunk, float32 (items, heads, head_dim)."""
     weights: torch.Tensor
-    """float32 (items, heads): ... and the base-2 logarithm of its sum of exponentials."""
+    """Base-2 logarithm of each chunk's sum of exponentials, float32 (items, heads)."""
 
     @classmethod
     def empty(
@@ -64,7 +64,7 @@ class Splits:
         )
 
     def of(self, rows: int, kv_heads: int) -> Splits:
-        """Return the same memory for fewer rows."""
+        """Return a view of the memory for fewer rows."""
         items = min(len(self.rows), rows + _wanted_chunks(rows, kv_heads, self.rows.device))
         return Splits(
             self.rows[:items],
@@ -77,7 +77,8 @@ class Splits:
 
 
 def _wanted_chunks(rows: int, kv_heads: int, device: torch.device) -> int:
-    """Choose how many chunks to cut contexts into: four waves of programs, or three to a row."""
+    """Return the number of additional chunks to aim for, beyond one chunk per row: enough for four
+    waves of programs, or three per row."""
     processors = 1  # in the interpreter
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -85,7 +86,8 @@ def _wanted_chunks(rows: int, kv_heads: int, device: torch.device) -> int:
 
 
 def plan_splits(contexts: torch.Tensor, splits: Splits) -> None:
-    """Cut contexts int32 (rows,) into chunks of equal length, as many as there is room for."""
+    """Cut contexts, int32 (rows,), into chunks of equal length, as many as `splits` has room
+    for."""
     rows = len(contexts)
     _plan_splits[(1,)](
         contexts,
@@ -115,7 +117,7 @@ def _plan_splits(
 ):
     row = tl.arange(0, block)
     context = tl.load(contexts + row, mask=row < rows, other=0)
-    # Each row adds less than one chunk beyond its share, so that rows + wanted items suffice.
+    # Rounding up adds less than one chunk per row, so rows + wanted items suffice.
     total = tl.sum(tl.cdiv(context, tile), 0)
     chunk = tl.maximum(tl.cdiv(total, wanted), 1) * tile
     counts = tl.cdiv(context, chunk)
@@ -140,10 +142,12 @@ def decode_attention(
     scale: float,
     output: torch.Tensor,
 ) -> None:
-    """Write the attention of (rows, heads, head_dim) to `output` of the same shape.
+    """Write the attention of `queries`, (rows, heads, head_dim), to `output`, which has the same
+    shape.
 
-    `tables` are int32 (slots, blocks), `slots` and `contexts` int32 (rows,): the row of the table
-    and the length of each sequence, new token included. `plan_splits` must have run for them.
+    `tables` is int32 (slots, blocks). `slots` and `contexts`, int32 (rows,), hold each sequence's
+    row in the tables and its length, new token included. `plan_splits` must have run for these
+    contexts.
     """
     rows, heads, size = queries.shape
     kv_heads, block_size = cache.keys.shape[2], cache.keys.shape[1]

@@ -1,4 +1,4 @@
-"""Kernels and tensor maps through the driver API, in torch's own context."""
+"""Kernels and tensor maps through the CUDA driver API, in torch's own context."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 MAP_BYTES = 128
-"""Size of a tensor map."""
+"""Size of a tensor map in bytes."""
 
 
 class DriverError(RuntimeError):
-    """A call of the driver failed."""
+    """Failure of a driver call."""
 
 
 def _driver() -> Any:
@@ -31,9 +31,10 @@ def _check(result: tuple[Any, ...]) -> Any:
 def tensor_map(
     kind: str, address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]
 ) -> bytes:
-    """Describe an array to the copy engine, which swizzles 16-byte chunks (chunk ^ row) within 128
-    bytes. `sizes` and `box` count elements of type `kind`, innermost first; `strides` are in bytes,
-    for all dimensions but the first. Raises `DriverError`."""
+    """Encode a tensor map, which describes an array to the copy engine (TMA). The copy engine
+    swizzles 16-byte chunks (chunk ^ row) within 128 bytes. `sizes` and `box` count elements of type
+    `kind`, innermost dimension first; `strides` are in bytes, for all dimensions but the first.
+    Raises `DriverError` if encoding fails."""
     driver = _driver()
     wide, small = driver.cuuint64_t, driver.cuuint32_t
     made = _check(
@@ -55,15 +56,16 @@ def tensor_map(
 
 
 class Module:
-    """Machine code that is loaded on the device."""
+    """Machine code loaded on the device."""
 
     def __init__(self, cubin: bytes) -> None:
-        """Load it. Raises `DriverError`."""
+        """Load the machine code. Raises `DriverError` if that fails."""
         self._module = _check(_driver().cuModuleLoadData(cubin))
 
     def kernel(self, name: str, blocks: int, threads: int, shared: int) -> Kernel:
-        """Return a kernel that runs with `blocks` blocks, if not said otherwise, and with `shared`
-        bytes of shared memory. Raises `DriverError`."""
+        """Return the kernel `name`, which runs with `threads` threads per block, `shared` bytes of
+        shared memory, and `blocks` blocks unless a launch specifies another number. Raises
+        `DriverError` if a driver call fails."""
         driver = _driver()
         function = _check(driver.cuModuleGetFunction(self._module, name.encode()))
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -91,16 +93,16 @@ class Kernel:
         self._cooperative = _configuration(blocks, threads, shared, [cooperative])
 
     def launch(self, args: ctypes.Structure, blocks: int, overlaps: bool = False) -> None:
-        """Queue `blocks` blocks on the current stream; capturable. `overlaps`: they may start
-        before the previous kernel has ended, and wait for it themselves (programmatic dependent
-        launch). Raises `DriverError`."""
+        """Queue `blocks` blocks on the current stream; the launch can be captured. With `overlaps`,
+        the blocks may start before the previous kernel has ended, and wait for it themselves
+        (programmatic dependent launch). Raises `DriverError` if the launch fails."""
         config = self._overlapping if overlaps else self._config
         config.gridDimX = blocks
         self._queue(config, args)
 
     def launch_cooperative(self, args: ctypes.Structure) -> None:
-        """Queue on the current stream, all blocks at once or none (cooperative); capturable. Raises
-        `DriverError`."""
+        """Queue a cooperative launch, which runs all blocks at once, on the current stream; the
+        launch can be captured. Raises `DriverError` if the launch fails."""
         self._queue(self._cooperative, args)
 
     def _queue(self, config: Any, args: ctypes.Structure) -> None:

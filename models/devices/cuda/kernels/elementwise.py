@@ -1,4 +1,4 @@
-"""The work of a layer between its matrix products, each in one pass over memory, in float32."""
+"""The operators between a layer's matrix products, each in one pass over memory, in float32."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nanoactor.models.batch import HeadTransform, KVCache
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x²) + eps) * weight over the last dimension of a contiguous tensor."""
+    """Compute x / sqrt(mean(x²) + eps) * weight over the last dimension of a contiguous tensor."""
     output = torch.empty_like(x)
     size = x.shape[-1]
     if x.numel():
@@ -23,7 +23,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm of x + residual, x + residual), all contiguous."""
+    """Return the RMS norm of x + residual, and x + residual; all tensors are contiguous."""
     output, total = torch.empty_like(x), torch.empty_like(x)
     size = x.shape[-1]
     if x.numel():
@@ -57,7 +57,7 @@ def _rms_norm(
     value = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
     if added:
         value += tl.load(residual + at, mask=there, other=0.0).to(tl.float32)
-        # Rounded before it is normalized, as it will be read again.
+        # Rounded before it is normalized, because the rounded sum is what will be read again.
         value = value.to(total.dtype.element_ty)
         tl.store(total + at, value, mask=there)
         value = value.to(tl.float32)
@@ -67,7 +67,7 @@ def _rms_norm(
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(first half of the last dimension) * second half, of a contiguous tensor."""
+    """Compute silu(first half of the last dimension) * second half of a contiguous tensor."""
     inner = gate_up.shape[-1] // 2
     output = gate_up.new_empty(*gate_up.shape[:-1], inner)
     if output.numel():
@@ -91,8 +91,8 @@ def _swiglu(gate_up, output, inner, block: tl.constexpr):
 
 
 def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate (tokens, heads, head_dim), with each token's heads contiguous, by cosines and sines
-    (tokens, head_dim / 2), contiguous."""
+    """Rotate `x`, (tokens, heads, head_dim), whose heads are contiguous within each token, by
+    contiguous cosines and sines, (tokens, head_dim / 2)."""
     tokens, heads, size = x.shape
     output = x.new_empty(tokens, heads, size)
     if output.numel():
@@ -132,11 +132,10 @@ def _rotary(x, cosines, sines, output, stride, heads, half: tl.constexpr, padded
 def norm_rotate_store(
     qkv: torch.Tensor, how: HeadTransform, cache: KVCache, slots: torch.Tensor
 ) -> torch.Tensor:
-    """Normalize and rotate the heads of queries and keys, store keys and values, and return the
-    queries.
+    """Normalize and rotate the query and key heads, store keys and values, and return the queries.
 
     `qkv` is (tokens, heads + 2 * kv_heads, head_dim), contiguous; cosines and sines are (tokens,
-    head_dim / 2); `slots` int64 (tokens,).
+    head_dim / 2); `slots` is int64 (tokens,).
     """
     tokens, all_heads, size = qkv.shape
     kv_heads = cache.keys.shape[2]
@@ -213,7 +212,7 @@ def _norm_rotate_store(
         tl.store(queries + at, first.to(kind), mask=there)
         tl.store(queries + at + half, second.to(kind), mask=there)
     else:
-        # Attention reads whole blocks and masks: a NaN in the cache would outlive its sequence.
+        # Attention reads whole blocks, then masks: a NaN in the cache would outlive its sequence.
         low_half, high_half = _finite(first, kind), _finite(second, kind)
         slot = tl.load(slots + token, mask=token < tokens, other=0)
         stored = keys

@@ -1,6 +1,6 @@
-"""A layer's mixture of experts as an operator, in Triton.
+"""The mixture-of-experts operator of a layer, in Triton.
 
-With only a few tokens, just the weights of the chosen experts are read.
+For a few tokens, only the weights of the chosen experts are read.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class TritonExperts:
     """Runs each token through its experts."""
 
     def __init__(self, weights: ExpertWeights, packs: bool, kernels: Kernels | None = None) -> None:
-        """Keep FP8 experts packed if `packs` is set and the kernels support their blocks.
-        `kernels`: the CUDA C++ kernels. Raises `DriverError`."""
+        """Keep FP8 experts packed if `packs` is set and the kernels support their blocks. `kernels`
+        are the CUDA C++ kernels, if available. Raises `DriverError` if a driver call fails."""
         why = _refusal(weights) if packs else None
         packed = self._packed = _packed_of(weights) if packs else None
         self._few: experts_few.Matrices
@@ -43,7 +43,8 @@ class TritonExperts:
         self._most = min(most, len(self._few.down.weight))
 
     def matrices(self) -> tuple[Matrix, Matrix] | None:
-        """Return gates and ups, and down projections, as a whole step's kernel reads them."""
+        """Return the combined gate and up projections and the down projections as the whole-step
+        kernel reads them, or None if it cannot."""
         few = self._few
         if self._packed is None:
             return few.gate_up.weight, few.down.weight
@@ -75,7 +76,7 @@ def _packed_of(weights: ExpertWeights) -> tuple[fp8.Packed, fp8.Packed] | None:
 
 
 def _refusal(weights: ExpertWeights) -> str | None:
-    """Return why packed experts have no kernel, or None."""
+    """Return why no kernel supports packed experts, or None if one does."""
     pair, down = weights.gate_up, weights.down
     if not isinstance(pair, Fp8Blocks) or not isinstance(down, Fp8Blocks):
         return None
@@ -85,7 +86,7 @@ def _refusal(weights: ExpertWeights) -> str | None:
 
 
 def _sum(parts: torch.Tensor) -> torch.Tensor:
-    """Sum (tokens, chosen, hidden) to (tokens, hidden)."""
+    """Sum (tokens, chosen, hidden) over the chosen experts to (tokens, hidden)."""
     tokens, chosen, hidden = parts.shape
     y = parts.new_empty(tokens, hidden)
     block = min(1024, triton.next_power_of_2(hidden))

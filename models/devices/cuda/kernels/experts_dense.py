@@ -1,4 +1,4 @@
-"""Grouped products of experts in the compute type, in Triton."""
+"""Grouped GEMMs of experts in the compute dtype, in Triton."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Tile:
     """The shape of a program's work."""
 
     rows: int
-    """Pairs of token and expert in a block."""
+    """Number of token-expert pairs in a block."""
     outputs: int
     inputs: int
     warps: int
     stages: int
 
 
-# By pairs for each expert, up to the first number: few are bandwidth-bound, many compute-bound.
+# (maximum mean number of pairs per expert, tile): few are bandwidth-bound, many compute-bound.
 _TILES = (
     (8, Tile(16, 32, 128, 4, 4)),
     (32, Tile(32, 64, 64, 4, 4)),
@@ -44,7 +44,7 @@ def tile_for(pairs: int, experts: int, dtype: torch.dtype) -> Tile:
 def grouped(
     x: torch.Tensor, weights: DenseExperts, ids: torch.Tensor, shares: torch.Tensor
 ) -> torch.Tensor:
-    """Return the output of each pair of a token and an expert, times its weight: (tokens, chosen,
+    """Return the output of each token-expert pair times its routing weight, (tokens, chosen,
     hidden)."""
     tokens, chosen = ids.shape
     experts, hidden, inner = weights.down.shape
@@ -102,7 +102,7 @@ def _activate(
     outputs: tl.constexpr,
     inputs: tl.constexpr,
 ):
-    """silu(gate x) * up x of one block of pairs."""
+    """Compute silu(gate x) * up x for one block of pairs."""
     block = tl.program_id(0)
     expert = tl.load(owners + block)
     if expert >= 0:
@@ -151,7 +151,8 @@ def _lead_back(
     outputs: tl.constexpr,
     inputs: tl.constexpr,
 ):
-    """share * down(...) of one block of pairs, each to its own place."""
+    """Compute share * down(...) for one block of pairs, and store each pair's result at its
+    place."""
     block = tl.program_id(0)
     expert = tl.load(owners + block)
     if expert >= 0:

@@ -1,7 +1,8 @@
-"""Experts of a few tokens in Triton: each pair of a token and an expert reads its own matrices.
+"""Mixture of experts for a few tokens in Triton: each token-expert pair reads its expert's
+matrices.
 
-Two kernels. Pairs that share an expert find its bytes in L2. Packed matrices are unpacked as they
-are read; activations are rounded as the format says.
+There are two kernels. Pairs that share an expert find its weights in L2. Packed matrices are
+unpacked as they are read, and activations are rounded as the format specifies.
 """
 
 from __future__ import annotations
@@ -16,18 +17,19 @@ from nanoactor.models.devices.cuda.kernels.fp8 import Packed, rounded_to
 from nanoactor.models.weights.linear import DenseExperts
 
 MOST_PAIRS, MOST_PACKED_PAIRS = 64, 16
-"""With more, grouped products are faster on an H200."""
+"""Maximum numbers of pairs, for dense and for packed matrices; with more, grouped GEMMs are faster
+on an H200."""
 _OUTPUTS, _PACKED_OUTPUTS = 4, 8
 _MOST_INPUTS = 2048
-"""Maximum inputs that a program reads at a time."""
+"""Maximum number of inputs that a program reads at a time."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Matrix:
-    """A matrix for each expert."""
+    """One projection's matrices of all experts."""
 
     weight: torch.Tensor
-    """(experts, outputs, padded inputs)."""
+    """Weights, (experts, outputs, padded inputs)."""
     scales: torch.Tensor | None
     inputs: int
     group: int
@@ -36,7 +38,7 @@ class Matrix:
 
     @property
     def outputs_at_once(self) -> int:
-        """Return the outputs of a program."""
+        """Return the number of outputs that a program computes."""
         return _OUTPUTS if self.scales is None else _PACKED_OUTPUTS
 
 
@@ -49,7 +51,7 @@ class Matrices:
 
 
 def dense_matrices(weights: DenseExperts) -> Matrices:
-    """Return the matrices unchanged."""
+    """Wrap dense matrices."""
     whole = (
         Matrix(one, None, one.shape[-1], 1, one.shape[-1], 0)
         for one in (weights.gate_up, weights.down)
@@ -58,7 +60,7 @@ def dense_matrices(weights: DenseExperts) -> Matrices:
 
 
 def packed_matrices(gate_up: Packed, down: Packed) -> Matrices:
-    """Return the matrices in FP8."""
+    """Wrap matrices in FP8."""
     inner, hidden = gate_up.weight.shape[1] // 2, down.weight.shape[1]
     return Matrices(
         *(
@@ -125,7 +127,7 @@ def _inputs_of(
     tile: tl.constexpr,
     packed: tl.constexpr,
 ):
-    """Load some of a row's numbers in float32, rounded if matrices are packed."""
+    """Load some of a row's inputs in float32, rounded to e4m3 if matrices are packed."""
     i = k - offset
     values = tl.load(row + i, mask=(i >= 0) & (i < inputs), other=0.0).to(tl.float32)
     if packed:
@@ -147,9 +149,9 @@ def _products(
     block: tl.constexpr,
     outputs: tl.constexpr,
 ):
-    """Return products of outputs from `first` on, in one group: (outputs, inputs).
+    """Return the products (outputs, inputs) of the outputs from `first` on, which are in one group.
 
-    They are summed once, at the end: no load is moved across a reduction."""
+    The caller sums them once, at the end, because loads are not moved across a reduction."""
     j = first + tl.arange(0, outputs)
     there = (j[:, None] < most) & (k[None, :] < padded)
     found = tl.load(weight + j[:, None] * padded + k[None, :], mask=there, other=0.0)

@@ -1,6 +1,6 @@
-"""Grouped products of experts on FP8 tensor cores, in Triton; see `fp8.py` for the format.
+"""Grouped GEMMs of experts on FP8 tensor cores, in Triton; see `fp8.py` for the format.
 
-Outputs are a tile's rows, and a block's pairs of token and expert its columns.
+A tile's rows are outputs, and its columns are the token-expert pairs of a block.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from nanoactor.models.devices.cuda.kernels.experts_dense import Tile
 from nanoactor.models.devices.cuda.kernels.fp8 import Packed, quantize, scales_at
 from nanoactor.models.devices.cuda.kernels.routing import blocks_of
 
-# By pairs for each expert, up to the first number. `inputs`: inputs of a block of scales.
+# (maximum mean number of pairs per expert, tile). `inputs` is unused (0): a program reads one block
+# of inputs at a time.
 _TILES = (
     (8, Tile(16, 64, 0, 4, 4)),
     (32, Tile(32, 64, 0, 4, 4)),
@@ -29,7 +30,7 @@ def tile_for(pairs: int, experts: int) -> Tile:
 def grouped(
     x: torch.Tensor, gate_up: Packed, down: Packed, ids: torch.Tensor, shares: torch.Tensor
 ) -> torch.Tensor:
-    """Return the output of each pair of a token and an expert, times its weight: (tokens, chosen,
+    """Return the output of each token-expert pair times its routing weight, (tokens, chosen,
     hidden)."""
     tokens, chosen = ids.shape
     experts, hidden = down.weight.shape[:2]
@@ -101,7 +102,7 @@ def _activate(
     rows: tl.constexpr,
     outputs: tl.constexpr,
 ):
-    """silu(gate x) * up x of one block of pairs."""
+    """Compute silu(gate x) * up x for one block of pairs."""
     number = tl.program_id(0)
     expert = tl.load(owners + number)
     if expert >= 0:
@@ -119,7 +120,7 @@ def _activate(
         one: tl.constexpr = group % outputs == 0
         gate = tl.zeros([outputs, rows], tl.float32)
         up = tl.zeros([outputs, rows], tl.float32)
-        # The next block's scales load while this one is multiplied.
+        # The next block's scales are loaded while this block is multiplied.
         row_scale = tl.load(x_scales + token, mask=there, other=0.0)
         gate_scale = scales_at(factors, j, 0, blocks, known, group, one)
         up_scale = scales_at(factors, inner + j, 0, blocks, known, group, one)
@@ -160,7 +161,8 @@ def _lead_back(
     rows: tl.constexpr,
     outputs: tl.constexpr,
 ):
-    """share * down(...) of one block of pairs, each to its own place."""
+    """Compute share * down(...) for one block of pairs, and store each pair's result at its
+    place."""
     number = tl.program_id(0)
     expert = tl.load(owners + number)
     if expert >= 0:

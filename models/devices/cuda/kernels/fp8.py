@@ -4,8 +4,8 @@ that are rounded to e4m3 with a scale for each token and block of inputs.
 Source: DeepSeek-V3 Technical Report, arXiv:2412.19437, section 3.3.2: each block of inputs is
 multiplied separately, and its sums are scaled before they are added in float32.
 
-A tile's rows are outputs and its columns are tokens, because a tensor core takes at least 64 rows
-but only 8 columns.
+A tile's rows are outputs and its columns are tokens, because a tensor core instruction takes at
+least 64 rows but as few as 8 columns.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from nanoactor.models.weights.whole_step import PackedMatrix
 LARGEST = 448.0
 """Largest e4m3 number."""
 _LEAST = 1e-12
-"""Lower bound of a scale times `LARGEST`, so that zeros stay zeros."""
+"""Lower bound of a block's largest number, so that zeros stay zeros."""
 _BLOCKS = (32, 64, 128)
-"""Block sizes, in inputs, that the kernels support."""
+"""Numbers of inputs per block that the kernels support."""
 _ROWS = 16
-"""Outputs that must share a scale: a scale's group is a multiple of it."""
+"""Number of outputs that must share a scale: the size of a scale's group is a multiple of it."""
 _AT_ONCE = 8
-"""Blocks that a program quantizes."""
+"""Number of blocks that a program quantizes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Packed:
-    """A matrix, or one for each expert, as the kernels read it."""
+    """A matrix, or one matrix for each expert, as the kernels read it."""
 
     weight: torch.Tensor
-    """e4m3 (..., outputs, blocks * block), with zeros where another rank's inputs are."""
+    """e4m3 weights (..., outputs, blocks * block), with zeros in place of other ranks' inputs."""
     scales: torch.Tensor
-    """float32 (..., groups, blocks): of `group` outputs each."""
+    """Scales, float32 (..., groups, blocks), for `group` outputs each."""
     group: int
     block: int
     offset: int
@@ -47,7 +47,7 @@ class Packed:
 
 
 def refusal(weights: Fp8Blocks) -> str | None:
-    """Return why a matrix, or those of all experts, has no kernel, or None."""
+    """Return why no kernel supports a matrix, or the matrices of all experts; None if one does."""
     if weights.block not in _BLOCKS:
         return f"blocks of {weights.block} inputs are none of {', '.join(map(str, _BLOCKS))}"
     if weights.group % _ROWS or weights.weight.shape[-2] % _ROWS:
@@ -66,7 +66,8 @@ def packed_of(weights: Fp8Blocks) -> Packed:
 
 
 def matrix_of(packed: Packed, inputs: int) -> PackedMatrix | None:
-    """Return matrices of `inputs` inputs as a whole step's kernel reads them, or None."""
+    """Return matrices of `inputs` inputs as the whole-step kernel reads them, or None if it
+    cannot."""
     outputs, padded = packed.weight.shape[-2:]
     if packed.block != 128 or packed.offset or padded != inputs:
         return None
@@ -78,9 +79,10 @@ def matrix_of(packed: Packed, inputs: int) -> PackedMatrix | None:
 
 
 def quantize(x: torch.Tensor, packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (tokens, inputs) in e4m3, padded as `packed` is, and float32 scales (blocks, tokens).
+    """Round `x`, (tokens, inputs), to e4m3. Return the numbers, padded as `packed` is, and their
+    scales, float32 (blocks, tokens).
 
-    A block's scale is its largest number over 448."""
+    A block's scale is its largest absolute value divided by 448."""
     tokens, inputs = x.shape
     blocks = packed.scales.shape[-1]
     rounded = torch.empty(tokens, blocks * packed.block, dtype=E4M3, device=x.device)
@@ -102,7 +104,7 @@ def quantize(x: torch.Tensor, packed: Packed) -> tuple[torch.Tensor, torch.Tenso
 
 @triton.jit
 def rounded_to(values, largest: tl.constexpr = LARGEST, least: tl.constexpr = _LEAST):
-    """Round (blocks, block) to e4m3; return it with each block's scale."""
+    """Round `values`, (blocks, block), to e4m3. Return them with the scale of each block."""
     scale = tl.maximum(tl.max(tl.abs(values), 1), least) / largest
     return (values / scale[:, None]).to(tl.float8e4nv), scale
 
@@ -142,11 +144,11 @@ class Tile:
     warps: int
     stages: int
     programs: int
-    """Number of programs to aim for: with fewer, blocks of inputs are divided over several
-    programs, and their sums are added."""
+    """Number of programs to aim for. If there are fewer tiles, the blocks of inputs are divided
+    among several programs, and their sums are added."""
 
 
-# By tokens, up to the first number: few are bandwidth-bound, many compute-bound.
+# (maximum number of tokens, tile): few tokens are bandwidth-bound, many compute-bound.
 _TILES = (
     (16, Tile(64, 16, 4, 4, 264)),
     (32, Tile(64, 32, 4, 4, 264)),
@@ -161,7 +163,7 @@ def tile_for(tokens: int) -> Tile:
 
 
 class TritonFp8Linear:
-    """x Wᵀ + b as an operator."""
+    """The operator x Wᵀ + b for an FP8 matrix."""
 
     def __init__(self, weights: Fp8Blocks) -> None:
         """Pack weights for which `refusal` returned None."""
@@ -170,7 +172,7 @@ class TritonFp8Linear:
         self.bias = weights.bias
 
     def matrix(self) -> PackedMatrix | None:
-        """Return the weight as a whole step's kernel reads it."""
+        """Return the weight as the whole-step kernel reads it, or None if it cannot."""
         return matrix_of(self._packed, self._inputs)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -185,7 +187,7 @@ class TritonFp8Linear:
         if not tokens:
             return y
         tile = tile_for(tokens)
-        # Programs of the same outputs are consecutive, so that weights are read once.
+        # Programs for the same outputs are consecutive, so that weights are read once.
         grid = triton.cdiv(tokens, tile.tokens), triton.cdiv(outputs, tile.outputs)
         splits = max(1, min(tile.programs // (grid[0] * grid[1]), blocks // 4))
         each = triton.cdiv(blocks, splits)
@@ -219,7 +221,8 @@ class TritonFp8Linear:
 
 @triton.jit
 def scales_at(scales, j, b, blocks, known, group: tl.constexpr, one: tl.constexpr):
-    """Return the scale of outputs in one block: (outputs, 1), or `one` if all share a group."""
+    """Return the scales of outputs `j` in block `b`, (outputs, 1), or a single scale if `one` is
+    set because all outputs are in one group."""
     if one:
         found = tl.load(scales + tl.min(j, 0) // group * blocks + b)
     else:
@@ -244,7 +247,7 @@ def _multiply(
     tile_outputs: tl.constexpr,
     tile_tokens: tl.constexpr,
 ):
-    """Compute one tile from some blocks of the inputs."""
+    """Compute the sums of one tile over some blocks of inputs."""
     t = tl.program_id(0) * tile_tokens + tl.arange(0, tile_tokens)
     j = tl.program_id(1) * tile_outputs + tl.arange(0, tile_outputs)
     split = tl.program_id(2)
@@ -259,7 +262,7 @@ def _multiply(
     for b in range(begin, end):
         w = tl.load(rows + b * block, mask=known[:, None], other=0.0)
         values = tl.load(columns + b * block, mask=there[None, :], other=0.0)
-        # The next block's numbers load while this one is multiplied.
+        # The next block's scales are loaded while this block is multiplied.
         after = tl.minimum(b + 1, blocks - 1)
         next_w = scales_at(scales, j, after, blocks, known, group, group % tile_outputs == 0)
         next_x = tl.load(x_scales + after * tokens + t, mask=there, other=0.0)

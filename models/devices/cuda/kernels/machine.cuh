@@ -1,5 +1,5 @@
-// The instructions of sm_90a that our kernels in CUDA C++ consist of; no other source has assembly.
-// Tests have a second version of this file, in plain C++, to run those kernels on a CPU.
+// Wrappers for the sm_90a instructions that our CUDA C++ kernels use; no other source has inline assembly.
+// Tests have a second version of this file, in plain C++, to run the kernels on a CPU.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -17,7 +17,7 @@ DEVICE int block_index() { return blockIdx.x; }
 DEVICE int block_count() { return gridDim.x; }
 DEVICE void sync_block() { __syncthreads(); }
 DEVICE void sync_warp() { __syncwarp(); }
-// Named barrier 1: the consumer warps alone.
+// Named barrier 1, for the consumer warps only.
 template <int THREADS> DEVICE void sync_consumers() {
   asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
 }
@@ -35,12 +35,12 @@ DEVICE u32 bits_of_lanes(u32 value) { return __reduce_or_sync(~0u, value); }
 DEVICE int count_bits(u32 bits) { return __popc(bits); }
 
 // Programmatic dependent launch: a kernel starts before the previous one has ended. The previous kernel
-// allows it; the next one waits until the previous has ended and its results can be read.
+// allows it; the next kernel waits until the previous one has ended and its results can be read.
 DEVICE void allow_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 DEVICE void await_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // -- global memory shared by blocks -----------------------------------------------------------
-// .relaxed.gpu: one access, answered by L2; `volatile` would go to the system's scope.
+// .relaxed.gpu makes one access, which L2 answers; `volatile` would have system scope.
 
 DEVICE uint4 get16(const void* p) {
   uint4 v;
@@ -82,8 +82,8 @@ DEVICE u32 add_relaxed(u32* p, u32 v) {
   return old;
 }
 
-// -- global memory that nobody writes meanwhile -----------------------------------------------
-// volatile: loads stay where they are written, before the wait that hides them.
+// -- global memory that is not written meanwhile ----------------------------------------------
+// volatile keeps loads at their place in the source, before the wait that hides their latency.
 
 DEVICE uint4 load16(const void* p) {
   uint4 v;
@@ -123,7 +123,7 @@ DEVICE void barrier_init(u32 bar, u32 arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(arrivals) : "memory");
 }
 DEVICE void barriers_are_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-// Between ordinary writes and copies into the same shared memory.
+// Orders ordinary writes before copies into the same shared memory.
 DEVICE void fence_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 DEVICE void barrier_arrive(u32 bar) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
@@ -137,20 +137,20 @@ DEVICE bool barrier_passed(u32 bar, u32 parity) {
                : "=r"(done) : "r"(bar), "r"(parity) : "memory");
   return done;
 }
-// A box of a matrix: `column` in units of 128 bytes, rows from `row`. Weights are read once: evict first.
+// Copies a box of rows from `row` on; `column` counts units of 128 bytes. Weights are read once: evict first.
 DEVICE void copy_box(u32 to, const TensorMap* map, int row, int column, u32 bar) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
       " [%0], [%1, {%2, %3, %4}], [%5], %6;"
       ::"r"(to), "l"(map), "r"(0), "r"(row), "r"(column), "r"(bar), "l"(0x12F0000000000000ull) : "memory");
 }
-// Rows from `row` of one unit of 128 bytes, as many as the map's box has.
+// Copies one unit of 128 bytes of rows from `row` on, as many rows as the map's box has.
 DEVICE void copy_rows(u32 to, const TensorMap* map, int row, int column, u32 bar) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
       ::"r"(to), "l"(map), "r"(column * 128), "r"(row), "r"(bar) : "memory");
 }
-// Plain bytes; both addresses and the count are multiples of 16.
+// Copies plain bytes; both addresses and the number of bytes are multiples of 16.
 DEVICE void copy_line(u32 to, const void* from, u32 bytes, u32 bar) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                ::"r"(to), "l"(from), "r"(bytes), "r"(bar) : "memory");
@@ -160,7 +160,7 @@ DEVICE void copy_line(u32 to, const void* from, u32 bytes, u32 bar) {
 
 DEVICE float from_bits(u32 v) { return __uint_as_float(v); }
 DEVICE u32 bits_of(float v) { return __float_as_uint(v); }
-// Two floats as bf16, `low` in the low half.
+// Rounds two floats to bf16, with `low` in the low half.
 DEVICE u32 pack(float low, float high) {
   u32 r;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
@@ -181,33 +181,34 @@ DEVICE float inverse_of(float x) {
 }
 template <u32 SELECT> DEVICE u32 bytes_of(u32 a, u32 b) { return __byte_perm(a, b, SELECT); }
 DEVICE u32 bytes_of(u32 a, u32 b, u32 select) { return __byte_perm(a, b, select); }
-// c (16 x 8) += a (16 x 16) b (16 x 8). Of thread (g, t) = (lane / 4, lane % 4): a0 and a2 belong to
-// row g, a1 and a3 to row g + 8, b to column g, c0 and c1 to (g, 2t and 2t + 1), c2 and c3 to g + 8.
+// c (16 x 8) += a (16 x 16) b (16 x 8). In thread (g, t) = (lane / 4, lane % 4), a0 and a2 belong to row g,
+// a1 and a3 to row g + 8, b0 and b1 to column g, c0 and c1 to row g and columns 2t and 2t + 1, and c2 and
+// c3 to row g + 8 and the same columns.
 DEVICE void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
-// The same where rows 8 to 15 are zero and nobody looks at what they give.
+// The same if rows 8 to 15 of a are zero and their results are not used.
 DEVICE void mma_upper(float& c0, float& c1, u32 a0, u32 a2, u32 b0, u32 b1) {
   [[maybe_unused]] float c2, c3;
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%5}, {%7,%8}, {%0,%1,%9,%9};"
       : "+f"(c0), "+f"(c1), "=f"(c2), "=f"(c3) : "r"(a0), "r"(0), "r"(a2), "r"(b0), "r"(b1), "f"(0.f));
 }
-// Two numbers of e4m3, rounded from floats, as halves: `low` in the low half. Up to 448 they are exact.
+// Rounds two floats to e4m3 and returns these as fp16, which is exact, with `low` in the low half.
 DEVICE u32 round_pair(float low, float high) {
   u32 r;
   asm("{ .reg .b16 p; cvt.rn.satfinite.e4m3x2.f32 p, %1, %2; cvt.rn.f16x2.e4m3x2 %0, p; }"
       : "=r"(r) : "f"(high), "f"(low));
   return r;
 }
-// Four numbers of e4m3 as halves.
+// Converts four e4m3 numbers to fp16.
 DEVICE uint2 unpack(u32 four) {
   uint2 r;
   asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h; }"
       : "=r"(r.x), "=r"(r.y) : "r"(four));
   return r;
 }
-// mma() and mma_upper() of halves.
+// mma() and mma_upper() with fp16 operands.
 DEVICE void mma_halves(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
@@ -218,14 +219,14 @@ DEVICE void mma_halves_upper(float& c0, float& c1, u32 a0, u32 a2, u32 b0, u32 b
       : "+f"(c0), "+f"(c1), "=f"(c2), "=f"(c3) : "r"(a0), "r"(0), "r"(a2), "r"(b0), "r"(b1), "f"(0.f));
 }
 
-// Bytes of e4m3, rounded from floats: `low` in the low byte.
+// Rounds two floats to e4m3, with `low` in the low byte.
 DEVICE u32 round_to_bytes(float low, float high) {
   u16 r;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));
   return r;
 }
-// Lane (g, t) = (lane / 4, lane % 4) gives elements (g, 2t) and (g, 2t + 1) of an 8 x 8 matrix of 16-bit
-// numbers, and receives (2t, g) and (2t + 1, g).
+// Lane (g, t) = (lane / 4, lane % 4) passes elements (g, 2t) and (g, 2t + 1) of an 8 x 8 matrix of 16-bit
+// numbers, and gets elements (2t, g) and (2t + 1, g).
 DEVICE u32 transpose(u32 two) {
   u32 r;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(two));
@@ -236,7 +237,7 @@ DEVICE void max_shared(u32 at, u32 value) {
 }
 
 // -- products of 128 threads ------------------------------------------------------------------
-// Operands lie in shared memory as copy_rows leaves them: rows of 128 bytes, chunks exchanged.
+// Operands are in shared memory as copy_rows() writes them: rows of 128 bytes with swizzled chunks.
 
 DEVICE u64 operand_at(u32 at) {
   return (u64)((at & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;  // 1,024 bytes between groups of 8 rows
@@ -251,7 +252,7 @@ DEVICE void await_products() {
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 }
 // c (64 x N) = or += a (64 x 32) b (N x 32)ᵀ in e4m3, N = 2 COUNT. Thread (w, g, t) = (warp, lane / 4, lane % 4)
-// has rows 16w + g (c[4i], c[4i + 1]) and 16w + g + 8 (c[4i + 2], c[4i + 3]), columns 8i + 2t and 8i + 2t + 1.
+// holds rows 16w + g (c[4i], c[4i + 1]) and 16w + g + 8 (c[4i + 2], c[4i + 3]), columns 8i + 2t and 8i + 2t + 1.
 #define C4(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
 #define C16(i) C4(i), C4(i + 4), C4(i + 8), C4(i + 12)
 #define MULTIPLY(N, COUNT, NAMES, A, B, ADDS, ...)                                                              \
@@ -281,9 +282,10 @@ DEVICE u64 nanoseconds() {
 }
 DEVICE u64 cycles() { return clock64(); }
 DEVICE void sleep(u32 nanoseconds) { __nanosleep(nanoseconds); }
-// `word` is in page-locked memory of the host, which outlives the context that the fault destroys. A store
-// to address 0 and no `trap`: where there is one, the compiler gives consumers no more registers than the
-// kernel begins with, whatever setmaxnreg says. Who stops first has waited longest: it alone writes.
+// Stops the kernel by a fault. `word` is in page-locked host memory, which outlives the context that the fault
+// destroys. The fault is a store to address 0 rather than a `trap`: if the code has a `trap`, the compiler gives
+// consumers no more registers than the kernel starts with, whatever setmaxnreg says. The first thread to stop
+// has waited longest, so only this thread writes.
 DEVICE void stop(u32* word, u32 first, u32 second) {
   if (*(volatile u32*)word) return;
   asm volatile("st.relaxed.sys.global.v2.u32 [%0], {%1,%2};" ::"l"(word), "r"(first), "r"(second) : "memory");

@@ -1,4 +1,5 @@
-"""Sampling under masks of ids: kept logits are masked in one pass, then sampled as usual."""
+"""Sampling under masks of allowed ids: kept logits are masked in one pass, then sampled as
+usual."""
 
 from __future__ import annotations
 
@@ -13,15 +14,16 @@ from nanoactor.models.devices.cuda.kernels.sampling import sample_rows
 NO_TOKEN = tl.constexpr(limits.NO_TOKEN)
 NOTHING_ALLOWED = tl.constexpr(limits.NOTHING_ALLOWED)
 _PART = 4096
-"""Token ids per program."""
+"""Number of token ids per program."""
 
 
 def sample_masked_rows(choice: RowChoice, masks: torch.Tensor) -> None:
     """Choose a token for each slot from its row of logits (slots, vocabulary) under its mask, int32
     (rows, words): bit t % 32 of word t // 32 is set if id t may be chosen.
 
-    Ids go to `chosen` and to the table of last tokens; `limits.NO_TOKEN` if the highest logit is
-    not finite, `limits.NOTHING_ALLOWED` if the highest allowed one is not.
+    Ids are written to `chosen` and to the table of last tokens. `chosen` gets `limits.NO_TOKEN` if
+    the highest logit is not finite, and `limits.NOTHING_ALLOWED` if only the highest allowed logit
+    is not finite.
     """
     logits, slots, chosen = choice.logits, choice.slots, choice.chosen
     rows, vocabulary = len(slots), logits.shape[1]

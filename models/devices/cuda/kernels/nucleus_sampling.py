@@ -1,10 +1,11 @@
 """Sampling with top-p and min-p from the whole vocabulary, without sorting it.
 
-The tokens that stay are the top of the order of scores: if one is out, so are all below it. So the
-winner of a draw from all tokens is the winner among those that stay, if it is one of them; else it
-and all below it are excluded, and the winner of the rest is checked. With top-p, a draw from all
-stays with at least that probability, so one check is usually enough. However many it takes, the
-token is the same as with sorting, since each token has its own noise.
+The tokens that are kept are those with the highest scores: if a token is removed, so are all tokens
+below it. So if the winner of a draw from all tokens is kept, it is also the winner among the kept
+tokens. Otherwise, it and all tokens below it are excluded, and the winner of the rest is checked.
+With top-p, the first winner is kept with a probability of at least top-p, so one check is usually
+enough. However many checks it takes, the token is the same as with sorting, since each token has
+its own noise.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from nanoactor.models.devices.cuda.kernels.philox import gumbel_of_part
 from nanoactor.models.devices.cuda.kernels.truncated_sampling import sort_keys
 
 _PART = 4096
-"""Token ids that are read at once."""
+"""Number of token ids that are read at once."""
 
 
 def sample_nucleus(
@@ -28,12 +29,12 @@ def sample_nucleus(
     highest: torch.Tensor,
     chosen: torch.Tensor,
 ) -> None:
-    """Choose for rows of logits (rows, vocabulary) if their slot has a temperature, no top-k, and a
-    top-p or a min-p; others are unchanged.
+    """Choose a token for each row of logits (rows, vocabulary) whose slot has a temperature, no
+    top-k, and a top-p or a min-p. Other rows are unchanged.
 
-    `highest` float32 (rows, parts) are the maxima of the parts of each row; `chosen` int32 (rows,)
-    has the ids drawn from all tokens. Unless that is negative, the id goes to `chosen` and to the
-    table of last tokens.
+    `highest`, float32 (rows, parts), holds the maximum of each part of a row. `chosen`, int32
+    (rows,), holds the ids sampled from all tokens; unless that id is negative, the new id is
+    written to `chosen` and to the table of last tokens.
     """
     rows, vocabulary = logits.shape
     parts = highest.shape[1]
@@ -61,7 +62,8 @@ def sample_nucleus(
 
 @triton.jit
 def _scores(logits, ids, vocabulary, top, temperature):
-    """Return scores of some ids: at most 0, minus infinity for missing ids and NaN."""
+    """Return the scores of some ids, at most 0: minus infinity for NaN and for ids past the
+    vocabulary."""
     value = tl.load(logits + ids, mask=ids < vocabulary, other=float("-inf")).to(tl.float32)
     score = tl.div_rn(value - top, temperature)
     return tl.where(score == score, score, float("-inf"))

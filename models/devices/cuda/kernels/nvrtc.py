@@ -1,4 +1,4 @@
-"""CUDA C++ to machine code by NVRTC, kept on disk."""
+"""Compilation of CUDA C++ to machine code by NVRTC, with a cache on disk."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ OPTIONS = (
     "--ptxas-options=-v",
 )
 MACHINE = Path(__file__).parent / "machine.cuh"
-"""The instructions that kernels in CUDA C++ consist of."""
+"""Source of the instruction wrappers that the kernels in CUDA C++ use."""
 
 
 class CompileError(Exception):
-    """NVRTC is missing, or refuses the source."""
+    """NVRTC is missing or rejects the source."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,20 +33,21 @@ class Compiled:
 
     cubin: bytes
     report: str
-    """The assembler's report on registers and spills; empty if read from disk."""
+    """The assembler's report on registers and spills; empty if the code was read from disk."""
 
     def bytes_of(self, what: str) -> int:
-        """Return the most bytes of `stack frame`, `spill stores` or `spill loads` of any kernel."""
+        """Return the largest number of bytes of "stack frame", "spill stores" or "spill loads" in
+        any kernel."""
         return max(map(int, re.findall(rf"(\d+) bytes {what}", self.report)))
 
     @property
     def registers(self) -> int:
-        """Return the most registers that a thread of any kernel starts with."""
+        """Return the largest number of registers with which a thread of any kernel starts."""
         return max(map(int, re.findall(r"Used (\d+) registers", self.report)))
 
 
 def _nvrtc() -> Any:
-    """Import the bindings; they come with CUDA builds of PyTorch."""
+    """Import the NVRTC bindings, which come with CUDA builds of PyTorch."""
     try:
         from cuda.bindings import nvrtc
 
@@ -70,7 +71,7 @@ def _text(nvrtc: Any, program: Any) -> str:
 
 
 def compile_source(source: str, name: str) -> Compiled:
-    """Compile. Raises `CompileError`."""
+    """Compile a source. Raises `CompileError` if that fails."""
     nvrtc = _nvrtc()
     file = f"{name}.cu".encode()
     program = _check(nvrtc, nvrtc.nvrtcCreateProgram(source.encode(), file, 0, [], []))
@@ -97,7 +98,7 @@ def _version() -> str:
 
 
 def compiled(source: str, name: str) -> Compiled:
-    """Read machine code from disk, or compile and store it. Raises `CompileError`."""
+    """Read machine code from disk, or compile and store it. Raises `CompileError` if that fails."""
     key = hashlib.sha256("\0".join((source, _version(), *OPTIONS)).encode()).hexdigest()
     path = cache_folder() / f"{key}.cubin"
     try:

@@ -1,4 +1,4 @@
-"""The noise of `models/sampling/philox.py` in Triton: the same words, the same arithmetic."""
+"""The noise of `models/sampling/philox.py` in Triton, with the same words and arithmetic."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import triton.language as tl
 
 @triton.jit
 def _gumbel(words):
-    """Return standard Gumbel noise from 32-bit words: 23 bits, never 0 and never 1."""
+    """Convert 32-bit words to standard Gumbel noise, through 23-bit uniform numbers that are never
+    0 or 1."""
     bits = (words.to(tl.uint32, bitcast=True) >> 9).to(tl.float32)
     return -tl.log(-tl.log((bits + 0.5) * 1.1920928955078125e-07))
 
 
 @triton.jit
 def gumbel_of_part(seed, position, number, part: tl.constexpr):
-    """Return the noise of a part's token ids, in order; a Philox counter gives four values."""
+    """Return the noise for the token ids of a part, in order. Each Philox counter gives four
+    values."""
     group = number * (part // 4) + tl.arange(0, part // 4)
     zero = tl.zeros_like(group)
     first, second, third, fourth = tl.philox(seed, group, zero + position, zero, zero)
@@ -25,7 +27,7 @@ def gumbel_of_part(seed, position, number, part: tl.constexpr):
 
 @triton.jit
 def gumbel_at(seed, position, ids):
-    """Return the same noise for some token ids."""
+    """Return the same noise for arbitrary token ids."""
     group = ids // 4
     zero = tl.zeros_like(group)
     first, second, third, fourth = tl.philox(seed, group, zero + position, zero, zero)

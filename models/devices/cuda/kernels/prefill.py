@@ -1,4 +1,4 @@
-"""Attention of prompts on one GPU, by the kernel that suits the GPU and the model."""
+"""Prefill attention on one GPU, by the kernel that suits the GPU and the model."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ from nanoactor.models.devices.cuda.kernels.prefill_attention_tma import (
 
 HOPPER = 9
 _SIZES = (64, 128)
-"""Head sizes whose sums fit into the registers of `WIDE` and whose rows fit into a box."""
+"""Head sizes whose sums fit into the registers of the `WIDE` variant and whose rows fit into a
+box."""
 
 
 def refusal(
     capability: tuple[int, int], dtype: torch.dtype, block_size: int, head_dim: int
 ) -> str | None:
-    """Return why TMA cannot load keys and values; None if it can.
+    """Return why TMA cannot load keys and values, or None if it can.
 
-    The rows of a box are adjacent in memory, so it must lie within one block: a block holds a
-    whole number of tiles.
+    The rows of a box are adjacent in memory, so a box must lie within one block, and a block must
+    hold a whole number of tiles.
     """
     if capability[0] != HOPPER:
         return f"compute capability {capability[0]}.{capability[1]} is not Hopper's, 9.0"
@@ -45,7 +46,7 @@ def refusal(
 
 
 class PrefillAttention:
-    """Chooses the kernel for a device."""
+    """Prefill attention that chooses the kernel for a device and a step."""
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class PrefillAttention:
         multiprocessors: int,
         variants: tuple[Variant, Variant] = (WIDE, NARROW),
     ) -> None:
-        """Set up the variants for many programs and for few."""
+        """Set up the kernel; `variants` are those for many programs and for few."""
         self.capability = capability
         self._multiprocessors, self._variants = multiprocessors, variants
         self._ready: set[tuple[object, ...]] = set()
@@ -69,7 +70,8 @@ class PrefillAttention:
         scale: float,
         output: torch.Tensor,
     ) -> None:
-        """Write attention of (tokens, heads, head_dim) to `output`, for the prompt tokens."""
+        """Write the attention of `queries`, (tokens, heads, head_dim), to `output` for the prompt
+        tokens."""
         heads, size = queries.shape[1:]
         block_size, kv_heads = cache.keys.shape[1:3]
         if self.refusal(queries.dtype, block_size, size) is not None:
@@ -79,7 +81,7 @@ class PrefillAttention:
         chosen = self.variant(batch.prefill_tokens, heads, kv_heads)
         shape = (queries.dtype, heads, kv_heads, size, block_size)
         if shape not in self._ready:
-            # The first step compiles both, so that no prompt of another length waits for that.
+            # The first step compiles both variants, so that prompts of other lengths do not wait.
             self._ready.add(shape)
             wide, narrow = self._variants
             if size not in self._parts:
@@ -91,10 +93,10 @@ class PrefillAttention:
         prefill_attention_tma(queries, cache, batch, scale, output, chosen, parts)
 
     def variant(self, tokens: int, heads: int, kv_heads: int) -> Variant:
-        """Return the narrow one if wide programs do not outnumber the multiprocessors.
+        """Return the narrow variant if there are no more wide programs than multiprocessors.
 
-        `programs` is a lower bound; the spare programs of captured steps, for more prompts, return
-        at once.
+        The number of programs is a lower bound: captured steps have spare programs for more
+        prompts, which return at once.
         """
         wide, narrow = self._variants
         programs = triton.cdiv(tokens, tokens_per_program(heads, kv_heads)) * kv_heads

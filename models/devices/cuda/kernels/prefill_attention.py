@@ -1,7 +1,8 @@
-"""Causal attention of prompt chunks over the paged cache: each sees its prefix and itself.
+"""Causal attention of prompt chunks over the paged cache; each chunk sees its prefix and itself.
 
-Flash attention (arXiv:2205.14135): scores stay in registers, and the sums are rescaled as the
-maximum rises. A program has some tokens of one row with all query heads of one key-value head.
+This is flash attention (arXiv:2205.14135): scores stay in registers, and the sums are rescaled as
+the maximum rises. A program processes some tokens of one row with all query heads of one key-value
+head.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from nanoactor.models.batch import KVCache
 
 _TILE, _WARPS, _STAGES = 64, 8, 2
 _ROWS = 128
-"""Rows of a program's matrix product: tokens times the heads that share a key-value head."""
+"""Number of rows of a program's matrix product: tokens times query heads that share a key-value
+head."""
 
 
 def tokens_per_program(heads: int, kv_heads: int) -> int:
@@ -31,11 +33,12 @@ def prefill_attention(
     scale: float,
     output: torch.Tensor,
 ) -> None:
-    """Write attention of (tokens, heads, head_dim) to `output`, for the tokens in `tiles`.
+    """Write the attention of `queries`, (tokens, heads, head_dim), to `output` for the tokens in
+    `tiles`.
 
-    `tables` are int32 (slots, blocks). `rows` int32 (4, rows): slot, first token, tokens, context
-    at the end of the chunk. `tiles` int32 (2, programs): the row, or -1 for none, and the index of
-    its group of `tokens_per_program` tokens.
+    `tables` is int32 (slots, blocks). `rows`, int32 (4, rows), holds the slot, first token, number
+    of tokens, and context at the end of the chunk. `tiles`, int32 (2, programs), holds each
+    program's row, or -1 if it has none, and the index of its group of `tokens_per_program` tokens.
     """
     heads, size = queries.shape[1:]
     kv_heads, block_size = cache.keys.shape[2], cache.keys.shape[1]
@@ -117,7 +120,7 @@ def _prefill(
     offset = (first + token).to(tl.int64)[:, None]
     at = offset * query_stride + head[:, None] * size + dim[None, :]
     query = tl.load(queries + at, mask=wanted, other=0.0)
-    # The last position that a query sees: its own.
+    # The last position that a query sees is its own.
     own = context - count + token
 
     best = tl.full([tokens * group], float("-inf"), tl.float32)

@@ -1,16 +1,18 @@
-"""Attention of prompt chunks on Hopper: TMA loads keys and values, a box within a page at a time.
+"""Attention of prompt chunks on Hopper: TMA loads keys and values, one box within a block at a
+time.
 
-The arithmetic and the order of programs are those of `prefill_attention`. The differences: a tile
-is one copy that needs no addresses in registers, the scale is folded into the exponent, and
-registers are capped, so that two groups of warps share a multiprocessor.
+The arithmetic and the order of programs are those of `prefill_attention`, with these differences: a
+tile is loaded by one copy, which needs no addresses in registers; the scale is folded into the
+exponent; and registers are capped, so that two programs share a multiprocessor.
 
-If there are few programs, several share one context, as in `decode_attention`. The last one to
-finish combines their sums, which saves a launch; contexts that one program reads quickly enough are
-not divided.
+If there are few programs, several of them share one context, as in `decode_attention`. The last
+program to finish combines their sums, which saves a launch. Contexts that one program reads quickly
+enough are not divided.
 
-A descriptor (CUtensorMap) is made on the host at each launch and passed by value, like a pointer. A
-captured launch has a copy of it, which is valid as long as the cache stays at its address, a
-requirement of every captured kernel; it needs neither an allocator nor memory on the device.
+A descriptor (CUtensorMap) is created on the host at each launch and passed by value, like a
+pointer. A captured launch holds a copy of it, which is valid as long as the cache stays at its
+address, as every captured kernel requires. The descriptor needs neither an allocator nor memory on
+the device.
 """
 
 from __future__ import annotations
@@ -34,22 +36,23 @@ class Variant:
     """Rows of the matrix product: the number of tokens times the number of heads that share a
     key-value head."""
     tile: int
-    """Keys at a time: the height of a box."""
+    """Number of keys at a time, the height of a box."""
     warps: int
     stages: int
     registers: int | None
-    """Maximum registers of a thread; None: the compiler decides."""
+    """Maximum number of registers per thread, or None to let the compiler decide."""
 
 
 WIDE = Variant(rows=128, tile=64, warps=8, stages=2, registers=128)
-"""Without the cap a multiprocessor would hold one such program instead of two."""
+"""Variant for many programs. Without the cap on registers, a multiprocessor would hold one of its
+programs instead of two."""
 NARROW = Variant(rows=64, tile=64, warps=4, stages=3, registers=None)
-"""For few programs: twice as many, each with half of the tokens."""
+"""Variant for few programs: twice as many programs, each with half of the tokens."""
 _LEAST_TILES = 16
-"""Minimum tiles of each program that shares a context: 1,024 keys take about 10 us."""
+"""Minimum number of tiles for each program that shares a context: 1,024 keys take about 10 us."""
 _AT_ONCE, _WAVES = 2, 5
-"""Programs that share a multiprocessor, and its maximum number of consecutive waves of them if
-contexts are divided."""
+"""Number of programs that share a multiprocessor, and maximum number of consecutive waves of them
+if contexts are divided."""
 _MOST_WAYS, _COST = 16, 0.04
 """Maximum number of parts of a context, and the cost of each additional part as a fraction of the
 undivided time."""
@@ -57,14 +60,15 @@ undivided time."""
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Parts:
-    """Memory for the sums of programs that divide contexts; steps use it in turn."""
+    """Memory for the sums of programs that divide contexts. Steps use it one after the other."""
 
     sums: torch.Tensor
     """Unnormalized outputs, float32 (programs, rows, head_dim)."""
     totals: torch.Tensor
     """Maxima of the scores and sums of exponentials, float32 (programs, 2, rows)."""
     done: torch.Tensor
-    """int32 (programs,): number of finished programs of a divided context; 0 between launches."""
+    """Number of finished programs of each divided context, int32 (programs,); 0 between
+    launches."""
 
     @classmethod
     def empty(cls, programs: int, variant: Variant, head_dim: int, device: torch.device) -> Parts:
@@ -76,11 +80,12 @@ class Parts:
 
     @staticmethod
     def wanted(multiprocessors: int) -> int:
-        """Return the largest number of programs if contexts are divided."""
+        """Return the maximum number of programs if contexts are divided."""
         return _WAVES * _AT_ONCE * multiprocessors
 
     def ways(self, programs: int) -> int:
-        """Return the number of parts into which `programs` programs divide contexts.
+        """Return the number of parts into which the context of each of `programs` programs is
+        divided.
 
         All parts take the same time, so only the number of waves on a multiprocessor matters: a
         nearly empty last wave takes as long as a full one.
@@ -99,9 +104,9 @@ def prefill_attention_tma(
     variant: Variant,
     parts: Parts | None = None,
 ) -> None:
-    """Compute `prefill_attention`; `scale` is positive, head_dim a power of two from 16 on, and a
-    block holds a whole number of the variant's tiles. With `parts`, programs divide contexts as
-    far as memory allows."""
+    """Compute the same as `prefill_attention`. `scale` must be positive, head_dim a power of two of
+    at least 16, and a block must hold a whole number of the variant's tiles. With `parts`, programs
+    divide contexts as far as its memory allows."""
     heads, size = queries.shape[1:]
     blocks, block_size, kv_heads = cache.keys.shape[:3]
     width = kv_heads * size
@@ -111,7 +116,7 @@ def prefill_attention_tma(
     tokens = min(planned, max(1, variant.rows // group))
     tables, rows, tiles = batch.tables, batch.prefill_rows, batch.prefill_tiles
     programs = tiles.shape[1] * (planned // tokens)
-    # Tiles are planned longest first; at least this many are not spares for more rows.
+    # Tiles are planned longest first; at least this many programs are not spares for more rows.
     divided = min(programs, triton.cdiv(batch.prefill_tokens, tokens))
     fits = parts is not None and tokens * group <= parts.sums.shape[1]
     ways = parts.ways(divided * kv_heads) if parts is not None and fits else 1
@@ -150,7 +155,7 @@ def prefill_attention_tma(
     )
 
 
-# These differ from step to step, and no prompt should wait for the compiler.
+# These arguments differ from step to step, and no prompt should wait for the compiler.
 @triton.jit(do_not_specialize=["rows_stride", "tiles_stride", "divided"])
 def _prefill_tma(  # noqa: C901 - a kernel is one function
     queries,
@@ -183,7 +188,7 @@ def _prefill_tma(  # noqa: C901 - a kernel is one function
 ):
     each: tl.constexpr = heads // kv_heads
     kv_head = tl.program_id(1)
-    # The first programs divide contexts, `ways` of them each; the others have one each.
+    # The first programs divide contexts, `ways` per context; the others have one to themselves.
     number, way = tl.program_id(0), 0
     if ways > 1:
         shared = number < divided * ways
@@ -227,7 +232,7 @@ def _prefill_tma(  # noqa: C901 - a kernel is one function
     sums = tl.zeros([tokens * group, size], tl.float32)
     position = tl.arange(0, tile)
     column = kv_head * size
-    # The last position that a query sees: its own; none past the end, for those that pad.
+    # The last position that a query sees is its own; padding queries see none past the end.
     own = tl.minimum(context - count + token, end - 1)
     # Tiles that are fully visible to all of the program's queries need no mask.
     whole = (context - count + begin + 1) // tile * tile
@@ -256,7 +261,7 @@ def _prefill_tma(  # noqa: C901 - a kernel is one function
         fade = tl.exp2(best - higher)
         total = total * fade + tl.sum(share, 1)
         sums = sums * fade[:, None]
-        # A box is whole: past a context's end it may hold anything, and NaN times 0 is NaN.
+        # A box is always whole: past a context's end it may hold anything, and NaN times 0 is NaN.
         value = tl.where((start + position < end)[:, None], value, 0.0)
         sums = tl.dot(share.to(value.dtype), value, sums)
         best = higher
@@ -265,7 +270,7 @@ def _prefill_tma(  # noqa: C901 - a kernel is one function
         if used == 1:
             _store(to, sums, total, wanted)
         else:
-            # Divided contexts have `ways` places each: for a part's maxima, totals and sums.
+            # A divided context has `ways` places, one for the maxima, totals and sums of each part.
             place = (number * kv_heads + kv_head) * ways
             rows_at = part_totals + 2 * place * tokens * group + index
             sums_at = place.to(tl.int64) * tokens * group * size
@@ -290,7 +295,8 @@ def _store(to, sums, total, wanted):
 
 @triton.jit
 def _store_together(to, rows_at, sums_at, used, wanted, rows: tl.constexpr, size: tl.constexpr):
-    """Combine the parts of a context, which other programs have just written."""
+    """Combine the parts of a context, which other programs have just written, and store the
+    result."""
     best = tl.full([rows], -1e30, tl.float32)
     total = tl.zeros([rows], tl.float32)
     sums = tl.zeros([rows, size], tl.float32)

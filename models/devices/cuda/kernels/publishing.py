@@ -1,4 +1,4 @@
-"""Publication of ids to host memory by the step itself."""
+"""Publication of token ids to host memory by the step itself."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import triton.language as tl
 
 
 def publish(ids: torch.Tensor, ring: torch.Tensor, count: torch.Tensor) -> None:
-    """Write ids, int32 (rows,), to the next place of `ring`, int32 (places, 1 + most rows) in
-    page-locked memory, after the number of steps so far, which `count`, int32 (1,), holds.
+    """Write the number of steps so far, which `count`, int32 (1,), holds, followed by `ids`, int32
+    (rows,), to the next place of `ring`, int32 (places, 1 + maximum number of rows) in page-locked
+    memory. Increment `count`.
 
-    The number of places is a power of two, so that an overflowing count stays in sequence.
+    The number of places is a power of two, so that the order of places continues when the count
+    overflows.
     """
     rows, places = len(ids), len(ring)
     assert places & (places - 1) == 0
@@ -26,5 +28,5 @@ def _publish(ids, ring, count, rows, last_place, stride, width: tl.constexpr):
     row = tl.arange(0, width)
     tl.store(to + 1 + row, tl.load(ids + row, mask=row < rows, other=0), mask=row < rows)
     tl.store(to, number)
-    tl.debug_barrier()  # all have read the count
+    tl.debug_barrier()  # all threads have read the count
     tl.store(count, number + 1)

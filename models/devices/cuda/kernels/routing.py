@@ -1,7 +1,7 @@
-"""A router's choice of experts in Triton, and pairs of token and expert in blocks of one expert.
+"""Top-k routing in Triton, and token-expert pairs grouped into blocks of one expert each.
 
-The host reads nothing back, so steps of any size can be captured. A grid over blocks covers the
-maximum number; empty ones return at once.
+Nothing is read back to the host, so steps of any size can be captured. A grid over blocks covers
+the maximum number of blocks; programs of empty blocks return at once.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ import triton.language as tl
 from nanoactor.models.weights.linear import Router
 
 _FEW_TOKENS = 16
-"""Tokens up to which each reads the router's weights from L2."""
+"""Maximum number of tokens for which each token reads the router's weights from L2."""
 _CHUNKS = (256, 1024, 4096)
-"""Pairs that are read at once: the first size that has room for all, or the last."""
+"""Numbers of pairs that may be read at once: the first that holds all pairs is used, or the
+last."""
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 def route(x: torch.Tensor, router: Router) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `Operators.route`. Shares are rounded to the type of `x`."""
+    """Implement `Operators.route`. Routing weights are rounded to the dtype of `x`."""
     (tokens, hidden), experts, chosen = x.shape, len(router.weight), router.chosen
     ids = torch.empty(tokens, chosen, dtype=torch.int32, device=x.device)
     shares = torch.empty(tokens, chosen, dtype=torch.float32, device=x.device)
@@ -67,7 +68,7 @@ def _weigh(
     outputs: tl.constexpr,
     inputs: tl.constexpr,
 ):
-    """Compute a token's products with some experts' weights, float32."""
+    """Compute a token's float32 router logits for some experts."""
     token = tl.program_id(0).to(tl.int64)
     j = tl.program_id(1) * outputs + tl.arange(0, outputs)
     total = tl.zeros([outputs], tl.float32)
@@ -92,7 +93,8 @@ def _route(
     slots: tl.constexpr,
     rounded: tl.constexpr,
 ):
-    """Choose a token's likeliest experts, ties to the lower one, and their softmax shares."""
+    """Choose a token's most likely experts, ties to the lower id, and compute their softmax
+    weights."""
     token = tl.program_id(0)
     expert = tl.arange(0, padded)
     there = expert < experts
@@ -104,7 +106,7 @@ def _route(
     values = tl.zeros([slots], tl.float32)
     for n in tl.static_range(chosen):
         highest = tl.max(likely, 0)
-        # NaN is never chosen: such a token's result is NaN because of its own values.
+        # NaN equals nothing: such a token's result is NaN anyway, because of its own values.
         first = tl.min(tl.where(likely == highest, expert, padded - 1), 0)
         best = tl.where(slot == n, first, best)
         values = tl.where(slot == n, highest, values)
@@ -118,18 +120,18 @@ def _route(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Blocks:
-    """Pairs of token and expert, token by token, in blocks of one expert each."""
+    """Token-expert pairs, in the order of tokens, in blocks of one expert each."""
 
     rows: torch.Tensor
-    """int32 (blocks * size): each row's pair; the number of pairs if there is none."""
+    """Pair of each row, int32 (blocks * size,); the number of pairs if the row has none."""
     owners: torch.Tensor
-    """int32 (blocks,): each block's expert; -1 if there is none, as in the last blocks."""
+    """Expert of each block, int32 (blocks,); -1 for unused blocks, which come last."""
     used: torch.Tensor
-    """int32 (1,): the number of blocks that have an expert."""
+    """Number of blocks that have an expert, int32 (1,)."""
 
 
 def blocks_of(ids: torch.Tensor, experts: int, size: int) -> Blocks:
-    """Put pairs int32 (tokens, chosen) into blocks of `size`."""
+    """Group the pairs of `ids`, int32 (tokens, chosen), into blocks of `size` rows."""
     pairs = ids.numel()
     blocks = min(pairs, experts + pairs // size)
     rows = torch.empty(blocks * size, dtype=torch.int32, device=ids.device)
@@ -161,9 +163,9 @@ def _align(
     size: tl.constexpr,
     chunk: tl.constexpr,
 ):
-    """Put the pairs of one expert into separate blocks, in order; the rest of the last block is
-    filled with `pairs`. Blocks of no expert belong to -1. Behind the owners is the number of blocks
-    that have one."""
+    """Write the pairs of one expert, in order, to blocks of its own, and fill the rest of the last
+    one with `pairs`. Unused blocks get owner -1. The number of used blocks is stored after the
+    owners."""
     mine = tl.program_id(0)
     expert = tl.arange(0, padded)
     counts = tl.zeros([padded], tl.int32)

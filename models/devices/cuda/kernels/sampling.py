@@ -1,8 +1,9 @@
-"""Sampling in passes: maxima of groups, perturbed maxima, the winner; then rows with a top-k, and
-those with a top-p or a min-p alone.
+"""Sampling in several passes: maxima of groups, perturbed maxima, the winner; then rows with a
+top-k, and rows with only a top-p or a min-p.
 
-The numbers are those of `models/sampling/sampler.py`: the same Philox words, the same scores, ties
-to the lower id. Rows with a top-k of hundreds or masked logits are sampled there.
+The numbers are the same as in `models/sampling/sampler.py`: the same Philox words, the same scores,
+ties to the lower id. Rows with a top-k above `limits.CANDIDATES` or with masked logits are sampled
+there.
 """
 
 from __future__ import annotations
@@ -22,25 +23,25 @@ from nanoactor.models.devices.cuda.kernels.truncated_sampling import GROUP, room
 NO_TOKEN = tl.constexpr(limits.NO_TOKEN)
 FROZEN = tl.constexpr(limits.FROZEN)
 _PART = 4096
-"""Token ids per program."""
+"""Number of token ids per program."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Partials:
-    """Results of the parts of the vocabulary."""
+    """Intermediate results for each part of the vocabulary."""
 
     highest: torch.Tensor
     """Highest logit of each part, float32 (rows, parts)."""
     highest_ids: torch.Tensor
-    """Id of `highest`, int32 (rows, parts)."""
+    """Id of each logit in `highest`, int32 (rows, parts)."""
     scores: torch.Tensor
     """Highest perturbed score of each part, float32 (rows, parts)."""
     score_ids: torch.Tensor
-    """Id of `scores`, int32 (rows, parts)."""
+    """Id of each score in `scores`, int32 (rows, parts)."""
     group_maxima: torch.Tensor
-    """float32 (rows, groups of 256 ids)."""
+    """Highest logit of each group of 256 ids, float32 (rows, groups)."""
     truncating: torch.Tensor
-    """int64 (rows, room): `truncated_sampling`'s."""
+    """Workspace of `truncated_sampling`, int64 (rows, room)."""
 
     @classmethod
     def empty(cls, rows: int, vocabulary: int, device: torch.device) -> Partials:
@@ -68,11 +69,12 @@ def sample_rows(
     partials: Partials,
     chosen: torch.Tensor,
 ) -> None:
-    """Choose a token for each row of logits (rows, vocabulary), with its slot in `slots` int32.
+    """Choose a token for each row of logits (rows, vocabulary); `slots`, int32 (rows,), holds the
+    slot of each row.
 
-    Ids go to `chosen` int32 (rows,), `limits.NO_TOKEN` if the highest logit is not finite and
-    `limits.FROZEN` if the slot is frozen, and to the table of last tokens; lengths are the
-    positions that the sampled tokens will have.
+    Ids are written to `chosen`, int32 (rows,), and to the table of last tokens. `chosen` gets
+    `limits.NO_TOKEN` if the highest logit is not finite, and `limits.FROZEN` if the slot is frozen.
+    `tables.lengths` are the positions that the sampled tokens will have.
     """
     rows, vocabulary = logits.shape
     parts = triton.cdiv(vocabulary, _PART)
@@ -126,7 +128,7 @@ def sample_rows(
 
 @triton.jit
 def _finite_or_low(at, there):
-    """Load logits in float32; NaN is never chosen."""
+    """Load logits in float32. NaN becomes minus infinity, so that it is never chosen."""
     value = tl.load(at, mask=there, other=float("-inf")).to(tl.float32)
     return tl.where(value == value, value, float("-inf"))
 
@@ -228,7 +230,7 @@ def _winners(
         ids = tl.load(score_ids + at, mask=there, other=0)
     winner = tl.argmax(score, 0)
     token = tl.sum(tl.where(column == winner, ids, 0), 0)
-    token = tl.minimum(tl.maximum(token, 0), vocabulary - 1)  # for any logits
+    token = tl.minimum(tl.maximum(token, 0), vocabulary - 1)  # valid for any logits
     told = tl.where(finite, token, NO_TOKEN)
     tl.store(chosen + row, tl.where(tl.load(frozen + slot) > 0, FROZEN, told))
     tl.store(last_tokens + slot, token)

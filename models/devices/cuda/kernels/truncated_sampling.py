@@ -1,9 +1,9 @@
 """Sampling from the best k tokens (with top-p and min-p) without reading most of the others again.
 
 The vocabulary is divided into groups of 256 ids, and `sampling.py` stores their maxima. The k-th
-highest of these maxima is a bound: at least k logits reach it, and none below it is among the best
-k. So only groups that reach it are read again, about k of several hundred, and only their logits
-that reach it are sorted: little more than k numbers.
+highest of these maxima is a bound: at least k logits reach it, so no logit below it is among the
+best k. Therefore only groups whose maximum reaches the bound are read again, about k of several
+hundred, and only logits that reach it are sorted, little more than k.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from nanoactor.models.devices.cuda.kernels.philox import gumbel_at
 from nanoactor.models.limits import CANDIDATES
 
 GROUP = 256
-"""Ids with a maximum of their own."""
+"""Number of ids in a group."""
 _AT_ONCE = 16
-"""Groups that are read at once."""
+"""Number of groups that are read at once."""
 _ROOM = 2 * CANDIDATES
-"""Numbers that are sorted; if more reach the bound (ties), a higher bound is searched for."""
+"""Maximum number of logits that are sorted. If more reach the bound because of ties, a higher bound
+is searched for."""
 
 
 def room(groups: int) -> int:
-    """Return a row's scratch memory in int64 words: the groups that reach the bound, their best."""
+    """Return the size of a row's scratch memory in int64 words, for the groups that reach the bound
+    and for the best keys."""
     return triton.cdiv(groups, _AT_ONCE) * _AT_ONCE + _ROOM
 
 
@@ -37,12 +39,12 @@ def sample_truncated(
     scratch: torch.Tensor,
     chosen: torch.Tensor,
 ) -> None:
-    """Choose for rows of logits (rows, vocabulary) if their slot has a temperature and a top-k of
-    at most `limits.CANDIDATES`; others are unchanged.
+    """Choose a token for each row of logits (rows, vocabulary) whose slot has a temperature and a
+    top-k of at most `limits.CANDIDATES`. Other rows are unchanged.
 
-    `maxima` float32 (rows, groups) are those of each group of 256 ids, `scratch` int64
-    (rows, `room`). Ids go to `chosen` int32 (rows,), unless it is negative, and to the table of
-    last tokens.
+    `maxima`, float32 (rows, groups), holds the maximum of each group of 256 ids; `scratch` is int64
+    (rows, `room`). Ids are written to `chosen`, int32 (rows,), unless it holds a negative id, and
+    to the table of last tokens.
     """
     rows, vocabulary = logits.shape
     groups = maxima.shape[1]
@@ -75,7 +77,8 @@ def sample_truncated(
 
 @triton.jit
 def sort_keys(scores, ids):
-    """Return numbers that sort as the scores do, equal ones by descending id."""
+    """Return int64 keys that sort as the scores do. Of equal scores, the lower id has the higher
+    key."""
     bits = (scores + 0.0).to(tl.int32, bitcast=True)
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
     return (ordered << 32) | (0x7FFFFFFF - ids).to(tl.int64)
@@ -86,7 +89,8 @@ def _keys_of(
     logits, listed, first, count, top, temperature, bound, vocabulary, group: tl.constexpr,
     at_once: tl.constexpr,
 ):  # fmt: skip
-    """Return flat keys of some listed groups, and a mask of those that reach the bound."""
+    """Return the keys of some listed groups, flattened, and a mask of those whose logits reach the
+    bound."""
     index = first + tl.arange(0, at_once)
     number = tl.load(listed + index, mask=index < count, other=0)
     ids = number[:, None] * group + tl.arange(0, group)[None, :]
@@ -150,13 +154,13 @@ def _sample_truncated(
             logits, listed, first, count, top, temperature, bound, vocabulary, group, at_once
         )
         total += tl.sum(reach.to(tl.int32), 0)
-    # The lowest key that may stay: all that reach the bound, or exactly the best k of them.
+    # The lowest key that is kept: all that reach the bound are kept, or exactly the best k.
     lowest = tl.full([], -0x7FFFFFFFFFFFFFFF, tl.int64)
     if total > space:
         upper = sort_keys(tl.zeros([1], tl.float32), tl.zeros([1], tl.int32))
         above = tl.max(upper, 0) + 1
         while lowest + 1 < above:
-            # Halves first, so that the sum does not overflow.
+            # Halved before the addition, so that the sum does not overflow.
             middle = (lowest >> 1) + (above >> 1) + (lowest & above & 1)
             enough = 0
             for first in range(0, count, at_once):
@@ -200,7 +204,7 @@ def _sample_truncated(
     noise = gumbel_at(low | (high << 32), tl.load(lengths + slot), ids)
     winner = tl.argmax(tl.where(stay, score + noise, float("-inf")), 0)
     token = tl.sum(tl.where(order == winner, ids, 0), 0)
-    token = tl.minimum(tl.maximum(token, 0), vocabulary - 1)  # whatever the logits are
+    token = tl.minimum(tl.maximum(token, 0), vocabulary - 1)  # valid for any logits
     # A row with non-finite logits keeps its negative id.
     tl.store(chosen + row, tl.where(tl.load(chosen + row) < 0, tl.load(chosen + row), token))
     tl.store(last_tokens + slot, token)

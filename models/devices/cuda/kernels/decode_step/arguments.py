@@ -20,7 +20,7 @@ from nanoactor.models.devices.cuda.kernels.driver import MAP_BYTES
 from nanoactor.models.weights.whole_step import LayerWeights, ModelWeights, PackedMatrix
 
 MATRICES = tuple(phase.matrix for phase in PHASES if phase.matrix is not None)
-"""A layer's matrices, in the order of its maps."""
+"""Names of a layer's matrices, in the order of its tensor maps."""
 _ALIGNMENT = 64
 _CONTROL_WORDS = 128
 
@@ -38,16 +38,16 @@ class StepInputs:
     slots: torch.Tensor
     """Rows of `tables`, int32 (rows,)."""
     slot_mapping: torch.Tensor
-    """int64 (rows,): cache position of the new token's key and value."""
+    """Cache position of the new token's key and value, int64 (rows,)."""
     tables: torch.Tensor
     """Block tables, int32 (slots, blocks)."""
 
 
 class Scratch:
-    """The memory by which a kernel's blocks hand over to each other, and its results."""
+    """The memory through which a kernel's blocks exchange data, and the kernel's results."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
-        """Allocate zeros, so that no flag of any step is set."""
+        """Allocate zeroed memory, so that it holds no step's flags."""
         rows, flagged = shape.rows, 2 if shape.has_flags else 1
         group = shape.heads // shape.kv_heads
         words = {
@@ -123,7 +123,8 @@ def _layer(weights: LayerWeights, cache: KVCache, scales: torch.Tensor | None) -
 
 
 def scales_of(shape: Shape, weights: ModelWeights) -> list[torch.Tensor | None]:
-    """Lay out the scales of each layer's matrices by tile and box; rows make no difference."""
+    """Lay out the scales of each layer's matrices by tile and box. They do not depend on the number
+    of rows."""
     return [_scales_of(shape, layer) if shape.packed else None for layer in weights.layers]
 
 
@@ -153,9 +154,9 @@ def arguments_of(
     eps: float,
     patience: float,
 ) -> ctypes.Structure:
-    """Fill in the parameters. `maps` are of each layer's matrices and of the head; `scales` of each
-    layer, see `scales_of`; `status` is int32 (2,) in page-locked memory; `patience` is in
-    seconds."""
+    """Fill in the kernel's parameters. `maps` holds the tensor maps of each layer's matrices and of
+    the head, and `scales` the scales of each layer, see `scales_of`. `status` is int32 (2,) in
+    page-locked memory. `patience` is in seconds."""
     args = _struct(shape)()
     joined = b"".join(maps)
     ctypes.memmove(args.maps, joined, len(joined))

@@ -1,42 +1,43 @@
-// Attention over the paged cache, for contexts of any length and mix.
+// Attention over the paged cache, for any mix of context lengths.
 //
-// A *pair* is a row and a key-value head, whose group of query heads share keys and values. Pairs stand
-// in a line, each as long as its context in units of UNIT tokens, and every block takes as many units of
-// the line: its *segments*, each a part of one pair's context. Where padding pairs to a multiple of the
-// share costs little, they are padded, so that no block has more than one segment. Every block finds out
-// for itself which segments it has.
+// A *pair* is a row and a key-value head, whose group of query heads share keys and values. All pairs form
+// a line, in which the length of a pair is its context in units of UNIT tokens. Every block gets the same
+// number of units of the line: its *segments*, each a part of one pair's context. If padding pairs to a
+// multiple of this share costs little, they are padded, so that no block has more than one segment. Every
+// block computes its own segments.
 //
-// A pair that lies in one block is done there. Otherwise each block that has a part of it writes its
-// unnormed outputs, maximum and sum as flagged words, and combines its own share of the dimensions.
+// A pair that lies in one block is finished there. Otherwise, each block that has a part of the pair writes
+// its unnormalized outputs, maximum and sum as flagged words, and combines all parts for its own share of
+// the dimensions.
 
 constexpr int GROUP_HEADS = HEADS / KV_HEADS;
-constexpr int EACH = HEAD_DIM / 32;    // dimensions of a head for a lane: lane + 32 i
-constexpr int HALVES = HEAD_DIM / 64;  // 64 dimensions each
+constexpr int EACH = HEAD_DIM / 32;    // dimensions of a head per lane: lane + 32 i
+constexpr int HALVES = HEAD_DIM / 64;  // halves of a head, 64 dimensions each
 constexpr int QUERY_PITCH = HEAD_DIM + 32;
 constexpr int UNIT = 64;               // tokens
-constexpr int TURN = WARPS * 16;       // tokens that a block's warps have at a time
-constexpr int PAIR_WORDS = GROUP_HEADS * HEAD_DIM / 2;  // outputs of a pair, in twos
-constexpr float NOTHING = -1e30f;      // a maximum of no scores
+constexpr int TURN = WARPS * 16;       // tokens that a block's warps process at a time
+constexpr int PAIR_WORDS = GROUP_HEADS * HEAD_DIM / 2;  // outputs of a pair, two in a word
+constexpr float NOTHING = -1e30f;      // the maximum of no scores
 
-// -- who has what -----------------------------------------------------------------------------
+// -- division among blocks --------------------------------------------------------------------
 
 struct Segment {
   int row, kv_head;
   int begin, end;          // tokens of the cache
-  bool has_new;            // and the token of this step
-  int first_block, parts;  // the blocks that have parts of the pair
-  int next;                // where the line goes on
+  bool has_new;            // whether it includes the token of this step
+  int first_block, parts;  // first block with a part of the pair, and number of parts
+  int next;                // position in the line of the next segment
 };
 
-// In shared memory; made once a step.
+// In shared memory; computed once per step.
 struct Plan {
   int share;               // units of a block
-  int past[ROWS];          // tokens in the cache
-  int units[ROWS];         // of a pair of this row
-  int padded[ROWS];        // the same, as pairs stand in the line
-  int starts[ROWS + 1];    // where the row's first pair stands
-  int begin, end;          // this block's part of the line: empty, or ...
-  Segment first;           // ... begins with this segment
+  int past[ROWS];          // tokens of each row in the cache
+  int units[ROWS];         // units of a pair of each row
+  int padded[ROWS];        // the same with padding, as in the line
+  int starts[ROWS + 1];    // position in the line of each row's first pair
+  int begin, end;          // this block's part of the line, which may be empty
+  Segment first;           // its first segment, if it is not empty
 };
 
 DEVICE int ceil_div(int a, int b) { return (a + b - 1) / b; }
@@ -47,14 +48,14 @@ DEVICE int sum_of_lanes(int v) {
   return v;
 }
 
-// By one warp; lane r has row r.
+// Run by one warp, whose lane r handles row r.
 DEVICE void make_plan(const Args& a, Plan& plan, int lane) {
   const bool there = lane < ROWS;
   const int past = there && a.contexts[lane] > 1 ? a.contexts[lane] - 1 : 0;
   const int units = !there ? 0 : past > UNIT ? ceil_div(past, UNIT) : 1;
   const int total = KV_HEADS * sum_of_lanes(units);
   const int even = ceil_div(total, BLOCKS);
-  // The least share with which every pair's blocks are its own, if there is one not much larger.
+  // The smallest share with which no block has parts of two pairs, if one not much larger exists.
   int low = even, high = even + even / 4 + 1;
   while (low < high) {
     const int middle = (low + high) / 2;
@@ -84,7 +85,7 @@ DEVICE void make_plan(const Args& a, Plan& plan, int lane) {
   }
 }
 
-// The part of this block's share that begins at `at` of the line. Not to be asked for past its end.
+// The segment of this block's share that begins at `at` in the line, which must be before the share's end.
 DEVICE Segment segment_at(const Plan& plan, int at) {
   int row = 0;
   while (row + 1 < ROWS && plan.starts[row + 1] <= at) ++row;
@@ -104,7 +105,7 @@ DEVICE Segment segment_at(const Plan& plan, int at) {
   return s;
 }
 
-// By one thread, when the plan is made.
+// Run by one thread, after make_plan().
 DEVICE void find_first(Plan& plan) {
   const int begin = block_index() * plan.share, line = plan.starts[ROWS];
   plan.begin = begin;
@@ -112,19 +113,19 @@ DEVICE void find_first(Plan& plan) {
   if (begin < line) plan.first = segment_at(plan, begin);
 }
 
-// Where a block keeps its part of a pair: it has at most one that began before its share, and at most
-// one that began in its share and goes on behind it.
+// Index of a block's part of a pair. A block has at most one part of a pair that begins before its share,
+// and at most one part of a pair that begins in its share and continues after it.
 DEVICE int part_of(const Segment& s, int block) { return block * 2 + (block == s.first_block); }
 
 // -- loads ------------------------------------------------------------------------------------
-// A warp has 16 tokens at a time. Scores: keys are a product's rows, the heads of the group its columns.
-// Values: the heads are the rows; which token and which dimension is which of a product's is chosen so
-// that a thread (g, t) reads 16 bytes of the tokens 2t, 2t + 1, 2t + 8, 2t + 9: dimensions 64 half + 8 g.
+// A warp processes 16 tokens at a time. For scores, a product's rows are keys, and its columns are the heads
+// of the group. For values, its rows are the heads. Tokens and dimensions are mapped to the product so that
+// thread (g, t) reads 16 bytes of each of tokens 2t, 2t + 1, 2t + 8, 2t + 9: dimensions 64 half + 8 g.
 
 struct Keys { uint4 near[EACH], far[EACH]; };  // of tokens g and g + 8
 struct Values { uint4 v[HALVES][4]; };
 
-// Tokens not there are zero and are not read: what lies behind a context may be anything.
+// Missing tokens are zero and are not read: memory past the end of a context may hold anything.
 DEVICE uint4 load_if(bool there, const u16* p) { return there ? load16(p) : uint4{0, 0, 0, 0}; }
 
 DEVICE void load_keys(Keys& k, const u16* keys, u64 token, int kv_head, int left, int lane) {
@@ -152,7 +153,7 @@ DEVICE void load_values(Values& v, const u16* values, u64 token, int kv_head, in
 
 struct Softmax {
   float top[2] = {NOTHING, NOTHING}, sum[2] = {};  // of heads 2t, 2t + 1
-  float out[HALVES][4][2][2] = {};                 // of head g: half, word, parity, which of two dims
+  float out[HALVES][4][2][2] = {};                 // of head g: half, word, parity, which of two dimensions
 };
 
 DEVICE void scores(float (&s)[4], const Keys& k, u32 queries) {
@@ -167,9 +168,9 @@ DEVICE void scores(float (&s)[4], const Keys& k, u32 queries) {
   for (int i = 0; i < 4; ++i) s[i] += more[i];
 }
 
-// Scores of tokens g (s[0], s[1]) and g + 8 with heads 2t, 2t + 1 become weights, of which `left` tokens
-// are there; out is scaled to the new maximum. Returns the weights where the next product wants them:
-// of head g, tokens 2t, 2t + 1 in a0 and 2t + 8, 2t + 9 in a2.
+// Converts the scores of tokens g (s[0], s[1]) and g + 8 (s[2], s[3]) with heads 2t, 2t + 1 to weights;
+// `left` tokens exist. `f.out` is scaled to the new maximum. Returns the weights in the layout of the next
+// product: head g, tokens 2t, 2t + 1 in a0 and 2t + 8, 2t + 9 in a2.
 DEVICE void soften(Softmax& f, float (&s)[4], int left, u32& a0, u32& a2, int lane) {
   const int g = lane >> 2;
   const bool near = g < left, far = g + 8 < left;
@@ -222,14 +223,14 @@ DEVICE void add_values(Softmax& f, const Values& v, u32 a0, u32 a2) {
 // -- a block's segment ------------------------------------------------------------------------
 
 struct Attention {
-  u16 queries[8 * QUERY_PITCH];  // of the group's heads, scaled; the others stay zero
+  u16 queries[8 * QUERY_PITCH];  // of the group's heads, scaled; the other rows stay zero
   float fresh[2][HEAD_DIM];      // key and value of the new token
-  float tops[WARPS + 1][8], sums[WARPS + 1][8];  // of each warp, and of the new token
+  float tops[WARPS + 1][8], sums[WARPS + 1][8];  // maxima and sums of each warp, and of the new token
 };
 
 struct Paged {
-  const u16 *keys, *values;  // of the layer
-  const int* table;          // of the row
+  const u16 *keys, *values;  // the layer's cache
+  const int* table;          // the row's block table
   DEVICE u64 place_of(int token) const {
     return (u64)table[token / BLOCK_SIZE] * BLOCK_SIZE + token % BLOCK_SIZE;
   }
@@ -239,7 +240,7 @@ DEVICE Paged paged(const Args& a, int layer, int row) {
   return Paged{a.layers[layer].keys, a.layers[layer].values, a.tables + (u64)a.slots[row] * a.table_stride};
 }
 
-// What the first segment reads first, into L2 before the queries are there.
+// Prefetches the beginning of the first segment into L2 before the queries arrive.
 DEVICE void prefetch_segment(const Args& a, const Segment& s, int layer) {
   const Paged cache = paged(a, layer, s.row);
   constexpr int LINES = HEAD_DIM / 64, TOKENS = THREADS / LINES;  // of 128 bytes
@@ -255,9 +256,9 @@ DEVICE void prefetch_segment(const Args& a, const Segment& s, int layer) {
   }
 }
 
-// A head that the product has handed over, by a warp.
+// Receives a head that a product has handed over, with one warp.
 DEVICE void receive_head(const Consumer& k, float (&v)[EACH], const uint4* words, int where) {
-  // A pair of words has two neighbours; lanes want every 32nd.
+  // A pair of words holds two adjacent dimensions, but a lane needs every 32nd dimension.
   const uint2* from = (const uint2*)words + k.lane;
   const u32 flag = k.flag + QUERIES;
   Patience patience;
@@ -294,13 +295,13 @@ DEVICE void rotate_head(float (&v)[EACH], const float (&co)[EACH / 2], const flo
   }
 }
 
-// What is not finite is stored as 0: attention of other requests may read whole blocks.
+// Non-finite numbers are stored as 0: attention of other requests may read whole blocks.
 DEVICE u16 finite_bf16(float v) {
   const u32 bits = pack(v, 0) & 0xffff;
   return (bits & 0x7f80) == 0x7f80 ? 0 : bits;
 }
 
-// The group's queries, and the new token's key (role 0) and value (role 1) behind them.
+// Receives the group's queries (the first roles), then the new token's key and value (the last two roles).
 DEVICE void receive_queries(const Consumer& k, Attention& m, const Segment& s) {
   const LayerArgs& layer = k.a.layers[k.layer];
   const int roles = GROUP_HEADS + (s.has_new ? 2 : 0);
@@ -338,7 +339,7 @@ DEVICE void receive_queries(const Consumer& k, Attention& m, const Segment& s) {
   }
 }
 
-// This warp's tokens of a segment: 16 of every TURN.
+// Attends to this warp's tokens of a segment: 16 of every TURN tokens.
 DEVICE void attend_cache(const Consumer& k, const Attention& m, const Segment& s, Softmax& f) {
   const Paged cache = paged(k.a, k.layer, s.row);
   const u32 queries = address_of(m.queries) + (k.lane / 4 * QUERY_PITCH + k.lane % 4 * 8) * 2;
@@ -363,7 +364,7 @@ DEVICE void attend_cache(const Consumer& k, const Attention& m, const Segment& s
   }
 }
 
-// To shared memory, where the block's warps are combined.
+// Writes a warp's results to shared memory, where the results of all warps are combined.
 DEVICE void keep_softmax(const Consumer& k, Attention& m, Softmax& f) {
   const int g = k.lane / 4, t = k.lane % 4;
 #pragma unroll
@@ -386,9 +387,9 @@ DEVICE void keep_softmax(const Consumer& k, Attention& m, Softmax& f) {
       }
 }
 
-// The new token's score with a head; its weight is 1.
+// Computes the new token's score with a head; the token's weight is 1.
 DEVICE void attend_new(const Consumer& k, Attention& m, const Segment& s) {
-  const int head = WARPS - 1 - k.warp;  // short contexts are with the lower warps
+  const int head = WARPS - 1 - k.warp;  // in short contexts, only lower warps have tokens
   if (head >= GROUP_HEADS) return;
   float score = 0;
   if (s.has_new)
@@ -405,7 +406,7 @@ DEVICE void attend_new(const Consumer& k, Attention& m, const Segment& s) {
 
 struct Part { float first, second, top, sum; };
 
-// Two dimensions of a head, of all warps and the new token.
+// Combines two dimensions of a head over all warps and the new token.
 DEVICE Part combine_warps(const Consumer& k, const Attention& m, const Segment& s, int head, int dim) {
   Part part = {0, 0, NOTHING, 0};
 #pragma unroll
@@ -427,7 +428,7 @@ DEVICE void publish_attended(const Consumer& k, const Segment& s, int word, floa
   publish(k.a.attended, index, pack(first / sum, second / sum), k.flag + ATTENDED);
 }
 
-// The block's result: the pair's, or a part of it.
+// Hands over the block's result: the output of a pair, or a part of it.
 DEVICE void finish_segment(const Consumer& k, const Attention& m, const Segment& s) {
   const int part = part_of(s, block_index());
   for (int word = thread_index(); word < PAIR_WORDS; word += THREADS) {
@@ -445,19 +446,19 @@ DEVICE void finish_segment(const Consumer& k, const Attention& m, const Segment&
 DEVICE void attend_segment(const Consumer& k, Attention& m, const Segment& s) {
   perhaps_delay();
   receive_queries(k, m, s);
-  sync_consumers<THREADS>();  // queries and the new token
+  sync_consumers<THREADS>();  // queries and the new token are in shared memory
   mark(k.a, k.layer, ATTENTION, 0);
   Softmax f;
   attend_cache(k, m, s, f);
   keep_softmax(k, m, f);
   attend_new(k, m, s);
-  sync_consumers<THREADS>();  // what the warps have
+  sync_consumers<THREADS>();  // the warps' results are in shared memory
   finish_segment(k, m, s);
 }
 
 // -- parts of a pair --------------------------------------------------------------------------
 
-// A word of part `number`, and the weight of its head.
+// Receives a word of part `number`, and the maximum and sum of its head.
 DEVICE Part receive_part(const Consumer& k, const Segment& s, int number, int word) {
   const int part = part_of(s, s.first_block + number), where = k.where(COMBINE);
   const uint4* outputs = k.a.parts + part * PAIR_WORDS + word;
@@ -481,15 +482,15 @@ DEVICE void join(Part& p, const Part& q) {
   p.top = top;
 }
 
-// This block's share of a pair's words; neighbouring lanes have the parts.
+// Combines the parts for this block's share of a pair's words; adjacent lanes have different parts.
 DEVICE void combine_parts(const Consumer& k, const Segment& s) {
   const int number = block_index() - s.first_block;
   const int begin = PAIR_WORDS * number / s.parts, end = PAIR_WORDS * (number + 1) / s.parts;
-  int lanes = 2;  // that share a word
+  int lanes = 2;  // number of lanes that share a word
   while (lanes < s.parts && lanes < 32) lanes *= 2;
   const int at_once = THREADS / lanes, lane = thread_index() % lanes;
 #pragma unroll 1
-  for (int first = begin; first < end; first += at_once) {  // alike in all threads: they shuffle
+  for (int first = begin; first < end; first += at_once) {  // the same in all threads, because they shuffle
     const int word = first + thread_index() / lanes;
     Part p = {0, 0, NOTHING, 0};
     if (word < end)
@@ -502,13 +503,13 @@ DEVICE void combine_parts(const Consumer& k, const Segment& s) {
 
 // -- the phase --------------------------------------------------------------------------------
 
-// All segments of the block, then what others have parts of: nobody waits for a block that waits. The
-// first segment stays in shared memory, as registers are few.
+// Attends to all segments of the block, then combines pairs of which other blocks have parts, so that no block
+// waits for one that is waiting. The first segment stays in shared memory, because registers are scarce.
 DEVICE void attend(const Consumer& k, Attention& m, const Plan& plan) {
 #pragma unroll 1
   for (int at = plan.begin; at < plan.end;) {
     const Segment s = at == plan.begin ? plan.first : segment_at(plan, at);
-    if (at != plan.begin) sync_consumers<THREADS>();  // the segment before has been combined
+    if (at != plan.begin) sync_consumers<THREADS>();  // the previous segment has been combined
     attend_segment(k, m, s);
     at = s.next;
   }

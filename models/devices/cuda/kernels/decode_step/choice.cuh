@@ -1,18 +1,18 @@
-// Which experts the rows have chosen, in a block's shared memory. Every block finds out for itself, from
-// the same scores (experts.cuh); its producer waits for it before it streams their matrices.
+// The experts that the rows have chosen, in a block's shared memory. Every block derives them from the
+// same scores (experts.cuh); its producer waits for the choice before it streams the experts' matrices.
 //
-// A *pair* of this file is a row and an expert that it has chosen: pair `row * CHOSEN + n` is the row's
-// n-th choice.
+// In this file, a *pair* is a row and an expert that the row has chosen: pair `row * CHOSEN + n` is the
+// row's n-th choice.
 
 constexpr int MOST_LISTED = EXPERTS == 0 || PAIRS < EXPERTS ? PAIRS : EXPERTS;
 constexpr u8 NO_PAIR = PAIRS;  // its line of inputs is zero
 
 struct Choice {
-  alignas(8) u64 listed;          // completes once a layer, when the list is made
+  alignas(8) u64 listed;          // mbarrier that completes once per layer, when the list is ready
   u32 set[EXPERTS / 32 + 1];      // a bit for each expert that any row has chosen
-  int count;                      // of experts that any row has chosen
-  int experts[MOST_LISTED];       // these
-  u8 pairs[MOST_LISTED * 8];      // of each of these and each row; NO_PAIR where the row has not chosen it
+  int count;                      // number of experts that any row has chosen
+  int experts[MOST_LISTED];       // the experts that any row has chosen, in ascending order
+  u8 pairs[MOST_LISTED * 8];      // pair of each listed expert and row; NO_PAIR if the row has not chosen it
   int chosen[PAIRS];              // the expert of each pair
   float shares[PAIRS];
 };

@@ -9,5 +9,5 @@ from nanoactor.models.devices.cuda.kernels.decode_step.table import Shape
 
 def compiled(shape: Shape) -> nvrtc.Compiled:
     """Read the kernel from disk, or compile and store it, which takes one to three seconds. Raises
-    `CompileError`."""
+    `CompileError` if that fails."""
     return nvrtc.compiled(source_of(shape), KERNEL)

@@ -1,13 +1,14 @@
-// A mixture of experts: scores, the choice, and products with what is chosen.
+// A mixture of experts: scores, the choice of experts, and products with their matrices.
 //
-// Scores are products of the normed rows and the router's weights in float32. Each block computes those of
-// its experts while it receives the rows, and hands them to all as flagged words. The likeliest CHOSEN are a
-// row's, of equal ones the lower. Their matrices are read once for all rows, and outputs that no row wants
-// are dropped. Shares are multiplied into what is activated, so that the products that lead back add up.
+// Scores are products of the normalized rows and the router's weights in float32. Each block computes the
+// scores of its experts while it receives the rows, and hands them to all blocks as flagged words. A row's
+// experts are the CHOSEN most likely ones, ties to the lower id. Their matrices are read once for all rows,
+// and outputs that no row needs are dropped. Shares (routing weights) are multiplied into the activated
+// values, so that the down projections of a row's experts can simply be added.
 
 // -- scores -----------------------------------------------------------------------------------
 
-// The router's weights of this block's experts, into L2 before the rows are there.
+// Prefetches the router's weights for this block's experts into L2 before the rows arrive.
 DEVICE void prefetch_router(const Args& a, int layer) {
   constexpr int LINES = HIDDEN / 32;  // of 128 bytes
   for (int i = thread_index(); i < SCORED * LINES; i += THREADS) {
@@ -16,7 +17,7 @@ DEVICE void prefetch_router(const Args& a, int layer) {
   }
 }
 
-// What the warps of a row have added up while they received it.
+// Hands over the scores that the warps of a row added up while they received the row.
 DEVICE void publish_scores(const Consumer& k) {
   for (int i = thread_index(); i < ROWS * SCORED; i += THREADS) {
     const int row = i / SCORED, n = i % SCORED, expert = block_index() + n * BLOCKS;
@@ -32,7 +33,7 @@ DEVICE void publish_scores(const Consumer& k) {
 constexpr int EXPERTS_OF_LANE = (EXPERTS + 31) / 32;  // lane, lane + 32, ...
 constexpr float LOG2E = 1.4426950408889634f;
 
-// Numbers in the order of floats, from 1; 0 is less than all.
+// Maps scores to integers of the same order, from 1 on; 0 is less than every score.
 DEVICE u32 key_of(float score) {
   const u32 bits = bits_of(score), key = bits >> 31 ? ~bits : bits | 0x80000000u;
   return key ? key : 1;
@@ -59,7 +60,7 @@ DEVICE void receive_scores(const Consumer& k, u32 (&keys)[EXPERTS_OF_LANE + 1], 
   }
 }
 
-// A row's experts and their shares, by a warp.
+// Chooses a row's experts and computes their shares, with one warp.
 DEVICE void choose_experts(const Consumer& k, Choice& choice, int row) {
   u32 keys[EXPERTS_OF_LANE + 1];
   receive_scores(k, keys, row);
@@ -103,14 +104,14 @@ DEVICE void choose_experts(const Consumer& k, Choice& choice, int row) {
   }
 }
 
-// How many experts below `expert` any row has chosen.
+// Number of experts below `expert` that any row has chosen.
 DEVICE int rank_of(const Choice& choice, int expert) {
   int rank = count_bits(choice.set[expert / 32] & ((1u << expert % 32) - 1));
   for (int i = 0; i < expert / 32; ++i) rank += count_bits(choice.set[i]);
   return rank;
 }
 
-// What any row has chosen, by one warp; then the producer goes on.
+// Lists the experts that any row has chosen, with one warp; then the producer continues.
 DEVICE void list_experts(const Consumer& k, Choice& choice) {
 #pragma unroll 1
   for (int i = 0; i < EXPERTS_OF_LANE; ++i) {
@@ -144,7 +145,7 @@ DEVICE void choose(const Consumer& k, Choice& choice) {
 
 // -- products ---------------------------------------------------------------------------------
 
-// One tile of all experts on the list, each by its own lines of inputs.
+// Multiplies one tile of all listed experts, each by its own lines of inputs.
 template <int P>
 DEVICE void take_experts(Consumer& k, float* sums) {
   constexpr Product p = PRODUCTS[P];
@@ -159,7 +160,7 @@ DEVICE void take_experts(Consumer& k, float* sums) {
   keep_sums(k, c[0], sums, false);
 }
 
-// Norm and scores; the choice; gate and up of what is chosen; SwiGLU, times the shares.
+// Norm and scores; choice of experts; their gate and up; SwiGLU, times the shares.
 template <int P>
 DEVICE void run_experts(Consumer& k) {
   constexpr Product p = PRODUCTS[P];

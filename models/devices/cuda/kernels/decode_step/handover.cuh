@@ -1,29 +1,29 @@
-// How blocks hand activations to each other.
+// How blocks hand over activations to each other.
 //
-// *Flagged words*: 4 bytes of data and 4 of flag in one access of 8 or 16 bytes, which the memory
-// system does not tear. Whoever reads polls the data itself until the flag is this hand-over's number,
-// so that there is neither barrier nor fence (NCCL's LL protocol). A number is used once in a step and
-// differs from step to step. A word is written again a layer later, by a block which has then received
-// a phase to which every reader of the old word has contributed after reading it: a block reads a
-// source only where it has outputs of the phase, and all outputs are waited for, directly or through
-// the phases between. So no word is overwritten unread.
+// *Flagged words*: 4 bytes of data and 4 bytes of flag in one access of 8 or 16 bytes, which the memory
+// system does not tear. Readers poll the data itself until the flag is the number of this hand-over, so
+// that neither a barrier nor a fence is needed (NCCL's LL protocol). A number is used once in a step and
+// differs from step to step. A word is overwritten one layer later, by a block that by then has received
+// a phase to which every reader of the old word contributed after reading it: a block reads a source only
+// if it has outputs of the phase, and all outputs are waited for, directly or through the phases in
+// between. So no word is overwritten before it is read.
 //
-// *Arrivals*: plain words, then each block adds one to a counter (release) behind a barrier of its
-// threads; readers wait until the counter has every block's arrival (acquire). All blocks arrive, with
-// or without outputs. What a phase overwrites was read before its readers' next arrival.
+// *Arrivals*: blocks write plain words; then each block synchronizes its threads and adds one to a counter
+// (release). Readers wait until the counter includes every block's arrival (acquire). All blocks arrive,
+// with or without outputs. Words that a phase overwrites were read before their readers' next arrival.
 //
-// Queries, keys, values and the parts of a split attention go to few blocks: always flagged words. So are
-// scores of experts, which are few and for which all blocks wait. What
-// all blocks read is flagged with one row, where latency decides (FLAGGED); with more rows flags would
-// double what every block reads, and polling reads it again.
+// Queries, keys, values and the parts of a split attention go to few blocks and are always flagged words.
+// So are the scores of experts, which are few and for which all blocks wait. Words that all blocks read are
+// flagged only with one row, where latency decides (FLAGGED). With more rows, flags would double the bytes
+// that every block reads, and polling would read them again.
 
 // -- bounded waiting --------------------------------------------------------------------------
 
 enum Wait { WAIT_WORDS = 1, WAIT_ARRIVALS = 2, WAIT_TILE = 3, WAIT_ROOM = 4, WAIT_FLIGHT = 5, WAIT_CHOICE = 6 };
 
-// Counts polls; reads the clock every 2^16 of them, and stops the kernel when time is up. The first
-// reading starts the time, so that a wait that is short reads no clock. Producers, who wait for room in
-// every hang, are twice as patient as those who know what is missing.
+// Counts polls, reads the clock every 2^16 polls, and stops the kernel when the time is up. The first
+// reading starts the timer, so that short waits do not read the clock. Producers, which wait for room in
+// every hang, wait twice as long as consumers, which know what is missing.
 struct Patience {
   u32 polls = 0;
   u64 since = 0;
@@ -41,10 +41,10 @@ struct Patience {
   }
 };
 
-// Where a step stands, as `status` tells it: the layer and the phase of the table.
+// The position of a step as reported in `status`: the layer, and the phase in the table.
 DEVICE int place(int layer, int phase) { return layer * 16 + phase; }
 
-// Tests delay blocks at random at every hand-over.
+// Delays blocks at random at every hand-over, in tests.
 DEVICE void perhaps_delay() {
   if (DELAYS) {
     const u32 dice = ((u32)cycles() + block_index() * 2654435761u) * 2246822519u >> 16;
@@ -52,14 +52,14 @@ DEVICE void perhaps_delay() {
   }
 }
 
-// What a phase has reached, by block 0's clock: its inputs (`done` 0) or its end (1).
+// Records block 0's clock when a phase has received its inputs (`done` 0) or has ended (1).
 DEVICE void mark(const Args& a, int layer, int phase, int done) {
   if (TRACE && block_index() == 0 && thread_index() == 0) a.trace[layer * 16 + phase * 2 + done] = cycles();
 }
 
 // -- flagged words ----------------------------------------------------------------------------
 
-// Two words, that is 16 bytes, of one flag.
+// The data of two words with the same flag, 16 bytes in all.
 struct Pair { u32 first, second; };
 
 DEVICE void put_pair(uint4* to, u32 first, u32 second, u32 flag) {
@@ -78,9 +78,9 @@ DEVICE Pair receive_pair(const Args& a, const uint4* from, u32 flag, int where) 
   return Pair{words.x, words.z};
 }
 
-// -- what all blocks read: rows of bf16, two in a word ----------------------------------------
+// -- words that all blocks read: rows of bf16, two numbers in a word --------------------------
 
-// `index` counts words of all rows.
+// `index` counts words across all rows.
 DEVICE void publish(u32* words, int index, u32 value, u32 flag) {
   if (FLAGGED)
     put8((uint2*)words + index, uint2{value, flag});
@@ -88,17 +88,17 @@ DEVICE void publish(u32* words, int index, u32 value, u32 flag) {
     put4(words + index, value);
 }
 
-// Behind a block's last word of a phase.
+// Called after a block's last word of a phase.
 DEVICE void arrive(const Args& a) {
   perhaps_delay();
   if (!FLAGGED) {
-    sync_consumers<THREADS>();  // all of the block's words, before thread 0 releases them
+    sync_consumers<THREADS>();  // all words of the block are written before thread 0 releases them
     if (thread_index() == 0) add_release(&a.control->arrivals, 1);
   }
 }
 
-// Before a block's first word of a source; `target` is what the counter must reach. Every consumer
-// thread returns after the others have left the phase before.
+// Called before a block reads the first word of a source; waits until the counter reaches `target`. No
+// consumer thread returns before all others have left the previous phase.
 DEVICE void await_arrivals(const Args& a, u32 target, int where) {
   if (!FLAGGED) {
     if (thread_index() == 0) {
@@ -109,7 +109,7 @@ DEVICE void await_arrivals(const Args& a, u32 target, int where) {
   }
 }
 
-// Eight columns of a row, `at` the first.
+// Receives eight columns of a row, the first of which is `at`.
 DEVICE uint4 receive_columns(const Args& a, const u32* words, int at, u32 flag, int where) {
   if (!FLAGGED) return get16(words + at / 2);
   const uint4* from = (const uint4*)words + at / 4;

@@ -1,4 +1,4 @@
-"""The kernel of a whole step and its tensor maps on the device."""
+"""The kernel of a whole step, loaded on the device, and its tensor maps."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from nanoactor.models.devices.cuda.kernels.decode_step.table import (
 from nanoactor.models.devices.cuda.kernels.driver import Kernel, Module, tensor_map
 
 _ALIGNING = 1024
-"""Bytes reserved to align shared memory."""
+"""Number of bytes reserved to align shared memory."""
 _KINDS = {torch.bfloat16: "BFLOAT16", torch.float8_e4m3fn: "UINT8"}
 
 
 def map_of(matrix: torch.Tensor, box: int) -> bytes:
-    """Describe a row-major matrix of bfloat16 or e4m3 to the copy engine, to be read in boxes of 8
+    """Encode the tensor map of a row-major bfloat16 or e4m3 matrix, which is read in boxes of 8
     rows and `box` units of 128 bytes.
 
-    A map of three dimensions (columns of a unit, rows, units) loads one box of up to 16 KB with
-    one instruction, with its 16-byte chunks swizzled to avoid bank conflicts.
+    A map of three dimensions (columns of a unit, rows, units) loads one box of up to 16 KB with one
+    instruction, with its 16-byte chunks swizzled to avoid bank conflicts.
     """
     rows, columns = matrix.shape
     assert matrix.is_contiguous()
@@ -38,6 +38,6 @@ def map_of(matrix: torch.Tensor, box: int) -> bytes:
 
 
 def kernel_of(cubin: bytes, shape: Shape) -> Kernel:
-    """Load a step's kernel. Raises `DriverError`."""
+    """Load the kernel of a whole step. Raises `DriverError` if that fails."""
     shared = layout_of(shape).total + _ALIGNING
     return Module(cubin).kernel(KERNEL, shape.blocks, 32 * WARPS + 128, shared)

@@ -1,25 +1,25 @@
 // A phase's matrix product: receive the source's rows into shared memory, multiply this block's tiles
-// by them, add what the warps have, hand the outputs to the epilogue.
+// by them, add the sums of the warps, and pass the outputs to the epilogue.
 //
-// Activations are a product's 16 rows (of which 8 are zero with up to 8 rows), a tile's outputs its 8
-// columns. Units are dealt out to the warps in turn; a thread (g, t) reads the chunks t and t + 4 of 16
-// bytes of weights, and the activations of the same columns: the order of inputs in a product is free.
+// Activations are the 16 rows of a product (8 of them zero if a step has up to 8 rows); a tile's outputs are
+// its 8 columns. Units are assigned to the warps in turn. Thread (g, t) reads the 16-byte chunks t and t + 4
+// of weights, and the activations of the same columns: the order of inputs in a product is arbitrary.
 //
-// FP8: rows are rounded to e4m3 with a scale for each row and unit as they are received (arXiv:2412.19437,
-// section 3.3.2). Both factors are multiplied as halves, which hold every number of e4m3, and the sums of
+// In FP8, rows are rounded to e4m3 as they are received, with a scale for each row and unit (arXiv:2412.19437,
+// section 3.3.2). Both factors are multiplied as fp16, which holds every e4m3 number exactly, and the sums of
 // a unit are scaled before they are added.
 
 struct Consumer {
   const Args& a;
   Ring ring;
-  u32 xs;         // shared address of the rows: ROWS of PITCH columns of bf16
-  float* work;    // two groups of sums; or attention's partial results
+  u32 xs;         // shared address of the rows: ROWS rows of PITCH columns of bf16
+  float* work;    // two groups of sums, or attention's partial results
   float* squares; // [ROWS][WARPS]: sums of squares by the warps of a row
-  float* scales;  // [ROWS][XS_SCALES]: of the rows' units, with PACKED
-  float* scores;  // [ROWS][WARPS][SCORED]: of this block's experts by the warps of a row
+  float* scales;  // [ROWS][XS_SCALES]: scales of the rows' units, with PACKED
+  float* scores;  // [ROWS][WARPS][SCORED]: scores of this block's experts by the warps of a row
   Choice* choice;
-  u32 flag;       // of this layer's first hand-over
-  u32 target;     // arrivals when all blocks have begun this layer
+  u32 flag;       // number of this layer's first hand-over
+  u32 target;     // number of arrivals when all blocks have begun this layer
   int layer;
   int warp, lane;
   int flip = 0;   // which group of sums is written next
@@ -32,8 +32,8 @@ constexpr int GROUP_FLOATS = GROUP * TILE_FLOATS;
 constexpr int warps_of_line(int lines) { return lines == 1 ? 8 : lines == 2 ? 4 : lines <= 4 ? 2 : 1; }
 constexpr int WARPS_OF_ROW = warps_of_line(ROWS);
 
-// A phase's inputs in shared memory: a line for each row; or for each pair of a row and an expert that it has
-// chosen, and one of zeros for rows that have not chosen an expert.
+// A phase's inputs in shared memory: one line for each row; or one line for each pair of a row and an expert
+// that it has chosen, and a line of zeros for rows that have not chosen an expert.
 template <int P>
 struct Lines {
   static constexpr bool OF_PAIRS = EXPERTS > 0 && P == DOWN;
@@ -49,22 +49,22 @@ DEVICE float low_of(u32 v) { return from_bits(v << 16); }
 DEVICE float high_of(u32 v) { return from_bits(v & 0xffff0000u); }
 DEVICE float widen(u16 v) { return from_bits((u32)v << 16); }
 
-// Two values times two weights; adds to the sum of squares.
+// Multiplies two values by two weights, and adds to the sum of squares.
 DEVICE u32 weigh(u32 x, u32 weight, float& squares) {
   const float low = low_of(x), high = high_of(x);
   squares += low * low + high * high;
   return pack(low * low_of(weight), high * high_of(weight));
 }
 
-// Where rows come from: words of a hand-over, ...
+// Source of rows: the words of a hand-over.
 struct Source {
   const u32* words;
   u32 flag;
 };
-// ... or the embedding's rows of the tokens.
+// Source of rows: the embeddings of the tokens.
 struct Embedding { const u16* rows; };
 
-// N blocks of 256 columns of a row, every STRIDE-th, before any of them is used.
+// Loads N blocks of 256 columns of a row, every STRIDE-th one, before any of them is used.
 template <int N, int COLUMNS, int STRIDE>
 DEVICE void receive_blocks(const Consumer& k, uint4 (&v)[N], const Embedding& from, int row, int first, int count, int) {
   const u16* at = from.rows + (u64)k.a.tokens[row] * COLUMNS + first * 256 + k.lane * 8;
@@ -106,10 +106,11 @@ DEVICE float2 weigh_exactly(u32 x, u32 weight, float& squares) {
   return float2{low * low_of(weight), high * high_of(weight)};
 }
 
-// Eight columns of each of N blocks, rounded to e4m3 by the largest number of the unit that 16 lanes have
-// together; `count` of the blocks are there. Within a unit, columns lie as load_packed() reads them: a
-// thread's first eight of chunk t, its last eight, the same of chunk t + 4, each 64 bytes on. Every step
-// is taken for all blocks before the next, as each waits long for the one before.
+// Stores eight columns of each of N blocks, rounded to e4m3 by the largest number of the unit, which 16 lanes
+// hold together; only `count` of the blocks exist. Within a unit, columns are ordered as load_packed() reads
+// them: the first eight of a thread's chunk t, its last eight, then the same of chunk t + 4, each 64 bytes
+// after the previous. Every operation runs for all blocks before the next one, because it waits long for the
+// previous one.
 template <int P, int N>
 DEVICE void keep_rounded(const Consumer& k, const float2 (&v)[N][4], int row, int first, int count) {
   float largest[N];
@@ -138,7 +139,7 @@ DEVICE void keep_rounded(const Consumer& k, const float2 (&v)[N][4], int row, in
     }
 }
 
-// Inputs of rows that have not chosen an expert.
+// Stores the inputs of rows that have not chosen an expert.
 template <int P>
 DEVICE void keep_zeros(const Consumer& k) {
   using Of = Lines<P>;
@@ -148,7 +149,7 @@ DEVICE void keep_zeros(const Consumer& k) {
     for (int i = thread_index(); i < Of::SCALES; i += THREADS) k.scales[Of::COUNT * Of::SCALES + i] = 0;
 }
 
-// Eight columns of the rows by the router's weights of this block's experts.
+// Multiplies eight columns of a row by the router's weights for this block's experts.
 DEVICE void add_scores(const Consumer& k, float (&scores)[SCORED], const float2 (&x)[4], int column) {
 #pragma unroll
   for (int n = 0; n < SCORED; ++n) {
@@ -162,23 +163,23 @@ DEVICE void add_scores(const Consumer& k, float (&scores)[SCORED], const float2 
   }
 }
 
-// A piece of the rows into shared memory. With `norm`, columns are multiplied by its weights and sums
-// of squares are kept; the scale that follows from them is left to the epilogue. In one block's life
-// the rows are read again only behind a barrier, so that nobody multiplies by what is overwritten.
+// Receives a piece of the rows into shared memory. With NORM, columns are multiplied by the weights `norm`, and
+// sums of squares are kept; the epilogue applies the scale that follows from them. A block receives rows again
+// only after a barrier, so that no warp multiplies by rows that are being overwritten.
 template <int P, bool NORM, class From>
 DEVICE void receive(Consumer& k, const From& from, int piece, u32 target, const u16* norm) {
   constexpr Product p = PRODUCTS[P];
   constexpr int MOST = p.piece_boxes * p.box * p.unit < p.columns ? p.piece_boxes * p.box * p.unit : p.columns;
   using Of = Lines<P>;
   constexpr bool SCORES_TOO = EXPERTS > 0 && P == GATE_UP;
-  constexpr int EACH = (MOST / 256 + Of::WARPS_OF - 1) / Of::WARPS_OF;  // blocks of 256 for a warp
+  constexpr int EACH = (MOST / 256 + Of::WARPS_OF - 1) / Of::WARPS_OF;  // blocks of 256 columns per warp
   constexpr int MOST_AT_ONCE = ROWS <= 2 ? 2 : 4;  // as registers allow
   constexpr int N = EACH < MOST_AT_ONCE ? EACH : MOST_AT_ONCE;
   const int first = piece * (MOST / 256);
   const int blocks = p.pieces == 1 ? MOST / 256 : (p.columns / 256 - first < MOST / 256 ? p.columns / 256 - first : MOST / 256);
   const int mine = k.warp % Of::WARPS_OF, where = k.where(P);
   uint4 weight[N];
-  if (NORM && EACH == N) {  // before the wait
+  if (NORM && EACH == N) {  // loaded before the wait
 #pragma unroll
     for (int i = 0; i < N; ++i)
       if (mine + i * Of::WARPS_OF < blocks) weight[i] = load16(norm + (mine + i * Of::WARPS_OF) * 256 + k.lane * 8);
@@ -186,7 +187,7 @@ DEVICE void receive(Consumer& k, const From& from, int piece, u32 target, const 
   perhaps_delay();
   if (piece > 0)
     sync_consumers<THREADS>();
-  else if (target)  // nobody arrives for the embedding
+  else if (target)  // no block arrives for the embedding
     await_arrivals(k.a, target, where);
 #pragma unroll 1
   for (int row = k.warp / Of::WARPS_OF; row < Of::COUNT; row += Of::AT_ONCE) {
@@ -272,10 +273,10 @@ DEVICE float silu(float x) { return x / (1.f + exp2_of(-1.4426950408889634f * x)
 
 // A thread's activations of 64 columns: chunks t and t + 4 of rows g and g + 8.
 struct Inputs { uint4 upper[2], lower[2]; };
-// A tile's sums: of both chunks, so that two products need not wait for each other.
+// A tile's sums, separate for both chunks, so that the two products need not wait for each other.
 struct Sums { float near[4], far[4]; };
 
-// Where a thread's inputs are: the lines of rows g and g + 8, at its first chunk, and their scales.
+// Location of a thread's inputs: the lines of rows g and g + 8, at its first chunk, and their scales.
 struct Where {
   u32 upper, lower;
   const float *upper_scales, *lower_scales;
@@ -289,7 +290,7 @@ DEVICE Where line_of(const Consumer& k, int upper, int lower = 0) {
                k.scales + upper * Of::SCALES, k.scales + lower * Of::SCALES};
 }
 
-// Of the rows; lines that are not there may be any.
+// Location of the rows; rows that do not exist may have any line.
 template <int P>
 DEVICE Where rows_of(const Consumer& k) {
   const int g = k.lane / 4;
@@ -317,8 +318,8 @@ DEVICE void multiply_add(float (&c)[4], const uint4& x, const uint4& below, cons
   }
 }
 
-// Which of a tile's rows a thread's g reads: bits 0 and 2 are exchanged, so that the eight threads of
-// two g's, whose accesses go together, find their chunks (chunk ^ row) in different banks.
+// The row of a tile that threads with this g read. Bits 0 and 2 are swapped, so that the eight threads of
+// two values of g, whose accesses are combined, find their chunks (chunk ^ row) in different banks.
 DEVICE int tile_row(int g) { return (g & 2) | (g & 1) << 2 | g >> 2; }
 
 DEVICE void multiply_unit(const Consumer& k, Sums& c, const Inputs& x, u32 unit) {
@@ -329,7 +330,7 @@ DEVICE void multiply_unit(const Consumer& k, Sums& c, const Inputs& x, u32 unit)
   multiply_add(c.far, x.upper[1], x.lower[1], far);
 }
 
-// The same of FP8: a thread's activations of 128 columns are twice as many, and rows have scales.
+// The same for FP8: a thread has the activations of 128 columns, twice as many, and rows have scales.
 struct PackedInputs {
   uint4 upper[4], lower[4];
   float upper_scale, lower_scale;
@@ -347,7 +348,7 @@ DEVICE PackedInputs load_packed(const Where& from, int unit) {
   return x;
 }
 
-// Eight columns, of which the weights are two words.
+// Multiplies eight columns, whose weights are two words.
 DEVICE void multiply_add_packed(float (&c)[4], const uint4& x, const uint4& below, u32 first, u32 second) {
   const uint2 low = unpack(first), high = unpack(second);
   if (ROWS > 8) {
@@ -373,7 +374,7 @@ DEVICE void multiply_packed_unit(const Consumer& k, Sums& c, const PackedInputs&
     c.near[i] += (own.near[i] + own.far[i]) * (scale * (i < 2 ? x.upper_scale : x.lower_scale));
 }
 
-// Unit `unit` of a box in `slot`, by the lines' unit `input`.
+// Multiplies unit `unit` of the boxes in `slots` by unit `input` of the lines.
 template <int P, int N>
 DEVICE void multiply_tiles(const Consumer& k, Sums (&c)[N], const int (&slots)[N], int unit, int input, const Where& from) {
   constexpr Product p = PRODUCTS[P];
@@ -389,7 +390,7 @@ DEVICE void multiply_tiles(const Consumer& k, Sums (&c)[N], const int (&slots)[N
   }
 }
 
-// This warp's sums of a tile, added to what earlier pieces have left.
+// Stores this warp's sums of a tile; with `add`, they are added to those of earlier pieces.
 DEVICE void keep_sums(const Consumer& k, const Sums& c, float* sums, bool add) {
   const int g = k.lane / 4, row = tile_row(k.lane % 4 * 2);
 #pragma unroll
@@ -408,7 +409,7 @@ DEVICE void free_slot(Consumer& k) {
   k.ring.at.next();
 }
 
-// N tiles of one box each at once: inputs are read once, and the tiles' products overlap.
+// Multiplies N tiles of one box each at once: inputs are read once, and the tiles' products overlap.
 template <int P, int N>
 DEVICE void take_tiles(Consumer& k, float* sums) {
   constexpr Product p = PRODUCTS[P];
@@ -433,7 +434,7 @@ DEVICE void take_tiles(Consumer& k, float* sums) {
   for (int j = 0; j < N; ++j) keep_sums(k, c[j], sums + j * TILE_FLOATS, false);
 }
 
-// One box of a tile, by inputs from unit `input` on.
+// Multiplies one box of a tile by the inputs from unit `input` on.
 template <int P>
 DEVICE void take_box(Consumer& k, Sums (&c)[1], int box, int input, const Where& from) {
   constexpr Product p = PRODUCTS[P];
@@ -449,7 +450,7 @@ DEVICE void take_box(Consumer& k, Sums (&c)[1], int box, int input, const Where&
   free_slot(k);
 }
 
-// The boxes of a piece of one tile.
+// Multiplies the boxes of one tile in a piece.
 template <int P>
 DEVICE void take_boxes(Consumer& k, int piece, float* sums) {
   constexpr Product p = PRODUCTS[P];
@@ -465,7 +466,7 @@ DEVICE void take_boxes(Consumer& k, int piece, float* sums) {
 template <int P>
 DEVICE void take_experts(Consumer& k, float* sums);
 
-// `count` tiles (gate and up counted apart) of a group.
+// Multiplies `count` tiles of a group; gate and up are counted separately.
 template <int P>
 DEVICE void take_group(Consumer& k, int count, int piece, float* sums) {
   constexpr Product p = PRODUCTS[P];
@@ -486,7 +487,7 @@ DEVICE void take_group(Consumer& k, int count, int piece, float* sums) {
   }
 }
 
-// Outputs 2 `pair` and 2 `pair` + 1 of tile i of a group, of a row: the warps' sums added.
+// Outputs 2 `pair` and 2 `pair` + 1 of a row in tile i of a group: the total of the warps' sums.
 DEVICE float2 total(const float* sums, int i, int row, int pair) {
   float2 sum = {0, 0};
 #pragma unroll
@@ -498,14 +499,14 @@ DEVICE float2 total(const float* sums, int i, int row, int pair) {
   return sum;
 }
 
-// Hand a group's outputs to `finish(i, row, pair)`, which adds them up.
+// Calls `finish(i, row, pair)`, which adds up the warps' sums, for each pair of a group's outputs.
 template <class Finish>
 DEVICE void for_outputs(int tiles, Finish finish) {
   for (int e = thread_index(); e < tiles * ROWS * 4; e += THREADS) finish(e / (4 * ROWS), e / 4 % ROWS, e % 4);
 }
 
-// This block's `tiles` of a phase by one piece of the rows. `finish(tile, i, row, pair, sums)`: tile is
-// the block's own count, i its place in the group; after the last piece alone.
+// Multiplies this block's `tiles` of a phase by one piece of the rows. Only after the last piece, it calls
+// `finish(tile, i, row, pair, sums)`, where `tile` is an index into the block's tiles and `i` one into the group.
 template <int P, class Finish>
 DEVICE void multiply(Consumer& k, int piece, int tiles, Finish finish) {
   constexpr Product p = PRODUCTS[P];
@@ -517,12 +518,12 @@ DEVICE void multiply(Consumer& k, int piece, int tiles, Finish finish) {
     float* sums = k.work + (p.pieces > 1 ? 0 : k.flip * GROUP_FLOATS);
     take_group<P>(k, count * p.stacked, piece, sums);
     if (piece + 1 < p.pieces) continue;
-    // Sums of the group after this one go elsewhere, those of the next but one wait at its barrier.
+    // The next group's sums go to the other buffer; the group after that waits at the next barrier.
     sync_consumers<THREADS>();
     for_outputs(count, [&](int i, int row, int pair) { finish(first + i, i, row, pair, sums); });
     k.flip ^= 1;
   }
 }
 
-// The first output of a tile of ours.
+// The first output of one of this block's tiles.
 DEVICE int output_of(int tile) { return (block_index() + tile * BLOCKS) * 8; }

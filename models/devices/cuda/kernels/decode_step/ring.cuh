@@ -1,19 +1,20 @@
 // The ring of tiles in shared memory. One producer thread copies this block's boxes of weights in the
-// order of the table, waiting for nothing but room; eight consumer warps take them in the same order.
+// order of the table, waiting only for room (and for the choice of experts); eight consumer warps process
+// them in the same order.
 //
-// A *tile* is 8 outputs of a matrix with all their columns. It comes in *boxes* of 8 rows and up to
-// 2,048 bytes, one to a slot of the ring. A box is made of *units*: 8 rows of 128 bytes (64 columns of
-// bf16, 128 of e4m3), in which the copy engine has exchanged 16-byte chunks (chunk ^ row), so that eight
-// threads that read chunks of two rows meet no bank twice. A packed box brings a scale for each unit.
+// A *tile* is 8 outputs of a matrix with all their columns. It is copied in *boxes* of 8 rows of up to
+// 2,048 bytes, one box per slot of the ring. A box consists of *units*: 8 rows of 128 bytes (64 columns of
+// bf16, 128 of e4m3), in which the copy engine swizzles 16-byte chunks (chunk ^ row), so that eight
+// threads that read chunks of two rows have no bank conflict. A packed box also has a scale for each unit.
 //
-// The hand-over of a slot is a pair of mbarriers: `full` completes when the copy's bytes have arrived,
-// `empty` when all consumer warps have read them.
+// Two mbarriers hand over a slot: `full` completes when the bytes of the copy have arrived, `empty` when all
+// consumer warps have read them.
 
 constexpr int SLOT = 16384;  // bytes
 constexpr int TILE_UNIT = 1024;  // bytes of a unit of a tile
 constexpr u32 END_OF_HEAD = 0xffffffffu;
 
-// Where producer or consumer stands; both walk alike.
+// The position of a producer or consumer in the ring; both advance in the same way.
 struct Cursor {
   int slot = 0;
   u32 parity = 0;
@@ -27,7 +28,7 @@ struct Cursor {
 
 struct Ring {
   u32 data, full, empty;  // shared addresses
-  int* chunks;            // of the head: what a slot begins
+  int* chunks;            // with HEAD: the head's chunk in each slot, or END_OF_HEAD
   float* scales;          // [SLOTS][UNITS], with PACKED
   Cursor at;
 
@@ -36,11 +37,11 @@ struct Ring {
     Patience patience;
     while (!barrier_passed(bar, parity)) patience.poll(a, kind, where);
   }
-  // Consumers: until the slot's bytes are there.
+  // Consumers wait until the slot's bytes have arrived.
   DEVICE void wait_full(const Args& a, const Cursor& c, int where) {
     wait(a, full + 8 * c.slot, c.parity, WAIT_TILE, where);
   }
-  // Producer: until the slot's last bytes have been read; true at once in the first round.
+  // The producer waits until the slot's previous bytes have been read; there is no wait in the first round.
   DEVICE void wait_empty(const Args& a, int where) {
     wait(a, empty + 8 * at.slot, at.parity ^ 1, WAIT_ROOM, where);
   }
@@ -55,9 +56,9 @@ DEVICE void make_ring(Ring& ring, Choice& choice) {
   barriers_are_ready();
 }
 
-// -- which tiles are ours ---------------------------------------------------------------------
+// -- the tiles of a block ---------------------------------------------------------------------
 
-// Tiles are dealt out in turn: tile i of a block is `block + i * BLOCKS`.
+// Tiles are assigned to blocks in turn: tile i of a block is tile `block + i * BLOCKS`.
 DEVICE int tiles_of(int tiles, int block) { return block < tiles ? (tiles - block + BLOCKS - 1) / BLOCKS : 0; }
 
 // -- producer ---------------------------------------------------------------------------------
@@ -66,10 +67,10 @@ struct Producer {
   const Args& a;
   Ring& ring;
   const Choice& choice;
-  u32 sent = 0;  // boxes
+  u32 sent = 0;  // number of boxes
 
-  // No more than `flight` boxes on their way: a deeper queue gains no bandwidth, and what blocks hand
-  // to each other would wait in it.
+  // Keeps no more than `flight` boxes in flight: a deeper queue gains no bandwidth, and the words that blocks
+  // hand over to each other would wait in it.
   DEVICE void bound_flight(int flight, int where) {
     if (flight >= SLOTS || sent < flight) return;
     const bool wrapped = ring.at.slot < flight;
@@ -77,13 +78,13 @@ struct Producer {
     ring.wait(a, ring.full + 8 * slot, ring.at.parity ^ wrapped, WAIT_FLIGHT, where);
   }
 
-  // `scales` of the matrix, where it is packed.
+  // Copies a box into the next slot, with its part of `scales` if the matrix is packed.
   DEVICE void send(const Product& p, const TensorMap* map, const float* scales, int row, int box, int where, u32 chunk) {
     ring.wait_empty(a, where);
     bound_flight(p.flight, where);
     const u32 bar = ring.full + 8 * ring.at.slot;
     if (HEAD) put_shared4(ring.chunks + ring.at.slot, chunk);
-    // A box is counted whole, though what lies outside of the matrix is not read but zero.
+    // All bytes of a box are counted, although parts outside the matrix are not read but set to zero.
     barrier_expect(bar, p.box * TILE_UNIT + (p.packed ? UNITS * 4 : 0));
     if (p.packed)
       copy_line(address_of(ring.scales + ring.at.slot * UNITS), scales + (row / 8 * p.boxes + box) * UNITS, UNITS * 4, bar);
@@ -92,13 +93,13 @@ struct Producer {
     ++sent;
   }
 
-  // A phase of a layer: pieces of the columns, tiles, gate and up of a tile, boxes of a piece.
+  // Streams a phase of a layer: pieces of the columns, tiles, gate and up of a tile, boxes of a piece.
   template <int P>
   DEVICE void stream(int layer) {
     constexpr Product p = PRODUCTS[P];
     const TensorMap* map = a.maps + layer * MAPS + p.map;
     const float* scales = p.packed ? a.layers[layer].scales + p.scales : nullptr;
-    prefetch_map(map + 1);  // there is always one more: the head's
+    prefetch_map(map + 1);  // there is always one more map: the head's is the last
     const int tiles = tiles_of(p.tiles, block_index()), where = place(layer, P);
     if constexpr (EXPERTS > 0 && P == GATE_UP) {
       ring.wait(a, address_of(&choice.listed), layer & 1, WAIT_CHOICE, where);
@@ -116,7 +117,7 @@ struct Producer {
             send(p, map, scales, (half * p.tiles + block_index() + i * BLOCKS) * 8, box, where, 0);
   }
 
-  // Tiles of all experts on the list, one expert after the other.
+  // Streams the tiles of all listed experts, one expert after the other.
   DEVICE void stream_chosen(const Product& p, const TensorMap* map, const float* scales, int where) {
     const int all = p.tiles * get_shared4(&choice.count);
 #pragma unroll 1
@@ -129,7 +130,7 @@ struct Producer {
     }
   }
 
-  // Each tile of all experts on the list.
+  // Streams each tile for all listed experts, one tile after the other.
   DEVICE void stream_back(const Product& p, const TensorMap* map, const float* scales, int tiles, int where) {
     const int count = get_shared4(&choice.count);
 #pragma unroll 1
@@ -142,7 +143,7 @@ struct Producer {
       }
   }
 
-  // The phases of the table that have a matrix, in its order.
+  // Streams the phases that have a matrix, in the table's order.
   template <int P>
   DEVICE void stream_layer(int layer) {
     if constexpr (P < LAYER_PHASES) {
@@ -151,15 +152,15 @@ struct Producer {
     }
   }
 
-  // The head is dealt out as blocks come to it, as some have slower ways to memory than others.
+  // Blocks claim chunks of the head dynamically, because some have slower paths to memory than others.
   DEVICE void stream_head(const TensorMap* map) {
     constexpr Product p = PRODUCTS[LOGITS];
     const int where = place(LAYERS, LOGITS);
     const u32 chunks = (p.tiles + HEAD_TILES - 1) / HEAD_TILES;
     u32 chunk = add_relaxed(&a.control->ticket, 1);
     while (chunk < chunks) {
-      const u32 next = add_relaxed(&a.control->ticket, 1);  // on its way while this chunk is sent
-      // Past the last row boxes are zero.
+      const u32 next = add_relaxed(&a.control->ticket, 1);  // requested while this chunk is sent
+      // Boxes past the last row are zero.
       for (int i = 0; i < HEAD_TILES; ++i)
         for (int box = 0; box < p.boxes; ++box)
           send(p, map, nullptr, (chunk * HEAD_TILES + i) * 8, box, where, chunk);

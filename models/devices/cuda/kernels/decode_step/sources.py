@@ -1,4 +1,5 @@
-"""The CUDA source of a kernel: its constants, then the parts, each building on those before."""
+"""The CUDA source of a kernel: instruction wrappers, constants, then the parts, each of which
+builds on the previous ones."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ KERNEL = "decode_step"
 
 
 def source_of(shape: Shape, machine: Path | None = None) -> str:
-    """Return the whole source; errors name the part's own lines. `machine`: other instructions."""
+    """Return the whole source, in which compiler errors name each part's own lines. `machine`
+    replaces the file of the instruction wrappers."""
     folder = Path(__file__).parent
     parts = [machine or MACHINE, *(folder / part for part in PARTS)]
     texts = [f'#line 1 "constants"\n{constants(shape)}']

@@ -1,10 +1,10 @@
 // A whole decode step in one kernel: embedding, layers, final norm and, with HEAD, the logits.
 //
-// One block on each multiprocessor, all resident at once. A producer thread streams the block's tiles of
-// weights through a ring in shared memory and waits for nothing but room, so that loads run ahead over
-// all phases; eight consumer warps do everything else. The phases and their matrices are the table of
-// table.py, from which both take their order. The residual stays in float32 in the shared memory of the
-// block that has its outputs.
+// There is one block on each multiprocessor, and all are resident at once. A producer thread streams the
+// block's tiles of weights through a ring in shared memory and waits only for room (and for the choice of
+// experts), so that loads run ahead across phases. Eight consumer warps do everything else. table.py defines
+// the phases and their matrices, in the order that both sides follow. The residual stays in float32 in the
+// shared memory of the block that computes its outputs.
 
 struct Shared {
   u64 full[SLOTS], empty[SLOTS];
@@ -29,10 +29,10 @@ static_assert(WORK_FLOATS_NEEDED * 4 <= WORK_BYTES, "table.py reserves too littl
 
 DEVICE Source source_of(const u32* words, u32 flag) { return Source{words, flag}; }
 
-// A block without outputs of a phase reads nothing; but it must not arrive again before all others have
-// arrived, as the counter does not tell whose arrivals it has.
-// Flagged words do without; then a barrier keeps the block's warps within a phase of each other, as a
-// received source does, so that what is written to shared memory next was read by all of them.
+// A block without outputs of a phase reads nothing, but it must not arrive again before all others have
+// arrived, because the counter does not distinguish the arrivals of different blocks.
+// Flagged words do not need this wait. Then a barrier keeps the block's warps within one phase of each other,
+// as receiving a source does, so that all of them have read the shared memory that is written next.
 DEVICE void skip_source(const Consumer& k, int phase, u32 target) {
   if (FLAGGED)
     sync_consumers<THREADS>();
@@ -40,7 +40,7 @@ DEVICE void skip_source(const Consumer& k, int phase, u32 target) {
     await_arrivals(k.a, target, k.where(phase));
 }
 
-// Norm; queries, keys and values of all rows to the blocks that attend.
+// Norm; then queries, keys and values of all rows, handed over to the blocks that compute attention.
 DEVICE void run_qkv(Consumer& k) {
   const LayerArgs& layer = k.a.layers[k.layer];
   const int tiles = tiles_of(PRODUCTS[PROJECT].tiles, block_index());
@@ -66,7 +66,7 @@ DEVICE void run_qkv(Consumer& k) {
   });
 }
 
-// Outputs of `o` or `down` to the residual, and rounded to who reads them.
+// Adds the outputs of `o` or `down` to the residual, and hands over the rounded sums.
 template <int P>
 DEVICE void run_residual(Consumer& k, Shared& m, const u32* source, u32 source_flag, u32 target, u32* sink, u32 flag) {
   constexpr Product p = PRODUCTS[P];
@@ -105,13 +105,13 @@ DEVICE void run_gate_up(Consumer& k) {
   });
 }
 
-// The phases of a layer in the table's order.
+// Runs the phases of a layer in the table's order.
 template <int P>
 DEVICE void run_layer(Consumer& k, Shared& m) {
   if constexpr (P < LAYER_PHASES) {
     if constexpr (P == PROJECT) run_qkv(k);
     if constexpr (P == ATTENTION) attend(k, m.attention, m.plan);
-    if constexpr (P == COMBINE) arrive(k.a);  // attend() has combined
+    if constexpr (P == COMBINE) arrive(k.a);  // attend() has combined the parts
     if constexpr (P == OUTPUT) {
       run_residual<P>(k, m, k.a.attended, k.flag + ATTENDED, k.target + ARRIVED_ATTENDED * BLOCKS, k.a.x2, k.flag + X2);
       arrive(k.a);
@@ -142,7 +142,7 @@ DEVICE void begin_residual(const Args& a, Shared& m) {
   }
 }
 
-// The final norm of this block's columns, from the residual.
+// Writes the final norm of this block's columns, from the residual.
 DEVICE void write_hidden(const Consumer& k, const Shared& m) {
   const int tiles = tiles_of(PRODUCTS[OUTPUT].tiles, block_index());
   for (int i = thread_index(); i < tiles * ROWS * 4; i += THREADS) {
@@ -166,12 +166,12 @@ DEVICE void write_logits(const Consumer& k, int row, int at, float2 y) {
   }
 }
 
-// Chunks of the head as the producer has drawn them.
+// Multiplies the chunks of the head that the producer has claimed.
 DEVICE void run_head(Consumer& k) {
   constexpr int TILES = GROUP < HEAD_TILES ? GROUP : HEAD_TILES;
   while (true) {
     k.ring.wait_full(k.a, k.ring.at, place(LAYERS, LOGITS));
-    // By the lane that frees the slot.
+    // Read by the lane that frees the slot.
     const u32 chunk = shuffle(k.lane == 0 ? get_shared4(k.ring.chunks + k.ring.at.slot) : 0, 0);
     if (chunk == END_OF_HEAD) return;
 #pragma unroll 1
@@ -189,7 +189,7 @@ DEVICE void run_head(Consumer& k) {
   }
 }
 
-// The last block to end prepares the next step. All others have read what it writes.
+// The last block to end prepares the next step. All others have already read what it overwrites.
 DEVICE void end_step(const Args& a, Shared& m) {
   sync_consumers<THREADS>();
   if (thread_index() == 0) m.last = add_acquire_release(&a.control->done, 1) == BLOCKS - 1;
@@ -197,7 +197,7 @@ DEVICE void end_step(const Args& a, Shared& m) {
   if (!m.last) return;
   const u32 next = a.control->step + 1;
   const bool wrap = next >= 0xffffffffu / STEP_FLAGS - 1;
-  // Flags begin again: no word may have one of long ago.
+  // Flags start again from the beginning, so no word may still have an old flag.
   if (wrap)
     for (u64 i = thread_index(); i < a.scratch_words; i += THREADS) a.scratch[i] = uint4{0, 0, 0, 0};
   sync_consumers<THREADS>();
@@ -238,7 +238,7 @@ DEVICE void consume(const Args& a, Shared& m, Ring ring, float* work, u32 xs) {
 
 extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) decode_step(const __grid_constant__ Args a) {
   u8* memory = dynamic_shared();
-  memory += (1024 - (address_of(memory) & 1023)) & 1023;  // as the exchange of chunks wants it
+  memory += (1024 - (address_of(memory) & 1023)) & 1023;  // as the swizzling of chunks requires
   Shared& m = *(Shared*)(memory + SLOTS * SLOT + WORK_BYTES + XS_BYTES);
   const int thread = thread_index();
   if (POISON)
@@ -249,7 +249,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) decode_step(const
   Ring ring{address_of(memory), address_of(m.full), address_of(m.empty), m.chunks, m.box_scales, Cursor{}};
   if (thread == 0) make_ring(ring, m.choice);
   sync_block();
-  if (thread >= THREADS) {  // a warp group, for its registers' sake; one thread of it works
+  if (thread >= THREADS) {  // a whole warp group, because registers are set per group; one thread works
     if (!FIXED_REGISTERS) fewer_registers<40>();
     if (thread == THREADS) produce(a, ring, m.choice);
     return;

@@ -1,4 +1,4 @@
-"""Decode steps as a single kernel, for executors."""
+"""Decode steps that run as a single kernel, for executors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ from nanoactor.models.weights.whole_step import Mixture, ModelWeights, numbers_o
 log = logging.getLogger("nanoactor.models.decode_step")
 
 PATIENCE = 10.0
-"""Seconds that a block waits for another, or for its own copies, before the kernel stops."""
+"""Seconds that a block waits for another block, or for its own copies, before it stops the
+kernel."""
 _WAITS = {
     1: "words that another block hands over",
     2: "the arrival of all blocks",
@@ -44,16 +45,18 @@ _WAITS = {
 }
 _STOPPED = 0x80000000
 _WIDE, _FASTER_UP_TO = 4096, 8
-"""Measured on an H200 with contexts of 1,024: 16 rows of 8B take 5.51 ms with the kernel and 5.43
-with operators, 8 rows 4.63 and 5.32; 16 rows of 0.6B 1.32 and 1.72 (docs/gpu.md)."""
+"""Hidden size of wide models, and the maximum number of rows for which the kernel is faster for
+them. Measured on an H200 with contexts of 1,024: 16 rows of 8B take 5.51 ms with the kernel and
+5.43 with operators, 8 rows 4.63 and 5.32; 16 rows of 0.6B 1.32 and 1.72 (docs/gpu.md)."""
 _PACKED_EXPERTS_UP_TO = 4
-"""Measured there with 30B-A3B in FP8: 4 rows take 3.95 ms with the kernel and 4.47 with operators,
-8 rows 6.12 and 5.87."""
+"""Maximum number of rows for which the kernel is faster with packed experts. Measured on an H200
+with 30B-A3B in FP8: 4 rows take 3.95 ms with the kernel and 4.47 with operators, 8 rows 6.12 and
+5.87."""
 _SLOWER = "decode steps of few rows run operator by operator, which takes up to twice as long"
 
 
 class StepStopped(RuntimeError):
-    """A decode step has waited too long; names the phase. The device must be reopened."""
+    """A decode step waited too long. The message names the phase. The device must be reopened."""
 
 
 _HONOURED = frozenset(
@@ -80,12 +83,12 @@ _HONOURED = frozenset(
         "window",
     ]
 )
-"""Fields of a model's configuration that the kernel computes with or does not need: pictures are
-already rows, rotations are read from tables, no sequence is longer than a window, and packed
-weights are unpacked or not passed at all."""
+"""Fields of a model's configuration that the kernel supports or does not depend on: pictures are
+already rows, rotations are read from tables, no sequence is longer than a window, and weights are
+passed in FP8, unpacked, or not at all."""
 _NEUTRAL = {"output_bias": False, "mlp_bias": False}
-"""Other fields, and the value that has no effect. Fields in neither must have their default, so
-that a family's new option is never ignored silently."""
+"""Other fields, with the value that has no effect. All remaining fields must have their default
+value, so that a model family's new option is never ignored silently."""
 
 
 def supports(
@@ -99,8 +102,8 @@ def supports(
     packed: bool = False,
     mixture: Mixture | None = None,
 ) -> str | None:
-    """Return why steps of `rows` rows cannot run as one kernel, or None. `mixture`: the experts of
-    each layer."""
+    """Return why steps of `rows` rows cannot run as one kernel, or None if they can. `mixture`
+    describes the experts of each layer."""
     if capability != (9, 0):
         return f"compute capability {capability[0]}.{capability[1]} is not 9.0"
     if dtype != torch.bfloat16:
@@ -111,7 +114,7 @@ def supports(
         return f"operators are as fast with more than {_FASTER_UP_TO} rows of such a width"
     if mixture is not None and packed and rows > _PACKED_EXPERTS_UP_TO:
         return f"operators are faster with more than {_PACKED_EXPERTS_UP_TO} rows of packed experts"
-    # If layers have experts, the family's own options are about those.
+    # If layers have experts, the family's own options concern only the experts.
     honoured = _HONOURED if mixture is None else _HONOURED | {"family_options"}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -121,7 +124,7 @@ def supports(
 
 
 class DecodeStep:
-    """Steps of one number of rows, with the tensors that they read and write."""
+    """Decode steps with a given number of rows, and the tensors that they read and write."""
 
     def __init__(
         self,
@@ -131,9 +134,10 @@ class DecodeStep:
         patience: float = PATIENCE,
         like: DecodeStep | None = None,
     ) -> None:
-        """Compile or load; `like` is a step with the same weights and other rows.
+        """Compile the kernel or load it from disk. `like` is a step with the same weights and
+        another number of rows, which shares its tensor maps and scales.
 
-        Raises `CompileError`, `DriverError`."""
+        Raises `CompileError` or `DriverError` if that fails."""
         self.shape = shape
         self._weights, self._eps, self._patience = weights, eps, patience
         self._kernel = kernel_of(compiled(shape).cubin, shape)
@@ -151,10 +155,10 @@ class DecodeStep:
         caches: Sequence[KVCache],
         logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Queue a step on the current stream: hidden states bfloat16 (rows, hidden) after the
-        final norm, overwritten by the next step. Writes the new tokens' keys and values, and
-        `logits` (rows, vocabulary) or its own buffer. Tensors must keep their addresses for as long
-        as a graph that has captured this."""
+        """Queue a step on the current stream. Return hidden states after the final norm, bfloat16
+        (rows, hidden), which the next step overwrites. The step also writes the new tokens' keys
+        and values, and its logits to `logits`, (rows, vocabulary), or to its own buffer. Tensors
+        must keep their addresses as long as any graph that has captured this call exists."""
         if logits is not None:
             self.scratch.logits = logits
         args = arguments_of(
@@ -166,11 +170,12 @@ class DecodeStep:
 
     @property
     def logits(self) -> torch.Tensor:
-        """Return (rows, vocabulary) of the step queued last, if the shape has a head."""
+        """Return the logits, (rows, vocabulary), of the step queued last, if the shape has a
+        head."""
         return self.scratch.logits
 
     def check(self) -> None:
-        """Raise `StepStopped` if the kernel has stopped itself; call it when the device fails."""
+        """Raise `StepStopped` if the kernel has stopped itself. Call this when the device fails."""
         first, block = (int(word) & 0xFFFFFFFF for word in self.status)
         if first:
             raise StepStopped(describe(first, block, self.shape))
@@ -190,7 +195,8 @@ def describe(word: int, block: int, shape: Shape) -> str:
 
 
 def maps_of(shape: Shape, weights: ModelWeights) -> list[bytes]:
-    """Encode the maps of each layer's matrices, then the head's; the same for any rows."""
+    """Encode the tensor maps of each layer's matrices, then the head's. They do not depend on the
+    number of rows."""
     phases = [phase for phase in shape.phases if phase.matrix is not None]
     boxes = [product_of(shape, phase).box for phase in phases]
     found = [
@@ -203,7 +209,7 @@ def maps_of(shape: Shape, weights: ModelWeights) -> list[bytes]:
 
 @dataclasses.dataclass(slots=True)
 class DecodeSteps:
-    """The kernels of an engine by rows; other steps run operator by operator."""
+    """An engine's kernels by number of rows; other steps run operator by operator."""
 
     steps: dict[int, DecodeStep]
 
@@ -216,7 +222,8 @@ class DecodeSteps:
         block_size: int,
         patience: float = PATIENCE,
     ) -> DecodeSteps:
-        """Make kernels for those of `sizes` that have one; warns once where any fails."""
+        """Load a kernel for each number of rows in `sizes` that is supported. If one fails, log a
+        warning and load no more."""
         device = weights.embed.device
         if device.type != "cuda":
             return cls({})
@@ -250,11 +257,11 @@ class DecodeSteps:
         caches: Sequence[KVCache],
         into: torch.Tensor | None,
     ) -> WholeStep | None:
-        """Queue a decode step, with logits in `into` bfloat16 (rows, vocabulary) if given. Return
-        None if the operators must run.
+        """Queue a decode step, and write its logits to `into`, bfloat16 (rows, vocabulary), if
+        given. Return None if the step must run operator by operator.
 
-        `rows` as filled in by `BatchOperators.advance`, `slots` int32 (rows,), `tables` int32
-        (slots, blocks)."""
+        `rows` is filled in by `BatchOperators.advance`, `slots` is int32 (rows,), and `tables` is
+        int32 (slots, blocks)."""
         step = self.steps.get(len(slots))
         if step is None:
             return None

@@ -1,7 +1,7 @@
-"""The phases of a decode step and how one model's matrices are cut for them.
+"""The phases of a decode step, and how a model's matrices are cut for them.
 
-`PHASES` alone defines the order for the kernel's producer, its consumers and the tests' simulator:
-`constants` writes it into the CUDA source.
+Only `PHASES` and `EXPERT_PHASES` define the order of phases for the kernel's producer, its
+consumers and the tests' simulator: `constants` writes it into the CUDA source.
 """
 
 from __future__ import annotations
@@ -15,21 +15,23 @@ from nanoactor.models.weights.whole_step import Mixture
 
 MOST_ROWS = 16
 WARPS = 8
-"""Consumer warps of a block."""
+"""Number of consumer warps of a block."""
 SLOT_BYTES = 16384
-"""Bytes of a slot of the ring: 8 rows of 1,024 columns."""
+"""Size of a slot of the ring in bytes: 8 rows of 1,024 columns in bfloat16."""
 SHARED_LIMIT = 232_448 - 1024
-"""Shared memory of a block at compute capability 9.0 in bytes, less the alignment."""
+"""Maximum shared memory of a block in bytes at compute capability 9.0, minus the alignment."""
 PARAMETER_LIMIT = 32_764
 UNIT_BYTES = 128
-"""Bytes of a row in which the copy engine swizzles chunks; in FP8, inputs that share a scale."""
+"""Number of bytes of a row within which the copy engine swizzles chunks; in FP8, also the number of
+inputs that share a scale."""
 UNITS = SLOT_BYTES // (8 * UNIT_BYTES)
 """Maximum number of units in a box."""
 HEAD_TILES = 4
-"""Tiles of a chunk of the head."""
+"""Number of tiles in a chunk of the head."""
 _LEAST_SLOTS, _MOST_SLOTS = 4, 12
 _WHOLE_ROWS, _PIECE_ROWS = 100 << 10, 64 << 10
-"""Bytes: sources that fit into the first are not cut; pieces take up to the second."""
+"""Sizes in bytes: sources up to the first size are not cut into pieces, and pieces have up to the
+second size."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,7 +40,8 @@ class Phase:
 
     name: str
     matrix: str | None
-    """The weight, with outputs as rows and inputs as columns; None: attention."""
+    """Name of the weight, with outputs as rows and inputs as columns; None if the phase has
+    none."""
     rows: str | None
     """Name of the dimension that counts outputs."""
     columns: str | None
@@ -46,12 +49,12 @@ class Phase:
     source: str
     sink: str
     stacked: int = 1
-    """Number of stacked matrices with combined outputs: gate and up."""
+    """Number of stacked matrices whose outputs are combined: 2 for gate and up."""
     to_all: bool = False
-    """True if all blocks read the sink."""
+    """Whether all blocks read the sink."""
     experts: Literal["outputs", "inputs"] | None = None
-    """Whether the matrices of the chosen experts are concatenated along outputs or inputs; None:
-    there is one matrix."""
+    """Dimension along which the matrices of the chosen experts are concatenated; None if there is
+    one matrix."""
 
     @property
     def is_flagged(self) -> bool:
@@ -69,7 +72,7 @@ PHASES = (
 )
 """Phases of a layer. The first source is the previous layer's last sink, or the embedding."""
 ROUTE = Phase("ROUTE", None, None, None, "X2", "SCORES")
-"""Each block multiplies the rows by the router's weights of its experts."""
+"""Phase in which each block multiplies the rows by the router's weights for its experts."""
 _GATE_UP, _DOWN = PHASES[-2:]
 EXPERT_PHASES = (
     *PHASES[:-2],
@@ -78,7 +81,7 @@ EXPERT_PHASES = (
     dataclasses.replace(_DOWN, experts="inputs"),
 )
 """Phases of a layer with a mixture of experts. All blocks receive the rows for `ROUTE` and keep
-them; then each derives the rows' chosen experts from the scores."""
+them; then each block derives the rows' chosen experts from the scores."""
 MOST_EXPERT_ROWS = 8
 _MOST_EXPERTS, _MOST_CHOSEN = 256, 32
 LOGITS = Phase("LOGITS", "head", "vocab", "hidden", "X1", "LOGITS")
@@ -90,24 +93,24 @@ class Product:
     """A phase's matrix, cut into tiles of 8 outputs and boxes of columns."""
 
     tiles: int
-    """Tiles of 8 rows; for stacked matrices, the tiles of each."""
+    """Number of tiles of 8 rows; for stacked matrices, the number in each of them."""
     stacked: int
     columns: int
     unit: int
-    """Columns of 128 bytes: 64 in bfloat16, 128 in FP8."""
+    """Number of columns in 128 bytes: 64 in bfloat16, 128 in FP8."""
     box: int
-    """Units of a box."""
+    """Number of units in a box."""
     boxes: int
-    """Boxes of a tile; the last may extend past the matrix."""
+    """Number of boxes in a tile; the last one may extend past the matrix."""
     piece_boxes: int
     pieces: int
     """Number of pieces in which the inputs are read, of `piece_boxes` boxes each."""
     packed: bool = False
-    """True if it is in FP8."""
+    """Whether the matrix is in FP8."""
     matrices: int = 1
-    """Experts, each with such a matrix."""
+    """Number of experts, each of which has such a matrix; 1 without experts."""
     experts: Literal["outputs", "inputs"] | None = None
-    """Concatenation of experts' matrices, see `Phase`."""
+    """Dimension along which the experts' matrices are concatenated, see `Phase`."""
 
     @property
     def scales(self) -> int:
@@ -115,17 +118,17 @@ class Product:
         return self.matrices * self.stacked * self.tiles * self.boxes * UNITS * self.packed
 
     def tiles_of(self, block: int, blocks: int, chosen: int = 1) -> int:
-        """Return the number of tiles of a block: its tile i is `block + i * blocks` of all tiles.
-        With `experts` "outputs" each of the `chosen` experts adds tiles; with "inputs" each tile
-        spans all of them."""
+        """Return the number of tiles of a block; its tile i is tile `block + i * blocks` of all
+        tiles. If `experts` is "outputs", each of the `chosen` experts adds tiles; if it is
+        "inputs", each tile spans all of them."""
         tiles = self.tiles * (chosen if self.experts == "outputs" else 1)
         return max(0, -(-(tiles - block) // blocks))
 
     def boxes_of(
         self, block: int, blocks: int, chosen: int = 1
     ) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (piece, tile of the block, matrix of the stack, box) in the order of the ring;
-        `chosen` is how many experts the rows have chosen."""
+        """Yield (piece, tile of the block, matrix of the stack, box) in the order of the ring.
+        `chosen` is the number of experts that the rows have chosen."""
         for piece in range(self.pieces):
             first = piece * self.piece_boxes
             end = min(self.boxes, first + self.piece_boxes)
@@ -154,25 +157,27 @@ class Shape:
     rows: int
     block_size: int
     blocks: int
-    """Number of multiprocessors."""
+    """Number of blocks, one for each multiprocessor."""
     packed: bool = False
-    """True if the layers' matrices are in FP8, with a scale for each tile and 128 inputs."""
+    """Whether the layers' matrices are in FP8, with a scale for each tile and 128 inputs."""
     mixture: Mixture | None = None
-    """The experts of each layer, of which `inter` is the inner size; None: layers have none."""
+    """The experts of each layer, whose inner size is `inter`; None if layers have no experts."""
     head: int = 0
-    """0: hidden states alone; 1: logits in bfloat16, 2: in float32."""
+    """Output besides hidden states: 0 for none, 1 for logits in bfloat16, 2 for logits in
+    float32."""
     flagged: bool | None = None
-    """True if words that all blocks read carry flags; None: with one row."""
+    """Whether words that all blocks read carry flags; None to flag them only if there is one
+    row."""
     in_flight: int | None = None
-    """Maximum boxes in flight; None: 2 for narrow models, 3 for others."""
+    """Maximum number of boxes in flight; None for 2 in narrow models (4 in FP8) and 3 in others."""
     delays: bool = False
-    """True if blocks are delayed at random, for tests."""
+    """Whether blocks are delayed at random, for tests."""
     trace: bool = False
-    """True if block 0 records its clock."""
+    """Whether block 0 records its clock."""
     poison: bool = False
-    """True if shared memory is filled with NaN first, for tests."""
+    """Whether shared memory is filled with NaN first, for tests."""
     fixed_registers: bool = False
-    """True if threads keep their initial registers, for instrumentation tools."""
+    """Whether threads keep their initial number of registers, for instrumentation tools."""
 
     @classmethod
     def of(
@@ -185,7 +190,7 @@ class Shape:
         packed: bool = False,
         mixture: Mixture | None = None,
     ) -> Shape:
-        """Take the sizes of a model."""
+        """Return the shape for a model's configuration."""
         return cls(
             config.num_layers,
             config.hidden_size,
@@ -211,33 +216,33 @@ class Shape:
 
     @property
     def pairs(self) -> int:
-        """Return the number of pairs of a row and an expert that it has chosen."""
+        """Return the number of pairs of a row and a chosen expert; 0 without experts."""
         return 0 if self.mixture is None else self.rows * self.mixture.chosen
 
     @property
     def width(self) -> int:
-        """Return the width of all query heads."""
+        """Return the combined width of all query heads."""
         return self.heads * self.head_dim
 
     @property
     def qkv(self) -> int:
-        """Return the outputs of the first phase."""
+        """Return the number of outputs of the first phase."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
     @property
     def has_flags(self) -> bool:
         """Return True if words that all blocks read carry flags; otherwise they are guarded by
-        arrivals."""
+        counting arrivals."""
         return self.rows == 1 if self.flagged is None else self.flagged
 
     @property
     def hidden_tiles(self) -> int:
-        """Return the maximum number of a block's tiles of the residual."""
+        """Return the maximum number of residual tiles of a block."""
         return -(-self.hidden // 8 // self.blocks)
 
 
 def _columns_whole(shape: Shape) -> int:
-    """Return the columns up to which a source is not cut."""
+    """Return the maximum number of columns of a source that is not cut into pieces."""
     widest = max(shape.hidden, shape.width, shape.inter)
     if 2 * shape.rows * widest <= _WHOLE_ROWS:
         return widest
@@ -245,7 +250,7 @@ def _columns_whole(shape: Shape) -> int:
 
 
 def product_of(shape: Shape, phase: Phase) -> Product:
-    """Cut a phase's matrix."""
+    """Cut a phase's matrix into tiles, boxes and pieces."""
     if phase.rows is None or phase.columns is None:
         return NO_PRODUCT
     packed = shape.packed and phase is not LOGITS
@@ -256,7 +261,7 @@ def product_of(shape: Shape, phase: Phase) -> Product:
     most = _columns_whole(shape)
     piece, pieces = boxes, 1
     if columns > most and phase.experts != "inputs":
-        # Rows are received in blocks of 256 columns, so pieces are multiples of them.
+        # Rows are received in blocks of 256 columns, so pieces are multiples of these blocks.
         step = next(n for n in (1, 2, 4) if n * box * unit % 256 == 0)
         piece = max(1, most // (unit * box) // step) * step
         pieces = -(-boxes // piece)
@@ -269,11 +274,11 @@ def product_of(shape: Shape, phase: Phase) -> Product:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layout:
-    """A block's shared memory, in bytes, and how many tiles are summed at a time."""
+    """The parts of a block's shared memory in bytes, and the number of tiles summed at a time."""
 
     group: int
     input_columns: int
-    """Columns of a row of inputs."""
+    """Number of columns of a row of inputs."""
     inputs: int
     work: int
     rest: int
@@ -281,7 +286,7 @@ class Layout:
 
     @property
     def total(self) -> int:
-        """Return the total without alignment."""
+        """Return the total size in bytes, without alignment."""
         return self.slots * SLOT_BYTES + self.inputs + self.work + self.rest
 
 
@@ -294,7 +299,7 @@ def layout_of(shape: Shape) -> Layout:
     of_rows = [p for p in products if p.experts != "inputs"]
     columns = max(min(p.columns, p.piece_boxes * p.box * p.unit) for p in of_rows)
     inputs = shape.rows * (columns + 32) * 2
-    if shape.pairs:  # a line for each, and one of zeros
+    if shape.pairs:  # a line for each pair, and one of zeros
         inputs = max(inputs, (shape.pairs + 1) * (shape.inter + 32) * 2)
     sums = 2 * group * WARPS * shape.rows * 8 * 4
     work = max(sums, WARPS * shape.heads // shape.kv_heads * shape.head_dim * 4)
@@ -310,12 +315,12 @@ def layout_of(shape: Shape) -> Layout:
 
 
 def scored_experts(shape: Shape) -> int:
-    """Return the number of experts that a block scores."""
+    """Return the maximum number of experts that a block scores."""
     return 0 if shape.mixture is None else -(-shape.mixture.experts // shape.blocks)
 
 
 def input_scales(shape: Shape, columns: int) -> int:
-    """Return the number of scales of inputs in shared memory with at most `columns` columns."""
+    """Return the number of scales in shared memory for inputs of at most `columns` columns."""
     of_rows = shape.rows * (columns // UNIT_BYTES + 1)
     return max(of_rows, (shape.pairs + 1) * (shape.inter // UNIT_BYTES + 1)) * shape.packed
 
@@ -337,7 +342,7 @@ def _refusal_of_experts(shape: Shape) -> str | None:
 
 
 def refusal(shape: Shape) -> str | None:
-    """Return why no kernel is made for a shape, or None."""
+    """Return why no kernel supports a shape, or None if one does."""
     return _refusal_of_experts(shape) or _refusal_of_sizes(shape)
 
 
@@ -363,13 +368,14 @@ def _refusal_of_sizes(shape: Shape) -> str | None:
 
 
 def parameter_bytes(shape: Shape) -> int:
-    """Return the size of the kernel's parameters: maps, pointers of layers, the rest."""
+    """Return the size in bytes of the kernel's parameters: tensor maps, pointers of layers, and the
+    rest."""
     maps = sum(phase.matrix is not None for phase in PHASES)
     return 128 * (maps * shape.layers + 1) + 72 * shape.layers + 264
 
 
 def _enumerators(shape: Shape) -> Iterator[str]:
-    """Yield the numbers of the phases and of hand-overs, by flags and by arrivals."""
+    """Yield constants that number the phases and the hand-overs, by flags and by arrivals."""
     for number, phase in enumerate((*shape.phases, LOGITS)):
         yield f"constexpr int {phase.name} = {number};"
     if ROUTE not in shape.phases:
@@ -407,7 +413,7 @@ def _products(shape: Shape) -> Iterator[str]:
 
 
 def _flight_of(shape: Shape, product: Product) -> int:
-    """Return the largest number of a matrix's boxes that may be in flight at once."""
+    """Return the maximum number of a matrix's boxes that may be in flight at once."""
     narrow = shape.hidden <= 1536
     flight = shape.in_flight or ((4 if shape.packed else 2) if narrow else 3)
     if product.experts is not None:  # their boxes may be small
@@ -416,7 +422,7 @@ def _flight_of(shape: Shape, product: Product) -> int:
 
 
 def constants(shape: Shape) -> str:
-    """Write the CUDA source's constants: sizes, table, layout."""
+    """Return the constants of the CUDA source: sizes, the table of phases, and the layout."""
     layout, mixture = layout_of(shape), shape.mixture
     names = {
         "LAYERS": shape.layers,

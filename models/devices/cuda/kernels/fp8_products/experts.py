@@ -1,4 +1,4 @@
-"""Grouped products of experts in FP8, by the kernels in CUDA C++ where these are faster."""
+"""Grouped GEMMs of experts in FP8, by the kernels in CUDA C++ where these are faster."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ from nanoactor.models.devices.cuda.kernels.routing import blocks_of
 
 
 def supports(gate_up: Packed, down: Packed) -> bool:
-    """Return whether these kernels support a layer's experts: the outputs of the gate and up
+    """Return True if these kernels support a layer's experts: the outputs of the gate and up
     projections must form whole blocks of the next product's inputs."""
     inner = gate_up.weight.shape[1] // 2
     return gate_up.block == down.block == BLOCK and inner % BLOCK == 0 and down.offset == 0
 
 
 class HopperExperts:
-    """The grouped products of a layer."""
+    """The grouped GEMMs of a layer's experts."""
 
     def __init__(self, gate_up: Packed, down: Packed, kernels: Kernels) -> None:
-        """Describe matrices that `supports` accepts. Raises `DriverError`."""
+        """Encode the tensor maps of matrices that `supports` accepts. Raises `DriverError` if that
+        fails."""
         self._gate_up, self._down = Matrix(gate_up), Matrix(down)
         self._kernels = kernels
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        """Return the output of each pair of a token and an expert, times its weight:
-        (tokens, chosen, hidden)."""
+        """Return the output of each token-expert pair times its routing weight, (tokens, chosen,
+        hidden)."""
         tokens, chosen = ids.shape
         experts = len(self._down.packed.weight)
         variants = variants_for(tokens * chosen, experts)

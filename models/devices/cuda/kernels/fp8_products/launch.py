@@ -37,7 +37,7 @@ _NAME = "fp8_products"
 
 
 class Args(ctypes.Structure):
-    """`Args` of `product.cu`."""
+    """Mirror of `Args` in `product.cu`."""
 
     _fields_ = (
         ("weight", ctypes.c_ubyte * MAP_BYTES),
@@ -52,7 +52,7 @@ class Args(ctypes.Structure):
 
 
 class RoundArgs(ctypes.Structure):
-    """`RoundArgs` of `product.cu`."""
+    """Mirror of `RoundArgs` in `product.cu`."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "rows", "scales", "pairs", "used")),
@@ -64,16 +64,16 @@ class RoundArgs(ctypes.Structure):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of e4m3 in the order in which tiles read them."""
+    """e4m3 rows in the order in which tiles read them."""
 
     values: torch.Tensor
-    """e4m3 (blocks, slots, 128), with 16-byte chunks exchanged (chunk ^ slot % 8)."""
+    """e4m3 numbers (blocks, slots, 128), with 16-byte chunks swizzled (chunk ^ slot % 8)."""
     scales: torch.Tensor
-    """float32 (blocks, slots)."""
+    """Scales, float32 (blocks, slots)."""
 
     @staticmethod
     def empty(blocks: int, slots: int, device: torch.device) -> Rows:
-        """Make room for rows."""
+        """Allocate memory for `slots` rows."""
         return Rows(
             torch.empty(blocks, slots, BLOCK, dtype=E4M3, device=device),
             torch.empty(blocks, slots, dtype=torch.float32, device=device),
@@ -84,7 +84,8 @@ class Kernels:
     """All kernels, loaded on the current device."""
 
     def __init__(self) -> None:
-        """Compile, or read from disk, and load. Raises `CompileError`, `DriverError`."""
+        """Compile the kernels, or read them from disk, and load them. Raises `CompileError` or
+        `DriverError` if that fails."""
         device = torch.cuda.current_device()
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
         module = Module(nvrtc.compiled(source(), _NAME).cubin)
@@ -96,11 +97,11 @@ class Kernels:
 
     def multiply(self, variant: Variant, args: Args, blocks: int) -> None:
         """Queue a product, whose blocks may start before the previous kernel has ended. Raises
-        `DriverError`."""
+        `DriverError` if the launch fails."""
         self._variants[variant].launch(args, blocks, overlaps=True)
 
     def round(self, args: RoundArgs) -> None:
-        """Queue the rounding of activations. Raises `DriverError`."""
+        """Queue the rounding of activations. Raises `DriverError` if the launch fails."""
         warps = args.slots * -(-args.blocks // AT_ONCE)
         blocks = min(-(-warps // (ROUNDING_THREADS // 32)), 8 * self.processors)
         self._rounding.launch(args, blocks)
@@ -114,7 +115,7 @@ class ProductKernels:
         self._found: Kernels | None = None
 
     def get(self) -> Kernels | None:
-        """Return the kernels, or None if the device has none; warns once if they cannot be
+        """Return the kernels, or None if the device has none. Warn once if they cannot be
         loaded."""
         if self._wanted and self._found is None:
             try:
@@ -130,10 +131,10 @@ class ProductKernels:
 
 
 class Matrix:
-    """A packed matrix, or one for each expert, with its tensor map."""
+    """A packed matrix, or one matrix for each expert, with its tensor map."""
 
     def __init__(self, packed: Packed) -> None:
-        """Describe the matrix to the copy engine. Raises `DriverError`."""
+        """Encode the tensor map for the copy engine (TMA). Raises `DriverError` if that fails."""
         self.packed = packed
         self.outputs, width = packed.weight.shape[-2:]
         self.blocks = packed.scales.shape[-1]
@@ -144,7 +145,7 @@ class Matrix:
 
 
 def arguments_of(matrix: Matrix, variant: Variant, rows: Rows, y: torch.Tensor, count: int) -> Args:
-    """Describe a product of whole tiles; `count` rows are stored."""
+    """Return the arguments of a product of whole tiles, of which `count` rows are stored."""
     slots = rows.scales.shape[1]
     found = Args(
         scales=matrix.packed.scales.data_ptr(),
@@ -167,16 +168,16 @@ def arguments_of(matrix: Matrix, variant: Variant, rows: Rows, y: torch.Tensor, 
 
 
 def quantize(kernels: Kernels, x: torch.Tensor, packed: Packed, slots: int) -> Rows:
-    """Round bfloat16 (rows, inputs) to e4m3, a row in each of `slots` slots, as `packed` is
-    padded. Raises `DriverError`."""
+    """Round `x`, bfloat16 (rows, inputs), to e4m3, padded as `packed` is. Row i goes to slot i of
+    `slots` slots. Raises `DriverError` if the launch fails."""
     return _round(kernels, x, packed, slots, RoundArgs(count=len(x), chosen=1, tokens=1))
 
 
 def gather(
     kernels: Kernels, x: torch.Tensor, packed: Packed, blocks: Blocks, chosen: int, tokens: int
 ) -> Rows:
-    """Round the tokens of pairs in blocks of `tokens` each; other slots stay as they are. Raises
-    `DriverError`."""
+    """Round the tokens of the pairs in `blocks`, which have `tokens` slots each. Slots without a
+    pair are left uninitialized. Raises `DriverError` if the launch fails."""
     args = RoundArgs(
         pairs=blocks.rows.data_ptr(),
         used=blocks.used.data_ptr(),

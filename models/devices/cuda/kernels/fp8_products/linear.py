@@ -1,4 +1,4 @@
-"""x Wᵀ + b with a matrix in FP8, by the kernels in CUDA C++."""
+"""The operator x Wᵀ + b with an FP8 matrix, by the kernels in CUDA C++."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ from nanoactor.models.weights.fp8 import Fp8Blocks
 
 
 def linear_of(weights: Fp8Blocks, kernels: Kernels | None) -> TritonFp8Linear:
-    """Return the operator of weights for which `refusal` returned None. Raises `DriverError`."""
+    """Return the operator for weights for which `refusal` returned None. Raises `DriverError` if a
+    tensor map cannot be encoded."""
     if kernels is None or weights.block != BLOCK:
         return TritonFp8Linear(weights)
     return HopperFp8Linear(weights, kernels)
 
 
 class HopperFp8Linear(TritonFp8Linear):
-    """x Wᵀ + b as an operator. Few rows, and types other than bfloat16, use the kernels in
-    Triton."""
+    """The operator x Wᵀ + b for an FP8 matrix. Few rows, and dtypes other than bfloat16, use the
+    kernels in Triton."""
 
     def __init__(self, weights: Fp8Blocks, kernels: Kernels) -> None:
-        """Pack weights in blocks of `BLOCK` for which `refusal` returned None. Raises
-        `DriverError`."""
+        """Pack weights in blocks of `BLOCK` for which `refusal` returned None. Raises `DriverError`
+        if the tensor map cannot be encoded."""
         super().__init__(weights)
         self._kernels = kernels
         self._matrix = Matrix(self._packed)

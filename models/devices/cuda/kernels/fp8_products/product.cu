@@ -1,55 +1,55 @@
-// Products of e4m3 matrices with rows of e4m3, for one matrix or one of each expert.
+// Products of e4m3 matrices with e4m3 rows, for a single matrix or one matrix per expert.
 //
-// A *tile* is OUTPUTS outputs of TOKENS rows. Its inputs come in *stages* of 128, one scale block each.
-// One thread copies stages into a ring in shared memory; two groups of 128 threads multiply. Each has
-// 64 outputs of a matrix, or twice 64. A stage's product is scaled in float32 when it is added.
+// A *tile* is OUTPUTS outputs of TOKENS rows. Its inputs are cut into *stages* of 128 inputs, which share a scale.
+// One thread copies stages into a ring in shared memory; two groups of 128 threads multiply. Each group
+// has 64 outputs of a matrix, or twice 64. A stage's product is scaled in float32 when it is added.
 //
-// Blocks run until no tile is left (tile i of a block is `block + i * blocks`), so that the next tile's
+// Blocks run until no tile is left (tile i of a block is tile `block + i * blocks`), so that the next tile's
 // stages are copied while results are stored.
 
-// variants.py begins the source with BLOCK (inputs of a scale, and bytes of a row in a stage), AT_ONCE (blocks
-// of inputs that a warp rounds) and ROUNDING_WARPS.
+// variants.py prepends BLOCK (inputs that share a scale, and bytes of a row in a stage), AT_ONCE (blocks of inputs
+// that a warp rounds) and ROUNDING_WARPS to the source.
 constexpr int MULTIPLIERS = 256, MULTIPLIER_WARPS = 8;
 constexpr int HALF = 128 * BLOCK;  // bytes of 128 outputs in a stage
 constexpr float LARGEST = 448.f, LEAST = 1e-12f;
 
-// The epilogue: what a tile's sums become.
+// The epilogue, which turns a tile's sums into results.
 enum Epilogue {
   LINEAR,  // y (rows, outputs) in bf16, plus a bias
-  SWIGLU,   // silu(gate) * up as e4m3 with scales, the next product's rows: the matrix has gates, then ups
-  WEIGHTED,  // bf16, times the row's share, at the place of its pair
+  SWIGLU,   // silu(gate) * up in e4m3 with scales, as the next product's rows; the matrix has gates, then ups
+  WEIGHTED,  // bf16, times the row's share, stored at the place of its pair
 };
 
 struct Args {
-  TensorMap weight;        // rows of 128 bytes in boxes of 128
+  TensorMap weight;        // rows of 128 bytes in boxes of 128 rows
   const float* scales;     // (experts, groups, blocks)
-  const u8* rows;          // (blocks, slots, 128), chunks of 16 bytes exchanged by slot
+  const u8* rows;          // (blocks, slots, 128), with 16-byte chunks swizzled by slot
   const float* row_scales; // (blocks, slots)
-  const u16* bias;         // or null
+  const u16* bias;         // bias of LINEAR, or null
   void* y;
-  float* y_scales;         // of SWIGLU
-  const int* owners;       // of each tile of rows: its expert; null where there is one matrix
-  const int* used;         // with `owners`: the number of tiles of rows
-  const int* pairs;        // of WEIGHTED: each slot's pair of token and expert
-  const float* shares;     // of WEIGHTED: each pair's
-  uint4* parts;            // sums of tiles that several blocks compute, two for each block
-  u32* arrivals;           // of each such tile: the blocks that have stored their part; zero between products
-  int slots;               // rows, with those that fill up the last tile
-  int count;               // rows that are stored; pairs, of WEIGHTED
-  int outputs;             // of a matrix
-  int group;               // outputs that share a scale
-  int blocks;              // of inputs
+  float* y_scales;         // scales of y, with SWIGLU
+  const int* owners;       // expert of each tile of rows; null if there is one matrix
+  const int* used;         // number of tiles of rows, with `owners`
+  const int* pairs;        // token-expert pair of each slot, with WEIGHTED
+  const float* shares;     // share of each pair, with WEIGHTED
+  uint4* parts;            // sums of tiles that several blocks compute, two parts per block
+  u32* arrivals;           // number of blocks that have stored their part of each such tile; zero between products
+  int slots;               // number of rows, including those that pad the last tile
+  int count;               // number of rows that are stored, or of pairs with WEIGHTED
+  int outputs;             // outputs of a matrix
+  int group;               // number of outputs that share a scale
+  int blocks;              // blocks of inputs
   int row_tiles, output_tiles;
-  int units;               // stages of a block, or 0: whole tiles in turn
+  int units;               // number of stages of a block, or 0 for whole tiles in turn
 };
 
 // -- a block's work -----------------------------------------------------------------------------
-// With `units` (stream-K), all stages of all tiles are divided evenly: a block has those from `block * units`
-// on, and may begin or end inside a tile. Otherwise tile i of a block is `block + i * blocks`; tiles of the same
-// outputs are consecutive, so that weights come from memory once.
+// With `units` (stream-K), all stages of all tiles are divided evenly: a block has the stages from `block * units`
+// on, and may begin or end inside a tile. Otherwise, tile i of a block is tile `block + i * blocks`. Tiles of the
+// same outputs are consecutive, so that weights are read from memory once.
 
 struct Tile {
-  int number, rows, outputs;  // the first slot and output
+  int number, rows, outputs;  // index, first slot and first output
   int begin, end;             // blocks of inputs
   int expert;
 };
@@ -65,7 +65,7 @@ struct TileScheduler {
     stop = a.units && at + a.units < all ? at + a.units : all;
   }
 
-  // False: nothing is left.
+  // Returns false if no tile is left.
   template <int TOKENS, int OUTPUTS> DEVICE bool next(const Args& a, Tile& tile) {
     if (at >= stop) return false;
     tile.number = at / a.blocks;
@@ -80,7 +80,7 @@ struct TileScheduler {
   }
 };
 
-// First row of the matrix, within an expert's, of a tile's `m`th half.
+// The first row of half `m` of a tile, within the expert's matrix.
 template <int EPILOGUE> DEVICE int half_of(const Args& a, const Tile& tile, int m) {
   return EPILOGUE == SWIGLU ? m * (a.outputs / 2) + tile.outputs : tile.outputs + 128 * m;
 }
@@ -116,7 +116,7 @@ template <int TOKENS, int HALVES, int STAGES, int EPILOGUE> struct Producer {
 
   DEVICE void copy_weights(const Ring<TOKENS, HALVES, STAGES>& ring, const Tile& tile, int b) {
     const u32 bar = ring.full + 8 * ring.at;
-    // A box is counted whole, though what lies outside of the matrix is not read but zero.
+    // All bytes of a box are counted, although parts outside the matrix are not read but set to zero.
     barrier_expect(bar, ring.STAGE + TOKENS * 4);
 #pragma unroll
     for (int m = 0; m < HALVES; ++m)
@@ -130,7 +130,7 @@ template <int TOKENS, int HALVES, int STAGES, int EPILOGUE> struct Producer {
     copy_line(ring.scales_at(), a.row_scales + first, TOKENS * 4, bar);
   }
 
-  // Weights fill the ring while the previous kernel still rounds activations.
+  // Fills the ring with weights while the previous kernel is still rounding activations.
   DEVICE void run(Ring<TOKENS, HALVES, STAGES> ring) {
     prefetch_map(&a.weight);
     TileScheduler scheduler(a);
@@ -141,7 +141,7 @@ template <int TOKENS, int HALVES, int STAGES, int EPILOGUE> struct Producer {
     for (int b = tile.begin; b < filled; ++b, early.next()) copy_weights(early, tile, b);
     await_previous();
     for (int b = tile.begin; b < filled; ++b, ring.next()) copy_activations(ring, tile, b);
-    int begin = filled;  // of the first tile; of others -1
+    int begin = filled;  // of the first tile; -1 for the others
     do {
       for (int b = begin < 0 ? tile.begin : begin; b < tile.end; ++b, ring.next()) {
         ring.wait_empty();
@@ -155,7 +155,7 @@ template <int TOKENS, int HALVES, int STAGES, int EPILOGUE> struct Producer {
 
 // -- sums ---------------------------------------------------------------------------------------
 
-// The scales of a warp's 16 outputs in 32 blocks of inputs, one in each lane.
+// The scale of a warp's 16 outputs in 32 blocks of inputs, one block in each lane.
 template <int EPILOGUE> DEVICE float scales_of(const Args& a, const Tile& tile, int m, int warp, int b) {
   const int lane = thread_index() % 32;
   int output = half_of<EPILOGUE>(a, tile, m) + 16 * warp;
@@ -165,7 +165,7 @@ template <int EPILOGUE> DEVICE float scales_of(const Args& a, const Tile& tile, 
   return b + lane < tile.end ? a.scales[at] : 0.f;
 }
 
-// Adds the tile's stages; `warp` counts both groups' warps.
+// Adds up the products of the tile's stages; `warp` counts the warps of both groups.
 template <int TOKENS, int HALVES, int STAGES, int EPILOGUE>
 DEVICE void add_up(const Args& a, const Tile& tile, Ring<TOKENS, HALVES, STAGES>& ring, int warp,
                    float (&sums)[HALVES][TOKENS / 2]) {
@@ -211,12 +211,12 @@ DEVICE void add_up(const Args& a, const Tile& tile, Ring<TOKENS, HALVES, STAGES>
 
 // -- tiles that several blocks compute ------------------------------------------------------------
 
-// A block's part of a tile: the one that begins with the tile, or the one that does not.
+// A block's part of a tile. A block may have two: one that begins with its tile, and one that does not.
 template <int TOKENS, int HALVES> DEVICE uint4* part_of(const Args& a, int block, bool whole_beginning) {
   return a.parts + (long)(2 * block + whole_beginning) * HALVES * (TOKENS / 8) * MULTIPLIERS + thread_index() - 128;
 }
 
-// Stores this block's part. The last block to do so adds all of them, in order, and returns true.
+// Stores this block's part of a tile. The last block to do so adds all parts, in order, and returns true.
 template <int TOKENS, int HALVES> DEVICE bool reduce_parts(const Args& a, const Tile& tile, u32 shared_word, float (&sums)[HALVES][TOKENS / 2]) {
   uint4* mine = part_of<TOKENS, HALVES>(a, block_index(), tile.begin == 0);
 #pragma unroll
@@ -259,7 +259,7 @@ template <int TOKENS, int HALVES> DEVICE bool reduce_parts(const Args& a, const 
 
 // -- epilogues ----------------------------------------------------------------------------------
 
-// Stores two outputs of one row, the second of them only inside the matrix.
+// Stores two outputs of one row, as far as they are inside the matrix.
 DEVICE void store_two(u16* y, u32 two, int output, int outputs) {
   if (output + 1 < outputs && ((long)y & 3) == 0)
     put4(y, two);
@@ -269,8 +269,8 @@ DEVICE void store_two(u16* y, u32 two, int output, int outputs) {
   }
 }
 
-// The rows that a lane stores, and their shares. They are read together: one after the other, each would
-// wait for memory.
+// The rows that a lane stores, and their shares. All are read together, because each would wait for memory if they
+// were read one after the other.
 template <int TOKENS> struct Places {
   int rows[TOKENS / 8];
   float shares[TOKENS / 8];
@@ -288,7 +288,7 @@ template <int TOKENS, int EPILOGUE> DEVICE void find_places(const Args& a, const
     places.shares[i] = EPILOGUE == WEIGHTED && places.rows[i] < a.count ? a.shares[places.rows[i]] : 0.f;
 }
 
-// bf16 (rows, outputs): a row for each slot, or its pair's.
+// Stores bf16 (rows, outputs): the row of each slot, or of its pair.
 template <int TOKENS, int EPILOGUE>
 DEVICE void store_rows(const Args& a, const Places<TOKENS>& places, int first, const float (&sums)[TOKENS / 2]) {
   const int t = thread_index() % 4, g = thread_index() % 32 / 4;
@@ -300,7 +300,7 @@ DEVICE void store_rows(const Args& a, const Places<TOKENS>& places, int first, c
 #pragma unroll
   for (int i = 0; i < TOKENS / 8; ++i) {
     const int row = places.rows[i];
-    // Shares belong to columns of the sums, which lanes have after the exchange.
+    // A lane holds the share of the row that it stores after the transpose; its sums still belong to others.
     const float low_share = EPILOGUE == WEIGHTED ? shuffle(places.shares[i], 8 * t) : 1.f;
     const float high_share = EPILOGUE == WEIGHTED ? shuffle(places.shares[i], 8 * t + 4) : 1.f;
 #pragma unroll
@@ -313,11 +313,11 @@ DEVICE void store_rows(const Args& a, const Places<TOKENS>& places, int first, c
   }
 }
 
-// The largest number of a block becomes the largest of e4m3.
+// The scale by which the largest number of a block becomes the largest e4m3 number.
 DEVICE float scale_of(float largest) { return greater(largest, LEAST) * (1.f / LARGEST); }
 DEVICE float rounded_to_bf16(float x) { return from_bits(pack(0.f, x)); }
 
-// e4m3 (blocks, slots, 128) and a scale for each slot and block of outputs, which is this tile's.
+// Stores e4m3 (blocks, slots, 128) and a scale for each slot and block; this tile's outputs are one block.
 template <int TOKENS>
 DEVICE void store_swiglu(const Args& a, const Tile& tile, int warp, float (&gate)[TOKENS / 2], const float (&up)[TOKENS / 2], u32 greatest) {
   const int lane = thread_index() % 32, g = lane / 4, t = lane % 4, block = tile.outputs / BLOCK;
@@ -342,7 +342,7 @@ DEVICE void store_swiglu(const Args& a, const Tile& tile, int warp, float (&gate
     const float2 size = get_shared8(sizes + 32 * i + 8 * t);
     const float first = scale_of(size.x), second = scale_of(size.y);
     const float low_by = inverse_of(first), high_by = inverse_of(second);
-    // Two outputs of one row, g and g + 8, are a 16-bit number; after the exchange lanes have 2t, 2t + 8, ...
+    // Outputs g and g + 8 of one row form a 16-bit number; after the transpose, lanes have 2t, 2t + 8, ...
     const u32 low = round_to_bytes(gate[4 * i] * low_by, gate[4 * i + 2] * low_by);
     const u32 high = round_to_bytes(gate[4 * i + 1] * high_by, gate[4 * i + 3] * high_by);
     const u32 four = transpose(low | high << 16);
@@ -381,14 +381,14 @@ DEVICE void consume(const Args& a, Ring<TOKENS, HALVES, STAGES> ring, u32 greate
   }
 }
 
-// Shared memory from `base`, a multiple of 1,024: stages, scales of rows, greatest sizes, barriers, a word.
+// Shared memory from `base`, a multiple of 1,024: stages, scales of rows, largest magnitudes, barriers, a word.
 template <int TOKENS, int HALVES, int STAGES, int EPILOGUE> DEVICE void run(const Args& a) {
   u8* memory = dynamic_shared();
   const u32 shift = (1024 - address_of(memory) % 1024) % 1024, base = address_of(memory) + shift;
   Ring<TOKENS, HALVES, STAGES> ring;
   ring.stages = base;
   ring.scales = base + STAGES * ring.STAGE;
-  const u32 greatest = shift + STAGES * (ring.STAGE + TOKENS * 4);  // from `memory` on
+  const u32 greatest = shift + STAGES * (ring.STAGE + TOKENS * 4);  // offset from `memory`
   ring.full = address_of(memory) + greatest + TOKENS * 4;
   ring.empty = ring.full + 8 * STAGES;
   if (thread_index() == 0) {
@@ -399,7 +399,7 @@ template <int TOKENS, int HALVES, int STAGES, int EPILOGUE> DEVICE void run(cons
     barriers_are_ready();
   }
   sync_block();
-  // Tiles of 128 rows take all registers. Blocks of smaller ones fit beside those of the previous kernel.
+  // Tiles of 128 rows need all registers. Blocks of smaller tiles fit next to those of the previous kernel.
   if (thread_index() < 128) {
     if (TOKENS == 128) fewer_registers<40>();
     if (thread_index() == 0) Producer<TOKENS, HALVES, STAGES, EPILOGUE>{a}.run(ring);
@@ -415,20 +415,20 @@ struct RoundArgs {
   const u16* x;       // bf16 (tokens, inputs)
   u8* rows;           // as in Args
   float* scales;
-  const int* pairs;   // as in Args; null: a slot's row is its own
+  const int* pairs;   // as in Args; null if each slot has the row of the same index
   const int* used;
-  int inputs, offset; // `offset` zeros are before the first input
-  int count;          // rows, or pairs
+  int inputs, offset; // `offset` zeros precede the first input
+  int count;          // number of rows, or of pairs
   int slots, chosen, tokens, blocks;
 };
 
-// The row of a slot, or -1.
+// The row of a slot, or -1 if it has none.
 DEVICE int row_of(const RoundArgs& a, int slot) {
   const int pair = a.pairs ? a.pairs[slot] : slot;
   return pair < a.count ? pair / a.chosen : -1;
 }
 
-// Eight inputs from the `i`th on, zeros outside.
+// Eight inputs from input `i` on, with zeros outside the row.
 DEVICE uint4 eight_of(const RoundArgs& a, int row, int i) {
   const u16* from = a.x + (long)row * a.inputs + i;
   if (i >= 0 && i + 8 <= a.inputs && ((long)from & 15) == 0) return *(const uint4*)from;
@@ -443,7 +443,7 @@ DEVICE float high_of(u32 two) { return from_bits(two & 0xffff0000u); }
 DEVICE float largest_of(u32 two) { return greater_size(low_of(two), high_of(two)); }
 DEVICE u32 rounded_by(u32 two, float by) { return round_to_bytes(low_of(two) * by, high_of(two) * by); }
 
-// Half a warp has a block, eight inputs in each lane.
+// Half a warp rounds a block, with eight inputs in each lane.
 DEVICE void round_slot(const RoundArgs& a, int slot, int first) {
   const int lane = thread_index() % 16, row = row_of(a, slot);
   if (row < 0) return;
@@ -469,7 +469,7 @@ DEVICE void round_slot(const RoundArgs& a, int slot, int first) {
   }
 }
 
-// A warp for each slot and AT_ONCE blocks. Slots without a row stay as they are.
+// One warp rounds AT_ONCE blocks of a slot. Slots without a row are not written.
 DEVICE void round_all(const RoundArgs& a) {
   allow_next();
   const int each = (a.blocks + AT_ONCE - 1) / AT_ONCE, warps = block_count() * ROUNDING_WARPS;

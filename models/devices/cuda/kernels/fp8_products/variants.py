@@ -1,4 +1,5 @@
-"""The kernels of FP8 products, their shared memory, and the kernel and division of each product."""
+"""The kernels of FP8 products, their shared memory, and the choice of kernel and division for each
+product."""
 
 from __future__ import annotations
 
@@ -9,38 +10,39 @@ from typing import Literal
 from nanoactor.models.devices.cuda.kernels.nvrtc import MACHINE
 
 BLOCK = 128
-"""Inputs that share a scale: the only size that these kernels support."""
+"""Number of inputs that share a scale, the only one that these kernels support."""
 THREADS = 384
-"""Threads of a block: one group of 128 copies, two multiply."""
+"""Number of threads of a block: one group of 128 copies, two groups multiply."""
 ROUNDING, ROUNDING_THREADS = "round_rows", 256
-"""The kernel that rounds activations."""
+"""Name and number of threads of the kernel that rounds activations."""
 AT_ONCE = 8
-"""Blocks of inputs that a warp rounds."""
+"""Number of blocks of inputs that a warp rounds."""
 TRITON_UP_TO = 64
-"""Rows up to which the kernels in Triton are faster (docs/gpu.md)."""
+"""Maximum number of rows for which the kernels in Triton are faster (docs/gpu.md)."""
 _MIN_PAIRS, _LARGE_TILE_PAIRS = 32, 128
 """Mean number of pairs per expert from which these kernels are faster than those in Triton, and
 from which tiles of 128 rows are faster than tiles of 64, on an H200."""
 SHARED_LIMIT = 228_352
-"""Bytes of shared memory of a block: 4 KB less than it may have, which leaves room for blocks of
-the previous kernel."""
+"""Maximum shared memory of a block in bytes: 4 KB less than it may have, which leaves room for
+blocks of the previous kernel."""
 _ALIGNING = 1024
 _MOST_STAGES = 12
 _LEAST_UNITS = 4
-"""Stages that a block has at least."""
+"""Minimum number of stages of a block."""
 
 Epilogue = Literal["LINEAR", "SWIGLU", "WEIGHTED"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Variant:
-    """One kernel."""
+    """One of the kernels."""
 
     epilogue: Epilogue
     tokens: int
-    """Rows of a tile."""
+    """Number of rows of a tile."""
     halves: int
-    """A tile has 128 outputs, or twice 128; with "SWIGLU" 128 gates and their ups."""
+    """Number of groups of 128 outputs in a tile, 1 or 2. With "SWIGLU", these are 128 gates and
+    their ups."""
 
     @property
     def name(self) -> str:
@@ -60,19 +62,19 @@ class Variant:
 
     @property
     def stages(self) -> int:
-        """Return how many stages fit into shared memory."""
+        """Return the number of stages that fit into shared memory."""
         room = SHARED_LIMIT - _ALIGNING - 4 * self.tokens - 16
         return min(_MOST_STAGES, room // self._stage)
 
     @property
     def shared(self) -> int:
-        """Return the bytes of shared memory."""
+        """Return the size of shared memory in bytes."""
         return _ALIGNING + 4 * self.tokens + 16 + self.stages * self._stage
 
     @property
     def bounds(self) -> int:
-        """Return the number of threads to divide the registers among: more than a block has, so
-        that the block fits beside blocks of the previous kernel. Tiles of 128 rows need all
+        """Return the number of threads among which registers are divided: more than a block has, so
+        that the block fits next to blocks of the previous kernel. Tiles of 128 rows need all
         registers."""
         return THREADS if self.tokens == 128 else 512
 
@@ -82,8 +84,8 @@ _COSTS = {
     Variant("LINEAR", 128, 1): (0.72, 12.0),
     Variant("LINEAR", 128, 2): (1.19, 20.0),
 }
-"""Microseconds of a stage, and of adding the parts of a tile that several blocks compute, on
-an H200."""
+"""Times in microseconds for a stage, and for adding the parts of a tile that several blocks
+compute, on an H200."""
 VARIANTS = (
     *_COSTS,
     *(Variant(epilogue, tokens, 2) for epilogue in ("SWIGLU", "WEIGHTED") for tokens in (64, 128)),
@@ -91,7 +93,8 @@ VARIANTS = (
 
 
 def source(machine: str | None = None) -> str:
-    """Return the source of all kernels. `machine`: other instructions."""
+    """Return the source of all kernels. `machine` replaces the source of the instruction
+    wrappers."""
     entries = [
         f'extern "C" __global__ void __launch_bounds__({v.bounds}, 1) '
         f"{v.name}(const __grid_constant__ Args a) "
@@ -114,15 +117,15 @@ def source(machine: str | None = None) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Division:
-    """How a dense product is divided."""
+    """The division of a dense product among blocks."""
 
     variant: Variant
     row_tiles: int
     output_tiles: int
     units: int
-    """Stages of a block, which may begin or end inside a tile; 0 for whole tiles."""
+    """Number of stages of a block, which may begin or end inside a tile; 0 for whole tiles."""
     blocks: int
-    """Blocks of the grid."""
+    """Number of blocks of the grid."""
 
 
 @functools.lru_cache(4096)
@@ -145,8 +148,8 @@ def division_of(rows: int, outputs: int, inputs: int, processors: int) -> Divisi
 
 
 def variants_for(pairs: int, experts: int) -> tuple[Variant, Variant] | None:
-    """Choose both kernels for `pairs` pairs of token and expert, over `experts` experts. Return
-    None if the kernels in Triton are faster."""
+    """Choose the kernels of both products for `pairs` token-expert pairs over `experts` experts.
+    Return None if the kernels in Triton are faster."""
     if pairs < _MIN_PAIRS * experts:
         return None
     tokens = 64 if pairs < _LARGE_TILE_PAIRS * experts else 128
