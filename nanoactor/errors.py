@@ -1,7 +1,8 @@
-"""Errors that users of the engine may have to catch; each message gives the cause and the fix.
+"""Errors that users of the engine may have to catch. Each message states the cause and the fix.
 
 Lower layers do not depend on the engine, so their errors cannot derive from its base class. When
-one leaves the engine, `translated` converts it to a class that derives from both.
+such an error leaves the engine, `translated` converts it to a class that derives from both the
+original class and `NanoactorError`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from nanoactor.runtime import errors as runtime
 class NanoactorError(Exception):
     """Base of every error that the engine raises."""
 
-    picklable = True  # raised in the user's process when it happens in another (runtime.control)
+    picklable = True  # if raised in another process, raised again in the user's (runtime.control)
 
 
 class InvalidRequest(NanoactorError, ValueError):
@@ -32,16 +33,16 @@ class InvalidConfig(NanoactorError, ValueError):
 
 
 class RequestAborted(NanoactorError):
-    """The request was aborted, and has no result."""
+    """The request was aborted and has no result."""
 
 
 class EngineOverloaded(NanoactorError):
-    """The waiting queue is full: try again later, or raise its limit."""
+    """The waiting queue is full: try again later, or raise the queue's limit."""
 
 
 class OutOfResources(NanoactorError):
-    """The machine has run out of a resource that the request needs: memory, threads, processes,
-    descriptors. The request is not at fault, and may succeed later."""
+    """The machine has run out of a resource that the request needs: memory, threads, processes or
+    file descriptors. The request is not at fault and may succeed later."""
 
 
 def out_of_resources(error: BaseException) -> OutOfResources:
@@ -54,19 +55,19 @@ def out_of_resources(error: BaseException) -> OutOfResources:
 
 
 class EngineDead(NanoactorError):
-    """Processes of the engine have died more often than it may recover; every waiting request
-    raises this. Start a new engine."""
+    """The engine's processes have died more often than the engine may restart them. Every waiting
+    request raises this error; start a new engine."""
 
 
 def engine_dead(error: BaseException) -> EngineDead:
-    """Return a one-line error for what the engine died of, with `error` as its cause."""
+    """Return an `EngineDead` with a one-line message and the fatal `error` as its cause."""
     failure = EngineDead(" ".join(f"the engine has died: {error}".split()))
     failure.__cause__ = error
     return failure
 
 
 class EngineClosed(NanoactorError):
-    """The engine was closed, or never started."""
+    """The engine was closed or never started."""
 
 
 class ComputationFailed(NanoactorError):
@@ -76,7 +77,7 @@ class ComputationFailed(NanoactorError):
 
 class PoisonRequest(ComputationFailed):
     """A process of the engine has died each time the request ran, the last time with no other
-    request running: it is not retried."""
+    request running. The request is not retried."""
 
 
 class HoldExpired(NanoactorError):
@@ -92,15 +93,15 @@ class ModelError(NanoactorError, models.ModelError):
 
 
 class UnsupportedModel(ModelError, models.UnsupportedModel):
-    """The model's configuration asks for something that is not implemented."""
+    """The model's configuration requires a feature that is not implemented."""
 
 
 class WeightsError(ModelError, models.WeightsError):
-    """A weight file is missing, damaged, or does not match the configuration."""
+    """A weight file is missing or damaged, or does not match the configuration."""
 
 
 class NotEnoughMemory(ModelError, models.NotEnoughMemory):
-    """The key-value cache would be too small to serve one sequence."""
+    """The KV cache would be too small to serve one sequence."""
 
 
 class EngineFault(NanoactorError, runtime.RuntimeFault):
@@ -116,7 +117,7 @@ class NodeDied(EngineFault, runtime.NodeDied):
 
 
 class NotUsableHere(EngineFault, runtime.NotUsableHere):
-    """The engine is used from another event loop or another process than it was started in."""
+    """The engine is used from a different event loop or process than the one it was started in."""
 
 
 class UnsupportedPlatform(EngineFault, runtime.UnsupportedPlatform):
@@ -162,7 +163,7 @@ def translated(error: BaseException) -> BaseException:
 
 @contextlib.contextmanager
 def only_ours() -> Iterator[None]:
-    """Convert errors of lower layers or the machine in this context to a `NanoactorError`."""
+    """Convert errors that lower layers or the machine raise in this context to `NanoactorError`."""
     try:
         yield
     except Exception as error:
@@ -173,10 +174,10 @@ def only_ours() -> Iterator[None]:
 
 
 def public(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function of the public API: all that it raises is a `NanoactorError`.
+    """Decorate a function of the public API so that it raises only `NanoactorError`.
 
-    A call that does not fit its parameters is `InvalidRequest`; an exception of any other class
-    is a bug, and becomes the cause of a `ProtocolBug`."""
+    A call whose arguments do not match the function's parameters raises `InvalidRequest`. An
+    exception of any other class is a bug and becomes the cause of a `ProtocolBug`."""
     signature = inspect.signature(function)
 
     def ours(error: Exception, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Exception:

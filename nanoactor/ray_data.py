@@ -1,4 +1,4 @@
-"""Generation for the rows of a Ray dataset, by engines in a pool of actors.
+"""Text generation for the rows of a Ray dataset, with engines in a pool of actors.
 
     import ray
     from nanoactor.ray_data import generate
@@ -45,25 +45,26 @@ log = logging.getLogger("nanoactor.ray")
 T = TypeVar("T")
 _RETRIED = (OutOfResources, ComputationFailed)
 _AHEAD = 2
-"""Rows given to an engine at once, as a multiple of the number that it runs."""
+"""Maximum number of rows submitted to an engine at once, as a multiple of `max_num_seqs`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """Names of input and output columns."""
+    """Names of the input and output columns."""
 
     prompt: str = "prompt"
-    """A text, a list of chat messages, or a list of token ids."""
+    """Column of prompts; each is a text, a list of chat messages, or a list of token ids."""
     images: str | None = None
-    """A list of images, as bytes or paths, for vision models; for a text or token ids with a
-    placeholder for each. Conversations contain their own."""
+    """Column with a list of images, as bytes or paths, for vision models. The prompt must be a text
+    or token ids with a placeholder for each image; conversations contain their own images."""
     json_schema: str | None = None
-    """A JSON schema, as text, that constrains the row's output; empty: unconstrained."""
+    """Column with a JSON schema, as text, that constrains the row's output. A row with an empty
+    value is unconstrained."""
     seed: str | None = None
-    """An integer seed for the row."""
+    """Column with an integer seed for the row."""
     text: str = "generated_text"
     token_ids: str | None = None
-    """Column for the output token ids; None: they are dropped."""
+    """Column for the output token ids; None to drop them."""
     finish_reason: str = "finish_reason"
     error: str = "error"
     """Column for the error of a failed row; empty for rows that succeeded."""
@@ -80,10 +81,11 @@ class Columns:
 
 class Generate:
     """An engine for `Dataset.map_batches`, with `batch_format="numpy"` and a pool of actors. It
-    processes one batch at a time, with as many of its rows at once as the engine can run.
+    processes one batch at a time, with up to `2 * max_num_seqs` rows of the batch submitted at
+    once.
 
-    If a row fails, the reason is in the `error` column, and other rows are unaffected; transient
-    errors are retried. With `on_error="raise"` the job fails instead.
+    If a row fails, the `error` column contains the reason, and other rows are unaffected. Transient
+    errors are retried first. With `on_error="raise"`, the job fails instead.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class Generate:
         retries: int = 2,
         on_error: Literal["column", "raise"] = "column",
     ) -> None:
-        """Start the engine. Raises as `AsyncLLM` does."""
+        """Start the engine. Raises the errors of `AsyncLLM`."""
         self._params = SamplingParams.for_model() if params is None else params
         self._columns, self._retries, self._raises = columns or Columns(), retries, on_error
         self._loop = asyncio.new_event_loop()
@@ -136,7 +138,7 @@ class Generate:
             raise
 
     async def _answer(self, row: Mapping[str, Any]) -> tuple[RequestOutput | None, str]:
-        """Return the output of a row, or None and the error."""
+        """Return the output of a row and an empty text, or None and the error message."""
         async with self._room:
             for attempt in range(self._retries + 1):
                 try:
@@ -184,8 +186,8 @@ async def _started(config: EngineConfig) -> AsyncLLM:
 
 
 def _leave_to_others() -> None:
-    """End this process if it is a Ray actor: Ray restarts it and gives its batches to others. An
-    exception would fail the job."""
+    """End this process if it is a Ray actor, so that Ray restarts the actor and gives its batches
+    to others. An exception would fail the job."""
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized() and ray.get_runtime_context().get_actor_id():
         log.error("the engine has died: this actor ends, too")
@@ -197,14 +199,14 @@ def _may_go_well(error: NanoactorError) -> bool:
 
 
 def _is_of_row(error: NanoactorError) -> bool:
-    """Return True if an error concerns a single row. Any other concerns the engine, and another
-    actor takes the batch."""
+    """Return True if an error concerns a single row. Any other error concerns the engine and is
+    raised."""
     return isinstance(error, InvalidRequest | OutOfResources | ComputationFailed)
 
 
 def plain(value: Any) -> Any:
-    """Return a column's value as plain Python; drop the None members with which a column of structs
-    pads messages."""
+    """Return a column's value as plain Python objects, without the None members that a column of
+    structs adds to messages."""
     if isinstance(value, np.ndarray):
         return [plain(one) for one in value.tolist()]
     if isinstance(value, np.generic):
@@ -237,12 +239,13 @@ def generate(
     cpus: float = 1.0,
     **options: Any,
 ) -> Any:
-    """Return a dataset with the output for each row of another, in the same order.
+    """Return a dataset with the output for each row of `rows`, in the same order.
 
-    `rows` is a `ray.data.Dataset`; `engines` are started, each with `options` (`EngineConfig`'s),
-    and receive batches while they have room; `cpus` are reserved for each. An actor that dies is
-    replaced, and others process its batches. For the same output then, give each row a seed
-    (`Columns.seed`). Raises `InvalidConfig`.
+    `rows` is a `ray.data.Dataset`. `engines` is the number of engines to start, each with `options`
+    (fields of `EngineConfig`) and `cpus` reserved CPUs; an engine receives batches while it has
+    room. An actor that dies is replaced, and other actors process its batches. Give each row a seed
+    (`Columns.seed`) if its output must be the same in that case. Raises `InvalidConfig` for invalid
+    options or columns.
     """
     import ray
 
@@ -266,6 +269,6 @@ def generate(
 
 
 def row_seeds(seed: int, first: int, count: int) -> list[int]:
-    """Return seeds for rows, each derived from one seed and the row's number, of 63 bits as columns
-    hold them."""
+    """Return `count` row seeds, derived from `seed` and each row's number, starting at `first`. A
+    seed has 63 bits, so that it fits into an integer column."""
     return [derived_seed(seed, first + at + 1) >> 1 for at in range(count)]

@@ -13,12 +13,12 @@ class Controlled(abc.ABC):
 
     @abc.abstractmethod
     def _running(self) -> FrontendActor:
-        """Return the frontend; raises if the engine cannot serve from here."""
+        """Return the frontend. Raises if the engine is not running or cannot be used from here."""
 
     @public
     async def pause_generation(self, *, mode: str = "keep") -> None:
-        """Stop planning steps: all requests, new ones too, wait until `resume_generation`. Steps
-        in flight finish. A second call has no effect.
+        """Stop planning steps: all requests, including new ones, wait until `resume_generation`.
+        Steps in flight finish. A second call has no effect.
 
         Raises `InvalidRequest` for any other `mode`; use `abort` to end individual requests.
         """
@@ -33,12 +33,12 @@ class Controlled(abc.ABC):
 
     @public
     async def is_paused(self) -> bool:
-        """Return True if no steps are planned."""
+        """Return True if the engine is paused."""
         return self._running().control.is_paused
 
     @public
     async def reset_prefix_cache(self) -> bool:
-        """Invalidate the prefix cache: later requests reuse nothing computed before this call or
-        by requests that are running now. Returns True."""
+        """Invalidate the prefix cache: later requests reuse nothing that was computed before this
+        call or by requests that are running now. Returns True."""
         self._running().control.forget_index()
         return True

@@ -1,4 +1,4 @@
-"""`AsyncLLM`: the engine as an async iterator."""
+"""`AsyncLLM`: the engine's asynchronous interface."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ class AsyncLLM(Controlled, Pooled):
 
     @public
     def __init__(self, model: str | EngineConfig, **options: Any) -> None:
-        """`options` are those of `EngineConfig`. Nothing is started yet, but a model without a
-        tokenizer.json has its tokenizer converted, once.
+        """Prepare an engine without starting it. `options` are the fields of `EngineConfig`. If the
+        model has no tokenizer.json, its tokenizer is converted, once.
 
         Raises `InvalidConfig` for an unknown or invalid option, `ModelError` if the model's files
         are missing or malformed.
@@ -96,24 +96,25 @@ class AsyncLLM(Controlled, Pooled):
             log.warning("generation_config.json sets what is not applied: %s", ", ".join(names))
         ranks = self.config.tensor_parallel_size
         self._rendezvous = Rendezvous(ranks) if ranks > 1 else None
-        if self._rendezvous is not None:  # for an engine that is never started
+        if self._rendezvous is not None:  # closes it if the engine is never started
             weakref.finalize(self, self._rendezvous.close)
         self._salt = self.config.prefix_salt or secrets.token_bytes(16)
         self._prints = FilePrints(self.files)
-        weakref.finalize(self, self._prints.close)  # of an engine that is dropped
+        weakref.finalize(self, self._prints.close)  # closes them if the engine is dropped
         topology = self._topology()
         self._frontend: FrontendActor | None = None
         seeds = random.Random(self.config.seed)
         self._requests = RequestBuilder(self.config, self.files, seeds)
         self._beams = BeamSearcher(self.config, self.files)
         self._opening: dict[str, asyncio.Future[None]] = {}
-        """Futures by id of the requests with images being opened; set when a request is aborted."""
+        """Futures, by request id, of the requests whose images are being opened. A future is set
+        when its request is aborted."""
         self._pretrained = PretrainedOnce()
-        self._ids = f"request-{secrets.token_hex(4)}"  # no caller's own id can be one of ours
+        self._ids = f"request-{secrets.token_hex(4)}"  # no caller's id can equal one of ours
         self._died = asyncio.Event()
         self._started = False
         self._closed = False
-        # The loop and a thread refer to the system: they must not keep a dropped engine alive.
+        # The loop and a thread reference the system, which must not keep a dropped engine alive.
         on_death, here = weakref.WeakMethod(self._on_death), weakref.ref(self)
         on_cut, on_recovered = weakref.WeakMethod(self._on_cut), weakref.WeakMethod(self._resume)
         check = weakref.WeakMethod(self._before_restart)
@@ -136,9 +137,9 @@ class AsyncLLM(Controlled, Pooled):
         system: System | None = self.__dict__.get("_system")
         if system is None or not self._started or self._closed or not system.is_ours:
             return
-        if sys.is_finalizing():  # they end with this process
+        if sys.is_finalizing():  # the processes end with this one
             return
-        system.abandon()  # first: the warning may be an error
+        system.abandon()  # first, because the warning may raise
         warnings.warn(
             f"the engine of {self.config.model!r} was not closed: use `async with`, or close()",
             ResourceWarning,
@@ -148,7 +149,8 @@ class AsyncLLM(Controlled, Pooled):
 
     @public
     async def start(self) -> AsyncLLM:
-        """Start all processes, load the model, warm up. The running loop becomes the engine's."""
+        """Start all processes, load the model and warm up. The engine is bound to the running event
+        loop."""
         if self._started or self._closed:
             raise EngineClosed("an engine can start only once; create a new one")
         self._started = True
@@ -188,8 +190,8 @@ class AsyncLLM(Controlled, Pooled):
     async def close(self) -> None:
         """End all processes; unfinished requests raise `EngineClosed`.
 
-        May be called from another loop as long as the engine's own is running. If that loop has
-        ended, no reader is left to notify, and only the processes end.
+        May be called from another event loop while the engine's own loop is running. If the
+        engine's loop has ended, there is no reader to notify, and only the processes are ended.
         """
         self._closed = True
         loop = self._system.running_elsewhere
@@ -223,29 +225,30 @@ class AsyncLLM(Controlled, Pooled):
 
     @property
     def recovering(self) -> tuple[str, float] | None:
-        """Return the processes that have died and the monotonic time of death, while they are
-        being replaced and requests wait."""
+        """Return the names of the processes that have died and the monotonic time of death, while
+        the processes are being replaced and requests wait; otherwise None."""
         return self._system.recovering
 
     @property
     def restarts(self) -> tuple[Mapping[str, int], float]:
-        """Return the number of restarts of each process, and the seconds that they took in
-        total."""
+        """Return the number of restarts of each process, and the total time of all restarts in
+        seconds."""
         return dict(self._system.restarts), self._system.restart_seconds
 
     @property
     def dead(self) -> EngineDead | None:
-        """Return the error that the engine died of; None if it is alive."""
+        """Return the error that killed the engine; None if the engine is alive."""
         return None if self._system.dead is None else engine_dead(self._system.dead)
 
     async def death(self) -> EngineDead:
-        """Wait until the engine dies, and return the error; closing it does not count."""
+        """Wait until the engine dies, and return the error. Closing the engine does not count as
+        its death."""
         await self._died.wait()
         assert self.dead is not None
         return self.dead
 
     def _running(self) -> FrontendActor:
-        """Return the frontend; raises if the engine cannot serve from here."""
+        """Return the frontend. Raises if the engine is not running or cannot be used from here."""
         if self._closed or self._frontend is None:
             raise EngineClosed(
                 "the engine was closed" if self._closed else "start the engine first"
@@ -271,17 +274,18 @@ class AsyncLLM(Controlled, Pooled):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield outputs as they arrive, in the form that `sampling_params.output_kind` selects.
 
-        Raises `InvalidRequest` at once for errors that can be detected here. Other errors (a
+        Raises `InvalidRequest` immediately for errors that can be detected here. Other errors (a
         prompt that is too long, say, or anything about images, which are opened on a thread) are
         raised when the iterator is first awaited, as are `EngineOverloaded`, `EngineDead` and
-        `EngineClosed`. Closing or canceling the iterator aborts the request. Lower values of
-        `priority` run first.
+        `EngineClosed`. Closing or canceling the iterator aborts the request. Requests with lower
+        values of `priority` run first.
 
-        With `so_far`, continue a sequence that another engine with the same model has partly
-        emitted; the result is the same as if that engine had finished it. The prompt and parameters
-        must be the same, with the sequence's seed (`derived_seed` for all but the first) and n = 1.
-        Outputs contain only the new part; limits, penalties and offsets count the whole sequence.
-        The request runs before all that start here, and a full queue does not reject it.
+        `so_far` continues a sequence that another engine with the same model has partly emitted.
+        The result is the same as if that engine had finished the sequence. The prompt and the
+        parameters must be the same, except that the seed is the sequence's own (`derived_seed` for
+        all but the first) and n is 1. Outputs contain only the new part; limits, penalties and
+        offsets count the whole sequence. The request runs before all requests that start here, and
+        a full queue does not reject it.
         """
         if must_open(prompt):
             prompt = snapshot(prompt)
@@ -335,10 +339,11 @@ class AsyncLLM(Controlled, Pooled):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         so_far: OutputSoFar | None = None,
     ) -> list[Request]:
-        """Queue several prompts with the same parameters now, all or none of them. Images are
-        opened in the calling thread. `so_far` is as for `generate`.
+        """Queue several prompts with the same parameters now, either all of them or none. Images
+        are opened in the calling thread. `so_far` is as for `generate`.
 
-        Raises `InvalidRequest` and `EngineOverloaded` at once. A given seed applies to each.
+        Raises `InvalidRequest` and `EngineOverloaded` immediately. A given seed applies to each
+        prompt.
         """
         frontend = self._running()
         frontend.announce()
@@ -357,10 +362,10 @@ class AsyncLLM(Controlled, Pooled):
         priority: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Request:
-        """Queue a prompt with sequences that pause after each token, see `Request.held`; it counts
-        as one waiting request. The building block of searches on top of the engine.
+        """Queue a prompt whose sequences pause after each token; see `Request.held`. It counts as
+        one waiting request. This method is the building block for searches on top of the engine.
 
-        `sampling_params` must have `logprobs` and `max_tokens`; raises as `submit` does.
+        `sampling_params` must have `logprobs` and `max_tokens`. Raises as `submit` does.
         """
         frontend = self._running()
         submit, media = self._requests.build(
@@ -380,7 +385,7 @@ class AsyncLLM(Controlled, Pooled):
         priority: int = 0,
         scores: bool = False,
     ) -> Request:
-        """Queue a text to be pooled, see `Pooled.submit_pooled`."""
+        """Queue a text to be pooled; see `Pooled.submit_pooled`."""
         frontend = self._running()
         self._check_name(frontend, request_id)
         frontend.announce()
@@ -402,12 +407,13 @@ class AsyncLLM(Controlled, Pooled):
         priority: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> BeamSearchOutput:
-        """Return likely continuations of one prompt, best first, using a request with one
-        sequence per beam; docs/sampling.md has the definition and the cost.
+        """Return likely continuations of one prompt, best first, using a request with one sequence
+        per beam. docs/sampling.md has the definition and the cost.
 
-        Raises `InvalidRequest`, also for images and if `max_logprobs` is less than `beam_width`
-        needs; `EngineOverloaded` if the queue is full at the start; `HoldExpired` if the loop is
-        blocked for `hold_timeout`. Canceling it leaves nothing in the engine.
+        Raises `InvalidRequest` for invalid arguments, for images, and if `max_logprobs` is less
+        than `beam_width` needs; `EngineOverloaded` if the queue is full at the start; `HoldExpired`
+        if the event loop is blocked for `hold_timeout` seconds. Canceling the search leaves nothing
+        in the engine.
         """
         return await self._beams.search(self, prompt, params, priority, chat_template_kwargs)
 
@@ -420,7 +426,7 @@ class AsyncLLM(Controlled, Pooled):
         request_id: str | None = None,
         so_far: OutputSoFar | None = None,
     ) -> Callable[[int], Entry]:
-        """Check a request; return a function that makes its entry from its uid."""
+        """Check a request; return a function that makes the request's entry from its uid."""
         params = self._requests.chosen(sampling_params)
         built = self._requests.build(prompt, params, priority, chat_template_kwargs, so_far=so_far)
         return entry_maker(built, params, request_id, self._ids, so_far is not None)
@@ -431,7 +437,7 @@ class AsyncLLM(Controlled, Pooled):
         frontend = self._running()
         self._check_name(frontend, request_id)
         entry = frontend.submit(make)
-        if aborted:  # while its images were opened
+        if aborted:  # while the request's images were opened
             frontend.abort(entry)
         request = Request(frontend, entry, self)
         try:
@@ -449,16 +455,17 @@ class AsyncLLM(Controlled, Pooled):
 
     @public
     async def abort(self, request_id: str) -> None:
-        """End a request; unknown ids are ignored.
+        """Abort a request; unknown ids are ignored.
 
-        Its iterator immediately yields a last output with finish_reason "abort", whatever the
-        engine is doing. The engine releases it within one step more than may be in flight.
+        The request's iterator immediately yields a last output with finish_reason "abort", whatever
+        the engine is doing. The engine releases the request within one more step than may be in
+        flight.
         """
         check_name(request_id)
         frontend = self._running()
         opening = self._opening.get(request_id)
         if opening is not None and not opening.done():
-            opening.set_result(None)  # it has not reached the engine yet
+            opening.set_result(None)  # the request has not reached the engine yet
         entry = frontend.entry_of(request_id)
         if entry is not None:
             frontend.abort(entry)
@@ -466,13 +473,13 @@ class AsyncLLM(Controlled, Pooled):
 
     @public
     async def wait_for_capacity(self) -> None:
-        """Wait until the queue may take another request, after `EngineOverloaded`."""
+        """After `EngineOverloaded`, wait until the queue may accept another request."""
         await self._running().wait_for_capacity()
 
     @public
     def index_events(self) -> AsyncGenerator[IndexEvents, None]:
-        """Yield the prefix index, as hashes of full blocks keyed by `prefix_salt`: first all of
-        it, then changes, slightly delayed, and merged while they are unread. Raises
+        """Yield the prefix index, as hashes of full KV blocks keyed by `prefix_salt`: first the
+        whole index, then changes, which are slightly delayed and are merged while unread. Raises
         `InvalidRequest` without `prefix_salt`, `EngineDead` and `EngineClosed`.
         """
         if self.config.prefix_salt is None:
@@ -481,23 +488,23 @@ class AsyncLLM(Controlled, Pooled):
 
     @public
     async def statistics(self) -> dict[str, dict[str, Any]]:
-        """Return statistics of every actor, its mailbox and its edges."""
+        """Return the statistics of every actor, its mailbox and its edges."""
         self._running()
         return await self._system.statistics()
 
     @public
     async def activity(self, begin: int, width: int, bins: int) -> dict[str, NDArray[np.float32]]:
-        """Return, by track, the share of time that actors and devices were busy in each of `bins`
-        intervals of `width` ns from `begin` on the monotonic clock. Unfinished spans are left
-        out."""
+        """Return, by track, the fraction of time that actors and devices were busy in each of
+        `bins` intervals of `width` ns from `begin` (ns on the monotonic clock). Unfinished spans
+        are left out."""
         check_numbers(begin=begin, width=width, bins=bins)
         self._running()
         return await self._system.activity(begin, width, bins)
 
     @public
     async def trace(self, since: int = 0) -> Trace:
-        """Return a trace of all actors from `since` (ns on the monotonic clock), at most the few
-        seconds that they remember."""
+        """Return a trace of all actors from `since` (ns on the monotonic clock), limited to the
+        last few seconds that the actors have kept."""
         check_numbers(since=since)
         self._running()
         nodes = await self._system.trace(since)
@@ -509,7 +516,7 @@ class AsyncLLM(Controlled, Pooled):
     async def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the model's tokenizer as transformers loads it, the same object each time.
 
-        It needs no running engine. The first call imports transformers into this process, which
+        The engine need not be running. The first call imports transformers into this process, which
         imports torch if that is installed; this takes some seconds, on another thread. Raises
         `InvalidRequest` if the engine has no tokenizer (skip_tokenizer_init), `ModelError` if
         transformers cannot load it.
@@ -521,11 +528,12 @@ class AsyncLLM(Controlled, Pooled):
 
     @property
     def pids(self) -> dict[str, int]:
-        """Return the engine's processes by name."""
+        """Return the process ids of the engine's processes, by name."""
         return self._system.pids
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return what the runner has reported: number and size of KV blocks, data type."""
+        """Return what the runner has reported, such as the number and size of KV blocks and the
+        dtype."""
         ready = self._system.ready
         return dataclasses.asdict(RunnerReady.find(ready)) if "runner.0" in ready else {}

@@ -1,4 +1,4 @@
-"""`LLM`: the same engine for synchronous programs."""
+"""`LLM`: the engine's synchronous interface."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 P = TypeVar("P", EmbeddingRequestOutput, ScoringRequestOutput)
 _AT_ONCE = 4096
-"""Number of texts that are pooled at once."""
+"""Maximum number of texts that are pooled at once."""
 
 
 class LLM:
-    """A blocking front end with its own event loop thread, so it also works inside a running loop.
+    """A blocking interface with its own event loop thread; it also works inside a running loop.
 
     with LLM("demo") as llm:
         print(llm.generate("ROMEO:")[0].outputs[0].text)
@@ -44,20 +44,21 @@ class LLM:
 
     @public
     def __init__(self, model: str, **options: Any) -> None:
-        """Start the engine; `options` are those of `EngineConfig`. Raises what `AsyncLLM` does."""
+        """Start the engine. `options` are the fields of `EngineConfig`. Raises the errors of
+        `AsyncLLM`."""
         self._llm = AsyncLLM(model, **options)
         self._pid = os.getpid()
         self._closing = threading.Lock()
         self._closed = False
         self._loop = asyncio.new_event_loop()
-        # The thread must not keep an engine alive that its user has dropped.
+        # The thread must not keep alive an engine that its user has dropped.
         self._thread = threading.Thread(
             target=_run_loop, args=(self._loop,), name="nanoactor-loop", daemon=True
         )
         self._thread.start()
         try:
             self._call(self._llm.start())
-        except BaseException:  # Ctrl-C too: end what has started before continuing
+        except BaseException:  # also on Ctrl-C: end what has been started
             self.close()
             raise
 
@@ -73,7 +74,7 @@ class LLM:
             asyncio.run_coroutine_threadsafe(ending, self._loop)
         except RuntimeError:  # the loop is closed
             ending.close()
-        # Last, as the warning may be an error.
+        # Last, because the warning may raise.
         warnings.warn(
             f"the engine of {self._llm.config.model!r} was not closed: use `with`, or call close()",
             ResourceWarning,
@@ -90,7 +91,7 @@ class LLM:
             raise
         try:
             return future.result()
-        except BaseException:  # Ctrl-C too: leave nothing computing
+        except BaseException:  # also on Ctrl-C: leave no request running
             future.cancel()
             raise
 
@@ -103,7 +104,7 @@ class LLM:
             raise EngineClosed("the engine was closed")
 
     def __enter__(self) -> LLM:
-        """Return the engine, which is started already."""
+        """Return the engine, which has already been started."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -112,7 +113,7 @@ class LLM:
 
     @public
     def close(self) -> None:
-        """End all processes; concurrent calls wait until they have ended."""
+        """End all processes. Concurrent calls wait until the processes have ended."""
         if os.getpid() != self._pid:
             return
         with self._closing:
@@ -123,7 +124,7 @@ class LLM:
                 self._thread.join()
 
     async def _end(self) -> None:
-        """Close the engine, then wait for the calls that this has ended."""
+        """Close the engine, then cancel the calls that are still running and wait for them."""
         await self._llm.close()
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
@@ -137,11 +138,11 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Return the completed outputs, in the order of the prompts.
+        """Return the completed outputs in the order of the prompts.
 
-        A prompt is text or a dict with `prompt` or `prompt_token_ids`. Parameters are one set for
-        all prompts, or one for each. The first invalid request raises, and ends the others. For
-        conversations see `chat`.
+        A prompt is a text, or a dict with `prompt` or `prompt_token_ids`. `sampling_params` are one
+        set for all prompts, or a list with one set for each. The first invalid request raises its
+        error and ends the others. For conversations, see `chat`.
         """
         wanted = _several(prompts, "prompts", "a string, a dict, or a list of them")
         return self._call(self._generate(wanted, sampling_params, use_tqdm, None))
@@ -158,7 +159,7 @@ class LLM:
         continue_final_message: bool | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[RequestOutput]:
-        """Return the outputs for one conversation (a list of messages) or several.
+        """Return the outputs for one conversation (a list of messages) or for several.
 
         The last three parameters are passed to the template; `chat_template_kwargs` overrides them.
         """
@@ -184,11 +185,12 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Return the completed outputs of requests with images and videos, in their order.
+        """Return the completed outputs of requests with images and videos, in the order of the
+        requests.
 
         A request is `{"text": ..., "images": [...], "videos": [...]}`, with a placeholder in the
-        text for each of them, or `{"messages": [...]}`, with content parts that hold them. Raises
-        `InvalidRequest`.
+        text for each image and video, or `{"messages": [...]}`, with images and videos in content
+        parts. Raises `InvalidRequest`.
         """
         wanted = _several(requests, "requests", "a list of dicts")
         prompts = [_multimodal(request) for request in wanted]
@@ -203,10 +205,10 @@ class LLM:
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """Search for likely continuations of each prompt; see `AsyncLLM.beam_search`.
+        """Return likely continuations of each prompt; see `AsyncLLM.beam_search`.
 
-        Runs all prompts at once, or at most `concurrency_limit` of them. The first invalid
-        prompt raises, and ends the others.
+        Runs all prompts at once, or at most `concurrency_limit` of them. The first invalid prompt
+        raises its error and ends the others.
         """
         wanted = _several(prompts, "prompts", "a string, a dict, or a list of them")
         limit = concurrency_limit
@@ -223,7 +225,7 @@ class LLM:
     ) -> list[EmbeddingRequestOutput]:
         """Return the vectors of one or more texts, in order; see `AsyncLLM.embed`.
 
-        The first invalid text raises, and ends the others.
+        The first invalid text raises its error and ends the others.
         """
         wanted = _several(prompts, "prompts", "a string, a dict, or a list of them")
         calls = (functools.partial(self._llm.embed, one, pooling_params) for one in wanted)
@@ -239,8 +241,8 @@ class LLM:
         pooling_params: PoolingParams | None = None,
         use_tqdm: bool = True,
     ) -> list[ScoringRequestOutput]:
-        """Score how well documents match queries; see `AsyncLLM.score`. Takes one query per
-        document, or one for all."""
+        """Score how well documents match queries; see `AsyncLLM.score`. `queries` is one query per
+        document, or one for all documents."""
         asked = _several(queries, "queries", "a text, or a list of them")
         given = _several(documents, "documents", "a text, or a list of them")
         if len(asked) == 1:
@@ -255,7 +257,7 @@ class LLM:
 
     @public
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the parameters that the model recommends, the default for requests."""
+        """Return parameters with the model's recommended values, the default for requests."""
         return SamplingParams.for_model()
 
     @public
@@ -324,7 +326,7 @@ class LLM:
             progress.close()
 
     async def _when_accepted(self, make: Callable[[], Awaitable[T]]) -> T:
-        """Run a request, waiting while the queue is full: a batch may exceed the queue."""
+        """Run a request, waiting while the queue is full: a batch may be larger than the queue."""
         while True:
             try:
                 return await make()
@@ -338,7 +340,7 @@ class LLM:
         progress: Progress,
         template: Mapping[str, Any] | None,
     ) -> RequestOutput:
-        """Return the last output of a request; counts its tokens as they arrive."""
+        """Return the last output of a request, and count its tokens as they arrive."""
         told = 0
         final: RequestOutput | None = None
         stream = self._llm.generate(prompt, _cumulative(params), chat_template_kwargs=template)
@@ -357,7 +359,8 @@ def _is_sequence(value: object) -> bool:
 
 
 def _several(given: Any, name: str, what: str) -> list[Any]:
-    """Return `given` as a list, also if it is a single item; raises `InvalidRequest`."""
+    """Return `given` as a list, even if it is a single item. Raises `InvalidRequest` for other
+    types."""
     if isinstance(given, str | Mapping):
         return [given]
     if isinstance(given, bytes) or not _is_sequence(given):
@@ -366,7 +369,7 @@ def _several(given: Any, name: str, what: str) -> list[Any]:
 
 
 def _multimodal(request: Mapping[str, Any]) -> Any:
-    """Return a request of `generate_multimodal` as a prompt."""
+    """Convert a request of `generate_multimodal` to a prompt."""
     keys = set(request) if isinstance(request, Mapping) else set()
     if keys == {"messages"}:
         return request["messages"]

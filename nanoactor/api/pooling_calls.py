@@ -1,4 +1,4 @@
-"""Methods of an engine, or of several, for vectors and scores."""
+"""Methods that return vectors and scores, for one engine or several."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DEFAULT = PoolingParams()
 
 
 class Pooled(abc.ABC):
-    """An engine that makes vectors and scores."""
+    """An engine that returns vectors and scores."""
 
     files: ModelFiles
 
@@ -41,9 +41,9 @@ class Pooled(abc.ABC):
         priority: int = 0,
         scores: bool = False,
     ) -> Request:
-        """Queue a text to be pooled, or to be scored if `scores`; see `Request.vector`.
+        """Queue a text to be pooled, or, with `scores`, to be scored; see `Request.vector`.
 
-        Raises `InvalidRequest` and `EngineOverloaded` at once.
+        Raises `InvalidRequest` and `EngineOverloaded` immediately.
         """
 
     @public
@@ -57,8 +57,8 @@ class Pooled(abc.ABC):
     ) -> EmbeddingRequestOutput:
         """Return the vector of a text, or of `{"prompt_token_ids": [...]}`.
 
-        Raises `InvalidRequest` for a model that makes none, `RequestAborted` after `abort`, and
-        otherwise what `AsyncLLM.generate` raises. Canceling it aborts the request.
+        Raises `InvalidRequest` for a model that returns no vectors, `RequestAborted` after `abort`,
+        and otherwise the errors of `AsyncLLM.generate`. Canceling the call aborts the request.
         """
         params = _DEFAULT if pooling_params is None else pooling_params
         request = self.submit_pooled(prompt, params, request_id, priority=priority)
@@ -86,9 +86,9 @@ class Pooled(abc.ABC):
         request_id: str | None = None,
         priority: int = 0,
     ) -> ScoringRequestOutput:
-        """Score how well a document matches a query. A reranker judges the pair, with its own
-        `instruction` if one is given. Embedding models compare the two vectors. Raises the errors
-        of `embed`."""
+        """Score how well a document matches a query. A reranker judges the pair, using
+        `instruction`, if given, instead of its default one. For embedding models, the score is the
+        cosine of the two vectors. Raises the errors of `embed`."""
         for name, text in (("query", query), ("document", document), ("instruction", instruction)):
             if not isinstance(text, str) and (name != "instruction" or text is not None):
                 raise InvalidRequest(f"{name} must be a string, got {text!r:.100}")

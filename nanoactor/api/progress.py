@@ -1,4 +1,4 @@
-"""A progress bar over requests that shows prompt and output tokens per second."""
+"""A progress bar for requests that shows prompt and output tokens per second."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Progress:
-    """The progress bar of one call; does nothing if not enabled."""
+    """The progress bar of one call; does nothing unless enabled."""
 
     def __init__(self, requests: int, enabled: bool) -> None:
         self._bar: Any = None
@@ -31,7 +31,7 @@ class Progress:
             )
 
     def request(self) -> None:
-        """Count a request as done."""
+        """Count a request as finished."""
         if self._bar is not None:
             self._bar.update(1)
 

@@ -1,1 +1,1 @@
-"""Grammars that constrain sequences, and the vocabulary masks that result."""
+"""Grammars that constrain sequences, and the vocabulary masks that they produce."""

@@ -1,4 +1,4 @@
-"""The sequences constrained by a grammar, and their unreported masks and failures."""
+"""The state of all sequences constrained by a grammar, with their unreported masks and failures."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ from nanoactor.messages.grammar import (
 )
 
 TURN_MASKS = 64
-"""Most masks made per turn, over all sequences; bounds the tokens forced in it too."""
+"""Maximum number of masks computed per turn, over all sequences. It also limits how many tokens a
+turn forces."""
 TURN_SECONDS = 0.005
-"""Seconds after which a turn starts no further batch of masks."""
+"""Seconds after which a turn starts no new batch of masks."""
 _TURN_TOKENS = 1024
-"""Known tokens that are given to matchers in one turn; each token takes a few microseconds."""
+"""Maximum number of known tokens passed to matchers in one turn. Each token takes a few
+microseconds."""
 
 
 def only_bit(mask: Int32) -> int | None:
-    """Return the position of a mask's only bit; None if it has several."""
+    """Return the position of the only set bit in a mask; None unless exactly one bit is set."""
     (words,) = np.nonzero(mask)
     if len(words) != 1:
         return None
@@ -44,23 +46,24 @@ def only_bit(mask: Int32) -> int | None:
 
 
 class AnswerMatcher(Protocol):
-    """The state of one sequence in its grammar; every method raises `InvalidRequest` if the parser
-    reaches its limits, `OutOfResources` if the machine does."""
+    """The state of one sequence in its grammar. Every method raises `InvalidRequest` if the parser
+    reaches its limits, and `OutOfResources` if the machine runs out of a resource."""
 
     def take(self, tokens: Sequence[int]) -> None:
         """Append tokens to the sequence."""
 
     def fill(self, out: Int32) -> None:
-        """Write the mask of the next position, (words,)."""
+        """Write the mask for the next position to `out`, (words,)."""
 
 
 Refusal = InvalidRequest | OutOfResources
 Fill = Callable[[list[AnswerMatcher], Int32], list[Refusal | None]]
-"""Writes the masks of several sequences, (sequences, words); returns the error of each."""
+"""Function that writes the masks of several sequences, (sequences, words), and returns the error of
+each sequence, or None."""
 
 
 def fill_singly(matchers: list[AnswerMatcher], out: Int32) -> list[Refusal | None]:
-    """Fill one mask after the other."""
+    """Fill the masks one at a time; return the error of each sequence, or None."""
     found: list[Refusal | None] = []
     for matcher, row in zip(matchers, out, strict=True):
         try:
@@ -77,25 +80,26 @@ class _Open:
     """A sequence with an open grammar."""
 
     position: int
-    """Position of its next token; negative while that is free."""
+    """Position of the sequence's next token; negative during free text."""
     tokens: list[int]
-    """Tokens that its matcher has not taken."""
+    """Tokens that the matcher has not consumed yet."""
     jumps: bool
-    """True if forced tokens are sent instead of masks with one bit."""
+    """Whether forced tokens are sent instead of masks with one set bit."""
     end: int
-    """The position after its last token: forced tokens from there on are not wanted."""
+    """Position after the sequence's last possible token; no token is forced from there on."""
     run: list[int] = dataclasses.field(default_factory=list)
-    """Tokens forced since the last reported mask; `position` is after them."""
+    """Tokens forced since the last reported mask; `position` is the position after them."""
     matcher: AnswerMatcher | None = None
-    """None while the grammar is compiled."""
+    """The sequence's matcher; None until the grammar has been compiled."""
 
 
 class GrammarBook:
-    """Passes tokens to matchers, and collects masks from them. A sequence with a failed matcher is
-    quiet until it is closed; its masks are dropped then.
+    """Passes tokens to matchers and collects masks from them. A sequence whose matcher has failed
+    produces no more masks; its unreported masks are dropped when it is closed.
 
     Messages only mark sequences as due. The work is done in bounded turns, whatever a request asks
-    for; the sequence due longest goes first, and then to the end of the queue.
+    for. The sequence that has been due longest is processed first; if it becomes due again, it goes
+    to the end of the queue.
     """
 
     def __init__(
@@ -104,36 +108,37 @@ class GrammarBook:
         ends: Collection[int] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create a book: masks have `words` int32 words; `ends` are the end-of-sequence ids, never
-        forced; `clock` returns seconds."""
+        """Create an empty book. Masks have `words` int32 words. `ends` are the end-of-sequence ids,
+        which are never forced. `clock` returns seconds."""
         self._words, self._ends, self._clock = words, ends, clock
         self.fill: Fill = fill_singly
-        """Function that makes the masks of several sequences."""
+        """Function that computes the masks of several sequences."""
         self.batch = 1
-        """Number of sequences in one call of it, between two clock reads."""
+        """Maximum number of sequences per call of `fill`; the clock is read between calls."""
         self._open: dict[int, _Open] = {}
         self._due: OrderedDict[int, None] = OrderedDict()
-        """Sequences waiting for their next mask, longest wait first."""
+        """Sequences that are due, in the order in which they became due."""
         self._masks: dict[int, tuple[int, Int32]] = {}
-        """By sequence: the position that a mask is for, and the row."""
+        """Unreported masks by sequence: the position that the mask is for, and the mask,
+        (words,)."""
         self._runs: dict[int, tuple[int, list[int]]] = {}
-        """By sequence: the position of the first forced token, and the forced tokens."""
+        """Unreported forced tokens by sequence: the position of the first token, and the tokens."""
         self._closed: list[int] = []
         self._failed: dict[int, str] = {}
         self._refused: set[int] = set()
         """Sequences that have failed because the machine ran out of a resource."""
 
     def __len__(self) -> int:
-        """Return the number of open sequences and unreported ends."""
+        """Return the number of open sequences plus the number of unreported closed sequences."""
         return len(self._open) + len(self._closed)
 
     def open(self, event: OpenGrammar) -> None:
-        """Await the matcher of a new sequence."""
+        """Add a new sequence, whose matcher arrives later through `note_compiled`."""
         tokens: list[int] = event.token_ids.tolist()
         self._open[event.uid] = _Open(event.position + len(tokens), tokens, event.jumps, event.end)
 
     def begin(self, event: BeginGrammar) -> None:
-        """End the free text: the next mask is wanted."""
+        """End a sequence's free text and mark the sequence as due."""
         answer = self._open[event.uid]
         if event.position <= answer.position:
             raise ProtocolBug(
@@ -144,7 +149,7 @@ class GrammarBook:
         self._due[event.uid] = None
 
     def note_compiled(self, uid: int, found: AnswerMatcher | Refusal) -> None:
-        """Take a sequence's matcher, or the reason for having none; the sequence may be
+        """Store a sequence's matcher, or record why there is none. Do nothing if the sequence has
         finished."""
         answer = self._open.get(uid)
         if answer is None:
@@ -156,7 +161,7 @@ class GrammarBook:
         self._due[uid] = None
 
     def take(self, event: GrammarTokens) -> None:
-        """Record new tokens; the masks after them are now due."""
+        """Append new tokens to their sequences and mark the sequences as due."""
         for uid, position, token in zip(
             event.uids.tolist(), event.positions.tolist(), event.token_ids.tolist(), strict=True
         ):
@@ -177,7 +182,7 @@ class GrammarBook:
         return bool(self._due)
 
     def advance(self) -> int:
-        """Do one turn's work; return how many masks were made."""
+        """Do one turn's work; return the number of masks computed."""
         until, masks, tokens = self._clock() + TURN_SECONDS, 0, _TURN_TOKENS
         while self._due and masks < TURN_MASKS and tokens > 0:
             if masks and self._clock() >= until:
@@ -186,14 +191,14 @@ class GrammarBook:
             while self._due and tokens > 0 and len(ready) < min(self.batch, TURN_MASKS - masks):
                 uid, _ = self._due.popitem(last=False)
                 tokens -= self._take_tokens(uid, tokens, ready)
-            if ready:  # otherwise all that were due are finished or have more tokens to take
+            if ready:  # empty if the due sequences have finished, failed or have tokens left
                 masks += len(ready)
                 self._make_masks(ready)
         return masks
 
     def _take_tokens(self, uid: int, most: int, ready: list[int]) -> int:
-        """Advance a sequence's matcher by its new tokens, `most` at a time; add it to `ready` if a
-        mask is next. Returns the number of tokens taken."""
+        """Pass up to `most` of a sequence's new tokens to its matcher; append the sequence to
+        `ready` if none are left. Return the number of tokens passed."""
         answer = self._open.get(uid)
         if answer is None or answer.matcher is None or answer.position < 0 or uid in self._failed:
             return 0
@@ -210,8 +215,8 @@ class GrammarBook:
         return len(some)
 
     def _make_masks(self, uids: list[int]) -> None:
-        """Make the next masks of these sequences; if only one id is allowed, it is forced, and the
-        sequence is due again."""
+        """Compute the next masks of these sequences. If a mask allows only one id and that token
+        may be forced, append the token and mark the sequence as due again."""
         matchers = [matcher for uid in uids if (matcher := self._open[uid].matcher)]
         masks = np.empty((len(uids), self._words), np.int32)
         for uid, mask, error in zip(uids, masks, self.fill(matchers, masks), strict=True):
@@ -227,7 +232,7 @@ class GrammarBook:
                 self._tell(uid, answer, mask)
 
     def _forced(self, answer: _Open, mask: Int32) -> int | None:
-        """Return the only id that can follow, if forced tokens are sent."""
+        """Return the id of the token to force; None if the mask must be sent instead."""
         if not answer.jumps or len(answer.run) >= MAX_RUN or answer.position >= answer.end:
             return None
         token = only_bit(mask)
@@ -240,13 +245,13 @@ class GrammarBook:
         self._masks[uid] = answer.position, mask.copy()
 
     def _fail(self, uid: int, error: NanoactorError) -> None:
-        # Begins with the parameter's name, as all that is said of parameters.
+        # Starts with the parameter's name, like all error messages about parameters.
         self._failed[uid] = f"structured_outputs: {error}"[:MAX_REASON]
         if isinstance(error, OutOfResources):
             self._refused.add(uid)
 
     def close(self, event: CloseGrammars) -> None:
-        """Forget finished sequences."""
+        """Remove finished sequences."""
         for uid in event.uids.tolist():
             del self._open[uid]
             self._masks.pop(uid, None)
@@ -257,8 +262,8 @@ class GrammarBook:
             self._closed.append(uid)
 
     def take_masks(self, most: int) -> Masks | None:
-        """Return up to `most` unreported masks, with all unreported ends; None if there are
-        none."""
+        """Return up to `most` unreported masks and all unreported closed sequences; None if there
+        are neither."""
         if not self._masks and not self._closed:
             return None
         uids = list(self._masks)[:most]

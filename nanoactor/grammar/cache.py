@@ -1,4 +1,4 @@
-"""Compiled grammars, kept for the next request that asks for the same."""
+"""A cache of compiled grammars for later requests with the same grammar."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from nanoactor.grammar.matcher import Compiled
 
 
 class GrammarCache:
-    """The most recently used grammars, including invalid ones, so that each is compiled once."""
+    """An LRU cache of compiled and invalid grammars, so that each is compiled only once."""
 
     def __init__(self, max_count: int = 64, max_bytes: int = 256 * 2**20) -> None:
-        """`max_bytes` bounds the specifications' text and their compiled grammars together. A
-        grammar may take up to 100 MB (`matcher.limits`), most take less than one."""
+        """Create an empty cache. `max_bytes` limits the total size of the specifications and their
+        compiled grammars. A grammar may take up to 100 MB (`matcher.limits`); most take less than 1
+        MB."""
         self._max_count = max_count
         self._max_bytes = max_bytes
         self._bytes = 0
@@ -22,12 +23,12 @@ class GrammarCache:
 
     @property
     def count(self) -> int:
-        """Grammars that are kept."""
+        """Return the number of cached grammars."""
         return len(self._kept)
 
     def get(self, spec_text: str) -> Compiled | None:
-        """Return the grammar of `GrammarSpec.to_text`; None if it is not cached. Raises
-        `InvalidRequest` if it is known to be invalid."""
+        """Return the compiled grammar of a specification (`GrammarSpec.to_text`); None if it is not
+        cached. Raises `InvalidRequest` if the grammar is known to be invalid."""
         key = _key(spec_text)
         if key not in self._kept:
             return None
@@ -38,8 +39,9 @@ class GrammarCache:
         return found
 
     def put(self, spec_text: str, result: Compiled | InvalidRequest, nbytes: int = 0) -> None:
-        """Keep the result of compiling a specification, of `nbytes` bytes, and evict the least
-        recently used ones. A result that alone exceeds the bounds is not kept."""
+        """Store the result of compiling a specification; `nbytes` is the size of the result. The
+        least recently used results are evicted to stay within the limits. A result that exceeds the
+        limits by itself is not kept."""
         key = _key(spec_text)
         size = len(spec_text.encode(errors="surrogatepass")) + nbytes
         if key in self._kept:

@@ -1,4 +1,4 @@
-"""Calls of functions as grammars, in each form that models write them in."""
+"""Grammars for function calls, in each of the forms in which models write them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from nanoactor.requests.grammar_spec import CALL_TAGS, ToolFunction, ToolGrammar
 
 _END_OF_PARAMETER = "</parameter>"
 _IN_JSON = ("integer", "number", "boolean", "object", "array", "null")
-"""Types of parameters with values in JSON."""
+"""Types of the parameters whose values are written as JSON."""
 _DEFINITIONS = ("$defs", "definitions")
 
 
 def call_rules(
     tools: ToolGrammar, after_text: bool, whitespace: bool, vocabulary: Vocabulary
 ) -> list[str]:
-    """Return the rules of a sequence's `body`; `after_text`: text may come first, or alone."""
+    """Return the rules of a sequence's `body`. `after_text` allows text instead of calls, and, if
+    calls start with a tag, also before them."""
     match tools.form:
         case "llama3_json":
             calls, rules = _of_llama(tools, whitespace)
@@ -39,7 +40,7 @@ def call_rules(
         return [f"body: {opening}{calls} | reply", f"reply: {answer}", *rules]
     if not after_text:
         return [f"body: {opening}{calls}", *rules]
-    if not tag:  # calls come first here, and text starts differently
+    if not tag:  # text and calls differ in their first character
         return [f"body: {calls} | TEXT", "TEXT: /([^{ \\n\\t](.|\\n)*)?/", *rules]
     return [
         f"body: opened {calls} | TEXT",
@@ -50,7 +51,8 @@ def call_rules(
 
 
 Rules = tuple[str, list[str]]
-"""The text after the tag that opens the first call, and the rules that it names."""
+"""Expression for what follows the tag that opens the first call, and the rules that it refers
+to."""
 
 
 def _of_hermes(tools: ToolGrammar, whitespace: bool, vocabulary: Vocabulary) -> Rules:
@@ -101,8 +103,9 @@ def _of_qwen_coder(tools: ToolGrammar, whitespace: bool, vocabulary: Vocabulary)
 
 
 def _function(index: int, function: ToolFunction, whitespace: bool) -> Iterator[str]:
-    """Yield the rules of a function's parameters, in the order of its schema: texts, and values in
-    JSON. What a schema says of a text besides the texts to choose from is not enforced."""
+    """Yield the rules of a call of one function, with its parameters in the order of its schema.
+    Values are plain text or JSON. For a text, only `enum` and `const` of its schema are
+    enforced."""
     schema = parse_parameters(function)
     begin = quoted(f"<function={function.name}>\n")
     properties = schema.get("properties")
@@ -122,7 +125,7 @@ def _function(index: int, function: ToolFunction, whitespace: bool) -> Iterator[
 
 
 def _value(own: Any, schema: dict[str, Any], whitespace: bool) -> str:
-    """Return the rule for a parameter's value, with its closing tag."""
+    """Return the rule for a parameter's value, including the closing tag."""
     end = quoted(f"\n{_END_OF_PARAMETER}")
     defined: dict[str, Any] = {name: schema[name] for name in _DEFINITIONS if name in schema}
     place = own.get("$ref", "") if isinstance(own, dict) else ""

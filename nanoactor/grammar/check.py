@@ -1,4 +1,4 @@
-"""Checks of a request's grammar that need no parser, made in the user's process."""
+"""Checks of a request's grammar that need no parser and run in the user's process."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from nanoactor.requests.grammar_spec import (
 )
 
 MAX_CHOICES = 10_000
-"""Most texts to choose from."""
+"""Maximum number of texts to choose from."""
 MAX_FUNCTIONS = 512
-"""Most functions that a sequence may call."""
+"""Maximum number of functions that a sequence may call."""
 MAX_NAME = 256
-"""Most characters of a function's name."""
+"""Maximum length of a function's name, in characters."""
 
 _IN_PLACE = {"$ref", "allOf", "anyOf", "oneOf"}
 
 
 def check_spec(spec: GrammarSpec) -> None:
-    """Raise `InvalidRequest` for a grammar that is visibly wrong without compiling it."""
+    """Raise `InvalidRequest` for errors in a grammar that can be found without compiling it."""
     try:
         size = len(spec.value.encode())
     except UnicodeEncodeError:
@@ -51,7 +51,8 @@ def check_spec(spec: GrammarSpec) -> None:
 
 
 def parse_choices(text: str) -> list[str]:
-    """Return the texts to choose from; raises `InvalidRequest` if there are none."""
+    """Return the texts to choose from. Raises `InvalidRequest` if the list is empty or
+    malformed."""
     choices = parse_json(text, "choice")
     if not isinstance(choices, list) or not choices:
         raise InvalidRequest("choice must be a non-empty list of strings")
@@ -65,8 +66,9 @@ def parse_choices(text: str) -> list[str]:
 
 
 def parse_tools(text: str) -> ToolGrammar:
-    """Return the functions that may be called; raises `InvalidRequest` for a name that cannot
-    appear in JSON unescaped, and for parameters that are not an object's schema."""
+    """Return the functions that may be called. Raises `InvalidRequest` if they are invalid, for
+    example if a name cannot appear in JSON unescaped or if parameters are not the schema of an
+    object."""
     try:
         tools = msgspec.json.decode(text, type=ToolGrammar)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -92,14 +94,15 @@ def parse_tools(text: str) -> ToolGrammar:
 
 
 def parse_parameters(function: ToolFunction) -> dict[str, Any]:
-    """Return the schema of a function's arguments, which is an object's."""
+    """Return the schema of a function's arguments, which must describe an object."""
     field = f"the parameters of the function {shorten(function.name)!r}"
     schema = parse_schema(function.parameters, field) if function.parameters else True
     if schema is False or (isinstance(schema, dict) and not _may_be_object(schema)):
         raise InvalidRequest(f"{field} must be a schema of type 'object'")
     if schema is True:
         return {"type": "object"}
-    # Next to a reference, a type would be one more keyword to intersect with all that it leads to.
+    # Next to a keyword of `_IN_PLACE`, `type` would be one more constraint for the parser to
+    # intersect with each schema that the keyword leads to.
     return schema if set(schema) & _IN_PLACE else {**schema, "type": "object"}
 
 

@@ -1,4 +1,5 @@
-"""A request's grammar in the notation of llguidance: its Lark, and JSON schemas within."""
+"""Converts a request's grammar to llguidance's notation: its Lark dialect, with JSON schemas
+inside."""
 
 from __future__ import annotations
 
@@ -20,16 +21,18 @@ from nanoactor.requests.grammar_spec import CLOSE_TAG, OPEN_TAG, GrammarSpec
 
 MAX_GBNF_RULES = 300
 MAX_GBNF_CHARACTERS = 32 * 1024
-"""Most characters of EBNF; its conversion takes time proportional to rules times characters."""
+"""Maximum number of characters of EBNF. The conversion takes time proportional to the number of
+rules times the number of characters."""
 MAX_INTERSECTIONS = 10
-"""Most `&` in a grammar. The parser's time doubles with each that one terminal has."""
+"""Maximum number of `&` in a grammar. Each `&` within one terminal doubles the parser's time."""
 
 _ANSWER = "answer"
 
 
 def compile_grammar(spec: GrammarSpec, vocabulary: Vocabulary) -> str:
-    """Return the grammar's text for llguidance; raises `InvalidRequest` as `check_spec` does, and
-    for EBNF that cannot be read. Other notations are read by the parser."""
+    """Return the grammar's text for llguidance. Raises `InvalidRequest` as `check_spec` does, for a
+    grammar that could take the parser too long, and for malformed EBNF. Other syntax errors are
+    reported by the parser."""
     check_spec(spec)
     if spec.kind == "tools":
         tools = parse_tools(spec.value)
@@ -67,7 +70,8 @@ def _plain(spec: GrammarSpec) -> list[str]:
 
 
 def _beginning(thoughts: str, free: bool, text_follows: bool, vocabulary: Vocabulary) -> str:
-    """Return the rules for the text before the body; of `free` reasoning, only its tags."""
+    """Return the start rule and the rules for the reasoning before the body. If `free`, they cover
+    only the tags of the reasoning."""
     if thoughts == "none":
         return "start: body"
     opened = "thoughts body" if text_follows else "thoughts BREAKS body"
@@ -87,12 +91,12 @@ def _beginning(thoughts: str, free: bool, text_follows: bool, vocabulary: Vocabu
 
 
 def _regex(pattern: str) -> str:
-    # The whole answer matches, with or without anchors.
+    # The pattern must match the whole answer, with or without anchors.
     return regex_to_lark(with_plain_classes(pattern), "d")
 
 
 def _lark(text: str) -> str:
-    """Return a grammar as Lark; raises `InvalidRequest` if it could take the parser too long, and
+    """Return a grammar as Lark. Raises `InvalidRequest` if it could take the parser too long, and
     for malformed EBNF."""
     if not re.search(r"^[ \t]*root[ \t]*::=", text, re.MULTILINE):
         check_lark(text, MAX_INTERSECTIONS)

@@ -1,4 +1,4 @@
-"""From a specification's text to a matcher, by way of a cache."""
+"""Compiles a specification's text to a matcher, using a cache."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from nanoactor.grammar.vocabulary import Vocabulary
 from nanoactor.model_files.files import ModelFiles
 from nanoactor.requests.grammar_spec import GrammarSpec
 
-# Threads that wake up where others compute cost more than they gain.
+# Waking threads on cores that are already busy costs more than the parallelism gains.
 _CORES_TO_SPARE, _MOST_THREADS = 4, 8
 log = logging.getLogger("nanoactor.grammar")
 
 
 class GrammarCompiler:
-    """Knows one model's vocabulary; the reason why there is none refuses every grammar."""
+    """Compiles grammars for one model's vocabulary. If the vocabulary cannot be used, every grammar
+    is rejected with the reason."""
 
     def __init__(self, files: ModelFiles) -> None:
         self._cache = GrammarCache()
         self._lock = threading.Lock()
-        """Guards the cache: two threads compile."""
+        """Guards the cache, which two compiler threads use."""
         self._vocabulary: Vocabulary | None = None
         self._reason = ""
         assert files.tokenizer_directory is not None
@@ -40,14 +41,15 @@ class GrammarCompiler:
             log.warning("structured outputs will be refused: %s", error)
 
     def parallel_fill(self, cores: int) -> Fill | None:
-        """Return a function that fills several masks in parallel, if there are spare cores."""
+        """Return a function that fills several masks in parallel; None if there are too few
+        cores."""
         if cores < _CORES_TO_SPARE:
             return None
         return cast(Fill, ParallelFill(min(_MOST_THREADS, cores // 2)))
 
     def matcher(self, text: str) -> Matcher:
         """Return a matcher at the start of a sequence. Raises `InvalidRequest` if the grammar is
-        invalid."""
+        invalid or the model does not support grammars."""
         if self._vocabulary is None:
             raise InvalidRequest(
                 f"structured outputs are not available for this model: {self._reason}"
@@ -68,6 +70,7 @@ class GrammarCompiler:
 
 
 def _resident() -> int:
-    """Return the resident bytes of this process. The parser does not report a grammar's size."""
+    """Return this process's resident memory in bytes. The parser does not report a grammar's
+    size."""
     pages = Path("/proc/self/statm").read_text().split()[1]
     return int(pages) * resource.getpagesize()

@@ -1,4 +1,4 @@
-"""Formats of strings in JSON schemas: which are enforced, and which can only be an annotation."""
+"""String formats in JSON schemas: which of them are enforced, and which are only annotations."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ ENFORCED = frozenset(
         "uuid",
     )
 )
-"""Formats of strings that the parser knows; the last asks for nothing. Dates are checked for their
-form: the 30th of February has one."""
+"""String formats that the parser implements; "unknown" allows any string. Only the form of dates is
+checked: February 30 is accepted."""
 
 
 def unenforced_formats(schema: dict[str, Any] | bool) -> Iterator[str]:
@@ -35,8 +35,8 @@ def unenforced_formats(schema: dict[str, Any] | bool) -> Iterator[str]:
 
 
 def drop_unenforced(schema: dict[str, Any]) -> None:
-    """Take the formats that the parser does not know out of a schema: in JSON Schema 2020-12 a
-    format is an annotation, unless both sides have agreed on more."""
+    """Remove the formats that the parser does not implement from a schema. In JSON Schema 2020-12,
+    a format is only an annotation unless both sides have agreed to enforce it."""
     for part in list(reachable_schemas(schema)):
         given = part.get("format")
         if isinstance(given, str) and given not in ENFORCED:

@@ -1,4 +1,4 @@
-"""The part of a sequence that needs no grammar, and the tokens that end it."""
+"""The part of a sequence that precedes its grammar, and the tokens that delimit that part."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ _NONE = -1
 
 
 def freed(text: str, id_of: Callable[[str], int | None]) -> tuple[str, FreeText | None]:
-    """Return a specification's text without its free part, and the end of that part; the text
-    unchanged if there is none, or if a tag is no single token.
+    """Return a specification's text with the free part excluded from the grammar, and the tokens
+    that delimit the free part. If there is no free part, or if a tag is not a single token, return
+    the text unchanged, and None.
 
-    `id_of` returns the id of a tag that is one token of its own.
+    `id_of` returns the id of a tag that is a single token, else None.
     """
     spec = GrammarSpec.of_text(text)
     tools = parse_tools(spec.value) if spec.kind == "tools" else None
     has_text = tools is not None and not tools.required
     tag = CALL_TAGS[tools.form] if tools is not None else ""
-    if has_text and not tag:  # where text ends, no tag says
+    if has_text and not tag:  # no tag marks the end of the text
         return text, None
     thoughts = spec.thoughts != "none"
     if not has_text and not thoughts:

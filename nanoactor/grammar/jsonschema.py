@@ -1,4 +1,4 @@
-"""JSON schemas as text and as trees, to the extent that a request's checks and tools need them."""
+"""JSON schemas as text and as trees, as far as the checks of requests and tools need them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from nanoactor.grammar.numbers import check_numbers
 from nanoactor.grammar.text_errors import shorten as shorten
 
 MAX_DEPTH = 64
-"""Maximum nesting of objects and arrays, in a schema or another JSON text."""
+"""Maximum nesting depth of objects and arrays in a schema or another JSON text."""
 
 MAX_LITERAL = 8192
-"""Most characters of a literal text. The parser looks at all the rest of it for each token: 0.13 us
-a character."""
+"""Maximum length of a literal text, in characters. For each token, the parser scans the rest of the
+text, at 0.13 us per character."""
 MAX_PROPERTIES = 1000
-"""Most properties of one object. The parser's time grows with their square."""
+"""Maximum number of properties of one object. The parser's time grows quadratically with it."""
 MAX_NAME_PATTERNS = 64
-"""Most name patterns in all `patternProperties` of a schema. The parser compares each with each."""
+"""Maximum number of name patterns in all `patternProperties` of a schema. The parser compares every
+pair of them."""
 MAX_PATTERNS_AT_ONCE = 8
 """Maximum number of patterns and formats that apply to one string. Each doubles the parser's
 time."""
@@ -60,8 +61,9 @@ def check_literal(text: str, field: str) -> None:
 
 
 def parse_json(text: str, field: str) -> Any:
-    """Return a JSON text's value; raises `InvalidRequest`, naming `field`, if it is malformed,
-    nests more than `MAX_DEPTH` deep, or holds values that parsers may read differently."""
+    """Return the value of a JSON text. Raises `InvalidRequest`, naming `field`, if the text is
+    malformed, nests more than `MAX_DEPTH` levels deep, or contains values that parsers may read
+    differently."""
     try:
         value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
     except RecursionError:
@@ -77,8 +79,9 @@ def parse_json(text: str, field: str) -> Any:
 
 
 def parse_schema(text: str, field: str) -> dict[str, Any] | bool:
-    """Return a JSON schema; raises `InvalidRequest`, naming `field`, also for a remote `$ref` and
-    for schemas that take the parser more time than its own limits can detect."""
+    """Return a JSON schema. Raises `InvalidRequest`, naming `field`, for malformed JSON, for a
+    remote `$ref`, for constraints that the parser cannot enforce, and for a schema that would take
+    the parser too long without reaching the parser's own limits."""
     schema = parse_json(text, field)
     if not isinstance(schema, dict | bool):
         raise InvalidRequest(
@@ -120,8 +123,9 @@ def parse_schema(text: str, field: str) -> dict[str, Any] | bool:
 
 
 def _make_plain(part: dict[str, Any]) -> None:
-    """Rewrite parts that the parser would misread into a form that it reads correctly."""
-    # References are pointers from the root, wherever they occur.
+    """Rewrite the keywords of a schema that the parser would misread into a form that it reads
+    correctly."""
+    # References are always pointers from the root, so ids must not change their base.
     part.pop("$id", None)
     part.pop("id", None)
     if isinstance(part.get("pattern"), str):
@@ -132,8 +136,8 @@ def _make_plain(part: dict[str, Any]) -> None:
 
 
 def _check_counts(part: dict[str, Any], field: str) -> None:
-    """Refuse a number of properties that only names which are required make sure of: the parser
-    counts a name that is given twice as two."""
+    """Reject a `minProperties` above 1 that exceeds the number of required names: the parser counts
+    a name that is given twice as two properties."""
     least, named = part.get("minProperties", 0), part.get("required")
     if type(least) is int and least > max(1, len(set(map(str, _if_list(named))))):
         raise InvalidRequest(
@@ -142,7 +146,7 @@ def _check_counts(part: dict[str, Any], field: str) -> None:
 
 
 def _literals(part: dict[str, Any]) -> Iterator[str]:
-    """Yield a schema's literal texts: values, names, and patterns, which may be nearly literal."""
+    """Yield a schema's literal texts: values, names, and patterns, which may be mostly literal."""
     waiting: list[Any] = [part.get("const"), part.get("enum"), part.get("pattern")]
     waiting += [list(_if_dict(part.get("properties"))), part.get("required")]
     while waiting:
@@ -156,8 +160,8 @@ def _literals(part: dict[str, Any]) -> Iterator[str]:
 
 
 def reachable_schemas(schema: dict[str, Any] | bool) -> Iterator[dict[str, Any]]:
-    """Yield each subschema of a schema once, whether it is in a keyword that takes a subschema or
-    is the target of a local `$ref`. Values, as in `const` and `enum`, are not schemas."""
+    """Yield a schema and each of its subschemas once, whether a keyword contains the subschema or a
+    local `$ref` points to it. Values, such as those of `const` and `enum`, are not schemas."""
     waiting: list[Any] = [schema]
     seen: set[int] = set()
     while waiting:
@@ -170,10 +174,10 @@ def reachable_schemas(schema: dict[str, Any] | bool) -> Iterator[dict[str, Any]]
 
 
 def moved_schema(schema: dict[str, Any], place: str) -> dict[str, Any]:
-    """Return a copy of a schema for use within another: `place` is the pointer to it there, as
-    `#/items`, and becomes the prefix of its references."""
+    """Return a copy of a schema for use inside another one. `place` is the pointer to the copy
+    there, such as `#/items`; it becomes the prefix of the copy's references."""
     copy: dict[str, Any] = json.loads(json.dumps(schema))
-    # All of them first: following references needs them as they were.
+    # List all subschemas first: to find them, the references must still be unchanged.
     for part in list(reachable_schemas(copy)):
         reference = part.get("$ref")
         if isinstance(reference, str):
@@ -192,7 +196,7 @@ def _children(root: Any, part: dict[str, Any]) -> list[Any]:
 
 
 def _patterns_at_once(root: dict[str, Any] | bool) -> int:
-    """Return a bound of the patterns and formats that apply to the same string together."""
+    """Return an upper bound on the number of patterns and formats that apply to the same string."""
     bounds: dict[int, int] = {}
     begun: set[int] = set()
     waiting: list[Any] = [root]
@@ -214,13 +218,14 @@ def _patterns_at_once(root: dict[str, Any] | bool) -> int:
 
 
 def _bound(root: Any, part: dict[str, Any], bounds: dict[int, int]) -> int:
-    """Return the bound for one schema from those within it; recursion counts as nothing."""
+    """Return the upper bound for one schema, given the bounds of its subschemas; a recursive
+    subschema counts as 0."""
 
     def most(children: Iterable[Any]) -> int:
         return max((bounds.get(id(child), 0) for child in children), default=0)
 
     own = ("pattern" in part) + ("format" in part)
-    # An object's property may be named, and its name match a pattern as well.
+    # A property may be listed by name and also match a name pattern.
     within = most(_if_dict(part.get("properties")).values())
     within += most(_if_dict(part.get("patternProperties")).values())
     within += most([part.get("additionalProperties")])
@@ -235,7 +240,7 @@ def _bound(root: Any, part: dict[str, Any], bounds: dict[int, int]) -> int:
 
 
 def _target(schema: Any, reference: object) -> Any:
-    """Return the target of a local reference, or None."""
+    """Return the target of a local reference; None if there is none."""
     if not isinstance(reference, str):
         return None
     for name in reference.split("/")[1:]:

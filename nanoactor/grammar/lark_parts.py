@@ -1,4 +1,4 @@
-"""Parts of grammars in llguidance's Lark: literals, tags, texts up to a tag, JSON."""
+"""Building blocks for grammars in llguidance's Lark: literals, tags, text up to a tag, and JSON."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import Any
 
 from nanoactor.grammar.vocabulary import Vocabulary
 
-# One gap in JSON: a line break with its indentation, or a few spaces. A model that has nothing
-# else to say could fill an answer with longer ones.
+# A gap between JSON tokens: a line break with indentation, or one space. A model could fill its
+# answer with longer gaps.
 _GAP = r"\n[ \t]{0,16}|[ ]"
 
 
 def text_without(tag: str) -> str:
-    """Return a regular expression for texts without a tag; the tag's first character must occur in
-    the tag only once.
+    """Return a regular expression for texts that do not contain a tag. The tag's first character
+    must occur only once in the tag.
 
-    Spelled out, as an intersection with a complement takes the parser ten times as long.
+    The alternatives are spelled out because an intersection with a complement takes the parser ten
+    times as long.
     """
     first, parts = escaped(tag[0]), []
     for length, expected in enumerate(tag[1:]):
@@ -27,10 +28,10 @@ def text_without(tag: str) -> str:
 
 
 def until(rule: str, tag: str, vocabulary: Vocabulary) -> list[str]:
-    """Return the rules for free text up to a tag, with it."""
+    """Return the rules for free text up to and including a tag."""
     text = text_without(tag)
     if vocabulary.special(tag) is None:
-        # Lazy, so that the text ends where the tag does.
+        # Lazy, so that the match ends at the end of the tag.
         return [f"{rule}[lazy]: /{text}{escaped(tag)}/"]
     name = f"{rule.upper()}_TEXT"
     return [f"{rule}: {name} {tag_rule(tag, vocabulary)}", f"{name}: /{text}/"]
@@ -40,8 +41,8 @@ def json_rule(schema: dict[str, Any] | bool, whitespace: bool) -> str:
     """Return the rule for JSON that matches a schema."""
     if isinstance(schema, bool):
         schema = {} if schema else {"enum": []}
-    # The library's own options, which a schema may not set: they include one that ignores what
-    # the library does not implement.
+    # These options of the library replace any that the schema sets: `lenient` would ignore
+    # keywords that the library does not implement.
     options: dict[str, Any] = {"whitespace_flexible": whitespace, "lenient": False}
     if whitespace:
         options["whitespace_pattern"] = _GAP
@@ -49,16 +50,16 @@ def json_rule(schema: dict[str, Any] | bool, whitespace: bool) -> str:
 
 
 def tag_rule(tag: str, vocabulary: Vocabulary) -> str:
-    """Return the rule for a tag: a special token, or its text."""
+    """Return the rule for a tag: its special token if there is one, else its text."""
     id_ = vocabulary.special(tag)
     return quoted(tag) if id_ is None else f"<[{id_}]>"
 
 
 def quoted(text: str) -> str:
-    """Return a text as a literal."""
+    """Return a text as a string literal in Lark."""
     return json.dumps(text).replace("\x7f", "\\u007f")
 
 
 def escaped(text: str) -> str:
-    """Return a text as a part of a regular expression."""
+    """Return a text escaped for use in a regular expression."""
     return re.sub(r"([^\w<> ])", r"\\\1", text)

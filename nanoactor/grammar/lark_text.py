@@ -1,4 +1,4 @@
-"""The text of a grammar in Lark's notation, to the extent that checks must follow its syntax."""
+"""Checks of grammars in Lark's notation, which scan only as much of the syntax as they need."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from nanoactor.errors import InvalidRequest
 from nanoactor.grammar.jsonschema import parse_schema
 
-# A string, a regular expression (which no line begins to divide), a comment, or anything else.
+# A string, a regular expression on one line, a comment, `%json`, or any other character.
 _PIECES = re.compile(
     r'(?P<string>"(?:\\.|[^"\\\n])*"i?)'
     r"|(?P<regex>/(?![/*])(?:\\.|\[(?:\\.|[^\]\\\n])*\]|[^/\\\n\[])+/[imslux]*)"
@@ -21,8 +21,8 @@ _PIECES = re.compile(
 
 
 def check_lark(text: str, most_intersections: int) -> None:
-    """Raise `InvalidRequest` for more `&` between expressions than `most_intersections`, and for a
-    schema after `%json` that would be rejected alone."""
+    """Raise `InvalidRequest` for more than `most_intersections` operators `&`, and for a schema
+    after `%json` that would be rejected on its own."""
     intersections = 0
     for schema in _codes(text):
         if schema == "&":
@@ -37,7 +37,8 @@ def check_lark(text: str, most_intersections: int) -> None:
 
 
 def _codes(text: str) -> Iterator[str]:
-    """Yield each character that is code, and each schema that is embedded as a whole."""
+    """Yield each character outside strings, regular expressions and comments, and each embedded
+    schema as a whole."""
     at = 0
     while at < len(text):
         piece = _PIECES.match(text, at)
@@ -54,7 +55,8 @@ def _codes(text: str) -> Iterator[str]:
 
 
 def _end_of_json(text: str, begin: int) -> int | None:
-    """Return the end of a JSON value, or None if there is none, which the parser reports."""
+    """Return the end of the JSON value at `begin`; None if there is none, an error that the parser
+    reports."""
     try:
         _, end = json.JSONDecoder().raw_decode(text, begin)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""One sequence's way through its grammar, and the tokens that may come next."""
+"""The state of a sequence in its grammar, and the tokens that may come next."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from nanoactor.grammar.vocabulary import Vocabulary
 from nanoactor.requests.grammar_spec import GrammarSpec, Kind
 from nanoactor.runtime.native import NativePanic, native_calls
 
-_STACK_BYTES = 512 * 2**20  # of addresses; memory is taken as it is used
+_STACK_BYTES = 512 * 2**20  # of address space; memory is allocated as it is used
 _STACK_SIZE = threading.Lock()
-"""Held while the stack size of new threads, which is global, is changed."""
+"""Lock for changing the stack size of new threads, which is a global setting."""
 _ROW_OF_JSON = 2000
 _ROW_OF_GRAMMAR = 500
 
 
 def limits(kind: Kind) -> LLParserLimits:
-    """Return the parser's limits for a kind of grammar, at compilation and per token. A parser
-    position costs up to the cube of its items if a grammar is ambiguous, as user-supplied ones may
-    be. JSON is not, and an optional property takes four items."""
+    """Return the parser's limits for a kind of grammar, at compilation and per token. If a grammar
+    is ambiguous, as user-supplied ones may be, the cost of a parser position is up to the cube of
+    its number of items. JSON grammars are not ambiguous, but an optional property takes four
+    items."""
     return LLParserLimits(
         max_items_in_row=_ROW_OF_GRAMMAR if kind == "grammar" else _ROW_OF_JSON,
         step_max_items=20_000,
@@ -40,17 +41,17 @@ def limits(kind: Kind) -> LLParserLimits:
 
 
 class Compiled:
-    """A grammar, ready for any number of sequences."""
+    """A compiled grammar, for any number of sequences."""
 
     def __init__(self, spec: GrammarSpec, vocabulary: Vocabulary) -> None:
-        """Raise `InvalidRequest` if the grammar cannot be read, is not supported, needs more than
-        `limits` allow, or matches nothing at all."""
+        """Compile a grammar. Raises `InvalidRequest` if it cannot be parsed, is not supported,
+        exceeds `limits`, or matches nothing at all."""
         self._grammar = compile_grammar(spec, vocabulary)
         self._vocabulary = vocabulary
         self._kind = spec.kind
         self._spent = False
         self._matcher = self._compile()
-        # An empty language is found here, not by the parser's construction.
+        # This detects a grammar that matches nothing, which the parser's constructor does not.
         self.matcher().fill(np.empty(vocabulary.words, np.int32))
         check_literal("x" * len(self._matcher.compute_ff_bytes()), spec.kind)
 
@@ -63,17 +64,17 @@ class Compiled:
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """Return the vocabulary of the sequences."""
+        """Return the vocabulary that the grammar was compiled for."""
         return self._vocabulary
 
     @property
     def kind(self) -> Kind:
-        """The kind of the specification."""
+        """Return the kind of the specification."""
         return self._kind
 
     def spend(self) -> None:
-        """Make the next matcher use a new automaton, because a sequence has used up this one's
-        states (all copies share them)."""
+        """Make the next matcher use a new automaton, because a sequence has exhausted the states of
+        the current one, which all copies share."""
         self._spent = True
 
     def _compile(self) -> LLMatcher:
@@ -94,8 +95,8 @@ class Compiled:
 
 
 class Matcher:
-    """The state of one sequence. The computed part of the grammar's automaton is shared with the
-    other sequences."""
+    """The state of one sequence. The part of the grammar's automaton that has been computed is
+    shared with the other sequences."""
 
     def __init__(self, compiled: Compiled, matcher: LLMatcher) -> None:
         self._compiled = compiled
@@ -108,10 +109,11 @@ class Matcher:
         return self._matcher.is_accepting()
 
     def take(self, tokens: Sequence[int]) -> None:
-        """Append tokens to the sequence; after its end, end-of-sequence tokens change nothing.
+        """Append tokens to the sequence. After the end of the sequence, end-of-sequence tokens have
+        no effect.
 
-        Raises `ProtocolBug` for a token that the grammar does not allow, `InvalidRequest` if the
-        parser reaches its limits. Neither leaves the matcher usable.
+        Raises `ProtocolBug` for a token that the grammar does not allow, and `InvalidRequest` if
+        the parser reaches its limits. The matcher cannot be used after either error.
         """
         with _parsing():
             for token in tokens:
@@ -119,11 +121,11 @@ class Matcher:
                     self._raise(f"token {token}")
 
     def fill(self, out: NDArray[np.int32]) -> None:
-        """Write the mask of the next position: bit t % 32 of word t // 32 is set if the id t is
-        allowed. If the sequence can only end, those are the end-of-sequence ids.
+        """Write the mask for the next position: bit t % 32 of word t // 32 is set if id t is
+        allowed. If the sequence can only end, only the end-of-sequence ids are allowed.
 
-        `out`: (words,), contiguous. Raises `InvalidRequest` if the parser reaches its limits, or if
-        the sequence has no continuation.
+        `out` is contiguous, (words,). Raises `InvalidRequest` if the parser reaches its limits, or
+        if the sequence has no continuation.
         """
         if out.shape != (self._vocabulary.words,) or not out.flags.c_contiguous:
             raise ProtocolBug(f"the mask has shape {out.shape}, not {(self._vocabulary.words,)}")
@@ -132,7 +134,8 @@ class Matcher:
             self._check(out)
 
     def _check(self, out: NDArray[np.int32]) -> None:
-        """Check the mask that the parser has written. Raises as `fill` does."""
+        """Check the mask that the parser has written, and clear the bits beyond the tokenizer's
+        ids. Raises as `fill` does."""
         if self._matcher.is_error():
             self._raise("the next token")
         tokens = self._vocabulary.tokens
@@ -161,14 +164,14 @@ class ParallelFill:
         self._executor = LLExecutor(threads)
 
     def __call__(self, matchers: Sequence[Matcher], out: NDArray[np.int32]) -> list[Refusal | None]:
-        """Write the mask of each sequence's next position, (sequences, words); return the error
-        that `Matcher.fill` would raise for each."""
+        """Write the mask for each sequence's next position, (sequences, words); return, for each
+        sequence, the error that `Matcher.fill` would raise, or None."""
         rows = [(matcher._matcher, row) for row, matcher in enumerate(matchers)]
         width = out.shape[1] * out.itemsize
         try:
             with native_calls():
                 self._executor.unsafe_compute_mask_ptr(rows, out.ctypes.data, width, len(matchers))
-        except NativePanic:  # of one of them: find out which
+        except NativePanic:  # in one of the sequences: find out which
             return fill_singly([*matchers], out)
         found: list[Refusal | None] = []
         for matcher, row in zip(matchers, out, strict=True):
@@ -183,7 +186,7 @@ class ParallelFill:
 
 @contextlib.contextmanager
 def _parsing() -> Iterator[None]:
-    """Convert the parser's errors for a sequence into that request's error."""
+    """Convert the parser's panics and memory errors in this context to errors of the request."""
     try:
         with native_calls():
             yield
@@ -194,8 +197,9 @@ def _parsing() -> Iterator[None]:
 
 
 def _on_deep_stack(work: Callable[[], None]) -> None:
-    """Run work that recurses as deeply as a grammar's rules are chained: 16 KB per rule, for as
-    many as the text allows. With the usual 8 MB, a chain of 1000 would crash the process."""
+    """Run `work` on a thread with a large stack. The parser recurses as deeply as a grammar's rules
+    are chained, with 16 KB of stack per rule; only the size of the text limits the chain. With the
+    usual 8 MB, a chain of 1000 rules would crash the process."""
     raised: list[BaseException] = []
 
     def run() -> None:
@@ -208,7 +212,7 @@ def _on_deep_stack(work: Callable[[], None]) -> None:
         before = threading.stack_size(_STACK_BYTES)
         try:
             thread = threading.Thread(target=run, name="grammar")
-            thread.start()  # raises `RuntimeError` if it gets no addresses
+            thread.start()  # raises `RuntimeError` if address space is exhausted
         finally:
             threading.stack_size(before)
     thread.join()
@@ -225,8 +229,8 @@ _KEYWORDS = re.compile(r"Unimplemented keys: \[(?P<keywords>.*)\]")
 
 
 def _refusal(kind: str, reason: str) -> str:
-    """Return why a grammar cannot be used, from the library's message."""
-    # What follows is the grammar's text around the place, and the parser's state.
+    """Return the reason why a grammar cannot be used, derived from the library's message."""
+    # The rest of the message is the grammar's text around the error, and the parser's state.
     reason = _CONTEXT.split(reason)[0].strip().replace("json-schema:///#", "#")
     if regex := _REGEX.fullmatch(reason):
         reason = f"a regular expression cannot be used: {regex['reason']}"

@@ -1,4 +1,5 @@
-"""Numbers of a schema that the parser would change: it keeps them as binary64 (IEEE 754)."""
+"""Checks for numbers in a schema that the parser would change: it stores them as binary64 (IEEE
+754)."""
 
 from __future__ import annotations
 
@@ -7,14 +8,14 @@ from typing import Any
 from nanoactor.errors import InvalidRequest
 
 EXACT = 2**53
-"""Whole numbers up to this are kept; of larger ones some are not."""
+"""Integers up to this one are represented exactly; some larger ones are not."""
 _VALUES = ("const", "enum")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 
 
 def check_numbers(part: dict[str, Any], field: str) -> None:
-    """Raise `InvalidRequest` for a number in a schema's own keywords that cannot be enforced: with
-    a bound of 2^53 the parser accepts some numbers beyond it."""
+    """Raise `InvalidRequest` for a number in a schema's own keywords that cannot be enforced. With
+    a bound of 2^53, the parser would accept some numbers beyond it."""
     for keyword in _VALUES:
         for number in _numbers_in(part.get(keyword)):
             if abs(number) > EXACT:

@@ -20,16 +20,16 @@ from nanoactor.requests.params import make_numbers_plain
 
 _LEAST_STALL_TIMEOUT = 1.0
 _SHORT_STEPS = 4
-"""Steps in flight while a step takes longer on the host (half a millisecond, say) than on the
-device."""
+"""Maximum number of steps in flight while a step takes longer on the host (half a millisecond, say)
+than on the device."""
 _MOST_LOGPROBS = 1000
-"""The scores of a step's tokens must fit into one message."""
+"""Largest possible `max_logprobs`: the scores of a step's tokens must fit into one message."""
 Placement = Literal["default", "split", "single"]
 
 
 def simulated_times(device: str) -> tuple[float, float]:
-    """Return a simulated device's time per step in ms and per token in us; 0 and 0 if the name
-    gives none."""
+    """Return a simulated device's time per step in milliseconds and per token in microseconds; 0
+    and 0 if the name is malformed."""
     base, plus, each = device.removeprefix("simulated:").partition("+")
     try:
         return float(base), float(each) if plus else 0.0
@@ -194,7 +194,8 @@ class EngineConfig:
     `nanoactor.runtime.recording.replay` replays the scheduler and the block manager."""
 
     def __post_init__(self) -> None:
-        """Check each option on its own; constraints by the model are checked later."""
+        """Check all options, except for the limits that depend on the model, which are checked
+        later."""
         make_numbers_plain(self)
         for name in ("model", "device"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
@@ -272,7 +273,7 @@ class EngineConfig:
     def _check_salt(self) -> None:
         salt = self.prefix_salt
         if salt is not None and (not isinstance(salt, bytes) or not 16 <= len(salt) <= 64):
-            raise InvalidConfig("prefix_salt must be 16 to 64 bytes, or None")  # and is not shown
+            raise InvalidConfig("prefix_salt must be 16 to 64 bytes, or None")  # not shown
 
     def _check_media_limits(self) -> None:
         limits = self.limit_mm_per_prompt
@@ -372,17 +373,18 @@ class EngineConfig:
 
     @property
     def device_options(self) -> DeviceOptions:
-        """The options for each kind of device."""
+        """Return the options that apply to only one kind of device."""
         mode = "eager" if self.enforce_eager else self.graph_mode
         return DeviceOptions(mode, self.attention_layout, self.weight_format, self.graph_cache_dir)
 
     @property
     def restarts_allowed(self) -> int:
-        """Return `max_restarts`; 0 while recording, as a recording does not span a restart."""
+        """Return `max_restarts`, or 0 while recording, because a recording cannot span a
+        restart."""
         return self.max_restarts if self.debug_record_dir is None else 0
 
     def steps_in_flight(self, *, deep: bool) -> int:
-        """Return the largest number of steps in flight. With `deep`, more short steps than
+        """Return the maximum number of steps in flight. `deep` means that more short steps than
         `pipeline_depth` may be in flight at no cost."""
         if self.max_pipeline_depth is not None:
             return self.max_pipeline_depth

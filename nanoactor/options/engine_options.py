@@ -15,15 +15,15 @@ _BY_NAME: Mapping[str, Name] = {name.theirs: name for name in ENGINE}
 
 
 def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
-    """Return the configuration. Raises `InvalidConfig`, suggesting a known name for an unknown
-    one."""
+    """Return the configuration for options under our, vLLM's or SGLang's names. Raises
+    `InvalidConfig`; for an unknown name, the message suggests a known one."""
     known = [field.name for field in dataclasses.fields(EngineConfig) if field.name != "model"]
     chosen: dict[str, Any] = {}
     for name, value in options.items():
         foreign = _BY_NAME.get(name)
         ours = foreign.ours if foreign is not None and foreign.ours else name
         if value is None and foreign is not None:
-            continue  # to vLLM this is the default
+            continue  # vLLM's default
         if ours in chosen or (ours != name and ours in options):
             raise InvalidConfig(f"{name} and {ours} are the same option: give one of them")
         if ours in known:

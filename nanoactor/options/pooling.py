@@ -1,6 +1,6 @@
-"""Pooling configurations; imports no torch. Embedding checkpoints store them in files of
-sentence-transformers: `modules.json`, the configuration of the pooling module, and
-`config_sentence_transformers.json`."""
+"""Pooling configurations. This module does not import torch. Embedding checkpoints store the
+configuration in files of sentence-transformers: `modules.json`, the configuration of the pooling
+module, and `config_sentence_transformers.json`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nanoactor.requests.pooling_params import PoolingParams
 Kind = Literal["last", "mean", "cls", "yes_no"]
 POOLINGS = ("auto", "none", "last", "mean", "cls", "yes_no")
 JUDGEMENTS = "no", "yes"
-"""The tokens with logits that give the score of a pair."""
+"""Tokens whose logits give the score of a pair."""
 MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
 _MODES: Mapping[str, Kind] = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
 _READ = ("Transformer", "Pooling", "Normalize")
@@ -26,19 +26,19 @@ _READ = ("Transformer", "Pooling", "Normalize")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PoolingConfig:
-    """Pooling method of a model, and the prefixes of its texts."""
+    """Pooling method of a model, and the prompts that may precede its texts."""
 
     kind: Kind
-    """"last", "mean" and "cls": the final states of these positions. "yes_no": the logits of two
-    tokens at the last position."""
+    """"last" and "cls": the final hidden state of the last or first token. "mean": the mean over
+    all tokens. "yes_no": the logits of two tokens at the last position."""
     normalize: bool = True
-    """True if vectors are scaled to length 1 unless a request overrides it."""
+    """Whether vectors are scaled to length 1, unless a request overrides this."""
     prompts: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Prompts by name, which requests may put before their text."""
+    """Prompts, by name, that requests may put before their text."""
     default_prompt: str | None = None
     """Name of the prompt that is used unless a request names another."""
     token_ids: tuple[int, ...] = ()
-    """With "yes_no": ids of the two tokens, "no" first."""
+    """For "yes_no", the ids of the two tokens, "no" first."""
 
     @property
     def scores(self) -> bool:
@@ -47,7 +47,8 @@ class PoolingConfig:
 
     def of_pair(self, params: PoolingParams) -> tuple[PoolingParams, PoolingParams]:
         """Return the parameters for a query and a document whose vectors are compared: normalized,
-        and with the model's `query` and `document` prompts if it has them."""
+        and with the model's `query` and `document` prompts if it has them and `params` has no
+        prompt."""
         named = [name if name in self.prompts else None for name in ("query", "document")]
         if params.prompt is not None or params.prompt_name is not None:
             named = [params.prompt_name, params.prompt_name]
@@ -57,7 +58,7 @@ class PoolingConfig:
         return query, document
 
     def width(self, hidden_size: int) -> int:
-        """Return the length of a row's result."""
+        """Return the length of a row's result, a vector or the logits."""
         return len(self.token_ids) or hidden_size
 
 
@@ -67,11 +68,12 @@ def describes_pooling(directory: Path) -> bool:
 
 
 def read_pooling(directory: Path, kind: str = "auto") -> PoolingConfig | None:
-    """Return the pooling that a checkpoint describes, with another kind if one is given.
+    """Return the pooling configuration that a checkpoint describes; `kind` replaces its pooling
+    method.
 
-    None for a checkpoint that describes none, unless a kind is given: then vectors are normalized,
-    and there are no prompts. The ids of "yes_no" are not set. Raises `ModelError` for malformed
-    files, `UnsupportedModel` for unknown modules or kinds.
+    If the checkpoint describes none, return None, or, if a method is given, a configuration with
+    normalized vectors and without prompts. The token ids of "yes_no" are not set. Raises
+    `ModelError` for malformed files, `UnsupportedModel` for unknown modules or methods.
     """
     if kind == "none":
         return None
@@ -97,7 +99,7 @@ def read_pooling(directory: Path, kind: str = "auto") -> PoolingConfig | None:
 
 
 def _read_modules(path: Path) -> list[tuple[str, str]]:
-    """Return the class and the folder of each module."""
+    """Return the class name and the folder of each module."""
     check_file(path)
     try:
         listed = json.loads(path.read_text(encoding="utf-8-sig"))
@@ -129,7 +131,7 @@ def _read_kind(path: Path) -> Kind:
 
 
 def _flagged(raw: Mapping[str, Any]) -> list[str]:
-    """Return the modes of the older format, which has a flag for each."""
+    """Return the pooling modes in the older format, which has a flag for each mode."""
     prefix = "pooling_mode_"
     return [
         name.removeprefix(prefix).removesuffix("_tokens").removesuffix("_token")

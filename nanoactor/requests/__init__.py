@@ -1,1 +1,1 @@
-"""What a user asks for, and what is returned: parameters and outputs, with the names of vLLM."""
+"""Parameters and outputs of requests, with vLLM's names."""

@@ -1,4 +1,5 @@
-"""A request's grammar as it travels between processes: plain data, no parser."""
+"""The specification of a request's grammar that is sent between processes: plain data, no
+parser."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Literal
 import msgspec
 
 MAX_GRAMMAR_BYTES = 256 * 1024
-"""Maximum size of a specification as text."""
+"""Maximum size of a specification's text in bytes."""
 
 Kind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "tools"]
 Thoughts = Literal["none", "open", "optional"]
@@ -23,7 +24,7 @@ CALL_TAGS: Mapping[CallForm, str] = {
     "mistral": "[TOOL_CALLS]",
     "mistral_args": "[TOOL_CALLS]",
 }
-"""By form: the tag that starts calls; empty if there is none."""
+"""Tag that starts calls, by form; empty if the form has none."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,18 +33,19 @@ class GrammarSpec:
 
     kind: Kind
     value: str = ""
-    """JSON text of a schema, of a list of strings to choose from, or of `ToolGrammar`; a regular
-    expression; a grammar in Lark's notation or EBNF. Empty for any JSON object."""
+    """JSON text of a schema, of a list of strings to choose from, or of a `ToolGrammar`; a regular
+    expression; or a grammar in Lark's notation or EBNF. Empty if any JSON object is allowed."""
     thoughts: Thoughts = "none"
-    """Reasoning before the grammar: the prompt has opened it, or the model may."""
+    """Reasoning before the constrained text: "open" if the prompt has opened it, "optional" if the
+    model may open it."""
     free: bool = False
-    """True if reasoning, and text before a call, are not covered by the grammar, which starts with
-    the tag that ends them."""
+    """Whether reasoning, and text before a call, are excluded from the grammar, which then starts
+    with the tag that ends them."""
     whitespace: bool = True
-    """True if JSON may have spaces and line breaks between its tokens; otherwise it is compact."""
+    """Whether JSON may have spaces and line breaks between its tokens; if not, it is compact."""
 
     def to_text(self) -> str:
-        """Return the specification as JSON text, the same for equal ones."""
+        """Return the specification as JSON text, which is the same for equal specifications."""
         return msgspec.json.encode(self, order="deterministic").decode()
 
     @classmethod
@@ -58,21 +60,21 @@ class ToolFunction:
 
     name: str
     parameters: str = ""
-    """JSON text of the schema of its arguments; empty: any object."""
+    """JSON text of the schema of the function's arguments; empty if any object is allowed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ToolGrammar:
-    """The calls of a sequence, as `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` or in
-    another form."""
+    """The calls that a sequence may contain, written as `<tool_call>{"name": ..., "arguments":
+    {...}}</tool_call>` or in another form."""
 
     functions: tuple[ToolFunction, ...]
     required: bool
-    """True if the output consists of calls, or of what `answer` allows; otherwise text may come
-    first and calls are optional."""
+    """Whether the output must consist of calls, or of an answer that `answer` allows. If not, calls
+    are optional, and text may come first."""
     parallel: bool = True
-    """True if several calls are allowed."""
+    """Whether several calls are allowed."""
     form: CallForm = "hermes"
     """Syntax in which the model writes calls."""
     answer: str = ""
-    """With `required`: JSON text of the schema of an answer that may come instead of calls."""
+    """JSON text of the schema of an answer that may replace the calls; only with `required`."""

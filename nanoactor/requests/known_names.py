@@ -1,7 +1,7 @@
-"""vLLM's and SGLang's names of options and parameters, and what nanoactor makes of each.
+"""Names of vLLM's and SGLang's options and parameters, and what nanoactor does with each.
 
-One table for the library, the command line and `docs/migrating_from_vllm.md`. An option of theirs
-that is not in it is not known, and refused.
+The library, the command line and `docs/migrating_from_vllm.md` share one table. An option that is
+not in the table is unknown and is rejected.
 """
 
 from __future__ import annotations
@@ -33,39 +33,39 @@ class Name:
     theirs: str
     scope: Scope
     ours: str = ""
-    """The field that has the same meaning; empty if there is none."""
+    """Name of our field with the same meaning; empty if there is none."""
     accepts: tuple[Any, ...] = ()
-    """Values, besides None, that request nothing or the fixed behavior."""
+    """Values, besides None, that have no effect or request what nanoactor always does."""
     note: str = ""
-    """The difference, or the reason."""
+    """How the meaning differs, or why the name is not supported."""
     takes: Takes = "value"
-    """Type of value that follows the flag on a command line."""
+    """What follows the flag on a command line."""
     short: tuple[str, ...] = ()
-    """Further flags of the same meaning."""
+    """Other flags with the same meaning."""
     inverts: bool = False
-    """True if the flag switches our option off."""
+    """Whether the flag turns our option off."""
     of: str = "vLLM"
 
     @property
     def fate(self) -> Fate:
-        """Return the treatment of the name."""
+        """Return how nanoactor treats the name."""
         if self.ours:
             return "same" if self.ours == self.theirs else "alias"
         return "moot" if self.accepts else "refused"
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """The flags of a command line that have this meaning."""
+        """Return the command-line flags that have this meaning."""
         return (f"--{self.theirs.replace('_', '-')}", *self.short)
 
     def allows(self, value: Any) -> bool:
-        """Return True if a value requests nothing, or the default behavior."""
+        """Return True if a value has no effect or requests what nanoactor always does."""
         if value is None or ANY in self.accepts:
             return True
         return any(type(value) is type(one) and value == one for one in self.accepts)
 
     def complaint(self, value: Any) -> str:
-        """Return the error for a value that is not allowed."""
+        """Return the error message for a value that is not allowed."""
         if not self.accepts or (self.takes == "flag" and self.note):
             return f"{self.theirs} is not supported: {self.note}"
         shown = " or ".join(repr(one) for one in (*self.accepts, None))
@@ -379,7 +379,7 @@ SERVER: tuple[Name, ...] = (
     _server("trust_request_chat_template", accepts=(False,), note="no code is taken from requests",
             takes="flag"),
 )  # fmt: skip
-"""Options of the command line alone."""
+"""Options of the command line only."""
 
 SAMPLING: tuple[Name, ...] = (
     _sampling("seed", ours="seed", note="-1 is no seed"),
@@ -406,7 +406,7 @@ SAMPLING: tuple[Name, ...] = (
         note="was dropped by the OpenAI API and vLLM: request n answers and choose by "
         "cumulative_logprob",
     ),
-    # Tokenizers put no spaces there.
+    # Our tokenizers never put spaces between special tokens.
     _sampling("spaces_between_special_tokens", accepts=(True, False)),
     *(
         _sampling(name, accepts=(value,))
@@ -433,4 +433,4 @@ SAMPLING: tuple[Name, ...] = (
 meaning."""
 
 NAMES: Mapping[str, Name] = {name.theirs: name for name in (*ENGINE, *SERVER)}
-"""All options, by the names that vLLM and SGLang give them."""
+"""All options of `ENGINE` and `SERVER`, by their names in vLLM and SGLang."""

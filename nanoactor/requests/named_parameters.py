@@ -1,4 +1,4 @@
-"""Parameters by name: unknown ones are rejected with a hint at the name that was meant."""
+"""Parameters passed by name: unknown names are rejected, with a suggestion of the intended one."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from typing import Any, TypeVar
 from nanoactor.errors import InvalidRequest
 
 _CERTAIN = 0.85
-"""Required similarity of two names: a wrong hint is worse than none."""
+"""Minimum similarity of two names for a suggestion: a wrong one is worse than none."""
 C = TypeVar("C", bound=type[Any])
 
 
 def meant(name: str, known: Iterable[str]) -> str:
-    """Return a question that suggests the known name almost certainly meant by `name`; empty if
-    there is none."""
+    """Return a question that suggests the known name that `name` almost certainly stands for; empty
+    if there is none."""
     close = difflib.get_close_matches(name, [*known], 1, _CERTAIN)
     return f": do you mean {close[0]}?" if close else ""
 
 
 def names_parameters(neutral: Mapping[str, Sequence[Any]]) -> Callable[[C], C]:
     """Return a decorator that makes a dataclass's constructor raise `InvalidRequest` for unknown
-    parameters. Those in `neutral` are accepted with these values, or None, and dropped."""
+    parameters. A parameter in `neutral` is accepted with one of its listed values or None, and
+    ignored."""
 
     def decorate(kind: C) -> C:
         made = kind.__init__

@@ -1,4 +1,4 @@
-"""Outputs of the engine, in vLLM's shapes."""
+"""Outputs of the engine, with the names and structure of vLLM's."""
 
 from __future__ import annotations
 
@@ -9,49 +9,51 @@ from collections.abc import Sequence
 
 
 class RequestOutputKind(enum.Enum):
-    """The content of each output of a stream."""
+    """Content of each output of a stream."""
 
     CUMULATIVE = 0
     """All text and tokens so far."""
     DELTA = 1
     """New output since the previous `RequestOutput`."""
     FINAL_ONLY = 2
-    """One output, at the end."""
+    """A single output at the end."""
 
 
 @dataclasses.dataclass(slots=True)
 class Logprob:
     """The log-probability of a token in the model's own distribution, before temperature and all
-    rules."""
+    other rules apply."""
 
     logprob: float
     rank: int | None = None
-    """Rank, 1 for the likeliest token."""
+    """Rank of the token; 1 for the likeliest token."""
     decoded_token: str | None = None
-    """None where the engine has no tokenizer."""
+    """Text of the token; None if the engine has no tokenizer."""
     bytes: bytes | None = None
-    """The token's bytes; `decoded_token` replaces incomplete characters."""
+    """Bytes of the token. In `decoded_token`, incomplete characters are replaced."""
 
     @classmethod
     def of(cls, logprob: float, rank: int, piece: builtins.bytes | None) -> Logprob:
-        """Return the log-probability of a token with these bytes."""
+        """Return the log-probability of the token whose bytes are `piece`."""
         text = None if piece is None else piece.decode(errors="replace")
         return cls(logprob, rank, text, piece)
 
 
 Logprobs = dict[int, Logprob]
-"""By token id: the token itself, then the likeliest at its position."""
+"""Log-probabilities by token id: first the token itself, then the likeliest tokens at its
+position."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OutputSoFar:
-    """The part of a sequence already emitted to its reader: another engine continues after it."""
+    """The part of a sequence that has already been emitted to its reader. Another engine continues
+    the sequence after it."""
 
     token_ids: Sequence[int] = ()
-    """Its tokens, from the first."""
+    """Ids of the output tokens, from the first one."""
     characters: int = 0
-    """Characters of its text that were emitted. The text of the last tokens may be missing: an
-    incomplete character, or a possible start of a stop string, is held back."""
+    """Number of output characters that were emitted. The text of the last tokens may be missing,
+    because an incomplete character or a possible start of a stop string is held back."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -62,15 +64,17 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     finish_reason: str | None = None
-    """"stop", "length" or "abort"; None while it is running."""
+    """"stop", "length" or "abort"; None while the sequence is running."""
     stop_reason: int | str | None = None
-    """The stop token or stop string that ended it; None for end-of-sequence and other ends."""
+    """Stop token or stop string that ended the sequence; None if an end-of-sequence token or
+    something else ended it."""
     cumulative_logprob: float | None = None
-    """Sum over the output so far; None unless log-probabilities were requested."""
+    """Sum of the log-probabilities of the output so far; None unless they were requested."""
     logprobs: list[Logprobs] | None = None
-    """One for each of `token_ids`; None unless requested."""
+    """One entry for each of `token_ids`; None unless log-probabilities were requested."""
     text_offsets: list[int] | None = None
-    """Likewise, the number of output characters before each token."""
+    """Number of output characters before each token; None unless log-probabilities were
+    requested."""
 
     def finished(self) -> bool:
         """Return True if the sequence is finished."""
@@ -83,7 +87,7 @@ class RequestMetrics:
 
     arrival_time: float
     first_scheduled_time: float | None = None
-    """Start of its first step on the device; known at the end."""
+    """Start of the request's first step on the device; known only at the end."""
     first_token_time: float | None = None
     last_token_time: float | None = None
     """Time of the latest token so far."""
@@ -91,7 +95,8 @@ class RequestMetrics:
 
     @property
     def time_to_first_token(self) -> float | None:
-        """Return the seconds from arrival to the first token on the user's loop."""
+        """Return the seconds from arrival to the first token on the user's event loop; None before
+        the first token."""
         return None if self.first_token_time is None else self.first_token_time - self.arrival_time
 
 
@@ -106,12 +111,13 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     num_cached_tokens: int = 0
-    """Prompt tokens found in the prefix cache; known at the end."""
+    """Number of prompt tokens found in the prefix cache; known only at the end."""
     num_preemptions: int = 0
-    """Number of times that the sequence was preempted; known at the end."""
+    """Number of times that the sequence was preempted; known only at the end."""
     prompt_logprobs: list[Logprobs | None] | None = None
-    """One for each prompt token, None for the first; None unless requested, or if the request was
-    aborted before they were known. With output kind DELTA, only the first output has them."""
+    """One entry for each prompt token; the first entry is None. The list itself is None if it was
+    not requested, or if the request was aborted before the log-probabilities were computed. With
+    output kind DELTA, only the first output has the list."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -119,17 +125,17 @@ class BeamSearchSequence:
     """A sequence found by a beam search."""
 
     tokens: list[int]
-    """Prompt tokens, then output tokens, including one that ended the sequence."""
+    """Prompt tokens, then output tokens, including a token that ended the sequence."""
     logprobs: list[Logprobs] = dataclasses.field(default_factory=list)
-    """For each output token: the likeliest tokens at its position, including itself."""
+    """For each output token, the likeliest tokens at its position, including the token itself."""
     cum_logprob: float = 0.0
-    """Sum over the output tokens."""
+    """Sum of the log-probabilities of the output tokens."""
     text: str | None = None
-    """Text of `tokens`, special ones included; None if the engine has no tokenizer."""
+    """Text of `tokens`, including special tokens; None if the engine has no tokenizer."""
     finish_reason: str | None = None
-    """Finish reason: "stop" or "length"."""
+    """Finish reason, "stop" or "length"."""
     stop_reason: int | None = None
-    """The token that ended it; None if the length limit did."""
+    """Id of the token that ended the sequence; None if the length limit ended it."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -137,4 +143,5 @@ class BeamSearchOutput:
     """The result of a beam search over one prompt."""
 
     sequences: list[BeamSearchSequence]
-    """Best first. `beam_width` sequences, or fewer if a small vocabulary has no more."""
+    """Sequences, best first: `beam_width` of them, or fewer if the vocabulary is too small for that
+    many."""

@@ -1,4 +1,4 @@
-"""Sampling parameters, named and meant as in vLLM and the OpenAI API."""
+"""Sampling parameters, with the names and meanings of vLLM and the OpenAI API."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ MAX_STOP_STRINGS, MAX_STOP_LENGTH, MAX_STOP_IDS = 64, 1024, 256
 MAX_RULED_IDS = 1024
 """Maximum number of `allowed_token_ids`, and of `logit_bias` entries."""
 MAX_ANSWERS = 128
-"""Maximum `n` of a request."""
+"""Maximum value of a request's `n`."""
 MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH, MAX_BAD_WORD_TOKENS = 128, 256, 32
 REFUSED: Mapping[str, str] = {
     name.theirs: name.note for name in SAMPLING if name.note and not name.ours
 }
-"""Parameters of vLLM that are rejected by name, with the reason."""
+"""vLLM's parameters that are rejected by name, and the reason for each."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     name.theirs: name.accepts for name in SAMPLING if not name.note and not name.ours
 }
-"""Other parameters of vLLM, accepted with values that have no effect."""
+"""Other parameters of vLLM, with the values that are accepted because they have no effect."""
 BY_MODEL = (
     "temperature",
     "top_p",
@@ -39,7 +39,7 @@ BY_MODEL = (
     "repetition_penalty",
     "max_tokens",
 )
-"""Parameters that may be None, which means the model's recommended value."""
+"""Parameters that may be None, which selects the model's recommended value."""
 
 
 class DefaultTokens(int):
@@ -47,7 +47,7 @@ class DefaultTokens(int):
 
 
 class TokenCap(int):
-    """A `max_tokens` that is lowered, instead of rejected, if the context leaves less room."""
+    """A `max_tokens` that is lowered, not rejected, if the context leaves less room."""
 
 
 _SIXTEEN = DefaultTokens(16)
@@ -56,15 +56,16 @@ _SIXTEEN = DefaultTokens(16)
 @names_parameters(NEUTRAL)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Parameters of a request: how to choose tokens, when to stop.
+    """Parameters of a request: how to choose tokens and when to stop.
 
-    Omitted parameters have vLLM's defaults. An explicit None takes the recommendation of the
-    model's `generation_config.json`, or has no effect if there is none; `max_tokens=None` allows as
-    many tokens as fit. Without any parameters, and for those that the server and the command line
-    leave out, all are None: see `for_model`.
+    Omitted parameters have vLLM's defaults. An explicit None selects the value that the model's
+    `generation_config.json` recommends, or has no effect if that recommends none; `max_tokens=None`
+    allows as many tokens as fit. If a request has no `SamplingParams`, all parameters are None, as
+    are those that are omitted on the server or the command line: see `for_model`.
 
     Truncation follows transformers: temperature, then top-k, then top-p, then min-p, each applied
-    to the result of the previous one. Raises `InvalidRequest` on construction, naming the value.
+    to the result of the previous one. Raises `InvalidRequest` on construction, naming the
+    parameter.
     """
 
     n: int = 1
@@ -178,7 +179,7 @@ class SamplingParams:
 
     @classmethod
     def for_model(cls, **given: Any) -> SamplingParams:
-        """Make parameters with the model's recommendations for omitted ones. Raises as the
+        """Return parameters that use the model's recommendations for omitted ones. Raises as the
         constructor does."""
         return cls(**{**dict.fromkeys(BY_MODEL), **given})
 
@@ -186,20 +187,21 @@ class SamplingParams:
 @names_parameters({})
 @dataclasses.dataclass(frozen=True)
 class BeamSearchParams:
-    """Parameters of a beam search. Raises `InvalidRequest` on construction, naming the value."""
+    """Parameters of a beam search. Raises `InvalidRequest` on construction, naming the
+    parameter."""
 
     beam_width: int
     """Number of sequences that are continued in each step and returned at the end."""
     max_tokens: int
-    """Tokens of output after which every sequence ends."""
+    """Number of output tokens after which every sequence ends."""
     ignore_eos: bool = False
     temperature: float = 0.0
     """Rejected unless 0: nothing is sampled."""
     length_penalty: float = 1.0
-    """Sequences are ranked by the sum of their log-probabilities, divided by their length to this
-    power. From -10 to 10; 0 ranks by the sum, higher values favor long sequences."""
+    """Sequences are ranked by the sum of their log-probabilities, divided by their length raised to
+    this power. From -10 to 10; 0 ranks by the sum, and higher values favor long sequences."""
     include_stop_str_in_output: bool = False
-    """Include the end-of-sequence token in `text`; `tokens` always include it."""
+    """Include the end-of-sequence token in `text`; `tokens` always includes it."""
     structured_outputs: None = None
     """Not supported; must be None."""
 
@@ -228,15 +230,15 @@ _FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "de
 
 
 def derived_seed(seed: int, index: int) -> int:
-    """Return the seed of one of a request's sequences: the request's own for the first, for others
-    64 bits of a hash of that seed and the index (BLAKE2b, RFC 7693)."""
+    """Return the seed of a request's sequence with this index: the request's own seed for index 0,
+    and for others, 64 bits of a hash of that seed and the index (BLAKE2b, RFC 7693)."""
     if not index:
         return seed
     text = f"{seed} {index}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
-# Counts and ids travel as int32.
+# Counts and ids are sent as int32.
 _MOST = 2**31 - 1
 
 
@@ -244,19 +246,20 @@ _PLAIN = (bool, int, float, str, tuple, type(None), DefaultTokens, TokenCap)
 
 
 def plain_number(value: Any) -> Any:
-    """Return a number of another library (NumPy, say) as a Python number; anything else as is."""
+    """Return a number of another library, such as NumPy, as a Python number; anything else
+    unchanged."""
     if type(value) in _PLAIN:
         return value
     if isinstance(value, numbers.Integral):
         return int(value)
-    # Importing numpy here would cost every program that has no number of its.
+    # Importing numpy here would slow down every program that does not use it.
     if isinstance(value, getattr(sys.modules.get("numpy"), "bool_", ())):
         return bool(value)
     return float(value) if isinstance(value, numbers.Real) else value
 
 
 def make_numbers_plain(options: Any) -> None:
-    """Replace every field of a frozen dataclass by its `plain_number`."""
+    """Replace the value of every field of a frozen dataclass by its `plain_number`."""
     for name, value in list(vars(options).items()):
         if type(value) not in _PLAIN:
             object.__setattr__(options, name, plain_number(value))
@@ -266,7 +269,7 @@ def shown(value: Any) -> str:
     """Format a value for an error message."""
     try:
         return f"{value!r:.100}"
-    except ValueError:  # Python writes no whole number of more than some thousand digits
+    except ValueError:  # Python does not format integers of more than a few thousand digits
         return "a number of too many digits"
 
 
@@ -335,7 +338,7 @@ def _stop_ids(ids: Any) -> tuple[int, ...]:
 
 
 def _biases(given: Any) -> dict[int, float]:
-    """Read the biases by id; ids are strings in JSON."""
+    """Return the biases by token id; in JSON, the ids are strings."""
     if given is not None and not isinstance(given, Mapping):
         raise InvalidRequest(f"logit_bias must map token ids to numbers, got {given!r:.100}")
     items = list((given or {}).items())
@@ -355,7 +358,7 @@ def _biases(given: Any) -> dict[int, float]:
 
 
 def _allowed_ids(given: Any) -> tuple[int, ...] | None:
-    """Read the ids without duplicates; None if all are allowed."""
+    """Return the ids, sorted and without duplicates; None if all ids are allowed."""
     if given is None:
         return None
     found = tuple(plain_number(token) for token in _items("allowed_token_ids", given, "token ids"))

@@ -1,4 +1,4 @@
-"""Outputs of requests for vectors and scores, in vLLM's shapes."""
+"""Outputs of requests for vectors and scores, with the names and structure of vLLM's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class ScoringOutput:
     """The score of one pair of texts."""
 
     score: float
-    """From 0 to 1: the probability of a match. For embedding models: the cosine, from -1 to 1."""
+    """Probability of a match, from 0 to 1. For embedding models, the cosine of the two vectors,
+    from -1 to 1."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -50,16 +51,16 @@ class ScoringRequestOutput:
     request_id: str
     outputs: ScoringOutput
     prompt_token_ids: list[int]
-    """Token ids of the pair; for embedding models, of both texts, concatenated."""
+    """Token ids of the pair; for embedding models, those of both texts, concatenated."""
     num_cached_tokens: int
     metrics: RequestMetrics
     finished: bool = True
 
 
 def finished_vector(vector: Float32, *, dimensions: int | None, normalize: bool) -> Float32:
-    """Return the first `dimensions` numbers of a vector, scaled to the length 1 if `normalize`.
+    """Return the first `dimensions` elements of a vector; `normalize` scales them to length 1.
 
-    A vector of zeros stays as it is. The length is at least 1e-12, as in
+    A vector of zeros is returned unchanged. The length to divide by is at least 1e-12, as in
     `torch.nn.functional.normalize`.
     """
     kept = vector[:dimensions]
@@ -71,20 +72,20 @@ def finished_vector(vector: Float32, *, dimensions: int | None, normalize: bool)
 
 
 def match_probability(logits: Float32) -> float:
-    """Return the probability of a match from the logits of (no, yes): their softmax."""
+    """Return the probability of a match: the softmax of the logits of (no, yes), at "yes"."""
     no, yes = (float(logit) for logit in logits)
     return float(1 / (1 + np.exp(np.clip(no - yes, -700, 700))))
 
 
 def cosine(first: Float32, second: Float32) -> float:
-    """Return the cosine of two vectors of the length 1."""
+    """Return the cosine of two vectors of length 1."""
     return float(np.dot(first.astype(np.float64), second.astype(np.float64)))
 
 
 def pair_score(
     first: EmbeddingRequestOutput, second: EmbeddingRequestOutput
 ) -> ScoringRequestOutput:
-    """Return the score of two texts by their vectors."""
+    """Return the score of two texts, computed from their vectors."""
     ids: Sequence[Any] = first.prompt_token_ids + second.prompt_token_ids
     return ScoringRequestOutput(
         request_id=first.request_id,

@@ -10,23 +10,25 @@ from nanoactor.requests.params import make_numbers_plain
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PoolingParams:
-    """Parameters of a request for a vector. Raises `InvalidRequest`, naming the value."""
+    """Parameters of a request for a vector. Raises `InvalidRequest` on construction, naming the
+    parameter."""
 
     dimensions: int | None = None
-    """Truncate the vector to this length before it is normalized; default: no truncation. For
-    models trained for it (Matryoshka representation learning, arXiv:2205.13147)."""
+    """Truncate the vector to this length before it is normalized. Default: no truncation. For
+    models that were trained for truncation (Matryoshka representation learning,
+    arXiv:2205.13147)."""
     normalize: bool | None = None
     """Scale the vector to length 1. Default: as in the model's files."""
     prompt_name: str | None = None
-    """Put this prompt of the model's own before the text. Default: the model's default prompt."""
+    """Name of the model's prompt to put before the text. Default: the model's default prompt."""
     prompt: str | None = None
-    """Put this text before the text, instead of a prompt of the model's own."""
+    """Prompt to put before the text instead of one of the model's own."""
     truncate_prompt_tokens: int | None = None
     """Keep this many tokens at the end of the text; -1: as many as fit. Default: longer texts are
     rejected."""
 
     def __post_init__(self) -> None:
-        """Check each value on its own."""
+        """Check each value and normalize numbers."""
         make_numbers_plain(self)
         for name, least in (("dimensions", 1), ("truncate_prompt_tokens", -1)):
             value = getattr(self, name)

@@ -23,7 +23,7 @@ _REFUSED = {
     "disable_any_whitespace",
     "structural_tag": "give tools in chats, or a grammar that spells the tags out",
 }
-"""Fields of vLLM that are rejected by name, and what to use instead."""
+"""vLLM's fields that are rejected by name, and what to use instead."""
 _CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "tools")
 _FLAGS = ("json_object", "disable_any_whitespace", "disable_additional_properties")
 
@@ -33,15 +33,15 @@ class StructuredOutputsParams:
     """The form that an output must have: exactly one of `json`, `regex`, `choice`, `grammar`,
     `json_object` and `tools`.
 
-    Raises `InvalidRequest` on construction, naming the value.
+    Raises `InvalidRequest` on construction, naming the parameter.
     """
 
     json: Mapping[str, Any] | str | type[Any] | None = None
-    """A JSON schema as a dict, JSON text, or a pydantic model class; converted to text."""
+    """A JSON schema as a dict, JSON text, or a pydantic model class. It is converted to text."""
     regex: str | None = None
-    """A regular expression that the whole output matches."""
+    """A regular expression that the whole output must match."""
     choice: Sequence[str] | None = None
-    """The texts to choose from."""
+    """A list of texts, one of which must be the output."""
     grammar: str | None = None
     """A context-free grammar, in Lark's notation or EBNF."""
     json_object: bool = False
@@ -49,8 +49,8 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False
     """Require compact JSON: no spaces or line breaks between its tokens."""
     disable_additional_properties: bool = False
-    """Forbid properties that the schema does not name, for objects that leave this open. Schemas
-    combined by `allOf`, `$ref`, `if` or `not` are unchanged."""
+    """Forbid properties that the schema does not name in objects for which the schema leaves this
+    open. Schemas combined by `allOf`, `$ref`, `if` or `not` are unchanged."""
     whitespace_pattern: None = None
     """Rejected unless None."""
     structural_tag: None = None
@@ -72,7 +72,7 @@ class StructuredOutputsParams:
             raise _wrong("disable_additional_properties requires json")
 
     def _check_forms(self) -> None:
-        """Raise `InvalidRequest` for errors that need no parsing."""
+        """Raise `InvalidRequest` for errors that can be found without parsing."""
         for name, instead in _REFUSED.items():
             if getattr(self, name) is not None:
                 raise _wrong(f"{name} is not supported: {instead}")
@@ -92,14 +92,14 @@ class StructuredOutputsParams:
 
     def _check_flags(self) -> None:
         for name in _FLAGS:
-            if getattr(self, name) is None:  # as vLLM's own default is
+            if getattr(self, name) is None:  # vLLM's own default
                 object.__setattr__(self, name, False)
             if not isinstance(getattr(self, name), bool):
                 raise _wrong(f"{name} must be true or false, got {getattr(self, name)!r:.100}")
 
     @classmethod
     def of(cls, given: Any) -> StructuredOutputsParams:
-        """Return parameters as they are, or made from a mapping."""
+        """Return `given` if it already has this class, or parameters made from a mapping."""
         if isinstance(given, cls):
             return given
         if not isinstance(given, Mapping):
@@ -145,7 +145,7 @@ def _wrong(text: str) -> InvalidRequest:
 
 
 def _check_text(name: str, value: Any) -> None:
-    """Reject a value that is not text or cannot be encoded."""
+    """Reject a value that is not text, cannot be encoded or is too long."""
     if not isinstance(value, str) or not value:
         raise _wrong(f"{name} must be a non-empty string, got {value!r:.100}")
     try:
@@ -165,7 +165,7 @@ def _choices(given: Any) -> tuple[str, ...]:
 
 
 def _schema_text(given: Any, closed: bool) -> str:
-    """Return a schema as compact JSON text; its order of properties is that of the output."""
+    """Return a schema as compact JSON text. The output has its properties in the schema's order."""
     if isinstance(given, str):
         _check_text("json", given)
     elif isinstance(given, type):
@@ -176,7 +176,7 @@ def _schema_text(given: Any, closed: bool) -> str:
         # Always via text: a dict may contain types that JSON lacks, such as tuples.
         text = given if isinstance(given, str) else json.dumps(given, allow_nan=False)
         schema = json.loads(text)
-        if _is_deep(schema):  # Python versions differ in the depth that they read and write
+        if _is_deep(schema):  # Python versions differ in the nesting depth that they support
             raise RecursionError
         if not isinstance(schema, dict):
             raise _wrong(f"json must be a schema (a JSON object), got {text:.100}")
@@ -223,7 +223,7 @@ def _close(schema: Any) -> None:
     for inner in _inner(schema):
         _close(inner)
     is_object = schema.get("type") in ("object", ["object", "null"]) or "properties" in schema
-    # Combined schemas would are mutually exclusive's properties.
+    # Schemas that are combined would forbid each other's properties.
     if is_object and not schema.keys() & (_COMBINED | _SAYS):
         schema["additionalProperties"] = False
 

@@ -1,1 +1,2 @@
-"""From text to token ids and back; importing it loads neither torch nor transformers."""
+"""Converts text to token ids and back. Importing this package loads neither torch nor
+transformers."""

@@ -15,10 +15,11 @@ ADDED = "added_tokens.json"
 
 
 def add_tokens(tokenizer: Tokenizer, directory: Path) -> None:
-    """Add the tokens of the other files to a tokenizer that has been read from its own.
+    """Add the tokens that other files list to a tokenizer that was read from its own file.
 
-    Ids follow the existing ones, whatever the files say; raises `ModelError` if they say something
-    else, or are malformed. The order is that of transformers' `TokenizersBackend`.
+    New ids follow the existing ones, whatever the files contain. Raises `ModelError` if the files
+    give a token another id, or are malformed. The order is that of transformers'
+    `TokenizersBackend`.
     """
     try:
         config = optional_json(directory / CONFIG)
@@ -42,7 +43,7 @@ def add_tokens(tokenizer: Tokenizer, directory: Path) -> None:
 
 
 def _listed(directory: Path, config: Mapping[str, Any]) -> dict[int, AddedToken]:
-    """Return the tokens with ids given in a file."""
+    """Return the added tokens that a file lists with their ids."""
     if "added_tokens_decoder" in config:
         return {int(id_): _token(token) for id_, token in config["added_tokens_decoder"].items()}
     special = {token.content for token in _special(directory, config)}
@@ -53,7 +54,7 @@ def _listed(directory: Path, config: Mapping[str, Any]) -> dict[int, AddedToken]
 
 
 def _special(directory: Path, config: Mapping[str, Any]) -> list[AddedToken]:
-    """Return the tokens that a file names as special, without an id."""
+    """Return the special tokens that a file lists without ids."""
     older = {} if "added_tokens_decoder" in config else optional_json(directory / SPECIAL)
     found = [AddedToken(text, special=True) for text in special_tokens(directory, config).values()]
     for given in (config, older):

@@ -1,4 +1,4 @@
-"""Bad words as token ids, and whether a request's rules leave it any token to choose."""
+"""Converts bad words to token ids, and checks that a request's rules leave a token to choose."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from nanoactor.requests.params import MAX_BAD_WORD_TOKENS
 
 
 def spellings(words: Sequence[str]) -> list[str]:
-    """Return words as they are, and with a leading space."""
+    """Return each word as it is and with a leading space."""
     return [text for word in words for text in (word, " " + word.lstrip())]
 
 
 def with_words(
     rules: TokenRules, words: Sequence[str], encode: Callable[[str], Sequence[int]]
 ) -> TokenRules:
-    """Return the rules with the ids of bad words, as they are and with a leading space: tokenizers
-    distinguish the start of a word from its middle. Raises `InvalidRequest` for one of too many
-    tokens."""
+    """Return the rules with the ids of bad words, each as it is and with a leading space:
+    tokenizers distinguish the start of a word from its middle. Raises `InvalidRequest` for a word
+    with too many tokens."""
     found: dict[tuple[int, ...], None] = {}
     for word in words:
         for text in spellings([word]):
@@ -42,7 +42,7 @@ def with_words(
 
 
 def check_choice(rules: TokenRules, stopping: Stopping) -> None:
-    """Raise `InvalidRequest` if nothing is allowed at the very first token."""
+    """Raise `InvalidRequest` if the rules allow no token at the first position."""
     left = set(rules.allowed_ids.tolist())
     if not left:
         return

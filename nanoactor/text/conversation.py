@@ -1,7 +1,7 @@
-"""The messages of a conversation, from the HTTP API and from the library: one set of shapes.
+"""The messages of a conversation, in the same forms for the HTTP API and the library.
 
-`check_messages` rejects invalid messages; `fit_messages` converts the message forms of OpenAI's
-API, vLLM and transformers to those that one chat template reads.
+`check_messages` rejects invalid messages. `fit_messages` converts the message forms of OpenAI's
+API, vLLM and transformers to the forms that a given chat template reads.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from typing import Any, Literal
 from nanoactor.errors import InvalidRequest
 
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Types of parts that hold text, and the member that holds it."""
+"""Types of content parts that hold text, and the name of the member that holds it."""
 THOUGHT_PARTS = {"thinking": "thinking", "reasoning": "text"}
-"""Types of parts that hold an assistant's earlier reasoning, likewise."""
+"""Types of content parts that hold an assistant's earlier reasoning, and the name of the member
+that holds it."""
 REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
-"""Names of an assistant's reasoning; the first one given counts, as in transformers."""
+"""Names of the member for an assistant's reasoning. The first one present is used, as in
+transformers."""
 _OF_ROLE = {
     "tool_calls": "assistant",
     "reasoning_content": "assistant",
@@ -27,7 +29,7 @@ _OF_ROLE = {
 }
 STANDARD_ROLES = ("system", "developer", "user", "assistant", "tool")
 _MOST_ROLE = 64
-"""Characters of a role's name."""
+"""Maximum length of a role's name, in characters."""
 
 NullContent = Literal["absent", "none", "empty"]
 
@@ -37,21 +39,21 @@ class Forms:
     """The forms of messages that a chat template reads."""
 
     part_roles: tuple[str, ...] = ()
-    """Roles that accept a list of text parts as content; others get one text."""
+    """Roles that accept a list of text parts as content; messages of other roles get one text."""
     single_roles: tuple[str, ...] = ()
     """Roles that require a list with one text part as content."""
     argument_texts: bool = False
-    """True if JSON-text arguments of a call are rendered unchanged."""
+    """Whether the template renders the arguments of a call unchanged if they are JSON text."""
     argument_objects: bool = True
-    """True if a call's arguments may be an object."""
+    """Whether the arguments of a call may be an object."""
     null_content: NullContent = "absent"
-    """Replacement for null content."""
+    """Replacement for null content: no member, None or an empty text."""
     names_developer: bool = False
-    """True if the template knows the role "developer"; otherwise "system" is used."""
+    """Whether the template supports the role "developer"; if not, "system" is used instead."""
 
 
 def check_messages(messages: Sequence[Any]) -> None:
-    """Raise `InvalidRequest` for an invalid conversation, naming the place."""
+    """Raise `InvalidRequest`, with the place of the error, for an invalid conversation."""
     if not messages:
         raise InvalidRequest("the list of messages is empty")
     for number, message in enumerate(messages):
@@ -110,7 +112,7 @@ def _check_calls(calls: Any) -> None:
 
 
 def asks_for_forms(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Return True if the messages depend on the forms that the template accepts."""
+    """Return True if the rendering of the messages depends on the forms that the template reads."""
     return any(
         not isinstance(message.get("content"), str)
         or message.get("tool_calls")
@@ -120,8 +122,8 @@ def asks_for_forms(messages: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def fit_messages(messages: Sequence[Mapping[str, Any]], forms: Forms) -> list[dict[str, Any]]:
-    """Return the messages in these forms. Content in a valid form is kept, with unknown members in
-    their order; null members are left out."""
+    """Return the messages converted to `forms`. Content that is already in a valid form is kept,
+    including the order of unknown members. Null members are omitted."""
     return [_fit_message(message, forms) for message in messages]
 
 
@@ -147,7 +149,7 @@ def _fit_message(given: Mapping[str, Any], forms: Forms) -> dict[str, Any]:
 
 
 def _without_thoughts(content: Sequence[Any]) -> tuple[list[Any], str]:
-    """Return a content's parts without those that hold reasoning, and the reasoning as one text."""
+    """Return the content parts without those that hold reasoning, and the reasoning as one text."""
     parts, thoughts = [], []
     for part in content:
         name = THOUGHT_PARTS.get(str(part.get("type"))) if isinstance(part, Mapping) else None
@@ -160,7 +162,7 @@ def _without_thoughts(content: Sequence[Any]) -> tuple[list[Any], str]:
 
 def _fit_parts(parts: list[Any], role: str, forms: Forms) -> Any:
     """Return text parts as a list in the one form that templates read, or as one text with line
-    breaks between them, as in vLLM. Parts that hold no text make a list in any case."""
+    breaks between the parts, as in vLLM. If any part is not text, always return a list."""
     fitted = [_fit_part(part) for part in parts]
     if role in forms.part_roles or any(part.get("type") != "text" for part in fitted):
         return fitted
@@ -188,7 +190,7 @@ def _fit_arguments(function: Mapping[str, Any], forms: Forms) -> dict[str, Any]:
     if "arguments" not in function:
         return dict(function)
     arguments = function["arguments"]
-    # Some programs send nothing where a call has no arguments.
+    # Some clients send null or an empty text if a call has no arguments.
     if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
         arguments = "{}"
     if isinstance(arguments, str) and not forms.argument_texts:
@@ -199,7 +201,8 @@ def _fit_arguments(function: Mapping[str, Any], forms: Forms) -> dict[str, Any]:
 
 
 def _decoded(arguments: str) -> Any:
-    """Return the object encoded in a text; a template shows any other text unchanged."""
+    """Return the object that a JSON text encodes. Any other text is returned, and rendered,
+    unchanged."""
     try:
         decoded = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -207,12 +210,13 @@ def _decoded(arguments: str) -> Any:
     return decoded if isinstance(decoded, dict) else arguments
 
 
-# -- to continue the last message -------------------------------------------------------------
+# -- continuing the last message --------------------------------------------------------------
 
 
 def with_marker(messages: list[dict[str, Any]], marker: str) -> tuple[list[dict[str, Any]], str]:
-    """Return (fitted messages with a unique marker at the end of the last one's content, the text
-    before it). Raises `InvalidRequest` if that holds no text."""
+    """Return fitted messages with a unique marker appended to the content of the last message, and
+    that content's text without the marker. Raises `InvalidRequest` if the content has no text to
+    continue."""
     *others, last = messages
     content = last.get("content")
     if isinstance(content, str):
@@ -228,7 +232,7 @@ def up_to_marker(prompt: str, marker: str, text: str) -> str:
     """Return a prompt up to the marker that follows `text`, without the marker and the template's
     output after it.
 
-    If the template trims the content, which shows in the space after the marker, the text before it
+    The space after the marker shows whether the template trims the content. If it does, the prompt
     is trimmed too, as in transformers. Raises `InvalidRequest` if the template has changed the
     text.
     """
@@ -245,7 +249,7 @@ def up_to_marker(prompt: str, marker: str, text: str) -> str:
 # -- which forms a template reads -------------------------------------------------------------
 
 Tried = Callable[[list[dict[str, Any]]], str]
-"""Renders a conversation; returns an empty text if the template rejects it."""
+"""Function that renders a conversation, or returns an empty text if the template rejects it."""
 _KEY, _ONE, _TWO = "probe_key", "probe one", "probe two"
 _TEXT = json.dumps({_KEY: "probe value"})
 _PARTS = [{"type": "text", "text": _ONE}, {"type": "text", "text": _TWO}]
@@ -253,7 +257,8 @@ _ASKS = {"role": "user", "content": "?"}
 
 
 def find_forms(tried: Tried, source: str) -> Forms:
-    """Find out by rendering probes which forms a template reads. `source` is the template's."""
+    """Determine which forms a template reads by rendering probes. `source` is the template's
+    source."""
     null_content, texts, objects = _argument_forms(tried)
     several = tuple(role for role in STANDARD_ROLES if _shows(tried, role, _PARTS))
     single = tuple(
@@ -266,7 +271,8 @@ def find_forms(tried: Tried, source: str) -> Forms:
 
 
 def _argument_forms(tried: Tried) -> tuple[NullContent, bool, bool]:
-    """Return the replacement for null content, and whether arguments may be text or objects."""
+    """Return the replacement for null content, whether arguments may be text, and whether they may
+    be objects."""
     contents: dict[NullContent, dict[str, Any]] = {
         "absent": {},
         "none": {"content": None},
@@ -275,16 +281,16 @@ def _argument_forms(tried: Tried) -> tuple[NullContent, bool, bool]:
     for name, content in contents.items():
         texts = _TEXT in tried(calling(content, _TEXT))
         shown = tried(calling(content, json.loads(_TEXT)))
-        objects = _KEY in shown and f"'{_KEY}'" not in shown  # a Python object, printed
+        objects = _KEY in shown and f"'{_KEY}'" not in shown  # else it is a Python repr
         if texts or objects:
             return name, texts, objects
     return "absent", False, True
 
 
 def calling(content: Mapping[str, Any], arguments: Any) -> list[dict[str, Any]]:
-    """Return a conversation in which an assistant calls a function and gets its result."""
+    """Return a conversation in which an assistant calls a function and receives its result."""
     function = {"name": "f", "arguments": arguments}
-    # Mistral's templates ask for ids of nine characters.
+    # Mistral's templates require ids of nine characters.
     call = {"id": "probe0001", "type": "function", "function": function}
     return [
         _ASKS,
@@ -294,7 +300,7 @@ def calling(content: Mapping[str, Any], arguments: Any) -> list[dict[str, Any]]:
 
 
 def _shows(tried: Tried, role: str, content: str | list[dict[str, str]]) -> bool:
-    """Return True if the texts of such content are rendered unchanged, not as Python's repr."""
+    """Return True if the texts in `content` are rendered unchanged, and not as a Python repr."""
     message = {"role": role, "content": content}
     before: list[dict[str, Any]] = []
     if role == "assistant":

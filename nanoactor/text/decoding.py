@@ -1,8 +1,9 @@
-"""Token ids to text, one token at a time, so that the pieces add up to the whole.
+"""Decodes token ids to text, one token at a time.
 
-The concatenation of all pieces equals decoding all ids at once. For byte-level tokenizers (Qwen's,
-GPT's) each id represents a few bytes, and an incremental UTF-8 decoder does the rest in constant
-time; for others a window of tokens is decoded again and compared.
+The concatenation of all pieces equals the text of all ids decoded at once. For byte-level
+tokenizers (Qwen's, GPT's), each id represents a few bytes, which an incremental UTF-8 decoder
+converts in constant time. For other tokenizers, a window of tokens is decoded again for each new
+token, and the texts are compared.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import types
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
-if TYPE_CHECKING:  # the user's process imports this module, and has no use for the library
+if TYPE_CHECKING:  # the user's process imports this module but does not need the library
     from tokenizers import Tokenizer
 
 
@@ -22,20 +23,21 @@ class IncrementalDecoder(Protocol):
     """The decoding state of one request."""
 
     plain: Mapping[int, str]
-    """Text of tokens that does not depend on their neighbors. It may be used instead of `push`
-    while nothing is `holding`."""
+    """Texts of the tokens whose text does not depend on their neighbors. A text may be used instead
+    of `push` while `holding` is False."""
     holding: bool
-    """True if the text of some pushed tokens is not certain yet."""
+    """Whether the text of some pushed tokens is not final yet."""
 
     def push(self, token: int) -> str:
-        """Return the text that this token makes certain; perhaps none yet."""
+        """Append a token; return the text that is now final, which may be empty."""
 
     def finish(self) -> str:
-        """Return the remaining text, at the end of the output."""
+        """Return the remaining text at the end of the output."""
 
 
 class DecoderFactory:
-    """Chooses how to decode, once for a tokenizer, and keeps the tables."""
+    """Chooses the decoding method for a tokenizer and holds the tables that all its decoders
+    share."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -48,11 +50,12 @@ class DecoderFactory:
         self._fallback = frozenset(i for t, i in vocabulary.items() if _is_byte_fallback(t))
         ordinary = (i for t, i in vocabulary.items() if t.isascii() and t.isalpha())
         self._anchor = min(ordinary, default=0)
-        """A token before which nothing changes."""
+        """An ordinary token to decode before another token, so that the latter is not at the
+        start."""
         self._pieces: dict[int, bytes] = {}
 
     def piece(self, token: int) -> bytes:
-        """The bytes of one token by itself; those of a special one are its name's."""
+        """Return the bytes of one token by itself; for a special token, the bytes of its name."""
         if self._table is not None:
             return self._table.get(token, b"")
         if token not in self._pieces:
@@ -63,13 +66,13 @@ class DecoderFactory:
         if token in self._fallback:
             name = self._tokenizer.id_to_token(token) or ""
             return bytes.fromhex(name[3:5])
-        # As within a text: at the start decoders may remove its space.
+        # Decode the token inside a text: at the start, decoders may remove its leading space.
         around = self._tokenizer.decode([self._anchor], skip_special_tokens=False)
         text = self._tokenizer.decode([self._anchor, token], skip_special_tokens=False)
         return text[len(around) :].encode()
 
     def new(self, skip_special: bool) -> IncrementalDecoder:
-        """A decoder for one request."""
+        """Return a decoder for one request; `skip_special` omits special tokens from the text."""
         skipped = self._special if skip_special else frozenset[int]()
         if self._table is not None:
             plain = self._plain_unless_special if skip_special else self._plain
@@ -87,9 +90,11 @@ def _is_byte_fallback(token: str) -> bool:
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Return the printable characters by which byte-level tokenizers write the 256 bytes.
+    """Return the alphabet of byte-level tokenizers: 256 printable characters, and the byte that
+    each represents.
 
-    Printable Latin-1 characters represent themselves, the others are mapped from U+0100 on.
+    Printable Latin-1 characters represent themselves; the other bytes are mapped to characters from
+    U+0100 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -101,7 +106,7 @@ def _byte_table(tokenizer: Tokenizer) -> dict[int, bytes]:
     alphabet = byte_alphabet()
 
     def as_bytes(token: str) -> bytes:
-        # A token with any other character, such as an added one, is plain text.
+        # A token with any other character, such as an added token, is plain text.
         if all(character in alphabet for character in token):
             return bytes(alphabet[character] for character in token)
         return token.encode()
@@ -111,7 +116,7 @@ def _byte_table(tokenizer: Tokenizer) -> dict[int, bytes]:
 
 
 def _plain_texts(table: dict[int, bytes]) -> dict[int, str]:
-    """Return the texts of tokens with bytes that form whole characters."""
+    """Return the texts of the tokens whose bytes form whole characters."""
     plain = {}
     for token, data in table.items():
         with contextlib.suppress(UnicodeDecodeError):
@@ -120,7 +125,8 @@ def _plain_texts(table: dict[int, bytes]) -> dict[int, str]:
 
 
 class _ByteLevelDecoder:
-    """Bytes from a table, characters from an incremental decoder. Unknown ids are skipped."""
+    """Converts tokens to bytes with a table, and bytes to text incrementally. Unknown ids are
+    skipped."""
 
     def __init__(
         self, table: dict[int, bytes], skipped: frozenset[int], plain: dict[int, str]
@@ -132,7 +138,7 @@ class _ByteLevelDecoder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int) -> str:
-        """Return the characters that are complete with this token."""
+        """Append a token; return the characters that it completes."""
         if token in self._skipped:
             return ""
         text = self._utf8.decode(self._table.get(token, b""))
@@ -140,16 +146,17 @@ class _ByteLevelDecoder:
         return text
 
     def finish(self) -> str:
-        """Return a replacement character for incomplete bytes."""
+        """Return a replacement character if there are incomplete bytes."""
         return self._utf8.decode(b"", final=True)
 
 
 class _WindowDecoder:
-    """Decodes a window of tokens with and without the new ones; emits the difference.
+    """Decodes a window of tokens with and without the new ones, and emits the difference.
 
-    The window starts at tokens with text already emitted, since decoders treat the first token of a
-    sequence differently. Nothing is emitted while the last token may still change: when it ends
-    inside a character, or belongs to a run of byte tokens.
+    The window starts with tokens whose text has already been emitted, because decoders treat the
+    first token of a sequence differently. Nothing is emitted while the text of the last token may
+    still change, which is the case if it ends inside a character or belongs to a run of byte
+    tokens.
     """
 
     plain: Mapping[int, str] = types.MappingProxyType({})  # a token's text depends on the others
@@ -163,14 +170,14 @@ class _WindowDecoder:
         self._byte_tokens = byte_tokens
         self._window: list[int] = []
         self._emitted = 0
-        """Leading tokens of the window with emitted text."""
+        """Number of leading tokens of the window whose text has been emitted."""
 
     def _decode(self, tokens: list[int]) -> str:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
         return text
 
     def push(self, token: int) -> str:
-        """Add a token; return the text that is now final."""
+        """Append a token; return the text that is now final."""
         if token in self._skipped or self._tokenizer.id_to_token(token) is None:
             return ""
         self._window.append(token)
@@ -183,7 +190,7 @@ class _WindowDecoder:
 
     def _emit(self, text: str) -> str:
         before = self._decode(self._window[: self._emitted]) if self._emitted else ""
-        # Byte tokens stay together with the run that gives them their meaning.
+        # Keep a run of byte tokens together: only the whole run can be decoded.
         keep = max(1, len(self._window) - self._emitted)
         self._window = self._window[-keep:]
         self._emitted = len(self._window)

@@ -1,4 +1,5 @@
-"""The detokenizer's logic: tokens in; text, stops and the one terminal of each request out."""
+"""The detokenizer's logic: decodes tokens to text, finds stop strings, and emits one terminal per
+request."""
 
 from __future__ import annotations
 
@@ -38,21 +39,22 @@ class _Entry:
     decoder: IncrementalDecoder | None
     matcher: StopMatcher
     plain: Mapping[int, str]
-    """Texts of tokens that need neither decoder nor matcher, while the decoder holds nothing."""
+    """Texts of the tokens that need neither decoder nor matcher while the decoder holds no text
+    back."""
     tokens: int
-    """Number of output tokens taken; also the index of the next."""
+    """Number of output tokens processed; also the index of the next token."""
     prompt: Int32
     scored: int = 1
-    """The next position of the prompt to get a log-probability."""
+    """Position of the next prompt token to get a log-probability."""
     decoded: int = 0
-    """Characters of the output so far, held ones included; counted if log-probabilities are
-    wanted."""
+    """Number of output characters decoded so far, including those held back. Counted only if
+    log-probabilities are requested."""
     characters: int = 0
     ahead: int = 0
-    """Characters sent before a restart that will be decoded again."""
+    """Number of characters, sent before a restart, that are still to be decoded again."""
     ended: bool = False
-    """True once a stop string was found: later text is dropped. The terminal is sent only after the
-    scheduler's `Finish`, which comes with the release of its blocks."""
+    """Whether a stop string has been found; later text is dropped. The terminal is sent only after
+    the scheduler's `Finish`, which arrives when the request's KV blocks are released."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -63,7 +65,7 @@ class _Pending:
     text: list[str] = dataclasses.field(default_factory=list)
     ids: list[int] = dataclasses.field(default_factory=list)
     scores: list[Score] = dataclasses.field(default_factory=list)
-    """One for each of `ids`, or none."""
+    """One score for each of `ids`; empty if no log-probabilities are requested."""
     prompt_scores: list[Score] = dataclasses.field(default_factory=list)
     vector: Float32 | None = None
     terminal: Terminal | None = None
@@ -73,26 +75,28 @@ _NOBODY_HIDES: Mapping[int, int] = {}
 
 
 def _lasts(event: Tokens, uids: list[int]) -> dict[int, int]:
-    """Return the index of the last token of each of these requests."""
+    """Return, for each of these requests, the index of its last token in the step."""
     pairs = zip(event.uids.tolist(), event.indices.tolist(), strict=True)
     return {uid: index for uid, index in pairs if uid in uids}
 
 
 class Detokenizer:
     """Decoding state of all requests, and their pending output for the frontend: one merged delta
-    per request, however long the frontend does not read."""
+    per request, no matter how long the frontend does not read."""
 
     def __init__(self, decoders: DecoderFactory | None) -> None:
-        """Without `decoders` there is no text: ids pass, stop strings were refused before."""
+        """Create a detokenizer without requests. If `decoders` is None, token ids are forwarded
+        without text; requests with stop strings have already been rejected."""
         self._decoders = decoders
         self._entries: dict[int, _Entry] = {}
         self._pending: dict[int, _Pending] = {}
         self._step = 0
         self.stopped: list[int] = []
-        """Requests that a stop string ended since this list was last cleared."""
+        """Ids of the requests that a stop string has ended since this list was last cleared."""
 
     def open(self, event: Open) -> None:
-        """Open a request. If it continues, its output so far restores the text's state."""
+        """Open a request. If it continues an earlier output, decode that output to restore the
+        state."""
         decoder = None
         if self._decoders is not None and event.options.detokenize:
             decoder = self._decoders.new(event.options.skip_special)
@@ -112,7 +116,7 @@ class Detokenizer:
         pending.opened = prompt
 
     def take(self, event: Tokens) -> None:
-        """A step's tokens, then the ends that they bring."""
+        """Process the tokens of a step, then the requests that finish with it."""
         self._step = event.step
         hides = [finish.uid for finish in event.finishes if finish.hide_last]
         hidden = _lasts(event, hides) if hides else _NOBODY_HIDES
@@ -134,7 +138,7 @@ class Detokenizer:
             ):
                 self._token(uid, index, token, hidden.get(uid) == index, scored.get(uid))
                 continue
-            # What `_token` does where nothing is special: most tokens of most requests.
+            # Fast path of `_token` for ordinary tokens: most tokens of most requests.
             pending = pending_of(uid)
             pending.ids.append(token)
             entry.tokens = index + 1
@@ -150,8 +154,8 @@ class Detokenizer:
             self._finish(finish)
 
     def _scored(self, scores: RequestScores) -> dict[int, Score]:
-        """Store the log-probabilities of prompts; return those of this step's tokens, by
-        request."""
+        """Store the log-probabilities of prompts; return the log-probabilities of this step's
+        tokens, by request."""
         found: dict[int, Score] = {}
         for run in runs_of(scores):
             if not run.is_prompt:
@@ -191,12 +195,12 @@ class Detokenizer:
             self.stopped.append(uid)
 
     def _decode(self, entry: _Entry, token: int) -> str:
-        """The text that this token lets out."""
+        """Decode a token; return the text that can now be emitted."""
         early = entry.tokens < entry.options.min_tokens
         entry.tokens += 1
         text = entry.decoder.push(token) if entry.decoder else ""
         entry.decoded += len(text)
-        # Text before min_tokens cannot be part of a stop string: it is not held back either.
+        # Text before `min_tokens` cannot be part of a stop string, so it is not held back.
         return text if early else entry.matcher.push(text)
 
     def _emit(self, entry: _Entry, pending: _Pending, text: str) -> None:
@@ -209,13 +213,14 @@ class Detokenizer:
             pending.text.append(text)
 
     def _finish(self, finish: Finish) -> None:
-        """The scheduler's last word: the terminal, unless a stop string has decided it before."""
+        """Create a request's terminal after emitting its remaining text. A stop string that was
+        found determines the finish reason."""
         entry = self._entries.pop(finish.uid, None)
         reason, stop_reason, error = finish.reason, finish.stop_reason, finish.error
         tokens = characters = 0
         pending = self._pending_of(finish.uid)
         if entry is not None:
-            # After an error nothing more is read: held text must not pass for a stop.
+            # After an error, held text is not flushed: it must not match a stop string.
             if not entry.ended and entry.decoder and reason not in FAILURES:
                 rest = entry.matcher.push(entry.decoder.finish()) + entry.matcher.finish()
                 self._emit(entry, pending, rest)
@@ -240,11 +245,11 @@ class Detokenizer:
             pending = self._pending[uid] = _Pending()
         return pending
 
-    # -- towards the frontend -------------------------------------------------------------
+    # -- output for the frontend ----------------------------------------------------------
 
     def take_delta(self, budget: int) -> OutputDelta | None:
-        """Return the pending output, up to about `budget` bytes, or None. A delta that exceeds the
-        budget is split: the terminal travels with its last part."""
+        """Return the pending output, up to about `budget` bytes, or None if there is none. Output
+        that exceeds the budget is split; the terminal is sent with the last part."""
         draft = _Draft(budget, None if self._decoders is None else self._decoders.piece)
         whole = 0
         for uid, pending in self._pending.items():
@@ -254,7 +259,7 @@ class Detokenizer:
         self._forget(whole)
         left = next(iter(self._pending), None)
         if left is not None and self._pending[left].prompt_scores:
-            self._pending[left] = self._pending.pop(left)  # others do not wait for all of them
+            self._pending[left] = self._pending.pop(left)  # let other requests go first
         return draft.message(self._step)
 
     def _forget(self, told: int) -> None:
@@ -277,10 +282,11 @@ class Detokenizer:
 
 
 class _Draft:
-    """A delta that is being written, up to about `budget` bytes more."""
+    """A delta under construction, with room for about `budget` more bytes."""
 
     def __init__(self, budget: int, piece: Callable[[int], bytes] | None) -> None:
-        """`piece` returns a token's bytes; None if there is no tokenizer."""
+        """Create an empty delta. `piece` returns a token's bytes; it is None if there is no
+        tokenizer."""
         self.budget = budget
         self._piece = piece
         self._opened: list[Opened] = []
@@ -293,7 +299,7 @@ class _Draft:
         self._vectors: list[tuple[int, Float32]] = []
 
     def add(self, uid: int, pending: _Pending) -> bool:
-        """Add a request's pending output; return False if some of it is left."""
+        """Add a request's pending output; return False if some of it did not fit."""
         if pending.opened is not None:
             self._opened.append(Opened(uid, pending.opened))
             self.budget -= pending.opened.nbytes + 64
@@ -331,7 +337,8 @@ class _Draft:
     def _add_scores(
         self, uid: int, scores: list[Score], most: int = sys.maxsize, is_prompt: bool = False
     ) -> int:
-        """Take the first scores out of a list, as many as fit, but one at least."""
+        """Move the first scores of a list to the delta, as many as fit but at least one; return the
+        number of scores moved."""
         run = ScoreRun(uid, is_prompt, scores, [])
         first, taken = take_first(run, self.budget, most, self._piece)
         self._scores.append(first)
@@ -356,7 +363,8 @@ class _Draft:
 
 
 def _split(text: str, ids: list[int], budget: int) -> tuple[str, list[int]]:
-    """Return as much of both as fits; a character counts four bytes, the most that UTF-8 takes."""
+    """Return as much of the text and the ids as fits. A character counts as four bytes, the maximum
+    in UTF-8."""
     if 4 * len(text) + 4 * len(ids) <= budget:
         return text, ids
     half = max(1, budget // 8)

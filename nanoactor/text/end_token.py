@@ -1,4 +1,4 @@
-"""The token that a tokenizer's files call the end of a sequence; loads no tokenizer."""
+"""Finds the end-of-sequence token in a tokenizer's files without loading the tokenizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nanoactor.text.template_files import CONFIG, optional_json, special_tokens
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EndToken:
-    """A token's text and id."""
+    """Text and id of an end-of-sequence token."""
 
     text: str
     id: int
@@ -38,8 +38,8 @@ class _WithVocabulary(msgspec.Struct):
 
 
 def end_token(directory: Path) -> EndToken | None:
-    """Return the tokenizer's `eos_token`; None if its files name none, or one without an id. Raises
-    `ModelError` for malformed files."""
+    """Return the tokenizer's `eos_token`; None if its files do not name one, or name one without an
+    id. Raises `ModelError` for malformed files."""
     try:
         config = optional_json(directory / CONFIG)
         text = special_tokens(directory, config).get("eos_token")
@@ -56,7 +56,8 @@ def end_token(directory: Path) -> EndToken | None:
 
 
 def _id_in(file: Path, text: str) -> int | None:
-    """Look a token up: most are added tokens, and a vocabulary takes longer to read."""
+    """Return a token's id in a `tokenizer.json`, or None. Added tokens are searched first: they
+    usually include the token, and reading a vocabulary takes longer."""
     check_file(file)
     try:
         content = file.read_bytes()
@@ -65,4 +66,4 @@ def _id_in(file: Path, text: str) -> int | None:
                 return token.id
         return msgspec.json.decode(content, type=_WithVocabulary).model.vocab.get(text)
     except (OSError, msgspec.MsgspecError, UnicodeError):
-        return None  # the tokenizer's process says what is wrong with the file
+        return None  # the tokenizer's process reports what is wrong with the file

@@ -1,4 +1,5 @@
-"""The uses of transformers: a tokenizer for users, and a `tokenizer.json` for models without.
+"""All uses of transformers: to load a tokenizer for users, and to convert the tokenizer of a model
+without a `tokenizer.json`.
 
 No other module of the engine imports transformers, and none of the engine's processes loads it.
 """
@@ -29,7 +30,7 @@ log = logging.getLogger("nanoactor.tokenizer")
 
 _TOKENIZER = "tokenizer.json"
 _SOURCES = (("tokenizer.model",), ("vocab.json", "merges.txt"))
-"""Files that transformers converts to a `tokenizer.json`: each a set that belongs together."""
+"""Sets of files from which transformers can make a `tokenizer.json`."""
 _DESCRIPTIONS = (
     "config.json",
     "tokenizer_config.json",
@@ -39,7 +40,7 @@ _DESCRIPTIONS = (
 )
 """Other files that the conversion reads."""
 _MADE = ("tokenizer_config.json", _TOKENIZER)
-"""Files that a conversion writes: the first has special tokens and chat templates."""
+"""Files that a conversion writes; the first contains special tokens and chat templates."""
 
 
 def load_pretrained(directory: Path, **options: Any) -> PreTrainedTokenizerBase:
@@ -62,14 +63,14 @@ def load_pretrained(directory: Path, **options: Any) -> PreTrainedTokenizerBase:
 
 
 class PretrainedOnce:
-    """Loads a model's tokenizer on first use, from any thread."""
+    """Loads a model's tokenizer once, on first use, from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._loaded: PreTrainedTokenizerBase | None = None
 
     def load(self, directory: Path) -> PreTrainedTokenizerBase:
-        """Return the same object each time; raises as `load_pretrained` does."""
+        """Return the tokenizer, the same object each time. Raises as `load_pretrained` does."""
         with self._lock:
             if self._loaded is None:
                 self._loaded = load_pretrained(directory)
@@ -77,10 +78,11 @@ class PretrainedOnce:
 
 
 def find_tokenizer(directory: Path, timeout: float) -> Path:
-    """Return the directory of a model's `tokenizer.json`, special tokens and chat template: the
-    model's own, or, if that has no `tokenizer.json`, one in the user's cache that transformers
-    converts from the other files, now (within `timeout` seconds) or for an earlier engine. Raises
-    `ModelError` if the conversion fails."""
+    """Return the directory that contains a model's `tokenizer.json`, special tokens and chat
+    template. If the model's own directory has no `tokenizer.json`, this is a directory in the
+    user's cache, for which transformers converts the model's other files, either now (within
+    `timeout` seconds) or earlier for another engine. Raises `ModelError` if the conversion
+    fails."""
     if (directory / _TOKENIZER).exists():
         return directory
     _check_sources(directory)
@@ -90,7 +92,7 @@ def find_tokenizer(directory: Path, timeout: float) -> Path:
             return kept
         kept.mkdir(parents=True, exist_ok=True)
         scratch = tempfile.TemporaryDirectory(dir=kept)
-    except (OSError, RuntimeError) as error:  # read-only, full, or there is no home at all
+    except (OSError, RuntimeError) as error:  # read-only or full, or no home directory
         log.warning("converted tokenizers cannot be kept, but for this process: %s", error)
         kept = Path(tempfile.mkdtemp(prefix="nanoactor-tokenizer-"))
         atexit.register(shutil.rmtree, kept, ignore_errors=True)
@@ -101,7 +103,7 @@ def find_tokenizer(directory: Path, timeout: float) -> Path:
     )
     with scratch as made:
         _run_conversion(directory, made, timeout)
-        # Other engines may do the same now. The last file's presence says that all are whole.
+        # Other engines may convert at the same time. The last file exists only if all are complete.
         for name in _MADE:
             os.replace(Path(made) / name, kept / name)
     return kept
@@ -122,8 +124,8 @@ def _cache() -> Path:
 
 
 def _fingerprint(directory: Path) -> str:
-    """Hash the inputs of a conversion."""
-    import importlib.metadata  # and with it packages for e-mail and archives: each actor loads us
+    """Return a hash of the inputs of a conversion."""
+    import importlib.metadata  # imports e-mail and archive packages; every actor loads this module
 
     found = hashlib.sha256(importlib.metadata.version("transformers").encode())
     for name in (*itertools.chain(*_SOURCES), *_DESCRIPTIONS):
@@ -135,7 +137,7 @@ def _fingerprint(directory: Path) -> str:
 
 
 def _run_conversion(directory: Path, target: str, timeout: float) -> None:
-    """Convert in a separate process, so that no lasting one has to load transformers."""
+    """Convert in a separate process, so that no long-lived process has to load transformers."""
     path = [entry for entry in sys.path if isinstance(entry, str)]
     program = (
         f"import sys; sys.path[:] = {path!r}; from nanoactor.text.huggingface import convert; "
@@ -166,10 +168,10 @@ def _run_conversion(directory: Path, target: str, timeout: float) -> None:
 
 
 def convert(parent: int, directory: str, target: str) -> None:
-    """Write `_MADE` into a directory; the entry point of a process. Its last output is the
-    error."""
+    """Convert a tokenizer, as the main function of a process: write the files of `_MADE` to
+    `target`. If the conversion fails, the last line of the output is the error."""
     die_with_parent(parent, "convert")
-    # As if it were not installed: it takes seconds to load, and tokenizers do without.
+    # Hide torch: it takes seconds to load, and tokenizers do not need it.
     sys.modules["torch"] = None  # type: ignore[assignment]
     try:
         tokenizer = load_pretrained(Path(directory))

@@ -1,8 +1,8 @@
-"""Identifies tokenizers with time and memory bounded by the length of their text.
+"""Identifies tokenizers whose time and memory are bounded by the length of the text.
 
-A `tokenizer.json` may hold regular expressions, which the library matches by backtracking, and
-replacements, which may multiply a text. Tokenizers known to be bounded run in the actor's own
-process; others in a disposable child (`renderer.py`).
+A `tokenizer.json` may contain regular expressions, which the library matches by backtracking, and
+replacements, which may multiply the length of a text. Tokenizers that are known to be bounded run
+in the actor's own process, others in a disposable child process (`renderer.py`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 LONG_BYTES = 64 * 1024
-"""Characters that take some 20 ms to encode; a longer text is encoded on a thread."""
+"""Number of characters that take about 20 ms to encode; a longer text is encoded on a thread."""
 _MOST_GROWTH = 64.0
-"""Most by which all replacements together may multiply a text."""
+"""Maximum factor by which all normalizers together may multiply the length of a text."""
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -30,8 +30,8 @@ _KNOWN = frozenset(
         r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     }
 )
-"""Patterns of GPT-2, of Qwen and Llama 3, and of one that keeps marks with letters: a run is
-scanned once or twice."""
+"""Patterns of GPT-2, of Qwen and Llama 3, and one that keeps combining marks with letters. They
+scan a run of characters once or twice."""
 _ONE_RUN = re.compile(
     r"(\\[swdSWD]|\[[^\[\]]*\]|\\p\{\w+\}|[^\\()\[\]{}|*+?.^$])(\+|\*|\?|\{\d+(,\d*)?\})"
 )
@@ -49,7 +49,7 @@ _NORMALIZERS = {
     "Precompiled": 18.0,
     "Prepend": 1.0,
 }
-"""By kind: the most that it multiplies a text by."""
+"""Maximum factor by which a normalizer multiplies the length of a text, by type."""
 _SPLITTERS = {
     "ByteLevel",
     "Metaspace",
@@ -65,15 +65,15 @@ _SPLITTERS = {
 
 
 def is_bounded(tokenizer: Mapping[str, Any]) -> bool:
-    """Return True if the token count is known to be bounded by the text's length, according to the
-    tokenizer's JSON."""
+    """Return True if the tokenizer's JSON shows that its time and memory are bounded by the length
+    of the text."""
     growth = math.prod(_growth(one) for one in _parts(tokenizer.get("normalizer"), "normalizers"))
     splitters = _parts(tokenizer.get("pre_tokenizer"), "pretokenizers")
     return growth <= _MOST_GROWTH and all(map(_is_simple_splitter, splitters))
 
 
 def _parts(one: Any, name: str) -> Iterator[Mapping[str, Any]]:
-    """Return a step's parts if it is a sequence, or the step itself."""
+    """Yield the parts of a step if it is a sequence, else the step itself."""
     if one is None:
         return
     if one.get("type") == "Sequence":
@@ -102,7 +102,7 @@ def _is_simple_splitter(splitter: Mapping[str, Any]) -> bool:
 
 
 def _is_simple(pattern: str) -> bool:
-    """Return True if a regular expression is a known one, has no repetition, or is one run of one
-    class."""
+    """Return True if a regular expression is one of the known ones, has no repetition, or is a
+    single run of one character class."""
     repeats = bool(set(pattern) & set("*+?{("))
     return pattern in _KNOWN or not repeats or bool(_ONE_RUN.fullmatch(pattern))

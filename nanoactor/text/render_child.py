@@ -1,7 +1,7 @@
-"""The process that runs a chat template, and a tokenizer that is not known to be bounded: requests
-on standard input, replies on standard output.
+"""The process that runs a chat template, and a tokenizer that is not known to be bounded. It reads
+requests from standard input and writes replies to standard output.
 
-Each is a length of 8 bytes and JSON. The process ends when its input does.
+Each message is an 8-byte length followed by JSON. The process ends when its input ends.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 LENGTH = struct.Struct("<Q")
 _MOST_MEMORY = 1 << 30
-"""Bytes of address space: a template can double a text in a few steps."""
+"""Maximum address space in bytes: a template can double the length of a text in a few steps."""
 
 
 _MOST_FOR_TOKENS = 4 << 30
-"""Address space for a tokenizer, as its vocabulary takes some."""
+"""Maximum address space in bytes with a tokenizer, whose vocabulary needs memory too."""
 
 
 def main(directory: str, characters: int) -> None:
-    """Serve until the input ends; a prompt may have `characters` characters. The first request has
-    the source of the template, or null for the model's own."""
+    """Serve requests until the input ends. A prompt may have up to `characters` characters. The
+    first request contains the template's source, or null for the model's own template."""
     ignore_group_signals()
     _limit_memory(_MOST_MEMORY)
     (source,) = _request()
@@ -52,7 +52,7 @@ def main(directory: str, characters: int) -> None:
 
 
 def _request() -> list[Any]:
-    """Return the next request; an empty one if the input ends."""
+    """Return the next request; an empty list if the input has ended."""
     head = os.read(0, LENGTH.size)
     if not head:
         return []
@@ -62,7 +62,7 @@ def _request() -> list[Any]:
 
 
 def _limit_memory(size: int) -> None:
-    """Limit the address space to `size`, or to the user's lower limit."""
+    """Limit the address space to `size` bytes, or to the user's hard limit if that is lower."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     most = _MOST_FOR_TOKENS if hard == resource.RLIM_INFINITY else min(hard, _MOST_FOR_TOKENS)
     resource.setrlimit(resource.RLIMIT_AS, (min(size, most), most))
@@ -76,12 +76,12 @@ def _answer(template: ChatTemplate, directory: Path, request: list[Any]) -> dict
             return {"value": _spans(directory, request[1])}
         return {"value": _value(template, request)}
     except InvalidRequest as error:
-        # Once at the limit, the process may stay near it.
+        # Once it has reached the memory limit, the process may stay near it.
         return {"error": str(error), "spent": isinstance(error.__cause__, MemoryError)}
     except OutOfResources:
         gib = _MOST_FOR_TOKENS >> 30
         return {"error": f"the tokenizer needs more than {gib} GiB for the text", "spent": True}
-    except Exception as error:  # what came is no conversation
+    except Exception as error:  # the request is not a valid conversation
         return {"error": f"the prompt cannot be tokenized: {error!r}", "spent": True}
 
 

@@ -1,9 +1,10 @@
 """A disposable process for programs that come with a model.
 
-A chat template is a program: a sandbox prevents harm, but not an endless loop or the exhaustion of
-memory. So are a tokenizer's regular expressions and replacements, unless they are known to be
-bounded (`patterns.py`). They run in a child of the rendering process, with limits on its CPU time,
-its memory and its output; past one of them the child is killed and another started.
+A chat template is a program. A sandbox prevents harm, but not an endless loop or the exhaustion of
+memory. The same applies to a tokenizer's regular expressions and replacements, unless they are
+known to be bounded (`patterns.py`). Such programs run in a child of the rendering process, with
+limits on CPU time, memory and output. A child that exceeds its time or memory limit is killed, and
+another one is started.
 """
 
 from __future__ import annotations
@@ -38,29 +39,29 @@ _LOOK = 0.02
 _WALL = 10.0
 """Wall-clock limit as a multiple of the CPU limit: a child may have to wait for a CPU."""
 _START = 5.0
-"""Extra seconds allowed for startup."""
+"""Extra seconds of CPU time allowed for startup."""
 _FIRST = 0.5
-"""Seconds after which a conversation lets the next ones go first."""
+"""Seconds of CPU time after which a job is stopped and requeued behind the others."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RenderOptions:
-    """The template, and its limits for one conversation."""
+    """A chat template and the limits for one conversation."""
 
     seconds: float
-    """Limit of CPU time in seconds."""
+    """CPU time limit in seconds."""
     characters: int
-    """Limit of output characters."""
+    """Maximum number of output characters."""
     template: str | None = None
-    """Its source; None is the model's own."""
+    """Source of the template; None selects the model's own."""
 
 
 class Overdue(Exception):
-    """The template takes too long."""
+    """The child has exceeded the time limit."""
 
 
 class _Ended(Exception):
-    """The child is gone."""
+    """The child process has ended."""
 
 
 class _Child:
@@ -70,7 +71,7 @@ class _Child:
         path = [entry for entry in sys.path if isinstance(entry, str)]
         program = (
             f"import sys; sys.path[:] = {path!r}; "
-            # First, as everything else takes a moment, in which the parent may end.
+            # First, because the parent may end while the other modules are imported.
             "from nanoactor.runtime.process import die_with_parent; "
             f"die_with_parent({os.getpid()}, 'template'); "
             "from nanoactor.text.render_child import main; "
@@ -85,7 +86,7 @@ class _Child:
         self.send([options.template])
 
     def send(self, request: list[Any]) -> None:
-        """Send it work; if it is gone, `answer` reports that."""
+        """Send a request to the child. If the child has ended, `answer` reports that."""
         assert self.process.stdin is not None
         body = json.dumps(request).encode()
         with contextlib.suppress(BrokenPipeError):
@@ -93,9 +94,9 @@ class _Child:
             self.process.stdin.flush()
 
     def answer(self, limit: float) -> Any:
-        """Wait for its answer, for `limit` seconds of its CPU time.
+        """Wait for the child's answer, for up to `limit` seconds of the child's CPU time.
 
-        Raises `Overdue` if it takes longer, `_Ended` if the child is gone.
+        Raises `Overdue` if the child takes longer, `_Ended` if it has ended.
         """
         begin, used = time.monotonic(), self._cpu_seconds()
 
@@ -127,7 +128,7 @@ class _Child:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def end(self) -> None:
-        """Kill it and clean up."""
+        """Kill the child and close its pipes."""
         self.process.kill()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
@@ -137,7 +138,8 @@ class _Child:
 
 
 class Renderer:
-    """Renders a model's template. It blocks, and the child's life is tied to the calling thread."""
+    """Renders a model's template in a child process. Calls block, and the child ends with the
+    thread that started it."""
 
     def __init__(self, directory: Path, options: RenderOptions) -> None:
         """Create the renderer without starting its process."""
@@ -145,12 +147,12 @@ class Renderer:
         self._child: _Child | None = None
         self._lock = threading.Lock()
         self.cancelled = False
-        """True if the current rendering is to end; reset for the next one."""
+        """Whether the current job has been canceled; reset for the next job."""
 
     def describe(self) -> tuple[TemplateFacts, str]:
-        """Return the template's capabilities, and the error of the test rendering, if any. Raises
-        `ModelError` if the template is malformed, `InvalidRequest` if even reading it exceeds the
-        time limit."""
+        """Return the template's capabilities, and the error of the test rendering, or an empty
+        text. Raises `ModelError` if the template is malformed, and `InvalidRequest` if reading it
+        exceeds the time limit."""
         if not read_template_files(self._directory, self._options.template).sources:
             return TemplateFacts(), ""
         try:
@@ -170,22 +172,24 @@ class Renderer:
         return dataclasses.replace(facts, **tried), ""
 
     def render(self, messages: str, options: str, seconds: float) -> str:
-        """Return the prompt for a conversation, both given as JSON, within `seconds` seconds of CPU
-        time; raises `InvalidRequest`, or `Overdue` if it takes longer."""
+        """Return the prompt for a conversation within `seconds` seconds of CPU time. `messages` and
+        `options` are JSON texts. Raises `InvalidRequest` if rendering fails, and `Overdue` if it
+        takes longer."""
         text: str = self.ask(["render", messages, options], seconds)
         return text
 
     def stopped(self, request: list[Any] | None = None) -> InvalidRequest:
-        """Return the error of a request that has used all of the allowed time."""
+        """Return the error for a request that has exceeded the time limit."""
         what, seconds = _subject(request), self._options.seconds
         return InvalidRequest(f"{what} was stopped: it takes longer than {seconds:g} s")
 
     def ask(self, request: list[Any], seconds: float) -> Any:
-        """Return the child's answer within `seconds` of CPU time; raises as `render` does."""
+        """Return the child's answer to a request within `seconds` of CPU time. Raises as `render`
+        does."""
         try:
             try:
                 answer = self._asked(request, seconds)
-            except _Ended:  # perhaps by a cancellation that came too late for the one before
+            except _Ended:  # perhaps by a late cancellation of the previous request
                 self.end()
                 answer = self._asked(request, seconds)
         except Overdue:
@@ -228,14 +232,14 @@ class Renderer:
         return child.answer(seconds)
 
     def cancel(self) -> None:
-        """End the current rendering with an error; from any thread."""
+        """Cancel the current request, which then fails. May be called from any thread."""
         with self._lock:
             self.cancelled = True
             if self._child is not None:
                 self._child.process.kill()
 
     def end(self) -> None:
-        """End the child; the next call starts another."""
+        """End the child; the next request starts a new one."""
         with self._lock:
             child, self._child = self._child, None
         if child is not None:
@@ -243,15 +247,16 @@ class Renderer:
 
 
 Done = Callable[[Any], None]
-"""Called with the prompt, or the ids, or the `Exception` raised instead."""
+"""Callback that receives the result of a request, or the `Exception` raised instead."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class _Job:
-    """A conversation; lower ones go first."""
+    """A queued request. Jobs are ordered by `turn`, then by `place`; the lowest runs first."""
 
     turn: int
-    """0 at first, 1 after it has been put behind the others; negative ends the thread."""
+    """0 at first, 1 after the job has been requeued behind the others; a negative value ends the
+    thread."""
     place: int
     number: int = dataclasses.field(compare=False)
     request: list[Any] = dataclasses.field(compare=False)
@@ -259,13 +264,13 @@ class _Job:
 
 
 class RenderQueue:
-    """A thread with a renderer: one conversation at a time, results by callback.
+    """A thread that runs jobs in a renderer, one at a time, and passes the results to callbacks.
 
-    They run in order, but one that takes long is restarted after the others.
+    Jobs run in order, but one that takes long is restarted after the others.
     """
 
     def __init__(self, directory: Path, options: RenderOptions) -> None:
-        """Starts the thread, and the child if the model has a template."""
+        """Start the thread, and the child if the model has a template."""
         self._renderer = Renderer(directory, options)
         self._seconds = options.seconds
         self._jobs: queue.PriorityQueue[_Job] = queue.PriorityQueue()
@@ -276,20 +281,21 @@ class RenderQueue:
         self._exists, self.note = bool(files.sources), files.note
         self._lock = threading.Lock()
         self._known: set[int] = set()
-        """Numbers of unfinished conversations that are still wanted."""
+        """Numbers of the unfinished jobs that have not been canceled."""
         self._current: int | None = None
         self._thread = threading.Thread(target=self._run, name="render", daemon=True)
         self._thread.start()
 
     def describe(self) -> tuple[TemplateFacts, str]:
-        """Wait for `Renderer.describe`; once, at the start."""
+        """Wait for the result of `Renderer.describe`. May be called only once, at startup."""
         found = self._described.get()
         if isinstance(found, Exception):
             raise found
         return found
 
     def render(self, number: int, messages: str, options: str, done: Done) -> None:
-        """Render a conversation; `done` is called on the queue's thread."""
+        """Queue a conversation for rendering. `done` is called on the queue's thread, or, if the
+        model has no template, by this call."""
         if not self._exists:
             text = "the model has no chat template; give a text prompt instead of messages"
             done(InvalidRequest(text))
@@ -297,13 +303,13 @@ class RenderQueue:
         self._put(number, ["render", messages, options], done)
 
     def encode(self, number: int, pieces: Sequence[Piece], done: Done) -> None:
-        """Encode texts if the tokenizer is not known to be bounded; `done` is called on the queue's
-        thread, with a list of ids for each."""
+        """Queue texts to encode with a tokenizer that is not known to be bounded. `done` is called
+        on the queue's thread with a list of token ids for each text."""
         self._put(number, ["encode", [*pieces]], done)
 
     def spans(self, number: int, prompts: Sequence[Any], done: Done) -> None:
-        """Find the tokens of prompts, texts or ids, in the text of an unbounded tokenizer; `done`
-        is called on the queue's thread, with `Spans` as lists."""
+        """Queue prompts (texts or token ids) to find their `Spans` with a tokenizer that is not
+        known to be bounded. `done` is called on the queue's thread with the `Spans` as lists."""
         self._put(number, ["spans", [*prompts]], done)
 
     def _put(self, number: int, request: list[Any], done: Done) -> None:
@@ -312,7 +318,7 @@ class RenderQueue:
         self._jobs.put(_Job(0, next(self._places), number, request, done))
 
     def cancel(self, number: int) -> None:
-        """End a conversation with `Cancelled` unless it is finished."""
+        """Cancel a job unless it has finished; its callback receives `Cancelled`."""
         with self._lock:
             if number in self._known:
                 self._known.remove(number)
@@ -320,7 +326,7 @@ class RenderQueue:
                     self._renderer.cancel()
 
     def cancel_all(self) -> None:
-        """End all conversations with `Cancelled`; their numbers may be reused."""
+        """Cancel all jobs; their callbacks receive `Cancelled`, and their numbers may be reused."""
         with self._lock:
             for number in [*self._known]:
                 self._known.remove(number)
@@ -333,7 +339,7 @@ class RenderQueue:
     def _run(self) -> None:
         try:
             self._described.put(self._renderer.describe())
-        except Exception as error:  # raised where it is waited for
+        except Exception as error:  # raised by `describe`
             self._described.put(error)
         while (job := self._jobs.get()).turn >= 0:
             result = self._render(job)
@@ -376,10 +382,10 @@ class RenderQueue:
 
 
 def _subject(request: list[Any] | None) -> str:
-    """Return the subject of error messages."""
+    """Return the subject of the error messages about a request."""
     tokenizes = request is not None and request[0] in ("encode", "spans")
     return "the tokenizer" if tokenizes else "the chat template"
 
 
 class Cancelled(Exception):
-    """The conversation's prompt is no longer wanted."""
+    """The job has been canceled: its result is no longer wanted."""

@@ -1,4 +1,5 @@
-"""Log-probabilities on their way from the scheduler to the user, with the bytes of tokens."""
+"""Converts log-probabilities on their way from the scheduler to the user, and adds the bytes of
+tokens."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ from nanoactor.messages.scores import RequestScores, TokenScores, ToldScores
 from nanoactor.requests.outputs import Logprob
 
 MAX_PIECE = 1024
-"""Most bytes of a token that are reported; longer ones exist in no vocabulary that we know."""
+"""Maximum number of bytes reported for a token. No vocabulary that we know has longer tokens."""
 
 
 class Score(NamedTuple):
-    """Score of one token."""
+    """Log-probability of one token, with the likeliest tokens at its position."""
 
     token: int
     logprob: float
@@ -28,17 +29,19 @@ class Score(NamedTuple):
 
 
 class ScoreRun(NamedTuple):
-    """Scores of one request, of its prompt or of its output."""
+    """Scores of consecutive tokens of one request, either of its prompt or of its output."""
 
     uid: int
     is_prompt: bool
     scores: list[Score]
     pieces: list[bytes]
-    """The bytes of each token, then of its reported alternatives; none without a tokenizer."""
+    """For each score, the bytes of its token, followed by those of the reported alternatives; empty
+    if there is no tokenizer."""
 
 
 def runs_of(message: RequestScores) -> Iterator[ScoreRun]:
-    """Iterate over the runs of a message; the caller fills in the tokens if it knows them."""
+    """Yield the runs of a message, with -1 for each token id; the caller fills in the ids if it has
+    them."""
     found, at, top = message.scores, 0, 0
     logprobs, ranks = found.logprobs.tolist(), found.ranks.tolist()
     counts, top_ids = found.counts.tolist(), found.top_ids.tolist()
@@ -59,10 +62,10 @@ def runs_of(message: RequestScores) -> Iterator[ScoreRun]:
 def take_first(
     run: ScoreRun, budget: int, most: int, piece: Callable[[int], bytes] | None
 ) -> tuple[ScoreRun, int]:
-    """Take the first scores out of a run, as many as fit into the budget in bytes, but at least
-    one.
+    """Remove the first scores from a run, at most `most` of them, and as many as fit into `budget`
+    bytes, but at least one.
 
-    Returns them, with the bytes of their tokens, and their size in a message.
+    Return the removed scores, with the bytes of their tokens, and their size in a message.
     """
     pieces: list[bytes] = []
     count, taken = 0, 0
@@ -80,7 +83,7 @@ def take_first(
 
 
 def told(runs: list[ScoreRun]) -> ToldScores:
-    """Return the message for the frontend."""
+    """Return the message that reports these scores to the frontend."""
     scores = [score for run in runs for score in run.scores]
     pieces = [piece for run in runs for piece in run.pieces]
     return ToldScores(
@@ -101,17 +104,18 @@ def told(runs: list[ScoreRun]) -> ToldScores:
 
 
 class ToldRun(NamedTuple):
-    """Scores of one request as the user gets them, without the tokens themselves."""
+    """Scores of one request as reported to the user, without the ids of the scored tokens."""
 
     uid: int
     is_prompt: bool
     logprobs: list[tuple[Logprob, dict[int, Logprob]]]
-    """Log-probability of the token itself, and those of the likeliest in its place."""
+    """For each token, its own log-probability and, by token id, those of the likeliest tokens at
+    its position."""
     offsets: list[int]
 
 
 def told_runs(message: ToldScores) -> Iterator[ToldRun]:
-    """Iterate over the runs of a message."""
+    """Yield the runs of a message."""
     found = message.scores
     pieces = _pieces(message)
     logprobs, ranks = found.logprobs.tolist(), found.ranks.tolist()

@@ -1,4 +1,4 @@
-"""The place of each token in its text, for a prompt's log-probabilities."""
+"""Finds the position of each token in its text, for the log-probabilities of a prompt."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ text."""
 
 
 class SpanFinder:
-    """Finds tokens in texts; a token within a character starts at that character."""
+    """Finds the position of each token in a text. A token inside a character starts at that
+    character."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._decoders = DecoderFactory(tokenizer)
 
     def of_ids(self, token_ids: Sequence[int]) -> Spans:
-        """Return the spans in the text that these ids are decoded to, special tokens included."""
+        """Return the spans of these ids in the text that they decode to, including special
+        tokens."""
         return self._decoders.piece(token_ids[0]), self._decoded(token_ids)[1]
 
     def of_text(self, text: str) -> Spans:
-        """Return the spans in this text, which the tokens may spell differently: normalized, or
-        after a token for its beginning."""
+        """Return the spans of the tokens in this text. The tokens may decode to a different text: a
+        normalized one, or one with an additional token at the beginning."""
         from nanoactor.text.tokenizer import refusing  # the user's process imports this module
 
         with refusing("the prompt cannot be tokenized"):

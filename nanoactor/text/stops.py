@@ -1,12 +1,13 @@
-"""Finds stop strings in a stream of text without ever emitting a part of one."""
+"""Finds stop strings in a stream of text, and holds back text that may be the beginning of one."""
 
 from __future__ import annotations
 
 
 class StopMatcher:
-    """Consumes pieces of text; the outcome does not depend on how the text is cut.
+    """Searches pieces of text for stop strings; the result does not depend on where the text is
+    split.
 
-    The match that ends first wins; of those that end together, the longest.
+    The match that ends first wins; of several that end at the same position, the longest.
     """
 
     def __init__(self, stops: tuple[str, ...], include: bool) -> None:
@@ -16,7 +17,8 @@ class StopMatcher:
         self.matched: str | None = None
 
     def push(self, text: str) -> str:
-        """Return the text that may be emitted; after a match, the rest of it, cut as requested."""
+        """Append text; return the text that may be emitted. After a match, this is the text up to
+        the stop string, including it if `include` was set."""
         if not self._stops:
             return text
         held = self._held + text
@@ -47,6 +49,6 @@ class StopMatcher:
         return 0
 
     def finish(self) -> str:
-        """Return the text held back, at the end of the output."""
+        """Return the text that is still held back at the end of the output."""
         held, self._held = self._held, ""
         return held

@@ -1,4 +1,4 @@
-"""A model's chat template: conversations to prompts."""
+"""A model's chat template, which converts conversations to prompts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from nanoactor.text.conversation import (
 )
 from nanoactor.text.template_files import read_template_files
 
-if TYPE_CHECKING:  # the user's process imports this module, and has no use for the library
+if TYPE_CHECKING:  # the user's process imports this module but does not need the library
     from jinja2 import nodes
     from jinja2.ext import Extension
     from jinja2.parser import Parser
@@ -32,30 +32,31 @@ if TYPE_CHECKING:  # the user's process imports this module, and has no use for 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TemplateFacts:
-    """Facts about a model's chat template."""
+    """Capabilities of a model's chat template."""
 
     exists: bool = False
     variables: tuple[str, ...] = ()
-    """The names that it reads."""
+    """Names of the variables that the template reads."""
     members: tuple[str, ...] = ()
-    """Names that it may look up in a message, or in anything else."""
+    """Names that the template may look up in a message or in any other object."""
     call_form: CallForm = "hermes"
-    """The form in which it shows calls."""
+    """Form in which the template renders calls."""
     shows_tools: bool = False
     shows_result_pictures: bool = False
-    """True if an image in a tool result is rendered like one in a user message."""
+    """Whether an image in a tool result is rendered like one in a user message."""
     thoughts: Thoughts = "none"
     """Reasoning mode after a prompt that is rendered without options."""
     knows_thoughts: bool = False
     thoughts_vary: bool = False
-    """True if the reasoning mode also depends on the messages, not only on the options."""
+    """Whether the reasoning mode depends on the messages as well as on the options."""
 
     def possible(self, thoughts: Thoughts) -> Thoughts:
-        """Return the mode that `thoughts_after` found, unless the model has no reasoning."""
+        """Return `thoughts`, the result of `thoughts_after`, or "none" if it is "optional" and the
+        model has no reasoning."""
         return "none" if thoughts == "optional" and not self.knows_thoughts else thoughts
 
     def check(self, options: Mapping[str, Any]) -> None:
-        """Raise `InvalidRequest` for an option that would change nothing."""
+        """Raise `InvalidRequest` for an option that would have no effect."""
         if options.get("tools") and not self.shows_tools:
             raise InvalidRequest("tools: the model's chat template does not show them to the model")
         known = {*self.variables, "add_generation_prompt", "continue_final_message", "tools"}
@@ -68,9 +69,9 @@ class TemplateFacts:
 
 
 def thoughts_after(prompt: str) -> Thoughts:
-    """Return the reasoning mode after a prompt, for a reasoning model: "open" if the prompt ends
-    with an open `<think>`, "none" if it closes the reasoning, as Qwen3's template does when
-    thinking is disabled."""
+    """Return the reasoning mode after a prompt of a reasoning model: "open" if the prompt ends with
+    an open `<think>`, "none" if it ends with `</think>`, as with Qwen3's template when thinking is
+    disabled, else "optional"."""
     end = prompt.rstrip()
     if end.endswith("<think>"):
         return "open"
@@ -95,7 +96,7 @@ _PROBES: tuple[list[dict[str, Any]], ...] = (
     [{"role": "system", "content": "/no_think"}, {"role": "user", "content": "?"}],
     calling({}, "{}"),
 )
-"""Conversations after which some templates open reasoning, and some do not."""
+"""Conversations after which some templates open reasoning and others do not."""
 
 
 _FORMS: tuple[tuple[str, CallForm], ...] = (
@@ -106,7 +107,8 @@ _FORMS: tuple[tuple[str, CallForm], ...] = (
     ("<|python_tag|>", "llama3_json"),
     ("Environment: ipython", "llama3_json"),
 )
-"""What the source of a template that shows calls in some form has; the first counts."""
+"""Texts in a template's source that identify the form in which it renders calls; the first match is
+used."""
 
 
 def _call_form(source: str) -> CallForm:
@@ -116,24 +118,25 @@ def _call_form(source: str) -> CallForm:
 class ChatTemplate:
     """Renders messages as the model was trained to read them.
 
-    The environment is that of transformers: a sandbox, `raise_exception`, `strftime_now`, `tojson`,
-    and the special tokens by name.
+    The environment is the same as in transformers: a sandbox, `raise_exception`, `strftime_now`,
+    `tojson`, and the special tokens by name.
     """
 
     def __init__(
         self, directory: Path, characters: int | None = None, source: str | None = None
     ) -> None:
-        """`characters` limits the prompt's length; `source` replaces the model's own template."""
+        """Compile `source`, or the model's own templates if it is None. `characters` limits the
+        length of the prompt."""
         self._characters = characters
         files = read_template_files(directory, source)
         self._special, self._sources = files.special_tokens, files.sources
-        # Compiled now, so that a malformed template fails the start and not a request.
+        # Compiled now, so that a malformed template raises at startup and not during a request.
         self._templates = {name: _compile(source) for name, source in self._sources.items()}
         self._forms: dict[str, Forms] = {}
-        """By template; found when a conversation asks for it."""
+        """Forms of messages by template; determined when a conversation first needs them."""
 
     def facts(self) -> TemplateFacts:
-        """Derive the template's facts from its source."""
+        """Return the facts that can be derived from the template's source."""
         from jinja2 import meta
 
         if not self._templates:
@@ -150,7 +153,7 @@ class ChatTemplate:
         return TemplateFacts(True, *names, call_form=form, knows_thoughts=thinks)
 
     def probe(self) -> dict[str, Any]:
-        """Return the members of `TemplateFacts` that are found by rendering."""
+        """Return the fields of `TemplateFacts` that are determined by rendering."""
         plain = self._tried(_PROBES[0], {})
         others = [text for probe in _PROBES[1:] if (text := self._tried(probe, {}))]
         thoughts = thoughts_after(plain)
@@ -168,7 +171,7 @@ class ChatTemplate:
         return bool(shown.strip()) and self._picture([*before, result]) == shown
 
     def _picture(self, messages: list[Any]) -> str:
-        """Return a prompt's placeholder of an image."""
+        """Return the placeholder of the image in `_WITH_PICTURE` as these messages render it."""
         _, _, found = self._tried(messages, {}).partition(_BEFORE)
         return found.partition(_AFTER)[0]
 
@@ -181,9 +184,10 @@ class ChatTemplate:
     def render(self, messages: list[Any], options: Mapping[str, Any]) -> str:
         """Return the prompt for these messages.
 
-        `options` are passed to the template (`add_generation_prompt` is true unless given), except
-        `continue_final_message`: with it the prompt ends where the last message does, as in
-        transformers. Raises `InvalidRequest` if the model has no template, or it refuses.
+        `options` are passed to the template (`add_generation_prompt` is true unless given). The
+        exception is `continue_final_message`, with which the prompt ends where the last message
+        ends, as in transformers. Raises `InvalidRequest` if the model has no template, or if the
+        template rejects the messages.
         """
         name = "tool_use" if options.get("tools") and "tool_use" in self._templates else "default"
         if name not in self._templates:
@@ -209,13 +213,13 @@ class ChatTemplate:
         return show(name, fit_messages(messages, self._forms_of(name)), options)
 
     def _continued(self, name: str, messages: list[Any], options: Mapping[str, Any]) -> str:
-        """Render up to the end of the last message's text."""
+        """Return the prompt up to the end of the last message's text."""
         marker = f"\ue000{secrets.token_hex(8)}\ue001"
         marked, text = with_marker(messages, f"{marker} ")
         return up_to_marker(self._rendered(name, marked, options), marker, text)
 
     def _forms_of(self, name: str) -> Forms:
-        """Return the forms of messages that a template reads."""
+        """Return the message forms that a template reads."""
         if name not in self._forms:
 
             def tried(probe: list[dict[str, Any]]) -> str:
@@ -245,7 +249,7 @@ class ChatTemplate:
             raise InvalidRequest(f"the chat template refuses these messages: {why}") from error
 
     def _bounded(self, pieces: Iterator[str]) -> str:
-        """Return all pieces as one text, unless it is too long."""
+        """Join all pieces to one text. Raises `InvalidRequest` if the text is too long."""
         text, size = [], 0
         for piece in pieces:
             size += len(piece)
@@ -311,9 +315,9 @@ def _environment() -> Any:
 
 
 def _generation_tag() -> type[Extension]:
-    """Return the one tag that chat templates use beyond jinja's own: `{% generation %}` to
-    `{% endgeneration %}` marks what an assistant wrote, for training. A prompt is rendered as if
-    the tags were not there."""
+    """Return an extension for the only tag that chat templates use in addition to jinja's own: `{%
+    generation %}` to `{% endgeneration %}` marks the text of an assistant, for training. A prompt
+    is rendered as if the tags were not there."""
     from jinja2.ext import Extension
 
     class GenerationTag(Extension):

@@ -1,6 +1,6 @@
-"""The files in which a model keeps its chat templates and its special tokens.
+"""The files that contain a model's chat templates and special tokens.
 
-The places, and which of two goes first, are those of transformers' tokenizers and processors.
+Their places and their precedence are those of transformers' tokenizers and processors.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ PROCESSOR, CONFIG, SPECIAL = (
     "special_tokens_map.json",
 )
 TEMPLATE_FILES = (JINJA, LEGACY, PROCESSOR)
-"""Files that hold templates, besides a tokenizer's configuration."""
+"""Files that contain templates, in addition to the tokenizer's configuration."""
 _OF_PROCESSORS = (PROCESSOR, "preprocessor_config.json")
-"""Files of models for which transformers reads a processor's template before the tokenizer's."""
+"""Files of models for which transformers reads the processor's templates before the tokenizer's."""
 _QWEN = dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>")
 _DEFAULTS = {"Qwen2Tokenizer": _QWEN, "Qwen2TokenizerFast": _QWEN}
-"""Special tokens of a transformers class, used if no file names others."""
+"""Special tokens by transformers class, used if no file names others."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TemplateFiles:
-    """A model's chat templates and the special tokens that they may name."""
+    """A model's chat templates, and the special tokens that they may refer to."""
 
     sources: Mapping[str, str]
-    """By name; most models have one, "default"."""
+    """Source of each template, by name; most models have only "default"."""
     special_tokens: Mapping[str, str]
     note: str = ""
-    """Name of the template in use if there are several different ones, else empty."""
+    """Message about the template in use if the files contain different ones; else empty."""
 
 
 def read_template_files(directory: Path, template: str | None = None) -> TemplateFiles:
-    """Read the files; `template` replaces the model's own. Raises `ModelError` for a malformed
-    file."""
+    """Read a model's templates and special tokens; `template` replaces the model's own templates.
+    Raises `ModelError` for a malformed file."""
     try:
         config = optional_json(directory / CONFIG)
         found = _found(directory, config)
@@ -63,7 +63,7 @@ def read_template_files(directory: Path, template: str | None = None) -> Templat
 
 
 def _found(directory: Path, config: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Return templates by their place, in order of precedence."""
+    """Return the templates by the name of their file, in order of precedence."""
     processes = any((directory / name).exists() for name in _OF_PROCESSORS)
     jinja = _of_jinja_files(directory)
     legacy = _named(optional_json(directory / LEGACY).get("chat_template"))
@@ -72,7 +72,7 @@ def _found(directory: Path, config: Mapping[str, Any]) -> dict[str, dict[str, st
     of_files = {PROCESSOR: of_processor, JINJA: jinja}
     if processes:
         places = {**of_files, LEGACY: legacy, CONFIG: of_tokenizer}
-    else:  # transformers' tokenizers read no JSON file with a template
+    else:  # transformers' tokenizers do not read chat_template.json
         places = {**of_files, CONFIG: of_tokenizer, LEGACY: legacy}
     return {place: sources for place, sources in places.items() if sources}
 
@@ -91,7 +91,7 @@ def _text(path: Path) -> str:
 
 
 def _named(given: Any) -> dict[str, str]:
-    """Return templates by name, from a text, a list of named ones or a dict."""
+    """Return templates by name, given a single text, a list of named templates, or a dict."""
     if given is None:
         return {}
     found = {"default": given} if isinstance(given, str) else given
@@ -103,13 +103,14 @@ def _named(given: Any) -> dict[str, str]:
 
 
 def special_tokens(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the special tokens that the files name, a tokenizer's configuration among them: the
-    seven of all models, and others of one model (`image_token`, say)."""
+    """Return the special tokens, by name, that the tokenizer's `config` and the model's other files
+    define: the seven that all models may have, and those of a particular model (`image_token`,
+    say)."""
     given: dict[str, Any] = {**_DEFAULTS.get(str(config.get("tokenizer_class")), {})}
     given |= {name: value for name, value in config.items() if name.endswith("_token")}
     own = config.get("extra_special_tokens")
     given |= own if isinstance(own, dict) else {}
-    if "added_tokens_decoder" not in config:  # saved by versions that wrote a file of their own
+    if "added_tokens_decoder" not in config:  # saved by versions that wrote a separate file
         older = optional_json(directory / SPECIAL)
         given |= {name: value for name, value in older.items() if name.endswith("_token")}
     texts = {
@@ -120,5 +121,5 @@ def special_tokens(directory: Path, config: Mapping[str, Any]) -> dict[str, str]
 
 
 def optional_json(path: Path) -> dict[str, Any]:
-    """Return a file's JSON object; an empty one if there is no such file."""
+    """Return the JSON object in a file; an empty dict if the file does not exist."""
     return read_json(path) if path.exists() else {}

@@ -25,7 +25,7 @@ from nanoactor.text.patterns import is_bounded
 
 
 def load_tokenizer(directory: Path, name: str = "tokenizer.json") -> Tokenizer:
-    """Return the `tokenizer.json` of a model, with the tokens that other files add to it; raises
+    """Load a model's `tokenizer.json`, with the tokens that other files add to it. Raises
     `ModelError` if it is missing or malformed."""
     path = directory / name
     if not path.exists():
@@ -37,7 +37,7 @@ def load_tokenizer(directory: Path, name: str = "tokenizer.json") -> Tokenizer:
     except Exception as error:  # the library raises bare Exception
         raise ModelError(f"{path} is not a tokenizer: {error}") from error
     add_tokens(tokenizer, directory)
-    # Saved with some tokenizers for batches in training; a prompt must arrive as it is.
+    # Some tokenizers were saved with these settings for training; a prompt must stay unchanged.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -46,7 +46,7 @@ def load_tokenizer(directory: Path, name: str = "tokenizer.json") -> Tokenizer:
 def _read(path: Path) -> Tokenizer:
     with path.open("rb") as file:
         marked = file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8
-    if marked:  # the library takes it for a part of the JSON
+    if marked:  # the library would parse the mark as JSON
         return Tokenizer.from_str(path.read_text(encoding="utf-8-sig"))
     return Tokenizer.from_file(str(path))
 
@@ -56,21 +56,22 @@ Piece = tuple[str, bool]
 
 
 class TextEncoder:
-    """Prompts to token ids."""
+    """Encodes prompts to token ids."""
 
     def __init__(self, directory: Path, reserved: Sequence[int] = ()) -> None:
-        """`reserved`: ids that only a conversation's template may write, as placeholders."""
+        """Load the tokenizer. `reserved` are the ids of placeholders, which only a conversation's
+        template may write."""
         self._tokenizer = load_tokenizer(directory)
         self.is_bounded = is_bounded(_steps(self._tokenizer))
-        """True if time and memory are bounded by the text's length; otherwise `pieces` are encoded
-        elsewhere."""
+        """Whether time and memory are bounded by the length of the text. If not, pieces must be
+        encoded in another process."""
         names = [self._tokenizer.id_to_token(token) for token in reserved]
-        # Unguessable: no text has them unless it was given them here.
+        # Random, so that no text contains one unless it was inserted here.
         self._hidden = {f"\ue000{secrets.token_hex(8)}\ue001": name for name in names if name}
         self._spelt = {hidden: self._spell(name) for hidden, name in self._hidden.items()}
 
     def _spell(self, name: str) -> list[int]:
-        """Return the ids of a special token's name as plain characters."""
+        """Return the token ids of a special token's name, encoded as ordinary text."""
         before = self._tokenizer.encode_special_tokens
         self._tokenizer.encode_special_tokens = True
         try:
@@ -80,37 +81,40 @@ class TextEncoder:
             self._tokenizer.encode_special_tokens = before
 
     def hide_placeholders(self, text: str) -> str:
-        """Return a conversation (JSON, before its template sees it) with user text that spells a
-        placeholder hidden; `encode_rendered` turns it into plain characters."""
+        """Return a conversation (JSON, before it is rendered) in which user text that spells a
+        placeholder is replaced by a marker. `encode_rendered` encodes a marker as the ordinary text
+        of the placeholder's name."""
         for hidden, name in self._hidden.items():
             text = text.replace(name, hidden)
         return text
 
     def encode(self, pieces: Sequence[Piece]) -> list[list[int]]:
-        """Return the ids of each of these texts. Raises `InvalidRequest` for invalid Unicode, and
-        if the library fails."""
+        """Return the token ids of each text. Raises `InvalidRequest` for invalid Unicode, or if the
+        library fails."""
         return encode_all(self._tokenizer, pieces)
 
     def encode_text(self, text: str, special: bool = True) -> Int32:
-        """Return the ids of a text; with `special`, those that the tokenizer adds by itself too."""
+        """Return the token ids of a text. `special` includes the special tokens that the tokenizer
+        adds."""
         return np.array(self.encode([(text, special)])[0], np.int32)
 
     def encode_rendered(self, text: str) -> Int32:
-        """Return the ids of a conversation: its template has written all special tokens itself."""
+        """Return the token ids of a rendered conversation. No special tokens are added: the
+        template has written them."""
         return self.joined(text, self.encode(self.rendered_pieces(text)))
 
     def rendered_pieces(self, text: str) -> list[Piece]:
-        """Return the texts of a rendered conversation, around its hidden parts."""
+        """Return the texts around the hidden placeholders of a rendered conversation."""
         return [(piece, False) for piece in self._split(text) if piece not in self._spelt]
 
     def joined(self, text: str, ids: Sequence[Sequence[int]]) -> Int32:
-        """Return the ids of a rendered conversation, from those of its pieces."""
+        """Return the token ids of a rendered conversation, given the ids of each of its pieces."""
         found = iter(ids)
         parts = [self._spelt.get(piece) or next(found) for piece in self._split(text)]
         return np.array(list(itertools.chain.from_iterable(parts)), np.int32)
 
     def id_of(self, tag: str) -> int | None:
-        """Return the id of a token that was added to the vocabulary for a tag; None without one."""
+        """Return the id of the added token for a tag; None if there is none."""
         added = self._tokenizer.get_added_tokens_decoder()
         return next((id_ for id_, token in added.items() if token.content == tag), None)
 
@@ -120,8 +124,8 @@ class TextEncoder:
         return re.split("(" + "|".join(map(re.escape, self._hidden)) + ")", text)
 
     def decode(self, token_ids: list[int]) -> str:
-        """Return the text of ids, special tokens included; raises `InvalidRequest` for unknown
-        ones."""
+        """Return the text of token ids, including special tokens. Raises `InvalidRequest` for an
+        unknown id."""
         size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         for token in token_ids:
             if not 0 <= token < size:
@@ -132,21 +136,21 @@ class TextEncoder:
 
 
 def _steps(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the steps before a tokenizer's vocabulary, as its file has them."""
+    """Return a tokenizer's normalizer and pre-tokenizer, as in its JSON file."""
     steps = {"normalizer": tokenizer.normalizer, "pre_tokenizer": tokenizer.pre_tokenizer}
     return {name: json.loads(one.__getstate__()) if one else None for name, one in steps.items()}
 
 
 def encode_all(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> list[list[int]]:
-    """Return the ids of each of these texts. Raises as `TextEncoder.encode` does."""
+    """Return the token ids of each text. Raises as `TextEncoder.encode` does."""
     with refusing("the prompt cannot be tokenized"):
         return [tokenizer.encode(text, add_special_tokens=special).ids for text, special in pieces]
 
 
 @contextlib.contextmanager
 def refusing(what: str) -> Iterator[None]:
-    """Convert the library's errors for a text into that request's error, which starts with
-    `what`."""
+    """Convert the library's errors in this context to errors of the request, whose messages start
+    with `what`."""
     try:
         with native_calls():
             yield
