@@ -1,11 +1,13 @@
 """nanoactor: an LLM inference engine made of actors.
 
-Importing this package is light; torch is imported only in runner processes.
+Importing this package is cheap: its modules are loaded on first use, and the engine imports torch
+only in runner processes.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -49,7 +51,11 @@ if TYPE_CHECKING:
     from nanoactor.requests.structured_outputs import StructuredOutputsParams
     from nanoactor.vision.video import Video
 
-__version__ = "0.1.0"
+    __version__: str
+    """The release; in a git checkout, "+g" and the commit follow."""
+
+RELEASE = "0.2.0"
+"""Version of the next or last release. pyproject.toml reads it."""
 __all__ = [
     "LLM",
     "AsyncLLM",
@@ -131,10 +137,27 @@ _HOMES = {
 }
 
 
+def check_platform() -> None:
+    """Raise `UnsupportedPlatform` on anything but Linux, before modules are imported that other
+    systems lack."""
+    if sys.platform != "linux":
+        from nanoactor.errors import UnsupportedPlatform
+
+        raise UnsupportedPlatform(
+            f"nanoactor runs on Linux only, and this is {sys.platform}: use a Linux machine, a "
+            "container, or WSL 2 on Windows; a server there can be used from here"
+        )
+
+
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        globals()[name] = importlib.import_module("nanoactor.api.version").version()
+        return globals()[name]
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if home.startswith("nanoactor.api."):
+        check_platform()
     return getattr(importlib.import_module(home), name)
 
 

@@ -1,5 +1,21 @@
-"""Run `python -m nanoactor`."""
+"""Entry point of the command `nanoactor` and of `python -m nanoactor`."""
 
-from nanoactor.cli import main
+import sys
 
-main()
+from nanoactor import check_platform
+from nanoactor.errors import UnsupportedPlatform
+
+
+def main() -> None:
+    """Run the command line, on a platform that can."""
+    try:
+        check_platform()
+    except UnsupportedPlatform as error:
+        sys.exit(f"nanoactor: {error}")
+    from nanoactor.cli import main as run
+
+    run()
+
+
+if __name__ == "__main__":
+    main()

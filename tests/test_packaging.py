@@ -1,5 +1,9 @@
 """What `pyproject.toml` names is there, and what is there reaches the wheel."""
 
+import dataclasses
+import email
+import email.message
+import importlib.util
 import re
 import shutil
 import subprocess
@@ -10,6 +14,8 @@ from pathlib import PurePath
 
 import pytest
 
+import nanoactor
+from nanoactor.api.version import commit_of
 from tests.product_files import ROOMS, ROOT, matching
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -60,20 +66,28 @@ def test_data_of_a_package_is_there(package, pattern):
     matching(f"{room}/{rest}/{pattern}" if room in ROOMS[1:] else f"{folder}/{pattern}")
 
 
+@dataclasses.dataclass
+class Wheel:
+    names: set[str]
+    metadata: email.message.Message
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """The names in a wheel that is built from a copy of the tree."""
+    """A wheel that is built from a copy of the tree."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for room in ROOMS:
         ignored = shutil.ignore_patterns("__pycache__", "*.nbi", "*.nbc")
         shutil.copytree(ROOT / room, source / room, symlinks=True, ignore=ignored)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
     subprocess.run([sys.executable, "-c", build, out], cwd=source, check=True, capture_output=True)
     (path,) = out.glob("*.whl")
     with zipfile.ZipFile(path) as archive:
-        return set(archive.namelist())
+        (name,) = (one for one in archive.namelist() if one.endswith(".dist-info/METADATA"))
+        metadata = email.message_from_bytes(archive.read(name))
+        return Wheel(set(archive.namelist()), metadata)
 
 
 def in_wheel(path):
@@ -98,13 +112,103 @@ def in_wheel(path):
     ],
 )
 def test_each_of_these_files_is_in_the_wheel(wheel, pattern):
-    assert {in_wheel(path) for path in matching(pattern)} - wheel == set()
+    assert {in_wheel(path) for path in matching(pattern)} - wheel.names == set()
 
 
 def test_what_trained_the_demos_is_not_in_the_wheel(wheel):
-    inside = {name for name in wheel if name.startswith(tuple(f"nanoactor/{d}" for d in DEMOS))}
+    inside = {
+        name for name in wheel.names if name.startswith(tuple(f"nanoactor/{d}" for d in DEMOS))
+    }
     assert {PurePath(name).suffix for name in inside} == {".json", ".safetensors", ".md"}
 
 
 def test_nothing_else_is_in_the_wheel(wheel):
-    assert {name.partition("/")[0].partition("-")[0] for name in wheel} == {"nanoactor"}
+    assert {name.partition("/")[0].partition("-")[0] for name in wheel.names} == {"nanoactor"}
+
+
+def test_links_of_the_long_description_are_absolute(wheel):
+    text = wheel.metadata.get_payload()
+    targets = re.findall(r"\]\(([^)]+)\)", text)
+    base = PROJECT["project"]["urls"]["Repository"]
+    ours = [target for target in targets if target.startswith(base)]
+    assert len(ours) > 30
+    assert [one for one in targets if not re.match("https?://|#", one)] == []
+    for target in ours:
+        kind, _, rest = target.removeprefix(f"{base}/").partition("/")
+        tag, _, path = rest.partition("/")
+        assert tag == f"v{nanoactor.RELEASE}"
+        picture = PurePath(path.partition("#")[0]).suffix in {".png", ".svg"}
+        assert (kind == "raw") == picture
+        assert (ROOT / path.partition("#")[0]).exists()
+
+
+def test_the_version_is_written_once(wheel):
+    assert wheel.metadata["Version"] == nanoactor.RELEASE
+    assert nanoactor.__version__.partition("+")[0] == nanoactor.RELEASE
+    assert "version" not in PROJECT["project"]
+
+
+def git(folder, *words):
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b.invalid")
+    command = ("git", *identity, *words)
+    return subprocess.check_output(
+        command, cwd=folder, text=True, stderr=subprocess.DEVNULL
+    ).strip()
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_the_version_of_a_checkout_names_its_commit(tmp_path):
+    """On a branch, detached, with packed references, in a worktree; None without a commit."""
+    repository, tree = tmp_path / "repository", tmp_path / "tree"
+    repository.mkdir()
+    assert commit_of(repository) is None
+    git(repository, "init", "-q", "-b", "main")
+    assert commit_of(repository) is None
+    git(repository, "commit", "-q", "--allow-empty", "-m", "one")
+    one = git(repository, "rev-parse", "HEAD")
+    assert commit_of(repository) == one
+    git(repository, "worktree", "add", "-q", "-b", "other", str(tree))
+    git(tree, "commit", "-q", "--allow-empty", "-m", "two")
+    two = git(tree, "rev-parse", "HEAD")
+    git(repository, "checkout", "-q", "--detach")
+    for _ in range(2):
+        assert (commit_of(repository), commit_of(tree)) == (one, two)
+        git(repository, "pack-refs", "--all")
+        git(repository, "checkout", "-q", "main")
+
+
+@pytest.fixture(scope="module")
+def releasing():
+    found = importlib.util.spec_from_file_location("releasing", ROOT / ".ci" / "release.py")
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+def test_a_release_needs_its_section_of_the_changelog(releasing):
+    assert releasing.release() == nanoactor.RELEASE
+    releasing.check_changelog(
+        "1.2.3", "# Changelog\n\n## 1.2.3 - 2026-01-31\n\n## 1.2.2 - 2026-01-01\n"
+    )
+    for heading in ("Unreleased", "1.2.3", "1.2.3 (unreleased)", "1.2.4 - 2026-01-31"):
+        with pytest.raises(releasing.Refused, match="begins with"):
+            releasing.check_changelog("1.2.3", f"# Changelog\n\n## {heading}\n")
+
+
+@pytest.mark.long
+def test_a_dry_run_of_a_release(tmp_path):
+    """In an environment of its own; it builds HEAD, not what is not committed."""
+    python = tmp_path / "venv" / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    tools = PROJECT["project"]["optional-dependencies"]["release"]
+    subprocess.run([python, "-m", "pip", "install", "-q", *tools], check=True)
+    out = tmp_path / "dist"
+    command = [python, ROOT / ".ci" / "release.py", "--dry-run", "--out", out]
+    done = subprocess.run(command, text=True, capture_output=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    version = nanoactor.RELEASE
+    assert {path.name for path in out.iterdir()} == {
+        f"nanoactor-{version}.tar.gz",
+        f"nanoactor-{version}-py3-none-any.whl",
+        f"nanoactor-{version}.cdx.json",
+    }

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import nanoactor
 import nanoactor.models.errors as model_errors
 import nanoactor.runtime.errors as runtime_errors
 from nanoactor import LLM, AsyncLLM, SamplingParams
@@ -244,3 +245,33 @@ def test_a_cache_beyond_memory_is_refused_with_the_arithmetic():
     ):
         LLM("demo", num_kv_blocks=10**9)
     assert not children()
+
+
+ELSEWHERE = """
+import builtins, signal, sys
+
+sys.platform = "win32"
+del signal.SIGHUP, signal.SIGKILL
+import_ = builtins.__import__
+
+def without(name, *args, **kwargs):
+    if name in {"fcntl", "resource", "pwd", "termios", "uvloop"}:
+        raise ModuleNotFoundError(f"No module named {name!r}")
+    return import_(name, *args, **kwargs)
+
+builtins.__import__ = without
+"""
+
+
+def test_other_platforms_get_a_sentence():
+    """As on Windows, where some modules and signals do not exist."""
+    code = ELSEWHERE + "import nanoactor\nprint(nanoactor.__version__)\nfrom nanoactor import "
+    for name in ("LLM", "AsyncLLM"):
+        command = [sys.executable, "-c", code + name]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.stdout.startswith(nanoactor.RELEASE)
+        assert "UnsupportedPlatform: nanoactor runs on Linux only" in done.stderr
+    command = [sys.executable, "-c", ELSEWHERE + "from nanoactor.__main__ import main; main()"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stderr.startswith("nanoactor: nanoactor runs on Linux only, and this is win32")
+    assert done.returncode == 1

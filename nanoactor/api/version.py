@@ -1,0 +1,55 @@
+"""The version, with the commit of a checkout."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from nanoactor import RELEASE
+
+_HASH = re.compile(r"[0-9a-f]{40}")
+_SHORT = 9
+
+
+def version() -> str:
+    """Return the release, for instance "0.2.0"; in a git checkout "0.2.0+g" and the first digits of
+    the commit follow. Changes that are not committed do not show."""
+    commit = commit_of(Path(__file__).resolve().parents[2])
+    return f"{RELEASE}+g{commit[:_SHORT]}" if commit else RELEASE
+
+
+def commit_of(folder: Path) -> str | None:
+    """Return the hash of the commit that is checked out in this folder, or None if it is not the
+    root of a git checkout. Only files are read; git need not be installed."""
+    try:
+        root = _git_folder(folder / ".git")
+        head = (root / "HEAD").read_text().strip()
+        if not head.startswith("ref: "):
+            return head if _HASH.fullmatch(head) else None
+        return _resolve(root, head.removeprefix("ref: "))
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _git_folder(path: Path) -> Path:
+    """Return the folder of a checkout's HEAD: `.git` itself or, in a worktree, the folder that the
+    file `.git` names."""
+    if path.is_dir():
+        return path
+    return path.parent / path.read_text().strip().removeprefix("gitdir: ")
+
+
+def _resolve(root: Path, name: str) -> str | None:
+    """Return the hash of a reference, which has a file of its own or a line in `packed-refs`. Those
+    of a worktree are in the folder that `commondir` names."""
+    common = root / "commondir"
+    for folder in (root, root / common.read_text().strip() if common.exists() else root):
+        if (folder / name).is_file():
+            found = (folder / name).read_text().strip()
+            return found if _HASH.fullmatch(found) else None
+        if (packed := folder / "packed-refs").is_file():
+            for line in packed.read_text().splitlines():
+                digits, _, reference = line.partition(" ")
+                if reference == name and _HASH.fullmatch(digits):
+                    return digits
+    return None
