@@ -10,17 +10,22 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo serve test test-long test-clients test-npu lint bench clean
 
-# Modules are compiled when they are first imported, which most never are.
-.venv/.ready: pyproject.toml constraints.txt
+# What users install: no compilers, linters or clients of the tests. Modules are compiled when they
+# are first imported, which most never are.
+.venv/.installed: pyproject.toml setup.py constraints.txt
 	$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info < (3, 14), "nanoactor needs Python 3.11 to 3.13, this is " + sys.version'
 	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable .
+	touch $@
+
+.venv/.ready: .venv/.installed
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	touch $@
 
-demo: .venv/.ready
+demo: .venv/.installed
 	$(BIN)/nanoactor generate demo "$$(printf 'ROMEO:\nBut soft, what light')" --max-tokens 200 --min-tokens 150
 
-serve: .venv/.ready
+serve: .venv/.installed
 	$(BIN)/nanoactor serve demo
 
 # Both invocations run to their end, and leave what failed and their exit status for .ci/again.py.
