@@ -248,7 +248,7 @@ def test_an_option_is_made_of_a_field_alone():
     assert "--mode {slow,fast} Default: slow." in text
     for left_out in ("needed", "kind", "table", "nested"):
         assert left_out not in text
-    assert values(parser.parse_args([]), Params) == {"novelty": 0.5}
+    assert values(parser.parse_args([]), Params) == {}
     said = [
         "--novelty",
         "none",
@@ -283,7 +283,7 @@ def test_a_seed_is_the_requests_own():
     args = cli._parse(["generate", "demo", "--seed", "7", "hello"])
     assert args.prompt == "hello"
     assert values(args, SamplingParams) == {"seed": 7}
-    assert values(args, EngineConfig) == {"max_num_seqs": 8}
+    assert values(args, EngineConfig) == {}
 
 
 @pytest.mark.parametrize(
@@ -314,3 +314,46 @@ def test_text_is_utf_8_whatever_the_locale():
         )
         assert done.stdout.decode(errors="replace").startswith("Größe 你好")
         assert b"14 + 3 tokens" in done.stderr
+
+
+def test_a_file_of_prompts_is_answered_in_order(tmp_path):
+    """Strings, ids, chats and parameters; a line that fails does not affect others."""
+    lines = [
+        "ROMEO:",
+        {"prompt": "JULIET:", "max_tokens": 3, "id": "second"},
+        {"messages": [{"role": "user", "content": "Speak."}], "n": 2},
+        {"prompt_token_ids": [5, 6, 7]},
+        {"prompt": "x", "max_token": 3, "id": 5},
+        {"text": "x"},
+        ["ROMEO:"],
+        {"prompt": ["ROMEO:"]},
+        *("HAMLET:" for _ in range(20)),
+    ]
+    path = tmp_path / "prompts.jsonl"
+    text = "\n".join(map(json.dumps, lines))
+    path.write_text(text.replace("\n", "\n\n", 1) + "\nnot JSON\n")
+    options = ("--max-tokens", "5", "--temperature", "0", "--max-num-seqs", "2")
+    done = run("generate", "demo", *FAST, "--prompts", str(path), *options)
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert done.returncode == 1, done.stderr
+    assert [one["index"] for one in found] == list(range(len(lines) + 1))
+    lengths = [[len(a["token_ids"]) for a in one.get("outputs", [])] for one in found]
+    assert lengths == [[5], [3], [5, 5], [5], [], [], [], [], *([5] for _ in range(20)), []]
+    assert {one.get("id") for one in found} == {None, "second", 5}
+    errors = [one["error"]["message"] for one in found if "error" in one]
+    assert {one["error"]["type"] for one in found if "error" in one} == {"InvalidRequest"}
+    expected = ("max_tokens", "exactly one of", "a JSON string", "must be a string", "not JSON")
+    for message, part in zip(errors, expected, strict=True):
+        assert part in message
+    again = run("generate", "demo", *FAST, "--prompts", "-", *options, input='"ROMEO:"\n')
+    assert again.returncode == 0, again.stderr
+    assert len(json.loads(again.stdout)["outputs"][0]["token_ids"]) == 5
+
+
+def test_a_file_of_prompts_that_does_not_exist_is_refused(tmp_path):
+    done = run("generate", "demo", *FAST, "--prompts", str(tmp_path / "none"))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "--prompts" in done.stderr
+    done = run("generate", "demo", *FAST, "--prompts", "-", "ROMEO:")
+    assert done.returncode == 1
+    assert "give no prompt" in done.stderr

@@ -16,7 +16,7 @@ from typing import Any
 import nanoactor
 from nanoactor.cli.options import add_options
 from nanoactor.cli.serve import KEY_VARIABLE, VLLM_KEY_VARIABLE, run_on_uvloop, run_server
-from nanoactor.cli.stream import chat, generate
+from nanoactor.cli.stream import ONE_USER, chat, generate
 from nanoactor.compat.flags import NOTES, Line, add_flags, canonical
 from nanoactor.doctor import Machine, examine
 from nanoactor.doctor.finding import as_json, as_text
@@ -149,18 +149,24 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     for command in (one, talk, http):
         command.add_argument("model", nargs="?", help=_MODEL)
     one.add_argument("prompt", nargs="?", help="default: standard input")
+    one.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help="answer each line of this file ('-': standard input) and print one JSON object per "
+        "line, in order. A line is a JSON string, or an object with `prompt`, `prompt_token_ids` "
+        "or `messages`, and optionally `id` and sampling parameters",
+    )
     talk.add_argument("--system", help="a system message at the start of the conversation")
     fields: dict[argparse.ArgumentParser, dict[str, Any]] = {}
     for command in (one, talk):
         sampling = command.add_argument_group("sampling (default: what the model's files say)")
-        # There is one user: the start is faster with fewer batch sizes to prepare.
         engine = command.add_argument_group("engine")
-        fields[command] = add_options(engine, EngineConfig, max_num_seqs=8)
+        fields[command] = add_options(engine, EngineConfig, **ONE_USER)
         add_options(sampling, SamplingParams)
         command.add_argument(
             "--trace", metavar="FILE", help="write a timeline of all actors, for ui.perfetto.dev"
         )
-        command.add_argument("--json", action="store_true", help="print one JSON object per line")
+        command.add_argument("--json", action="store_true", help="print a JSON object per delta")
         command.add_argument(
             "--image",
             metavar="FILE",

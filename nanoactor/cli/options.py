@@ -28,8 +28,8 @@ slow."""
 
 
 def add_options(group: Any, config: type[Any], **defaults: Any) -> dict[str, Mapping[str, Any]]:
-    """Add an option for each field of a dataclass; `defaults` override the fields' own defaults.
-    Return the argparse settings of each option, by field.
+    """Add an option for each field of a dataclass; `defaults` replace the fields' own defaults in
+    the help texts. Return the argparse settings of each option, by field.
 
     A boolean option has a `--no-` form, too, and an option for a sequence may be repeated. Fields
     without a default are omitted, as they are for positional arguments, and so are fields of a type
@@ -56,7 +56,7 @@ def add_options(group: Any, config: type[Any], **defaults: Any) -> dict[str, Map
         added[field.name] = known
         group.add_argument(
             *(f"--{name}" for name in names),
-            default=defaults.get(field.name, argparse.SUPPRESS),
+            default=argparse.SUPPRESS,
             help=text.strip().replace("%", "%%"),
             **known,
         )
