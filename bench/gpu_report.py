@@ -25,7 +25,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- gpu-tables -->", "<!-- /gpu-tables -->"
-MODELS = {"0.6b": "Qwen3-0.6B", "8b": "Qwen3-8B"}
+MODELS = {
+    "0.6b": "Qwen3-0.6B",
+    "8b": "Qwen3-8B",
+    "8b-fp8": "Qwen3-8B in FP8",
+    "30b-a3b-fp8": "Qwen3-30B-A3B in FP8",
+}
 BATCHES = ("1", "2", "4", "8", "16", "64", "256")
 VARIANTS = {"--sync", "--enforce-eager", "--plan-lead", "--max-depth", "--no-decode-kernel"}
 SINGLE, OURS, PEER = "nanoactor (depth 1)", "nanoactor (depth 2)", "vLLM"

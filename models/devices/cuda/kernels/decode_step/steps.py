@@ -47,7 +47,8 @@ _STOPPED = 0x80000000
 _WIDE, _FASTER_UP_TO = 4096, 8
 """Hidden size of wide models, and the maximum number of rows for which the kernel is faster for
 them. Measured on an H200 with contexts of 1,024: 16 rows of 8B take 5.51 ms with the kernel and
-5.43 with operators, 8 rows 4.63 and 5.32; 16 rows of 0.6B 1.32 and 1.72 (docs/gpu.md)."""
+5.43 with operators, 8 rows 4.63 and 5.32; 16 rows of 0.6B 1.32 and 1.72
+(docs/gpu_measurements.md)."""
 _PACKED_EXPERTS_UP_TO = 4
 """Maximum number of rows for which the kernel is faster with packed experts. Measured on an H200
 with 30B-A3B in FP8: 4 rows take 3.95 ms with the kernel and 4.47 with operators, 8 rows 6.12 and

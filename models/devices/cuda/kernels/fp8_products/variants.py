@@ -18,7 +18,8 @@ ROUNDING, ROUNDING_THREADS = "round_rows", 256
 AT_ONCE = 8
 """Number of blocks of inputs that a warp rounds."""
 TRITON_UP_TO = 64
-"""Maximum number of rows for which the kernels in Triton are faster (docs/gpu.md)."""
+"""Maximum number of rows for which the kernels in Triton are faster
+(docs/gpu_measurements.md)."""
 _MIN_PAIRS, _LARGE_TILE_PAIRS = 32, 128
 """Mean number of pairs per expert from which these kernels are faster than those in Triton, and
 from which tiles of 128 rows are faster than tiles of 64, on an H200."""
