@@ -118,19 +118,20 @@ async def continue_every_cut(one, two, prompt, params, most=None):
     return len(cuts)
 
 
-@pytest.mark.parametrize("most", [24, pytest.param(None, marks=pytest.mark.long)])
+@pytest.mark.parametrize("most", [10, pytest.param(None, marks=pytest.mark.long)])
 @pytest.mark.parametrize("part", range(2))
 @on_a_loop
 async def test_every_cut(part, most):
-    """Engines take longer to start than a kind of request to be cut at 24 places."""
+    """Engines take longer to start than a kind of request to be cut at 10 places."""
     async with two_engines() as (one, two):
         for prompt, params in kinds()[part::2]:
             cuts = await continue_every_cut(one, two, prompt, params, most)
             assert cuts > 1 or params.max_tokens == 1, params
 
 
+@pytest.mark.parametrize("most", [6, pytest.param(None, marks=pytest.mark.long)])
 @on_a_loop
-async def test_every_cut_of_answers_about_pictures():
+async def test_every_cut_of_answers_about_pictures(most):
     pictures = [drawn("47"), drawn("8")]
     async with two_engines(DEMO_VL, max_model_len=512) as (one, two):
         place = one.files.config.vision.image_token_id
@@ -143,7 +144,7 @@ async def test_every_cut_of_answers_about_pictures():
             params = SamplingParams.for_model(
                 seed=seed, max_tokens=16, ignore_eos=True, temperature=1.5, logprobs=1
             )
-            assert await continue_every_cut(one, two, prompt, params) > 1
+            assert await continue_every_cut(one, two, prompt, params, most) > 1
 
 
 @on_a_loop

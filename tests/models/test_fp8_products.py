@@ -30,6 +30,11 @@ from tests.models.fp8_products_emulated import EmulatedKernels, Hang, map_of
 from tests.models.test_fp8 import assert_near, moved, packed_matrix, rounded
 
 
+def later(*values):
+    """A case for `make test-long`: each emulates a kernel for seconds."""
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
 @pytest.fixture
 def emulated(monkeypatch):
     def mapped(kind, address, sizes, strides, box):
@@ -149,14 +154,14 @@ def test_experts(emulated, monkeypatch, tokens, experts, chosen, hidden, inner, 
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("ring.wait_empty();", ""),
+        later("ring.wait_empty();", ""),
         ("barrier_passed(full + 8 * at, parity)", "true"),
-        ("shuffle(held[m], turn)", "shuffle(held[m], 0)"),
+        later("shuffle(held[m], turn)", "shuffle(held[m], 0)"),
         ("block * a.units <= begin", "true"),
         ("put_shared4(word, before == last - first)", "put_shared4(word, before == 0)"),
-        ("a.arrivals[tile.number] = 0;", ";"),
-        ("(lane / 2 ^ slot % 8)", "(lane / 2)"),
-        ("output + 1 < outputs && ((long)y & 3) == 0", "true"),
+        later("a.arrivals[tile.number] = 0;", ";"),
+        later("(lane / 2 ^ slot % 8)", "(lane / 2)"),
+        later("output + 1 < outputs && ((long)y & 3) == 0", "true"),
     ],
 )
 def test_planted_bugs_of_products_are_found(emulated, monkeypatch, old, new):
@@ -180,13 +185,13 @@ def test_planted_bugs_of_products_are_found(emulated, monkeypatch, old, new):
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("(warp ^ g)", "warp"),
-        ("bytes_of<0x3120>(four, 0)", "four"),
-        ("shuffle(places.shares[i], 8 * t + 4)", "shuffle(places.shares[i], 8 * t)"),
+        later("(warp ^ g)", "warp"),
+        later("bytes_of<0x3120>(four, 0)", "four"),
+        later("shuffle(places.shares[i], 8 * t + 4)", "shuffle(places.shares[i], 8 * t)"),
         ("m * (a.outputs / 2) + tile.outputs", "m * 128 + tile.outputs"),
         ("block = tile.outputs / BLOCK", "block = 0"),
-        ("tile.expert * a.outputs + half_of", "half_of"),
-        ("((long)tile.expert * groups + output / a.group)", "(output / a.group)"),
+        later("tile.expert * a.outputs + half_of", "half_of"),
+        later("((long)tile.expert * groups + output / a.group)", "(output / a.group)"),
         ("max_shared(sizes", "if (warp == 0) max_shared(sizes"),
     ],
 )

@@ -441,6 +441,7 @@ def test_a_large_vocabulary_in_bfloat16(top_k):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 def test_every_kernel_compiles_for_a_gpu(tmp_path):
     """In a process of its own, where Triton is not the interpreter."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}

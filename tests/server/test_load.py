@@ -256,7 +256,7 @@ def test_a_slow_reader_holds_up_nobody_and_its_chunks_merge(tmp_path):
     model = str(directory(tmp_path))
     arguments = ("--device", "simulated:0.5", "--served-model-name", "demo", "--no-access-log")
     with served(*arguments, model=model) as server:
-        slow = dict(prompt=["a"] * 20, max_tokens=2500, stream=True, seed=1)
+        slow = dict(prompt=["a"] * 20, max_tokens=1500, stream=True, seed=1)
         before = server.resident()
         connection = unread(server.port, request(**slow))
 
@@ -264,7 +264,7 @@ def test_a_slow_reader_holds_up_nobody_and_its_chunks_merge(tmp_path):
             data = [request(seed=n, stream=True) for n in range(20)]
             return await asyncio.gather(*(raw(server.port, d, seconds=60) for d in data))
 
-        for _ in range(3):
+        for _ in range(2):
             answers = asyncio.run(others())
             assert all(told(answer)[1] == "length" for answer in answers)
         assert server.resident() - before < 48 << 20
@@ -282,8 +282,8 @@ def test_a_slow_reader_holds_up_nobody_and_its_chunks_merge(tmp_path):
             chunks += 1
             texts[value["choices"][0]["index"]] += value["choices"][0]["text"]
         assert len(set(texts)) == 1
-        assert len(texts[0]) > 2500
-        assert chunks < 0.9 * 20 * 2500, "chunks merge while nobody reads"
+        assert len(texts[0]) > 1500
+        assert chunks < 0.9 * 20 * 1500, "chunks merge while nobody reads"
 
 
 def test_who_never_reads_is_hung_up_on(tmp_path):
