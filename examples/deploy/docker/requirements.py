@@ -1,6 +1,6 @@
 """Print the requirements of a pyproject.toml, with those of the extras that are named.
 
-    python3 requirements.py pyproject.toml ray,ray-data
+python3 requirements.py pyproject.toml ray,ray-data
 """
 
 import sys
