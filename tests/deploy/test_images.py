@@ -80,7 +80,7 @@ def test_the_builder_gets_what_it_needs_and_nothing_else():
     copied = re.findall(r"^COPY (?!--from)(?:--\S+ )?(.*) \S+$", TEXT, re.MULTILINE)
     files = {name for line in copied for name in line.split() if name != "."}
     assert len(files) >= 5
-    wanted = files | {"pyproject.toml", PROJECT["readme"], *PROJECT["license-files"]}
+    wanted = files | {"pyproject.toml", "setup.py", "README.md", *PROJECT["license-files"]}
     wanted |= {f"{room}/__init__.py" for room in ROOMS}
     wanted |= {"nanoactor/models", "nanoactor/runtime", "models/demo/model.safetensors"}
     for name in wanted:
