@@ -2,12 +2,15 @@
 
 Code spans, links and numbers may change their order, but only between two headings. So the line of
 a difference can be reported: if a page lacks a value, that of the heading above.
+A link is named as from its English page's folder, wherever its own page is.
 """
 
+import os
 import re
 from bisect import bisect
 from collections import Counter
 from itertools import zip_longest
+from pathlib import Path
 
 import pytest
 
@@ -28,7 +31,11 @@ NUMBER = re.compile(r"\d+(?:[.,]\d+)*(?: ?%)?")
 
 
 def english_of(page):
-    return page.with_name(page.name.replace(".zh.md", ".md"))
+    """Return the page beside it, or that of the folder above for docs/README.zh.md."""
+    folder = page.parent
+    if page.name == "README.zh.md" and folder.name == "docs":
+        folder = folder.parent
+    return folder / page.name.replace(".zh.md", ".md")
 
 
 def blank(pattern, text, count=0):
@@ -81,9 +88,9 @@ def code_spans(page):
 def links(page):
     """Return the targets in English; an English page's links to Chinese pages do not count."""
     targets = found(LINK, without_code(page), lambda match: match[match.lastgroup])
-    if page.name.endswith(".zh.md"):
-        return [(line, in_english(target, page)) for line, target in targets]
-    return [(line, target) for line, target in targets if ".zh.md" not in target]
+    if not page.name.endswith(".zh.md"):
+        targets = [(line, target) for line, target in targets if ".zh.md" not in target]
+    return [(line, in_english(target, page)) for line, target in targets]
 
 
 def numbers(page):
@@ -92,14 +99,18 @@ def numbers(page):
 
 
 def in_english(target, page):
-    """Return the English page's target, with the anchor of the heading in the same place."""
+    """Return the English target from the English page's folder, with its heading's anchor."""
     path, _, anchor = target.partition("#")
-    chinese = page.parent / path if path else page
-    if "://" in path or not chinese.name.endswith(".zh.md"):
+    if "://" in path:
         return target
-    path = path.replace(".zh.md", ".md")
-    pairs = zip(anchors(chinese), anchors(english_of(chinese)), strict=False) if anchor else ()
-    return f"{path}#{dict(pairs).get(anchor, anchor)}" if anchor else path
+    base = english_of(page) if page.name.endswith(".zh.md") else page
+    file = english = Path(os.path.normpath(page.parent / path)) if path else page
+    if file.name.endswith(".zh.md"):
+        english = english_of(file)
+        pairs = zip(anchors(file), anchors(english), strict=False) if anchor else ()
+        anchor = dict(pairs).get(anchor, anchor)
+    path = os.path.relpath(english, base.parent) if path else ""
+    return f"{path}#{anchor}" if anchor else path
 
 
 def anchors(page):
@@ -177,9 +188,10 @@ def test_a_chinese_page_agrees_with_its_english_page(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_english_page_is_named_after_the_title(page):
     title, note = re.split(r"\n\s*\n", page.read_text())[:2]
-    name = english_of(page).name
+    english = english_of(page)
+    target = os.path.relpath(english, page.parent)
     assert title.startswith("# ")
-    assert note.startswith(f"English: [{name}]({name})")
+    assert note.startswith(f"English: [{english.name}]({target})")
     assert "以英文版为准" in note
 
 
@@ -269,3 +281,54 @@ def test_a_code_block_that_differs_is_found(tmp_path, new):
     message = difference(tmp_path, "run 1", new)
     assert message.startswith("code_blocks: page.md:9 has '```console\\nrun 1 ")
     assert ", page.zh.md:11 '```console" in message
+
+
+ENGLISH_HOME = """# Home
+
+[中文](docs/README.zh.md)
+
+[Page](docs/page.md#the-end), [code](src/a.py), [web](https://a.org/b) ![one](docs/images/a.svg)
+"""
+CHINESE_HOME = """# 首页
+
+English: [README.md](../README.md)。以英文版为准。
+
+[页面](page.zh.md#完)、[代码](../src/a.py)、[网站](https://a.org/b) ![一](images/a.svg)
+"""
+
+
+def home_difference(root, old, new):
+    """Return that between a README and docs/README.zh.md, after a change to the Chinese one."""
+    assert old in CHINESE_HOME
+    (root / "docs").mkdir()
+    difference(root / "docs", "", "")
+    (root / "README.md").write_text(ENGLISH_HOME)
+    (root / "docs/README.zh.md").write_text(CHINESE_HOME.replace(old, new))
+    return first_difference(root / "docs/README.zh.md")
+
+
+@pytest.mark.parametrize(("old", "new"), [("", ""), ("page.zh.md#完", "page.md#the-end")])
+def test_links_are_compared_from_each_pages_own_folder(tmp_path, old, new):
+    assert home_difference(tmp_path, old, new) is None
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("#完", "#费用", "'docs/page.md#the-end', README.zh.md:5 'docs/page.md#costs'"),
+        ("(../src", "(src", "README.md:5 has 'src/a.py', README.zh.md:5 'docs/src/a.py'"),
+        ("(images", "(docs/images", "'docs/images/a.svg', README.zh.md:5 'docs/docs/images/a.svg'"),
+        ("a.org/b", "a.org/c", "'https://a.org/b', README.zh.md:5 'https://a.org/c'"),
+    ],
+)
+def test_a_link_that_leads_elsewhere_is_found(tmp_path, old, new, expected):
+    assert expected in home_difference(tmp_path, old, new)
+
+
+def test_a_page_may_link_to_either_readme(tmp_path):
+    home_difference(tmp_path, "", "")
+    english, chinese = tmp_path / "docs/page.md", tmp_path / "docs/page.zh.md"
+    english.write_text(ENGLISH.replace("other.md", "../README.md#home"))
+    for target in ("README.zh.md#首页", "../README.md#home"):
+        chinese.write_text(CHINESE.replace("other.zh.md", target))
+        assert first_difference(chinese) is None
