@@ -37,7 +37,7 @@ CACHES = ("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "NUMBA_CACHE_DIR")
 PHASES = {
     "weights": re.compile(r"loaded .* in ([\d.]+) s"),
     "warm_up": re.compile(r"warm-up took ([\d.]+) s"),
-    "whole_steps": re.compile(r"made whole decode steps in ([\d.]+) s"),
+    "whole_steps": re.compile(r"compiled fused decode steps in ([\d.]+) s"),
     "captures": re.compile(r"captured \d+ of \d+ steps in ([\d.]+) s"),
 }
 

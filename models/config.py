@@ -51,9 +51,9 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} is not readable as JSON: {error}") from error
     except RecursionError:
-        raise ModelError(f"{path} is nested too deeply") from None
+        raise ModelError(f"the JSON in {path} is nested too deeply") from None
     if not isinstance(content, dict):
-        raise ModelError(f"{path} does not hold a JSON object")
+        raise ModelError(f"{path} does not contain a JSON object")
     return content
 
 
@@ -145,9 +145,9 @@ def _read_quantization(raw: Mapping[str, Any], origin: object) -> Quantization |
         raise ModelError(f"{origin}: quantization_config must be an object, got {given!r:.50}")
     method = given.get("quant_method")
     if method not in FORMATS:
-        known = f"; supported: {', '.join(FORMATS)}" if FORMATS else ""
+        known = f"; supported methods: {', '.join(FORMATS)}" if FORMATS else ""
         raise UnsupportedModel(
-            f"{origin}: quantization_config: weights quantized by {method!r:.50} are not "
+            f"{origin}: quantization_config has quant_method {method!r:.50}, which is not "
             f"supported{known}"
         )
     return Quantization(str(method), given)
@@ -170,7 +170,7 @@ def as_ids(value: Any, origin: object = "eos_token_id") -> tuple[int, ...]:
     values = [] if value in (None, -1) else value if isinstance(value, list) else [value]
     if not all(isinstance(item, int) and not isinstance(item, bool) for item in values):
         raise ModelError(
-            f"{origin}: eos_token_id must be a number or a list of them, got {value!r}"
+            f"{origin}: eos_token_id must be an integer or a list of integers, got {value!r}"
         )
     return tuple(values)
 
@@ -178,7 +178,9 @@ def as_ids(value: Any, origin: object = "eos_token_id") -> tuple[int, ...]:
 def _read_dtype(raw: Mapping[str, Any]) -> str:
     name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     if name not in DTYPES:
-        raise UnsupportedModel(f"dtype {name!r} is not supported; supported: {', '.join(DTYPES)}")
+        raise UnsupportedModel(
+            f"dtype {name!r} is not supported; supported dtypes: {', '.join(DTYPES)}"
+        )
     return name
 
 
@@ -192,7 +194,7 @@ def _read_rope(raw: Mapping[str, Any], family: Family, origin: object) -> RopeCo
     }
     kind = str(raw_rope.get("rope_type") or "default")
     if kind == "default" and raw_rope.get("factor") not in (None, 1):
-        raise ModelError(f"{origin}: a rope factor needs a rope_type, such as 'yarn'")
+        raise ModelError(f"{origin}: a rope factor requires a rope_type, for example 'yarn'")
     theta = positive_number({**raw, **raw_rope}, "rope_theta", origin, family.rope_theta)
     sections = _read_sections(raw_rope, origin) if family.vision_prefix else None
     if kind == "default":
@@ -201,7 +203,7 @@ def _read_rope(raw: Mapping[str, Any], family: Family, origin: object) -> RopeCo
         reason = " (it makes results depend on how a prompt is chunked)" * (kind == "dynamic")
         raise UnsupportedModel(
             f"{origin}: rope type {kind!r} is not supported{reason}; "
-            "known are default, linear, yarn, llama3"
+            "supported types: default, linear, yarn, llama3"
         )
     factor = raw_rope.get("factor")
     is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
@@ -235,7 +237,7 @@ def _read_rope(raw: Mapping[str, Any], family: Family, origin: object) -> RopeCo
         _check_yarn(config, origin)
     if kind == "llama3" and config.high_freq_factor <= config.low_freq_factor:
         raise ModelError(
-            f"{origin}: high_freq_factor must be above low_freq_factor, got "
+            f"{origin}: high_freq_factor must be greater than low_freq_factor, got "
             f"{config.high_freq_factor:g} and {config.low_freq_factor:g}"
         )
     return config
@@ -254,13 +256,13 @@ def _check_yarn(config: RopeConfig, origin: object) -> None:
     """Raise `ModelError` for values with which YaRN's factors cannot be computed."""
     if config.attention_factor is not None and config.attention_factor <= 0:
         raise ModelError(
-            f"{origin}: attention_factor must be above 0, got {config.attention_factor:g}"
+            f"{origin}: attention_factor must be greater than 0, got {config.attention_factor:g}"
         )
     if config.theta == 1.0:
         raise ModelError(f"{origin}: rope type 'yarn' needs a rope_theta other than 1")
     if config.beta_fast <= config.beta_slow:
         raise ModelError(
-            f"{origin}: beta_fast must be above beta_slow, got {config.beta_fast:g} and "
+            f"{origin}: beta_fast must be greater than beta_slow, got {config.beta_fast:g} and "
             f"{config.beta_slow:g}"
         )
 
@@ -276,23 +278,31 @@ def _rope_object(raw: Mapping[str, Any], key: str, origin: object) -> dict[str, 
 
 def _refuse_unknown(raw: Mapping[str, Any], config: ModelConfig, origin: object) -> None:
     if raw.get("hidden_act", "silu") != "silu":
-        raise UnsupportedModel(f"{origin}: hidden_act {raw['hidden_act']!r}; only silu is known")
+        raise UnsupportedModel(
+            f"{origin}: hidden_act is {raw['hidden_act']!r}, but only silu is supported"
+        )
     if raw.get("use_sliding_window"):
-        raise UnsupportedModel(f"{origin}: use_sliding_window is not supported")
+        raise UnsupportedModel(
+            f"{origin}: use_sliding_window is set, but sliding-window attention is not supported"
+        )
     kinds = raw.get("layer_types") or []
     if not isinstance(kinds, list):
         raise ModelError(f"{origin}: layer_types must be a list, got {kinds!r:.50}")
     sliding = [kind for kind in kinds if kind != "full_attention"]
     if sliding:
-        raise UnsupportedModel(f"{origin}: layer_types with {sliding[0]!r} is not supported")
+        raise UnsupportedModel(
+            f"{origin}: layer_types contains {sliding[0]!r}, but only 'full_attention' is supported"
+        )
     for part in (raw, *(_rope_object(raw, key, origin) for key in _ROPE_OBJECTS)):
         if part.get("partial_rotary_factor") not in (None, 1):
-            raise UnsupportedModel(f"{origin}: partial_rotary_factor is not supported")
+            raise UnsupportedModel(
+                f"{origin}: a partial_rotary_factor other than 1 is not supported"
+            )
     _check_vision(config, origin)
     if config.num_heads % config.num_kv_heads:
         raise ModelError(
-            f"{origin}: {config.num_heads} attention heads cannot share "
-            f"{config.num_kv_heads} key-value heads evenly"
+            f"{origin}: num_attention_heads {config.num_heads} must be a multiple of "
+            f"num_key_value_heads {config.num_kv_heads}"
         )
     if config.head_dim % 2:
         raise ModelError(f"{origin}: head_dim must be even, got {config.head_dim}")
@@ -304,17 +314,17 @@ def _check_vision(config: ModelConfig, origin: object) -> None:
         return
     if vision.out_hidden_size != config.hidden_size:
         raise ModelError(
-            f"{origin}: the tower's out_hidden_size {vision.out_hidden_size} is not the decoder's "
-            f"hidden_size {config.hidden_size}"
+            f"{origin}: the vision tower's out_hidden_size {vision.out_hidden_size} must be equal "
+            f"to the decoder's hidden_size {config.hidden_size}"
         )
     ids = (vision.image_token_id, vision.video_token_id)
     if max(*ids, vision.start_token_id, vision.end_token_id) >= config.vocab_size:
         raise ModelError(
-            f"{origin}: the ids of pictures and videos, {ids}, and those around them must be below "
-            f"vocab_size {config.vocab_size}"
+            f"{origin}: the image and video token ids, {ids}, and vision_start_token_id and "
+            f"vision_end_token_id must be less than vocab_size {config.vocab_size}"
         )
     if len(vision.deepstack_layers) > config.num_layers:
         raise ModelError(
-            f"{origin}: deepstack_visual_indexes has {len(vision.deepstack_layers)} levels, the "
-            f"decoder only {config.num_layers} layers"
+            f"{origin}: deepstack_visual_indexes has {len(vision.deepstack_layers)} entries, but "
+            f"the decoder has only {config.num_layers} layers"
         )

@@ -72,7 +72,9 @@ class Decoder:
         self._head = device.linear(Dense(self._head_weight(weights, headless)))
         rotary = {spec.mixer.rotary_dim for spec in specs if isinstance(spec.mixer, AttentionSpec)}
         if len(rotary) > 1:
-            raise UnsupportedModel(f"layers that rotate {rotary} dimensions of their heads")
+            raise UnsupportedModel(
+                f"layers with different numbers of rotary dimensions, {rotary}, are not supported"
+            )
         dims = next(iter(rotary), None) or config.head_dim
         rope = RotaryEmbedding(config.rope, dims, max_positions)
         self._rope = rope.to(weights.device, weights.dtype)
@@ -91,8 +93,8 @@ class Decoder:
             return self._embedding.weight
         if tied:
             log.warning(
-                "tie_word_embeddings is true, but %s is not the embedding: it is used, as by "
-                "transformers 5; vLLM uses the embedding",
+                "tie_word_embeddings is true, but %s differs from the embedding and is used "
+                "instead, as in transformers 5; vLLM uses the embedding",
                 _HEAD,
             )
         return head

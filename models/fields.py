@@ -22,7 +22,7 @@ def positive(raw: Mapping[str, Any], key: str, origin: object, default: int | No
         raise ModelError(f"{origin}: {key} must be a positive integer, got {value!r}")
     most = _MOST.get(key, _MOST_ELSE)
     if value > most:
-        raise ModelError(f"{origin}: {key} must be {most} at most, got {value}")
+        raise ModelError(f"{origin}: {key} must be at most {most}, got {value}")
     return value
 
 
@@ -52,7 +52,7 @@ def positive_number(raw: Mapping[str, Any], key: str, origin: object, default: f
     """Return the value of `key`: a finite number above 0."""
     value = number(raw, key, origin, default)
     if value <= 0:
-        raise ModelError(f"{origin}: {key} must be above 0, got {value:g}")
+        raise ModelError(f"{origin}: {key} must be greater than 0, got {value:g}")
     return value
 
 
@@ -60,5 +60,5 @@ def at_least_0(raw: Mapping[str, Any], key: str, origin: object, default: float)
     """Return the value of `key`: a finite number of at least 0."""
     value = number(raw, key, origin, default)
     if value < 0:
-        raise ModelError(f"{origin}: {key} must be 0 or more, got {value:g}")
+        raise ModelError(f"{origin}: {key} must be at least 0, got {value:g}")
     return value

@@ -196,6 +196,7 @@ def _check(raw: Mapping[str, Any], read: frozenset[str], family: Family, origin:
         if value in _NOTHING or (name in _NEUTRAL and value == _NEUTRAL[name]):
             continue
         raise UnsupportedModel(
-            f"{origin}: {name!r:.100} ({value!r:.60}) is not a key that {family.architecture} is "
-            "known to have: it may change what the model computes. Take it out if it does not"
+            f"{origin}: the key {name!r:.100} (value {value!r:.60}) is not known for "
+            f"{family.architecture} and may change what the model computes; remove it if it does "
+            "not"
         )

@@ -81,8 +81,8 @@ def check_parallel(config: ModelConfig, ranks: int) -> None:
         return
     possible = [n for n in range(1, heads + 1) if _divides(heads, kv, n)]
     raise UnsupportedModel(
-        f"tensor_parallel_size {ranks} does not divide this model: it has {heads} attention heads "
-        f"over {kv} key-value heads; possible are {', '.join(map(str, possible))}"
+        f"tensor_parallel_size {ranks} cannot divide this model, which has {heads} attention heads "
+        f"and {kv} key-value heads; possible sizes: {', '.join(map(str, possible))}"
     )
 
 

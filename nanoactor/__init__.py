@@ -144,8 +144,8 @@ def check_platform() -> None:
         from nanoactor.errors import UnsupportedPlatform
 
         raise UnsupportedPlatform(
-            f"nanoactor runs on Linux only, and this is {sys.platform}: use a Linux machine, a "
-            "container, or WSL 2 on Windows; a server there can be used from here"
+            f"nanoactor runs only on Linux, but this machine runs {sys.platform}; use a Linux "
+            "machine, a container, or WSL 2 on Windows, and connect to a server there"
         )
 
 

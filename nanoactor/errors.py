@@ -51,7 +51,9 @@ def out_of_resources(error: BaseException) -> OutOfResources:
         told = os.strerror(error.errno)  # the error's own text may name files
     else:
         told = " ".join(str(error).split()) or "there is not enough memory"
-    return OutOfResources(f"the machine has no more of what the request needs: {told}; try later")
+    return OutOfResources(
+        f"the machine is out of a resource that the request needs: {told}; try again later"
+    )
 
 
 class EngineDead(NanoactorError):

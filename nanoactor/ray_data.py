@@ -74,9 +74,9 @@ class Columns:
         names = [getattr(self, field.name) for field in dataclasses.fields(self)]
         given = [name for name in names if name is not None]
         if not all(isinstance(name, str) and name for name in given):
-            raise InvalidConfig(f"columns must be names, got {given!r:.200}")
+            raise InvalidConfig(f"columns must be non-empty strings, got {given!r:.200}")
         if len(set(given)) < len(given):
-            raise InvalidConfig(f"each column needs a name of its own, got {given!r:.200}")
+            raise InvalidConfig(f"the columns must have different names, got {given!r:.200}")
 
 
 class Generate:
@@ -112,7 +112,9 @@ class Generate:
         """Return the batch with the output columns added, in the same order."""
         names = self._columns
         if names.prompt not in batch:
-            raise InvalidConfig(f"there is no column {names.prompt!r}, only {sorted(batch)}")
+            raise InvalidConfig(
+                f"there is no column {names.prompt!r}; the columns are {sorted(batch)}"
+            )
         count = len(batch[names.prompt])
         rows = [{name: plain(batch[name][at]) for name in batch} for at in range(count)]
         found = self._run(self._answers(rows))
@@ -190,7 +192,7 @@ def _leave_to_others() -> None:
     to others. An exception would fail the job."""
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized() and ray.get_runtime_context().get_actor_id():
-        log.error("the engine has died: this actor ends, too")
+        log.error("the engine has died, so this actor ends")
         os._exit(1)
 
 
@@ -254,7 +256,7 @@ def generate(
         config.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0
     )
     if columns is not None and not isinstance(columns, Columns):
-        raise InvalidConfig(f"columns must be Columns, got {columns!r:.100}")
+        raise InvalidConfig(f"columns must be a Columns object, got {columns!r:.100}")
     rows.context.execution_options.preserve_order = True
     return rows.map_batches(
         Generate,

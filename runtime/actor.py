@@ -76,7 +76,7 @@ class Context:
             return self._outboxes[edge]
         except KeyError:
             raise RuntimeFault(
-                f"actor {self.name} has no edge {edge!r}; it has {sorted(self._outboxes)}"
+                f"actor {self.name} has no edge {edge!r}; its edges are {sorted(self._outboxes)}"
             ) from None
 
     def rouse(self) -> None:

@@ -64,7 +64,9 @@ class _Blocker(importlib.abc.MetaPathFinder):
         """Raise `ModuleNotFoundError` for a blocked top-level module; leave all others to the usual
         finders."""
         if fullname.partition(".")[0] in self._names:
-            raise ModuleNotFoundError(f"{fullname} is not imported in this node", name=fullname)
+            raise ModuleNotFoundError(
+                f"{fullname} must not be imported in this node", name=fullname
+            )
         return None
 
 

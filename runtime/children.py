@@ -91,7 +91,7 @@ class Children:
                 thread.start()
             except RuntimeError as error:  # the machine has no more threads
                 raise StartupFailed(
-                    f"the operating system refuses what a start needs: {error}"
+                    f"the operating system refused a resource that the start needs: {error}"
                 ) from error
             self._thread = thread
 
@@ -354,7 +354,7 @@ class ChildProcess:
         try:
             status = Path(f"/proc/{self.pid}/status").read_text()
         except OSError:
-            return f"pid {self.pid}, gone"
+            return f"pid {self.pid}, no longer running"
         line = next((line for line in status.splitlines() if line.startswith("State:")), "")
         return f"pid {self.pid}, {line.partition(':')[2].strip()}"
 
@@ -404,7 +404,7 @@ class ChildProcess:
         if self.hangs:
             return Death(self.name, "it hung", is_evidence=True)
         if self.is_innocent:
-            return Death(self.name, "ended with its group", is_evidence=False)
+            return Death(self.name, "it was killed together with its group", is_evidence=False)
         if self.failure is not None:
             return Death(self.name, self.failure.summary, not self.failure.is_refusal)
         code = self._exit_code()
@@ -453,9 +453,9 @@ class ChildProcess:
 
 def _ending(code: int | None) -> str:
     if code is None:
-        return "its channel was closed, and it lives"
+        return "its control channel was closed, but the process is still running"
     if code >= 0:
-        return f"status {code}"
+        return f"exit status {code}"
     try:
         return f"signal {signal.Signals(-code).name}"
     except ValueError:  # a real-time signal
@@ -468,9 +468,9 @@ def check_surroundings() -> None:
     interpreter()
     if _threads_are_replaced():
         raise UnsupportedPlatform(
-            "gevent or eventlet has replaced Python's threads (monkey.patch_all, say), which the "
-            "engine's supervisor needs: run the engine in a process that is not patched, as "
-            "`nanoactor serve` does"
+            "gevent or eventlet has replaced Python's threads (for example, by monkey.patch_all), "
+            "which the engine's supervisor needs: run the engine in a process that is not patched, "
+            "as `nanoactor serve` does"
         )
 
 
@@ -485,12 +485,14 @@ def os_refuses(error: OSError) -> StartupFailed:
     import resource
 
     if error.errno not in (errno.EMFILE, errno.ENFILE):
-        return StartupFailed(f"the operating system refuses what a start needs: {error}")
+        return StartupFailed(
+            f"the operating system refused a resource that the start needs: {error}"
+        )
 
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return StartupFailed(
-        f"too many open files: this process may open {limit}; raise the limit (`ulimit -n`, "
-        f"LimitNOFILE= in systemd) to 256 or more ({error})"
+        f"too many open files: this process may open at most {limit}; raise the limit (`ulimit "
+        f"-n`, LimitNOFILE= in systemd) to 256 or more ({error})"
     )
 
 

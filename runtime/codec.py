@@ -97,7 +97,9 @@ def message(number: int, by: str = "") -> Callable[[type[M]], type[M]]:
 
     def register(cls: type[M]) -> type[M]:
         if number in _SCHEMAS:
-            raise CodecError(f"message number {number} belongs to {_SCHEMAS[number].cls.__name__}")
+            raise CodecError(
+                f"message number {number} is already used by {_SCHEMAS[number].cls.__name__}"
+            )
         made = dataclasses.dataclass(frozen=True, slots=True, eq=False)(cls)
         schema = _describe(number, made, by)
         _SCHEMAS[number], _NUMBERS[made] = schema, number
@@ -115,7 +117,9 @@ def _describe(number: int, cls: type, by: str) -> Schema:
     values = getter if len(names) != 1 else lambda value: (getter(value),)
     special = tuple((at, kind) for at, kind in enumerate(kinds, 1) if kind != "plain")
     if by and hints.get(by) is not int:
-        raise CodecError(f"{cls.__name__}: traces link by a field of type int, not by {by!r}")
+        raise CodecError(
+            f"{cls.__name__}: traces must be linked by a field of type int, not by {by!r}"
+        )
     return Schema(number, cls, names, kinds, text=text, values=values, special=special, by=by)
 
 
@@ -245,7 +249,7 @@ def encode(value: Any, inline: int = INLINE_BYTES) -> Encoded:
     for array in arrays:
         nbytes += _aligned(array.nbytes)
     if nbytes > MAX_RECORD_BYTES:
-        raise RecordTooLarge(f"{type(value).__name__} takes {nbytes} bytes; a record is < 4 GiB")
+        raise RecordTooLarge(f"{type(value).__name__} takes {nbytes} bytes, but the limit is 4 GiB")
     return Encoded(meta, arrays, nbytes)
 
 
@@ -313,7 +317,7 @@ def decode_body(
     nbytes, kind, sequence, _sent, crc, meta_length = header
     if sequence != expected_sequence or kind not in _KINDS:
         raise RingCorrupted(
-            f"record {sequence} of kind {kind} where message {expected_sequence} was due"
+            f"found record {sequence} of kind {kind} instead of message {expected_sequence}"
         )
     start = offset + HEADER_SIZE
     if checksum and zlib.crc32(view[start : offset + nbytes]) != crc:
@@ -330,7 +334,7 @@ def decode_body(
 def _unflatten(row: Any, record: Any, at: int) -> tuple[Any, int]:
     schema = _SCHEMAS.get(row[0])
     if schema is None or len(row) != len(schema.fields) + 1:
-        raise CodecError(f"no message of type {row[0]} with {len(row) - 1} fields is known here")
+        raise CodecError(f"no message of type {row[0]} with {len(row) - 1} fields is registered")
     if not schema.special:
         return schema.cls(*row[1:]), at
     values = list(row)
@@ -399,5 +403,5 @@ def check_schema(node: str, theirs: Mapping[int, str]) -> None:
     if differing:
         raise SchemaMismatch(
             f"node {node} lays out the messages {differing} differently from this process: "
-            "its code is of another version"
+            "the node runs a different version of the code"
         )

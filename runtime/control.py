@@ -105,7 +105,7 @@ def _said(error: BaseException) -> str:
     try:
         return str(error)
     except Exception:
-        return "it cannot say what it is"
+        return "the text of the error cannot be read"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ class Lease:
         if references > _OWN_REFERENCES:
             raise LeaseEscaped(
                 f"{references - _OWN_REFERENCES} view(s) of a record outlive its lease; "
-                "copy what is kept longer, or hold the lease until it is no longer needed"
+                "copy data that is kept longer, or hold the lease until no view is needed"
             )
         self.released = True
         self._buffer = None

@@ -87,7 +87,7 @@ class RemoteOutbox:
         if encoded.nbytes > self._sender.max_record:
             raise RecordTooLarge(
                 f"{self.label}: {type(message).__name__} takes {encoded.nbytes} bytes, but the "
-                f"limit of the edge is {self._sender.max_record}: half its capacity"
+                f"limit of the edge is {self._sender.max_record}, half of its capacity"
             )
         kind, number_of = self._kinds.get(type(message)) or self._kind_of(type(message))
         number = number_of(message)
@@ -103,7 +103,9 @@ class RemoteOutbox:
         depth = len(self._waiting)
         self._high_water = max(self._high_water, depth)
         if self._bound is not None and depth > self._bound:
-            raise OutboxOverflow(f"{self.label}: {depth} messages wait, its bound is {self._bound}")
+            raise OutboxOverflow(
+                f"{self.label}: {depth} messages are waiting, but the bound is {self._bound}"
+            )
 
     def _kind_of(self, cls: type) -> tuple[int, Callable[[Any], int]]:
         by, number = linked_by(cls)

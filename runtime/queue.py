@@ -106,7 +106,8 @@ class QueueSender:
         """
         if encoded.nbytes > self.max_record:
             raise RecordTooLarge(
-                f"a record of {encoded.nbytes} bytes on an edge whose limit is {self.max_record}"
+                f"a record has {encoded.nbytes} bytes, but the limit of its edge is "
+                f"{self.max_record}"
             )
         if any(w.waiting + encoded.nbytes > self._end.capacity for w in self._writers):
             self.statistics.waits += 1

@@ -29,7 +29,7 @@ from nanoactor.runtime.topology import ActorSpec
 
 _ENTRY = struct.Struct("<BBI")
 HANDLED, SENT, READY, NOT_READY, ON_READY, END = range(6)
-_NAMES = ("handles", "sends", "finds room", "finds no room", "is told of room", "ends")
+_NAMES = ("handles", "sends", "finds room", "finds no room", "is notified of room", "ends")
 
 Entry = tuple[int, str, bytes]
 """(kind, edge label, encoded message)."""

@@ -11,7 +11,7 @@ from nanoactor.runtime.stall import is_computing, patience
 
 log = logging.getLogger("nanoactor.system")
 
-DIED = "node %s has died and is replaced: %s"
+DIED = "node %s has died and is being replaced: %s"
 """Log message for each death."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
 _EXPECTED = 8

@@ -161,7 +161,7 @@ class RingSender:
         nbytes = encoded.nbytes
         if nbytes > self._capacity // 2:
             raise RecordTooLarge(
-                f"a record of {nbytes} bytes on an edge whose limit is {self.max_record}: "
+                f"a record has {nbytes} bytes, but the limit of its edge is {self.max_record}: "
                 f"give the edge a ring of {ring_capacity(nbytes)} bytes"
             )
         at = self._written & (self._capacity - 1)

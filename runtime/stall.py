@@ -113,13 +113,13 @@ class StallDetector:
     def _verdict(self) -> Stall | None:
         node = max(self._silence, key=self._silence.__getitem__, default="")
         if node and self._silence[node] > self._limit:
-            return Stall(node, f"does not answer (for {self._silence[node]:.1f} s)")
+            return Stall(node, f"it has not answered for {self._silence[node]:.1f} s")
         for name, works in self._work.items():
             for actor, work in works.items():
                 if work.seconds > self._limit + work.progress[1]:
                     return Stall(
                         name,
-                        f"{actor} is at the same piece of work for {work.seconds:.1f} s; "
-                        f"{work.progress[1]:.1f} s were expected at most",
+                        f"actor {actor} has worked on the same task for {work.seconds:.1f} s, but "
+                        f"at most {work.progress[1]:.1f} s were expected",
                     )
         return None

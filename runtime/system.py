@@ -116,8 +116,9 @@ class System:
             waited_for = self._late()
             await self.close()
             raise StartupFailed(
-                f"not ready after {self._options.start_timeout:.0f} s: node(s) {waited_for}; "
-                "raise start_timeout if the model is large or the disk slow"
+                f"the engine was not ready after {self._options.start_timeout:.0f} s: it waited "
+                f"for node(s) {waited_for}; raise start_timeout if the model is large or the disk "
+                "is slow"
             ) from None
         except BaseException as error:
             await self.close()
@@ -146,7 +147,8 @@ class System:
     def _tell_late(self) -> None:
         if (late := self._late()) and not self._closing and self._dead is None:
             log.warning(
-                "not ready after %.0f s: node(s) %s; waiting up to %.0f s",
+                "the engine is not ready after %.0f s: it waits for node(s) %s, up to %.0f s in "
+                "total",
                 _LATE,
                 late,
                 self._options.start_timeout,
@@ -200,7 +202,7 @@ class System:
         if self._dead is None and not self._closing:
             seconds = time.monotonic() - begin
             self.restart_seconds += seconds
-            log.warning("all nodes run again after %.1f s", seconds)
+            log.warning("all nodes are running again after %.1f s", seconds)
             if self._told(self._on_recovered):
                 self._watch()
 
@@ -232,7 +234,7 @@ class System:
         replaced like any dead node. The system dies if `may_go_on` is False or one of them does not
         end."""
         late, limit = self._children.late(), self._options.start_timeout
-        told = f"not ready again after {limit:.0f} s: node(s) {self._late()}"
+        told = f"not ready again after {limit:.0f} s: the engine waited for node(s) {self._late()}"
         for child in late if may_go_on else ():
             self._give_up_on(child, told)
         if not may_go_on or not await self._children.have_ended(late, _BURIAL):
@@ -308,7 +310,9 @@ class System:
                 child.is_innocent = True
                 child.note_end()
                 child.kill()
-                error = RuntimeFault(f"node {dead.name} has died, and group {child.group} with it")
+                error = RuntimeFault(
+                    f"node {dead.name} has died, so its group {child.group} was ended"
+                )
                 child.give_up(error)
                 self._deaths.victims.setdefault(child.name, error)
 
@@ -325,11 +329,13 @@ class System:
         """Raise `NotUsableHere` in a forked process or on another event loop."""
         if os.getpid() != self._pid:
             raise NotUsableHere(
-                "the engine was started in another process; start one after the fork, not before"
+                "the engine was started in another process; start an engine after the fork, not "
+                "before"
             )
         if asyncio.get_running_loop() is not self._loop:
             raise NotUsableHere(
-                "the engine was started on another event loop; use it there, or start a second one"
+                "the engine was started on another event loop; use it on that loop, or start a "
+                "second engine"
             )
 
     @property

@@ -105,7 +105,9 @@ class Topology:
         placed = [actor for node in self.nodes for actor in node.actors]
         _refuse_duplicates("placement of actor", placed)
         if set(placed) != set(names):
-            raise TopologyError(f"actors without a node, or unknown: {set(placed) ^ set(names)}")
+            raise TopologyError(
+                f"actors without a node or unknown actors: {set(placed) ^ set(names)}"
+            )
         if self.local not in {node.name for node in self.nodes}:
             raise TopologyError(f"the local node {self.local!r} is not declared")
         for edge in self.edges:
@@ -119,9 +121,9 @@ class Topology:
         away = [target for target in edge.targets if self.crosses_nodes(edge.source, target)]
         if away and len(away) < len(edge.targets):
             raise TopologyError(
-                f"edge {edge.source} -> {edge.label} leads to neighbours in the same node and to "
-                f"other nodes ({', '.join(away)}): give each group an edge of its own, or place "
-                "all targets on one side"
+                f"edge {edge.source} -> {edge.label} has targets in the same node and in other "
+                f"nodes ({', '.join(away)}): give each group of targets its own edge, or place all "
+                "targets on one side"
             )
 
     def _check_cycles(self) -> None:
@@ -135,7 +137,7 @@ class Topology:
             path = " -> ".join(reversed(error.args[1]))
             raise TopologyError(
                 f"unbounded edges form a cycle: {path}; an outbox in it could grow without end. "
-                "Give one of these edges the bound that its protocol keeps"
+                "Give one of these edges the bound that its protocol guarantees"
             ) from error
 
     def node_of(self, actor: str) -> str:
@@ -161,4 +163,6 @@ def _check_edge(edge: EdgeSpec, actors: set[str]) -> None:
     if len(edge.targets) > 1 and not edge.name:
         raise TopologyError(f"{label}: an edge with several targets needs a name")
     if edge.source in edge.targets:
-        raise TopologyError(f"{label}: an actor calls itself by a method, not by a message")
+        raise TopologyError(
+            f"{label}: an actor cannot send messages to itself; call a method instead"
+        )

@@ -36,7 +36,7 @@ async def end_late(
         cpu = {child.name: child.cpu_seconds() for child in children.late()}
         for name in watch.tick(now - before, cpu):
             child = children.by_name[name]
-            give_up(child, f"node {name} ({child.condition()}) does not begin anew")
+            give_up(child, f"node {name} ({child.condition()}) has not restarted in time")
         before = now
 
 

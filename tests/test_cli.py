@@ -96,7 +96,7 @@ def test_what_the_command_line_cannot_show_is_refused():
     assert "require --json" in done.stderr
     done = run("chat", "demo", *FAST, "--n", "2", input="Hi\n")
     assert done.returncode == 1
-    assert "goes on from one answer" in done.stderr
+    assert "continues from one answer" in done.stderr
 
 
 def test_chat_keeps_the_conversation():
@@ -113,7 +113,7 @@ def test_chat_keeps_the_conversation():
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("generate", "./nowhere", "x"), "./nowhere is neither a directory nor a name"),
+        (("generate", "./nowhere", "x"), "./nowhere is neither an existing directory nor a name"),
         (("generate", "demo", *FAST, ""), "the prompt is empty"),
         (("generate", "demo", *FAST, "x", "--temperature", "-1"), "temperature must be"),
         (
@@ -296,7 +296,7 @@ def test_a_seed_is_the_requests_own():
 def test_a_hint_names_what_was_all_but_certainly_meant(given, meant):
     done = run("serve", "demo", given, "1")
     assert done.returncode == 2
-    assert f"do you mean {meant}?" in done.stderr
+    assert f"did you mean {meant}?" in done.stderr
 
 
 def test_text_is_utf_8_whatever_the_locale():
@@ -356,4 +356,4 @@ def test_a_file_of_prompts_that_does_not_exist_is_refused(tmp_path):
     assert "--prompts" in done.stderr
     done = run("generate", "demo", *FAST, "--prompts", "-", "ROMEO:")
     assert done.returncode == 1
-    assert "give no prompt" in done.stderr
+    assert "cannot be combined with a prompt" in done.stderr

@@ -184,11 +184,20 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, default=Path(__file__).parent)
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
-    parser.add_argument("--minutes", type=float, help="of training; 4 on a GPU, 55 on a CPU")
+    parser.add_argument(
+        "--minutes", type=float, help="minutes of training; default: 4 on a GPU, 55 on a CPU"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--batch", type=int, help="prompts; 512 on a GPU, 48 on a CPU")
+    parser.add_argument(
+        "--batch", type=int, help="prompts per step; default: 512 on a GPU, 48 on a CPU"
+    )
     parser.add_argument("--rate", type=float, default=1.5e-3)
-    parser.add_argument("--phases", type=int, default=len(PHASES), help="only the first ones")
+    parser.add_argument(
+        "--phases",
+        type=int,
+        default=len(PHASES),
+        help="number of phases to train, starting with the first",
+    )
     args = parser.parse_args()
     on_gpu = args.device != "cpu"
     args.minutes = args.minutes or (4.0 if on_gpu else 55.0)

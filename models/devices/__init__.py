@@ -40,8 +40,8 @@ def open_device(name: str, rank: int = 0, options: DeviceOptions | None = None) 
         if HAS_TRITON:
             return CUDADevice(number)
         log.warning(
-            "Triton is not installed: steps run operator by operator and are not captured, "
-            "which costs several times the speed"
+            "Triton is not installed (pip install triton): steps run operator by operator and are "
+            "not captured, so they are several times slower"
         )
         return PortableCUDADevice(number)
     raise UnsupportedModel(
@@ -71,6 +71,6 @@ def _found() -> str:
     try:
         found = load_torch_npu().npu.is_available()
     except UnsupportedModel as error:
-        log.warning("the CPU is used, which is many times slower: %s", error)
+        log.warning("falling back to the CPU, which is many times slower: %s", error)
         return "cpu"
     return "npu" if found else "cpu"

@@ -103,7 +103,7 @@ class PortableOperators:
 
     def capture(self, function: CapturedFunction, lengths: HostSeqLens, in_flight: int) -> Captured:
         """Raise `RuntimeError`: capture is not supported."""
-        raise RuntimeError("steps run operator by operator")
+        raise RuntimeError("this device runs steps operator by operator and does not capture them")
 
     def whole_steps(
         self, config: ModelConfig, weights: ModelWeights, sizes: Sequence[int], block_size: int
@@ -194,11 +194,11 @@ class PortableOperators:
 
     def sample_masked_rows(self, rows: RowChoice, masks: torch.Tensor) -> None:
         """Raise `NotImplementedError`: no logits are kept."""
-        raise NotImplementedError(f"{type(self).__name__} keeps no logits")
+        raise NotImplementedError(f"{type(self).__name__} does not keep logits")
 
     def publish(self, ids: torch.Tensor, ring: torch.Tensor, count: torch.Tensor) -> None:
         """Raise `NotImplementedError`: ids are copied to the host instead."""
-        raise NotImplementedError(f"{type(self).__name__} publishes no ids")
+        raise NotImplementedError(f"{type(self).__name__} does not publish token ids")
 
     # -- operators ------------------------------------------------------------------------
 

@@ -42,10 +42,14 @@ def _read(
     experts = positive(raw, counts[0] if counts else "num_experts", origin, 128)
     chosen = positive(raw, "num_experts_per_tok", origin, 8)
     if chosen > experts:
-        raise ModelError(f"{origin}: num_experts_per_tok {chosen} of {experts} experts")
+        raise ModelError(
+            f"{origin}: num_experts_per_tok {chosen} exceeds the number of experts, {experts}"
+        )
     dense = raw.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
-        raise ModelError(f"{origin}: mlp_only_layers must be numbers of layers, got {dense!r:.50}")
+        raise ModelError(
+            f"{origin}: mlp_only_layers must be a list of layer numbers, got {dense!r:.50}"
+        )
     spec = ExpertsSpec(
         experts,
         chosen,

@@ -44,7 +44,8 @@ def family_of(architecture: str) -> Family:
         return BARE[architecture]
     if architecture not in FAMILIES:
         raise UnsupportedModel(
-            f"architecture {architecture!r} is not supported; supported: {', '.join(FAMILIES)}"
+            f"architecture {architecture!r} is not supported; supported architectures: "
+            f"{', '.join(FAMILIES)}"
         )
     return FAMILIES[architecture]
 

@@ -23,8 +23,8 @@ class Experts:
         mine = context.shard.part(spec.inner)
         if spec.inner < context.shard.ranks:
             raise UnsupportedModel(
-                f"{context.shard.ranks} ranks cannot divide experts of moe_intermediate_size "
-                f"{spec.inner}"
+                f"tensor_parallel_size {context.shard.ranks} is too large for experts with a "
+                f"moe_intermediate_size of {spec.inner}"
             )
         gate = context.weights.load(
             f"{name}.gate.weight", spec.experts, hidden, dtype=torch.float32

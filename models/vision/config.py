@@ -92,11 +92,13 @@ def parse_vision(raw: Mapping[str, Any], origin: object) -> VisionConfig:
 
 def _check(config: VisionConfig, positions: int, where: str) -> None:
     if config.table_side**2 != positions:
-        raise ModelError(f"{where}: num_position_embeddings must be a square, got {positions}")
+        raise ModelError(
+            f"{where}: num_position_embeddings must be a square number, got {positions}"
+        )
     if config.hidden_size % (4 * config.num_heads):
         raise ModelError(
-            f"{where}: hidden_size {config.hidden_size} must be a multiple of 4 x num_heads "
-            f"{config.num_heads}: each head is rotated by rows and by columns"
+            f"{where}: hidden_size {config.hidden_size} must be a multiple of 4 * num_heads "
+            f"({config.num_heads}), because each head is rotated by rows and by columns"
         )
 
 
@@ -105,8 +107,8 @@ def _read_layers(value: Any, depth: int, where: str) -> tuple[int, ...]:
     whole = isinstance(layers, list) and all(type(layer) is int for layer in layers)
     if not whole or len({*layers}) < len(layers) or not all(0 <= n < depth for n in layers):
         raise ModelError(
-            f"{where}: deepstack_visual_indexes must be different numbers from 0 to {depth - 1}, "
-            f"got {value!r}"
+            f"{where}: deepstack_visual_indexes must be a list of distinct integers from 0 to "
+            f"{depth - 1}, got {value!r}"
         )
     return tuple(layers)
 
@@ -114,5 +116,8 @@ def _read_layers(value: Any, depth: int, where: str) -> tuple[int, ...]:
 def _read_theta(section: Mapping[str, Any], where: str) -> float:
     rope = section.get("rope_parameters") or {}
     if not isinstance(rope, dict) or rope.get("rope_type", "axial") != "axial":
-        raise UnsupportedModel(f"{where}: rope_parameters {rope!r}; only rope type axial is known")
+        raise UnsupportedModel(
+            f"{where}: rope_parameters {rope!r} are not supported; the only supported rope_type is "
+            "'axial'"
+        )
     return positive_number(rope, "rope_theta", where, 10_000.0)

@@ -82,7 +82,7 @@ def read_image_config(directory: Path, vision: VisionConfig) -> ImageConfig:
             raw = read_json(path)
             if key is None or isinstance(raw.get(key), dict):
                 return parse_image_config(raw if key is None else raw[key], vision, path)
-    raise ModelError(f"{directory} has no {_FILE}, which says how pictures are resized")
+    raise ModelError(f"{directory} has no {_FILE}, which specifies how pictures are resized")
 
 
 def parse_image_config(
@@ -96,19 +96,23 @@ def parse_image_config(
     least = _area(raw.get("min_pixels"), size, "shortest_edge", origin)
     most = _area(raw.get("max_pixels"), size, "longest_edge", origin)
     if least > most:
-        raise ModelError(f"{origin}: the smallest area, {least}, exceeds the largest, {most}")
+        raise ModelError(
+            f"{origin}: the minimum area of {least} pixels exceeds the maximum area of {most}"
+        )
     for key in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
         if not flag(raw, key, origin, True):
-            raise UnsupportedModel(f"{origin}: {key} false is not supported")
+            raise UnsupportedModel(f"{origin}: {key} must be true; false is not supported")
     if raw.get("resample", _BICUBIC) != _BICUBIC:
-        raise UnsupportedModel(f"{origin}: resample {raw['resample']!r}; only 3 (bicubic) is known")
+        raise UnsupportedModel(
+            f"{origin}: resample is {raw['resample']!r}, but only 3 (bicubic) is supported"
+        )
     for key, ours in (
         ("patch_size", vision.patch_size),
         ("temporal_patch_size", vision.temporal_patch_size),
         ("merge_size", vision.merge_size),
     ):
         if positive(raw, key, origin, ours) != ours:
-            raise ModelError(f"{origin}: {key} is {raw[key]}, the tower's is {ours}")
+            raise ModelError(f"{origin}: {key} is {raw[key]}, but the vision tower requires {ours}")
     return ImageConfig(
         min_pixels=least,
         max_pixels=most,
@@ -130,8 +134,8 @@ def _area(older: Any, size: Mapping[str, Any], name: str, origin: object) -> int
 def _channels(raw: Mapping[str, Any], key: str, channels: int, origin: object) -> tuple[float, ...]:
     values = raw.get(key)
     if not isinstance(values, list) or len(values) != channels:
-        raise ModelError(f"{origin}: {key} must be {channels} numbers, got {values!r}")
+        raise ModelError(f"{origin}: {key} must be a list of {channels} numbers, got {values!r}")
     found = tuple(number({key: value}, key, origin, 0.0) for value in values)
     if key == "image_std" and 0.0 in found:
-        raise ModelError(f"{origin}: image_std must not be 0")
+        raise ModelError(f"{origin}: image_std must not contain 0")
     return found

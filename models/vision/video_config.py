@@ -105,12 +105,14 @@ def parse_video_config(
     areas = parse_image_config(raw, vision, origin)
     if (areas.rescale, areas.mean, areas.std) != (images.rescale, images.mean, images.std):
         raise UnsupportedModel(
-            f"{origin}: rescale_factor, image_mean and image_std must be those of pictures"
+            f"{origin}: rescale_factor, image_mean and image_std must be the same as for pictures"
         )
     capped = flag(raw, "cap_pixels_per_frame", origin, False)
     max_frames = positive(raw, "max_frames", origin, 768)
     if max_frames < vision.temporal_patch_size:
-        raise ModelError(f"{origin}: max_frames is {max_frames}, less than a temporal patch has")
+        raise ModelError(
+            f"{origin}: max_frames is {max_frames}, but a temporal patch has more frames"
+        )
     return VideoConfig(
         min_pixels=areas.min_pixels,
         max_pixels=areas.max_pixels,

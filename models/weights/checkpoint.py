@@ -99,20 +99,23 @@ class Weights:
         except ModelError as error:
             raise WeightsError(str(error)) from error
         if not isinstance(mapping, dict) or not all(isinstance(f, str) for f in mapping.values()):
-            raise WeightsError(f"{path} has no weight_map from names to files")
+            raise WeightsError(f"{path} has no weight_map that maps tensor names to file names")
         named = sorted(set(mapping.values()))
         for name in named:
             if not name or Path(name).name != name:
                 raise WeightsError(
-                    f"{path} names {name!r}, which is not a file of this directory: only names "
-                    "without a path are read"
+                    f"{path} names the file {name!r}, which is not in the same directory: file "
+                    "names must not contain a path"
                 )
         for name in named:
             self._open_file(name)
         others = {f.name for f in self._directory.glob("*.safetensors")} - set(named)
         if others:
             log.warning(
-                "%s: %s does not name %s: not read", self._directory, INDEX, _listed(others)
+                "%s: %s does not list these files, which are ignored: %s",
+                self._directory,
+                INDEX,
+                _listed(others),
             )
         return mapping
 
@@ -120,14 +123,14 @@ class Weights:
         files = sorted(self._directory.glob("*.safetensors"))
         if not files:
             raise WeightsError(
-                f"{self._directory} holds no .safetensors file; convert the checkpoint first"
+                f"{self._directory} contains no .safetensors files; convert the checkpoint first"
             )
         home: dict[str, str] = {}
         for key, name in ((key, f.name) for f in files for key in self._keys(f.name)):
             if key in home:
                 raise WeightsError(
-                    f"{self._directory}: both {home[key]} and {name} hold {key!r}; remove the one "
-                    f"that does not belong here, or add {INDEX}"
+                    f"{self._directory}: both {home[key]} and {name} contain {key!r}; remove the "
+                    f"file that does not belong here, or add {INDEX}"
                 )
             home[key] = name
         return home
@@ -137,7 +140,7 @@ class Weights:
         if path.is_symlink() and not path.exists():
             raise WeightsError(f"{path} is a link to {path.readlink()}, which does not exist")
         if not path.exists():
-            raise WeightsError(f"{path} is missing, though {INDEX} names it")
+            raise WeightsError(f"{path} is missing, although {INDEX} lists it")
         if not path.is_file():
             raise WeightsError(f"{path} is not a regular file")
         try:
@@ -178,7 +181,8 @@ class Weights:
         home = self._home.get(name)
         if home is None:
             raise WeightsError(
-                f"{self._directory} has no weight {name!r}: is config.json of another model?"
+                f"{self._directory} has no weight {name!r}: check that config.json belongs to "
+                "this checkpoint"
             )
         self._taken.add(name)
         path = self._directory / home
@@ -192,8 +196,8 @@ class Weights:
             wanted = _FLOATING if stored is None else (_NAMES[stored],)
             if found.get_dtype() not in wanted:
                 raise WeightsError(
-                    f"{path}: {name} is stored as {found.get_dtype()}, which config.json does not "
-                    f"say: this tensor may be {', '.join(wanted)}"
+                    f"{path}: {name} has dtype {found.get_dtype()}, but for this tensor "
+                    f"config.json allows only {', '.join(wanted)}"
                 )
             if spans:
                 index = tuple(slice(s.start, s.stop) if s else slice(None) for s in spans)
@@ -218,14 +222,14 @@ class Weights:
         low, high = (float(value) for value in torch.aminmax(tensor))  # NaN propagates
         if not math.isfinite(low) or not math.isfinite(high):
             raise WeightsError(
-                f"{where} holds values that are not finite (NaN or infinity): the file is damaged, "
-                "or its training has diverged (check_weights=False loads it nevertheless)"
+                f"{where} contains values that are not finite (NaN or infinity): the file is "
+                "damaged, or the training diverged (check_weights=False loads it anyway)"
             )
         most = torch.finfo(dtype).max
         if max(-low, high) > most:
             raise WeightsError(
-                f"{where} holds {low if -low > high else high:g}, which {dtype} cannot: its "
-                f"largest number is {most:g}; choose another dtype"
+                f"{where} contains {low if -low > high else high:g}, which {dtype} cannot "
+                f"represent, because its largest number is {most:g}; choose another dtype"
             )
 
     def warn_of_unused(self, spare: Collection[str] = ()) -> None:
@@ -240,7 +244,7 @@ class Weights:
         unused = self._home.keys() - self._taken - spare
         if unused:
             log.warning(
-                "%s holds %d tensors that the model does not use, and that change nothing: %s",
+                "%s contains %d tensors that the model does not use and that have no effect: %s",
                 self._directory,
                 len(unused),
                 _listed(unused),
@@ -308,9 +312,9 @@ class Weights:
             whole = one.room(len(projections)) if whole is None else whole
             if type(one) is not type(whole):
                 raise WeightsError(
-                    f"{self._directory}: {projection.parts[0].name} is "
-                    f"{type(one).__name__}, and what it is stacked with {type(whole).__name__}: "
-                    "experts of one layer in several formats are not supported"
+                    f"{self._directory}: {projection.parts[0].name} has the format "
+                    f"{type(one).__name__}, but other experts of its layer have the format "
+                    f"{type(whole).__name__}; all experts of a layer must have the same format"
                 )
             whole.put(at, one)
         assert whole is not None, "nothing to stack"

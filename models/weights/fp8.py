@@ -99,7 +99,7 @@ class Fp8Format:
             if key in ("weight_block_size", "modules_to_not_convert") or value is None:
                 continue
             if key not in _KNOWN or value not in _KNOWN[key]:
-                known = f": known is {_KNOWN[key][0]!r}" if key in _KNOWN else ""
+                known = f"; only {_KNOWN[key][0]!r} is" if key in _KNOWN else ""
                 raise UnsupportedModel(
                     f"quantization_config: {key} {value!r:.50} is not supported{known}"
                 )
@@ -107,8 +107,8 @@ class Fp8Format:
         pair = sizes if isinstance(sizes, list) else []
         if len(pair) != 2 or not all(type(size) is int and size > 0 for size in pair):
             raise UnsupportedModel(
-                "quantization_config: weight_block_size must be two whole numbers, got "
-                f"{sizes!r:.50}: FP8 without blocks is not supported"
+                "quantization_config: weight_block_size must be a list of two positive integers, "
+                f"got {sizes!r:.50}; FP8 without blocks is not supported"
             )
         self._rows, self._columns = pair
         spared = raw.get("modules_to_not_convert") or []
@@ -126,8 +126,8 @@ class Fp8Format:
         if len({*packed.values()}) > 1:
             apart = ", ".join(name for name, there in packed.items() if not there)
             raise ModelError(
-                f"quantization_config: modules_to_not_convert names {apart} and not the other "
-                f"parts of {', '.join(packed)}: mixed projections are not supported"
+                f"quantization_config: modules_to_not_convert lists {apart} but not all of "
+                f"{', '.join(packed)}, which are fused and must have the same format"
             )
         return all(packed.values())
 

@@ -127,9 +127,9 @@ def dense_of(weights: LinearWeights, why: str | None = None) -> Dense:
     if isinstance(weights, Dense):
         return weights
     _log_once(
-        f"weights in {type(weights).__name__} are unpacked: "
-        f"{why or 'this device has no product for them'}, and they take as much memory and time as "
-        "weights of the model's type"
+        f"weights in {type(weights).__name__} are unpacked and take as much memory and time as "
+        "weights of the model's dtype, because "
+        f"{why or 'this device cannot multiply by packed weights'}"
     )
     return Dense(weights.dequantize(), weights.bias)
 

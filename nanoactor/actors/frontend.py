@@ -101,7 +101,9 @@ class FrontendActor(Actor):
             return 0
         culprit, death, explained = found
         log.error(
-            "request %s killed %s while it ran alone, and is ended", culprit.request_id, death
+            "request %s has been ended, because it killed %s while it ran alone",
+            culprit.request_id,
+            death,
         )
         culprit.error, culprit.aborted = PoisonRequest(POISON.format(death)), True
         self._end_aborted(culprit)
@@ -345,14 +347,14 @@ class FrontendActor(Actor):
         answers = entry.answers
         if not entry.is_held or entry.aborted:
             raise InvalidRequest(
-                "the request is not held: it continues when each of its answers has a token"
+                "the request is not held: it can be continued once each of its answers has a token"
             )
         if not len(parents) == len(tokens) == len(answers):
             raise InvalidRequest(f"{len(answers)} answers need a parent and a token each")
         dead = {index for index, answer in enumerate(answers) if answer.terminal is not None}
         going = [index for index, parent in enumerate(parents) if parent != -1]
         if dead & {*going, *(parents[index] for index in going)}:
-            raise InvalidRequest(f"answers {sorted(dead)} have ended")
+            raise InvalidRequest(f"answers {sorted(dead)} have ended and cannot be continued")
         if not all(0 <= parents[index] < len(answers) for index in going):
             raise InvalidRequest(f"parents must be from -1 to {len(answers) - 1}")
         if not all(0 <= tokens[index] < self._vocabulary for index in going):

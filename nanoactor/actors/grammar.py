@@ -31,7 +31,7 @@ _TIMES = 4096
 _BATCH = 16
 # Maximum length, in characters, of a small grammar; others are compiled on a separate thread.
 _SMALL_GRAMMAR = 16 * 1024
-_FAILED = "the parser failed on the grammar; the log has its words"
+_FAILED = "the grammar could not be parsed; the log has the parser's error"
 
 
 def _made(config: ActorConfig) -> GrammarCompiler | InvalidRequest:
@@ -42,9 +42,12 @@ def _made(config: ActorConfig) -> GrammarCompiler | InvalidRequest:
 
             return GrammarCompiler(config.files)
     except Exception as error:
-        log.error("structured outputs will be refused", exc_info=error)
+        log.error(
+            "the grammar compiler cannot be created, so structured outputs will be refused",
+            exc_info=error,
+        )
         line = " ".join(str(error).split())[:300]
-        return InvalidRequest(f"this model has no structured outputs: {line}")
+        return InvalidRequest(f"this model does not support structured outputs: {line}")
 
 
 class GrammarActor(Actor):
@@ -173,7 +176,7 @@ class GrammarActor(Actor):
         try:
             with native_calls():
                 if book is not self._book:  # all actors were restarted
-                    raise InvalidRequest("it is no longer needed")
+                    raise InvalidRequest("the grammar is no longer needed")
                 self._read_vocabulary()
                 if isinstance(self._compiler, InvalidRequest):
                     raise self._compiler

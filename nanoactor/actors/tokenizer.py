@@ -297,8 +297,8 @@ class TokenizerActor(Actor):
             id_ = self._tags[tag] = self._encoder.id_of(tag)
             if id_ is None:
                 log.warning(
-                    "%s is not a single token: text before it is chosen under masks, at a third "
-                    "of the speed",
+                    "%s is not a single token: text before it is sampled with token masks, at a "
+                    "third of the speed",
                     tag,
                 )
         return self._tags[tag]
@@ -343,8 +343,8 @@ class TokenizerActor(Actor):
             room = self._limits.pages * self._limits.page_rows
             raise InvalidRequest(
                 f"the request's pictures and videos have {rows} tokens, rounded up for each, but "
-                f"the encoder cache holds {room}: give fewer or smaller ones, or raise "
-                "encoder_cache_tokens"
+                f"the encoder cache holds {room}: send fewer or smaller pictures or videos, or "
+                "raise encoder_cache_tokens"
             )
 
     def _encode(self, text: str) -> list[int]:

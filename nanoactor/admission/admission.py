@@ -89,13 +89,13 @@ class Admission:
             if (wanted := getattr(stopping, name)) > room:
                 raise InvalidRequest(
                     f"{name} is {wanted}, but after a prompt of {len(tokens)} tokens "
-                    f"max_model_len ({limit}) leaves {room}"
+                    f"max_model_len ({limit}) leaves room for {room}"
                 )
         most = stopping.max_tokens or room
         if (told := len(_told(submit))) > most:
             raise InvalidRequest(
-                f"so_far has {told} tokens, but the output may have {most} (max_tokens, or what "
-                "max_model_len leaves)"
+                f"so_far has {told} tokens, but the output may have at most {most} (the limit is "
+                "max_tokens, or the room that max_model_len leaves)"
             )
         stopping = dataclasses.replace(stopping, max_tokens=most)
         return dataclasses.replace(submit.spec, stopping=stopping)
@@ -106,9 +106,9 @@ def check_length(tokens: int, limit: int, *, pools: bool) -> None:
     room for one output token."""
     if tokens + (not pools) <= limit:
         return
-    most = f"{limit} fit" if pools else f"{limit - 1} leave room for one token of output"
+    most = f"{limit}" if pools else f"{limit - 1}, to leave room for one output token"
     raise InvalidRequest(
-        f"the prompt has {tokens} tokens, but max_model_len is {limit}: at most {most}"
+        f"the prompt has {tokens} tokens, but max_model_len is {limit}: it may have at most {most}"
     )
 
 

@@ -99,8 +99,8 @@ class Request:
         if cut and isinstance(most, DefaultTokens) and not _WARNED:
             _WARNED.append(self._entry.request_id)
             log.warning(
-                "request %s ended after %d tokens, the default of max_tokens, as in vLLM; "
-                "max_tokens=None allows as many as fit (logged once)",
+                "request %s ended after %d tokens, which is the default max_tokens, as in vLLM; "
+                "max_tokens=None allows as many tokens as fit (logged once)",
                 self._entry.request_id,
                 most,
             )

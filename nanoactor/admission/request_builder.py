@@ -63,7 +63,7 @@ def held(params: SamplingParams, submit: Submit, media: Sequence[Media]) -> Subm
     """Return the request with sequences that pause after each token. Raises `InvalidRequest` if its
     parameters are incompatible with that."""
     if params.logprobs is None or params.max_tokens is None:
-        raise InvalidRequest("held answers need logprobs and max_tokens")
+        raise InvalidRequest("held answers require logprobs and max_tokens to be set")
     spec = submit.spec
     if media or spec.grammar or spec.prompt_logprobs >= 0 or spec.text_options.stop:
         raise InvalidRequest(
@@ -95,7 +95,8 @@ class RequestBuilder:
         fitted = self._files.fitted(tokens)
         if fitted is not self._files:
             log.warning(
-                "max_model_len is %d, as the KV cache holds no more; the model allows %d",
+                "max_model_len is %d, because the KV cache has no room for more; the model allows "
+                "%d",
                 fitted.max_model_len,
                 self._files.max_model_len,
             )
@@ -118,8 +119,8 @@ class RequestBuilder:
             raise InvalidRequest(f"sampling_params must be SamplingParams, got {params!r}")
         if not self._files.generates:
             raise InvalidRequest(
-                "this model makes vectors or scores, and generates no text: load a model for text "
-                "generation"
+                "this model computes vectors or scores and does not generate text: load a "
+                "text-generation model"
             )
         priority = _check_priority(priority)
         if media is None:
@@ -162,8 +163,8 @@ class RequestBuilder:
         files = self._files
         pooling = check_pooling(params, files.pooling, files.config.hidden_size)
         if pooling.scores is not scores:
-            makes = "scores of pairs, and no vectors" if pooling.scores else "vectors"
-            raise InvalidRequest(f"this model makes {makes}")
+            makes = "scores of pairs, not vectors" if pooling.scores else "vectors, not scores"
+            raise InvalidRequest(f"this model computes {makes}")
         keep_last = kept_tokens(params, files.max_model_len)
         behind = with_prompt(prompt, params, pooling)
         text, _, token_ids = self._read_prompt(behind, keep_last, pools=True)
@@ -182,12 +183,14 @@ class RequestBuilder:
             raise InvalidRequest(f"so_far must be OutputSoFar or None, got {so_far!r:.100}")
         if params.n != 1:
             raise InvalidRequest(
-                f"so_far belongs to one answer, but n is {params.n}: continue each"
+                f"so_far continues one answer, but n is {params.n}: continue each answer "
+                "with its own request"
             )
         ids = _flat_ids("so_far.token_ids", so_far.token_ids)
         if len(ids) and ids.max() >= (vocabulary := self._files.config.vocab_size):
             raise InvalidRequest(
-                f"so_far.token_ids: {ids.max()} is outside the vocabulary of {vocabulary} ids"
+                f"so_far.token_ids contains {ids.max()}, which is outside the vocabulary of "
+                f"{vocabulary} ids"
             )
         characters = plain_number(so_far.characters)
         if type(characters) is not int or not 0 <= characters < 2**31:
@@ -235,8 +238,8 @@ class RequestBuilder:
             return 0
         if media:
             raise InvalidRequest(
-                "truncate_prompt_tokens cannot be combined with pictures and videos: it could cut "
-                "into one"
+                "truncate_prompt_tokens cannot be combined with pictures and videos: the cut could "
+                "fall inside one of them"
             )
         if asked >= limit:
             raise InvalidRequest(
@@ -257,13 +260,14 @@ class RequestBuilder:
                 return None, None, self._check_ids(ids[-keep_last:], pools)
             if keys != {"prompt"}:
                 raise InvalidRequest(
-                    "a prompt's keys must be 'prompt' or 'prompt_token_ids', and perhaps "
-                    f"'multi_modal_data' and 'mm_processor_kwargs', got {sorted(map(str, keys))}"
+                    "a prompt must have the key 'prompt' or 'prompt_token_ids' and may have the "
+                    "keys 'multi_modal_data' and 'mm_processor_kwargs', got "
+                    f"{sorted(map(str, keys))}"
                 )
             prompt = prompt["prompt"]
         if self._skips_tokenizer:
             raise InvalidRequest(
-                "the engine has no tokenizer (skip_tokenizer_init): give prompt_token_ids"
+                "the engine has no tokenizer (skip_tokenizer_init): pass prompt_token_ids instead"
             )
         if isinstance(prompt, str):
             if not prompt:
@@ -288,8 +292,8 @@ class RequestBuilder:
         limit = max_prompt_bytes(self._files)
         if size > limit:
             raise InvalidRequest(
-                f"the prompt has {size} bytes; with max_model_len {self._files.max_model_len} at "
-                f"most {limit} are accepted"
+                f"the prompt has {size} bytes, but with max_model_len {self._files.max_model_len} "
+                f"at most {limit} bytes are accepted"
             )
         return text
 
@@ -306,7 +310,7 @@ class RequestBuilder:
         try:
             text = json.dumps(value, ensure_ascii=False)
         except (TypeError, ValueError, RecursionError) as error:
-            raise InvalidRequest(f"{name} must be plain values, as in JSON: {error}") from None
+            raise InvalidRequest(f"{name} must contain only JSON values: {error}") from None
         return self._check_text(text)
 
     def _check_params(self, params: SamplingParams) -> None:
@@ -315,18 +319,19 @@ class RequestBuilder:
             for token in getattr(params, name) or ():
                 if token >= vocabulary:
                     raise InvalidRequest(
-                        f"{name}: {token} is outside the vocabulary of {vocabulary} ids"
+                        f"{name} contains {token}, which is outside the vocabulary of {vocabulary} "
+                        "ids"
                     )
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(params, name) or 0) > self._max_logprobs:
                 raise InvalidRequest(
-                    f"{name} is {getattr(params, name)}, but this engine tells {self._max_logprobs}"
-                    " at most (max_logprobs)"
+                    f"{name} is {getattr(params, name)}, but this engine returns at most "
+                    f"{self._max_logprobs} (max_logprobs)"
                 )
         for name, given in (("stop strings", params.stop), ("bad words", params.bad_words)):
             if given and self._skips_tokenizer:
                 raise InvalidRequest(
-                    f"{name} need a tokenizer, and the engine has none (skip_tokenizer_init)"
+                    f"{name} require a tokenizer, but the engine has none (skip_tokenizer_init)"
                 )
 
     def _grammar(self, params: SamplingParams) -> str:
@@ -337,7 +342,8 @@ class RequestBuilder:
         assert isinstance(wanted, StructuredOutputsParams)
         if self._skips_tokenizer:
             raise InvalidRequest(
-                "structured_outputs need a tokenizer, and the engine has none (skip_tokenizer_init)"
+                "structured_outputs requires a tokenizer, but the engine has none "
+                "(skip_tokenizer_init)"
             )
         return _grammar_text(wanted)
 
@@ -379,8 +385,8 @@ def _grammar_text(wanted: StructuredOutputsParams) -> str:
     size = len(text.encode())
     if size > MAX_GRAMMAR_BYTES:
         raise InvalidRequest(
-            f"structured_outputs: as text they have {size} bytes, {MAX_GRAMMAR_BYTES} at most are "
-            "accepted"
+            f"structured_outputs: the grammar has {size} bytes as text, but at most "
+            f"{MAX_GRAMMAR_BYTES} are accepted"
         )
     return text
 

@@ -23,7 +23,9 @@ class Controlled(abc.ABC):
         Raises `InvalidRequest` for any other `mode`; use `abort` to end individual requests.
         """
         if mode != "keep":
-            raise InvalidRequest(f'mode must be "keep": requests wait, got {mode!r:.100}')
+            raise InvalidRequest(
+                f'mode must be "keep", which makes requests wait, got {mode!r:.100}'
+            )
         self._running().control.pause(True)
 
     @public

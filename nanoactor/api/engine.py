@@ -86,14 +86,17 @@ class AsyncLLM(Controlled, Pooled):
         """
         if isinstance(model, EngineConfig):
             if options:
-                raise InvalidConfig("give options in the EngineConfig or by name, not both")
+                raise InvalidConfig("give options either in the EngineConfig or by name, not both")
             self.config = model
         else:
             self.config = engine_config(model, options)
         with only_ours():
             self.files = read_model_files(self.config)
         if names := self.files.generation.not_applied:
-            log.warning("generation_config.json sets what is not applied: %s", ", ".join(names))
+            log.warning(
+                "generation_config.json contains settings that are not supported: %s",
+                ", ".join(names),
+            )
         ranks = self.config.tensor_parallel_size
         self._rendezvous = Rendezvous(ranks) if ranks > 1 else None
         if self._rendezvous is not None:  # closes it if the engine is never started
@@ -141,7 +144,8 @@ class AsyncLLM(Controlled, Pooled):
             return
         system.abandon()  # first, because the warning may raise
         warnings.warn(
-            f"the engine of {self.config.model!r} was not closed: use `async with`, or close()",
+            f"the engine of {self.config.model!r} was not closed: use `async with`, or call "
+            "close()",
             ResourceWarning,
             stacklevel=2,
             source=self,
@@ -451,7 +455,7 @@ class AsyncLLM(Controlled, Pooled):
             return
         check_name(request_id)
         if request_id in self._opening or frontend.entry_of(request_id) is not None:
-            raise InvalidRequest(f"request id {request_id!r} is in use")
+            raise InvalidRequest(f"request id {request_id!r} is already in use")
 
     @public
     async def abort(self, request_id: str) -> None:
@@ -483,7 +487,7 @@ class AsyncLLM(Controlled, Pooled):
         `InvalidRequest` without `prefix_salt`, `EngineDead` and `EngineClosed`.
         """
         if self.config.prefix_salt is None:
-            raise InvalidRequest("index_events needs an engine with a prefix_salt of its own")
+            raise InvalidRequest("index_events requires an engine whose prefix_salt is set")
         return self._running().index.read()
 
     @public
@@ -522,7 +526,7 @@ class AsyncLLM(Controlled, Pooled):
         transformers cannot load it.
         """
         if self.config.skip_tokenizer_init:
-            raise InvalidRequest("the engine has no tokenizer (skip_tokenizer_init)")
+            raise InvalidRequest("the engine has no tokenizer because skip_tokenizer_init is set")
         with only_ours():
             return await asyncio.to_thread(self._pretrained.load, self.files.given_tokenizer)
 

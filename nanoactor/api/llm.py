@@ -213,7 +213,9 @@ class LLM:
         wanted = _several(prompts, "prompts", "a string, a dict, or a list of them")
         limit = concurrency_limit
         if limit is not None and (not isinstance(limit, int) or limit < 1):
-            raise InvalidRequest(f"concurrency_limit must be 1 or more, got {limit!r}")
+            raise InvalidRequest(
+                f"concurrency_limit must be an integer of at least 1, got {limit!r}"
+            )
         return self._call(self._search(wanted, params, use_tqdm, limit))
 
     @public
@@ -248,7 +250,10 @@ class LLM:
         if len(asked) == 1:
             asked *= len(given)
         if len(asked) != len(given):
-            raise InvalidRequest(f"{len(asked)} queries but {len(given)} documents")
+            raise InvalidRequest(
+                f"queries must be one query or one for each document, got {len(asked)} "
+                f"queries and {len(given)} documents"
+            )
         one = functools.partial(
             self._llm.score, instruction=instruction, pooling_params=pooling_params
         )
@@ -277,11 +282,14 @@ class LLM:
         is_list = _is_sequence(params) and not isinstance(params, str)
         if not is_list or not all(isinstance(one, SamplingParams) for one in params):
             raise InvalidRequest(
-                "sampling_params must be SamplingParams, or a list with one for each prompt, got "
-                f"{params!r:.100}"
+                "sampling_params must be a SamplingParams object, or a list with one for each "
+                f"prompt, got {params!r:.100}"
             )
         if len(params) != len(prompts):
-            raise InvalidRequest(f"{len(prompts)} prompts but {len(params)} sets of parameters")
+            raise InvalidRequest(
+                "sampling_params must have one item for each prompt, but there are "
+                f"{len(prompts)} prompts and {len(params)} items"
+            )
         progress = Progress(len(prompts), enabled=use_tqdm)
         try:
             return await run_all(
@@ -375,8 +383,8 @@ def _multimodal(request: Mapping[str, Any]) -> Any:
         return request["messages"]
     if not {"text"} <= keys <= {"text", "images", "videos"}:
         raise InvalidRequest(
-            "a request must be {'text': ..., 'images': [...], 'videos': [...]} or {'messages': "
-            f"[...]}}, got {sorted(map(str, keys)) or type(request).__name__}"
+            "a request must be {'text': ..., 'images': [...], 'videos': [...]} or "
+            f"{{'messages': [...]}}, got {sorted(map(str, keys)) or type(request).__name__}"
         )
     given = {"image": request.get("images"), "video": request.get("videos")}
     data = {kind: items for kind, items in given.items() if items is not None}
@@ -400,4 +408,6 @@ async def _end_unseen(llm: AsyncLLM, loop: asyncio.AbstractEventLoop) -> None:
 def _cumulative(params: SamplingParams) -> SamplingParams:
     if params.output_kind is RequestOutputKind.CUMULATIVE:
         return params
-    raise InvalidRequest("LLM returns whole outputs: output_kind must be CUMULATIVE")
+    raise InvalidRequest(
+        "output_kind must be CUMULATIVE, because LLM returns only complete outputs"
+    )

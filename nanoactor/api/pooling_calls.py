@@ -95,7 +95,9 @@ class Pooled(abc.ABC):
         pooling, params = self.files.pooling, pooling_params or _DEFAULT
         if pooling is not None and not pooling.scores:
             if instruction is not None:
-                raise InvalidRequest("instruction is for rerankers, and this model makes vectors")
+                raise InvalidRequest(
+                    "instruction is supported only for rerankers, but this model computes vectors"
+                )
             return await self._compare(query, document, params, request_id, priority)
         prompt = judgement_prompt(query, document, instruction)
         request = self.submit_pooled(prompt, params, request_id, priority=priority, scores=True)

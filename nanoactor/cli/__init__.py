@@ -106,8 +106,8 @@ def _place(own: argparse.ArgumentParser, args: Any, given: list[str], line: Line
         own.error(f"unrecognized arguments: {' '.join(given[most:])}")
     if line.model_of_file is not None and takes_prompt and len(given) == 1 and line.model is None:
         own.error(
-            f"{given[0]!r} may be a model or a prompt, as the file names a model, too: "
-            "give both, or leave the model out of the file"
+            f"{given[0]!r} may be a model or a prompt, because the configuration file also names "
+            "a model; give both on the command line, or remove the model from the file"
         )
     model = line.model
     if model is None and given:
@@ -128,27 +128,27 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     # If a request and the engine share an option (--seed), the request's, added last, is used.
     one = commands.add_parser(
         "generate",
-        help="continue a prompt, streamed to the terminal",
+        help="complete a prompt and stream the output to the terminal",
         conflict_handler="resolve",
         allow_abbrev=False,
     )
     talk = commands.add_parser(
         "chat",
-        help="talk with a model; end with Ctrl-D",
+        help="chat with a model; Ctrl-D ends the conversation",
         conflict_handler="resolve",
         allow_abbrev=False,
     )
     http = commands.add_parser(
         "serve",
-        help="an HTTP server compatible with the OpenAI API",
+        help="start an HTTP server that is compatible with the OpenAI API",
         allow_abbrev=False,
-        epilog=f"Without --api-key, the key is that of ${KEY_VARIABLE}, or of "
-        f"${VLLM_KEY_VARIABLE}, if there is one.",
+        epilog="Without --api-key, the API key is taken from the environment variable "
+        f"${KEY_VARIABLE} or ${VLLM_KEY_VARIABLE}, if one of them is set.",
     )
-    check = commands.add_parser("doctor", help="diagnose this machine and print fixes")
+    check = commands.add_parser("doctor", help="diagnose this machine and suggest fixes")
     for command in (one, talk, http):
         command.add_argument("model", nargs="?", help=_MODEL)
-    one.add_argument("prompt", nargs="?", help="default: standard input")
+    one.add_argument("prompt", nargs="?", help="the prompt to complete; default: standard input")
     one.add_argument(
         "--prompts",
         metavar="FILE",
@@ -159,12 +159,16 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     talk.add_argument("--system", help="a system message at the start of the conversation")
     fields: dict[argparse.ArgumentParser, dict[str, Any]] = {}
     for command in (one, talk):
-        sampling = command.add_argument_group("sampling (default: what the model's files say)")
+        sampling = command.add_argument_group(
+            "sampling (default: as recommended by the model's files)"
+        )
         engine = command.add_argument_group("engine")
         fields[command] = add_options(engine, EngineConfig, **ONE_USER)
         add_options(sampling, SamplingParams)
         command.add_argument(
-            "--trace", metavar="FILE", help="write a timeline of all actors, for ui.perfetto.dev"
+            "--trace",
+            metavar="FILE",
+            help="write a timeline of all actors to this file, for ui.perfetto.dev",
         )
         command.add_argument("--json", action="store_true", help="print a JSON object per delta")
         command.add_argument(
@@ -176,15 +180,15 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         )
     fields[http] = add_options(http.add_argument_group("engine"), EngineConfig)
     fields[http] |= add_options(http.add_argument_group("server"), ServerConfig)
-    add_options(http.add_argument_group("several engines, on Ray"), FleetConfig)
+    add_options(http.add_argument_group("several engines on Ray"), FleetConfig)
     for command, known in fields.items():
         command.add_argument(
             "--config",
             metavar="FILE",
-            help="a YAML file of options, by name; the command line takes precedence",
+            help="a YAML file that maps option names to values; the command line takes precedence",
         )
         add_flags(command, known, serves=command is http)
-    check.add_argument("--json", action="store_true", help="print one JSON object")
+    check.add_argument("--json", action="store_true", help="print the findings as one JSON object")
     for command in (parser, one, talk, http, check):
         command.add_argument("--version", action="version", version=nanoactor.__version__)
     for command, function, run in (
@@ -198,7 +202,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
             "--verbose",
             action="count",
             default=0,
-            help="write a log; -vv: a more detailed one",
+            help="write a log; -vv writes a more detailed one",
         )
         command.set_defaults(parser=command, command=function, run=run)
     return parser, {"generate": one, "chat": talk, "serve": http, "doctor": check}

@@ -39,7 +39,7 @@ def parse(text: str) -> Line:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"the line is not JSON: {error}") from None
+        raise InvalidRequest(f"the line is not valid JSON: {error}") from None
     if isinstance(value, str):
         return Line(value, {})
     if not isinstance(value, dict):

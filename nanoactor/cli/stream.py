@@ -30,7 +30,7 @@ def _params(args: Any) -> SamplingParams:
     given = values(args, SamplingParams)
     params = SamplingParams.for_model(**given, output_kind=RequestOutputKind.DELTA)
     if not args.json and not params.detokenize:
-        raise InvalidRequest("--no-detokenize requires --json: there is no text to print")
+        raise InvalidRequest("--no-detokenize requires --json because there is no text to print")
     if not args.json and (params.logprobs, params.prompt_logprobs) != (None, None):
         raise InvalidRequest("--logprobs and --prompt-logprobs require --json")
     return params
@@ -58,7 +58,10 @@ async def generate(args: Any) -> None:
 
 async def _generate_all(args: Any) -> None:
     if args.prompt is not None or args.image:
-        raise InvalidRequest("--prompts: the file has the prompts; give no prompt and no --image")
+        raise InvalidRequest(
+            "--prompts cannot be combined with a prompt or --image, because the file "
+            "contains the prompts"
+        )
     given = values(args, SamplingParams)
     SamplingParams.for_model(**given)  # raises before the engine is started
     _check_writable(args.trace)
@@ -108,7 +111,9 @@ async def chat(args: Any) -> None:
         messages.append({"role": "system", "content": args.system})
     params = _params(args)
     if params.n > 1:
-        raise InvalidRequest("--n: a conversation goes on from one answer")
+        raise InvalidRequest(
+            "--n must be 1 for a chat, because the conversation continues from one answer"
+        )
     _check_writable(args.trace)
     lines = LineReader(sys.stdin.fileno())
     pictures = list(args.image)

@@ -100,7 +100,7 @@ class _Foreign(argparse.Action):
         if not name.allows(value):
             complaint = name.complaint(value).removeprefix(name.theirs)
             parser.error(f"{flag}{complaint}")
-        getattr(namespace, NOTES).append(f"{flag} changes nothing: {name.note}")
+        getattr(namespace, NOTES).append(f"{flag} has no effect: {name.note}")
 
 
 def _value(given: Any) -> Any:
@@ -173,7 +173,7 @@ def _taken(arguments: list[str], flags: Sequence[str]) -> tuple[list[str], list[
             continue
         value = given if equals else next(following, None)
         if value is None:
-            raise InvalidConfig(f"{name} needs a value")
+            raise InvalidConfig(f"{name} requires a value")
         values.append(value)
     return values, rest
 
@@ -188,12 +188,12 @@ def _read_file(path: Path) -> dict[str, Any]:
         raise InvalidConfig(f"--config {path}: {error.strerror}") from None
     except (UnicodeError, yaml.YAMLError) as error:
         text = " ".join(str(error).split())
-        raise InvalidConfig(f"--config {path}: this is not YAML: {text}") from None
+        raise InvalidConfig(f"--config {path} is not valid YAML: {text}") from None
     if not isinstance(options, dict) or not all(isinstance(name, str) for name in options):
-        raise InvalidConfig(f"--config {path}: options by name are needed, such as 'port: 8001'")
+        raise InvalidConfig(f"--config {path} must contain options by name, such as 'port: 8001'")
     found = {name.strip("-").replace("_", "-"): value for name, value in options.items()}
     if "config" in found:
-        raise InvalidConfig(f"--config {path}: a file names no other")
+        raise InvalidConfig(f"--config {path} must not itself contain the option config")
     return found
 
 

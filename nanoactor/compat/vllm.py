@@ -102,7 +102,9 @@ class LLM(ours.LLM):
         as in `generate`."""
         _check_absent(lora_request=lora_request, chat_template=chat_template)
         if options.pop("chat_template_content_format", "auto") not in ("auto", "openai", "string"):
-            raise InvalidRequest('chat_template_content_format must be "auto"')
+            raise InvalidRequest(
+                'chat_template_content_format must be "auto", "openai" or "string"'
+            )
         return super().chat(messages, _capped(sampling_params), bool(use_tqdm), **options)
 
     def reset_prefix_cache(self) -> bool:
@@ -117,7 +119,7 @@ class LLM(ours.LLM):
 def _check_absent(**given: Any) -> None:
     for name, value in given.items():
         if value is not None:
-            raise NotInNanoactor(f"{name} is not supported by nanoactor, only None is accepted")
+            raise NotInNanoactor(f"{name} is not supported by nanoactor; only None is accepted")
 
 
 def _capped(params: Any) -> Any:
@@ -174,12 +176,14 @@ def _absent(name: str, why: str) -> Any:
     """Return a stand-in class for a name in vLLM; creating an instance raises `NotInNanoactor`."""
 
     def refuse(self: object, *_: Any, **__: Any) -> NoReturn:
-        raise NotInNanoactor(f"vllm's {name} is not in nanoactor: {why}")
+        raise NotInNanoactor(f"vllm's {name} is not available in nanoactor: {why}")
 
     return type(name.rpartition(".")[2], (), {"__init__": refuse, "__module__": "vllm"})
 
 
-_WEIGHTS = "weights of a running engine are not replaced; start another with the new ones"
+_WEIGHTS = (
+    "the weights of a running engine cannot be replaced; start another engine with the new weights"
+)
 _MODULES: dict[str, dict[str, Any]] = {
     "": {
         "LLM": LLM,
@@ -194,7 +198,9 @@ _MODULES: dict[str, dict[str, Any]] = {
     },
     "inputs": {"TextPrompt": TextPrompt, "TokensPrompt": TokensPrompt},
     "lora": {},
-    "lora.request": {"LoRARequest": _absent("LoRARequest", "adapters are not applied, merge them")},
+    "lora.request": {
+        "LoRARequest": _absent("LoRARequest", "LoRA adapters must be merged into the weights")
+    },
     "outputs": {"CompletionOutput": CompletionOutput, "RequestOutput": RequestOutput},
     "renderers": {},
     "renderers.hf": {"resolve_chat_template": resolve_chat_template},
@@ -283,7 +289,8 @@ def install() -> None:
         return
     if "vllm" in sys.modules:
         raise ImportError(
-            "vllm has been imported already: call nanoactor.compat.vllm.install() before it is"
+            "vllm has already been imported; call nanoactor.compat.vllm.install() before "
+            "importing it"
         )
     sys.meta_path.insert(0, _Finder())
 

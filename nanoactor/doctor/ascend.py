@@ -21,8 +21,8 @@ _MANAGERS = ("/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc")
 _ILL = re.compile(r"\|\s*(Warning|Alarm|Critical|UNKNOWN)\s*\|", re.IGNORECASE)
 _DRIVER_MOUNT = "-v /usr/local/Ascend/driver:/usr/local/Ascend/driver:ro"
 _SMI_MOUNTS = " ".join(f"-v {p}:{p}:ro" for p in ("/usr/local/dcmi", "/usr/local/bin/npu-smi"))
-_INSTALL_DRIVER = "install the NPU's driver and firmware, until `npu-smi info` works"
-_INSTALL_CANN = "install CANN (toolkit, and the ops of your chip), then source its set_env.sh"
+_INSTALL_DRIVER = "install the NPU's driver and firmware, and check that `npu-smi info` works"
+_INSTALL_CANN = "install CANN (the toolkit, and the ops of your chip), then source its set_env.sh"
 
 
 def npu(machine: Machine) -> Iterator[Finding]:
@@ -31,10 +31,10 @@ def npu(machine: Machine) -> Iterator[Finding]:
         for check in (_driver, _nodes, _smi, _cann, _torch_npu, _devices):
             yield from check(machine)
         return
-    ill = "one is on the PCI bus, but there is no driver, CANN or torch_npu: it is not used"
+    ill = "an NPU is on the PCI bus, but is not used: there is no driver, CANN or torch_npu"
     fix = f"{_INSTALL_DRIVER}; {_INSTALL_CANN}; {_install_pair(None)}"
     is_on_bus = any(kind == "NPU" for kind, _, _ in machine.pci)
-    well = "there is none: no device, driver, CANN or torch_npu"
+    well = "there is no NPU: no device, driver, CANN or torch_npu was found"
     yield judge("NPU", not is_on_bus, well, ill, fix, "note")
 
 
@@ -46,9 +46,9 @@ def driver_version(machine: Machine) -> str:
 def _driver(machine: Machine) -> Iterator[Finding]:
     version = driver_version(machine)
     if version or not machine.probe.get("npus"):  # else it is elsewhere and works
-        ill = f"no version in {_DRIVER_FILE}"
-        fix = f"{_INSTALL_DRIVER}; in a container: start it with {_DRIVER_MOUNT}; on a machine "
-        fix += "without an NPU: pip uninstall torch_npu"
+        ill = f"there is no version in {_DRIVER_FILE}"
+        fix = f"{_INSTALL_DRIVER}; if this is a container, start it with {_DRIVER_MOUNT}; on a "
+        fix += "machine without an NPU: pip uninstall torch_npu"
         yield judge("NPU driver", version, version, ill, fix)
 
 
@@ -58,13 +58,16 @@ def _nodes(machine: Machine) -> Iterator[Finding]:
     if absent := [node for node, path in nodes.items() if not os.path.exists(path)]:
         flags = " ".join(f"--device {node}" for node in absent)
         mounts = f"{_DRIVER_MOUNT} {_SMI_MOUNTS} ..."
-        fix = f"{_INSTALL_DRIVER}; in a container: docker run {flags} {mounts}"
+        fix = f"{_INSTALL_DRIVER}; if this is a container: docker run {flags} {mounts}"
         yield Finding("device nodes", "bad", f"missing: {', '.join(absent)}", fix)
         return
     # The nodes are not opened: opening one already affects the device.
     closed = [node for node, path in nodes.items() if not os.access(path, os.R_OK | os.W_OK)]
-    ill = f"not readable and writable for this user: {', '.join(closed)}"
-    fix = "sudo usermod -aG HwHiAiUser $USER, then log in again; in a container: --group-add"
+    ill = f"this user cannot read and write {', '.join(closed)}"
+    fix = (
+        "sudo usermod -aG HwHiAiUser $USER, then log in again; if this is a container, start it "
+        "with --group-add"
+    )
     yield judge("device nodes", not closed, f"{', '.join(nodes)}", ill, fix)
 
 
@@ -72,14 +75,14 @@ def _smi(machine: Machine) -> Iterator[Finding]:
     names = f"{machine.environment.get('PATH', '')}:/usr/local/bin:/usr/local/sbin".split(":")
     tool = shutil.which("npu-smi", path=":".join(str(machine.path(name)) for name in names))
     if tool is None:
-        fix = f"it comes with the driver; in a container: {_SMI_MOUNTS}"
-        yield Finding("npu-smi", "note", "is not here", fix)
+        fix = f"the driver installs npu-smi; if this is a container, start it with {_SMI_MOUNTS}"
+        yield Finding("npu-smi", "note", "not found", fix)
         return
     output, trouble = machine.run([tool, "info"], machine.environment, 10.0)
     ill = [" ".join(line.strip("| ").split()) for line in output.splitlines() if _ILL.search(line)]
     what = f"`npu-smi info`: {trouble or 'not healthy: ' + '; '.join(ill)}"
-    fix = f"npu-smi info -t health -i 0 names the error of NPU 0; {_INSTALL_DRIVER}"
-    yield judge("npu-smi", not trouble and not ill, "it works, and no device is ill", what, fix)
+    fix = f"npu-smi info -t health -i 0 shows the error of NPU 0; {_INSTALL_DRIVER}"
+    yield judge("npu-smi", not trouble and not ill, "it works; all devices are healthy", what, fix)
 
 
 def _cann(machine: Machine) -> Iterator[Finding]:
@@ -89,7 +92,7 @@ def _cann(machine: Machine) -> Iterator[Finding]:
         if not path:
             wrong.append(f"{name} is not set")
         elif not os.path.isdir(machine.path(path)):
-            wrong.append(f"{name}: {path} does not exist")
+            wrong.append(f"{name} is {path}, which does not exist")
     wrong += filter(None, (said.get(f"{name}_trouble") for name in ("libascendcl", "libhccl")))
     yield judge("CANN environment", not wrong, home, "; ".join(wrong), _source_cann(machine))
     if "cann" in said:
@@ -107,14 +110,18 @@ def _torch_npu(machine: Machine) -> Iterator[Finding]:
     if "torch_npu_trouble" in said:
         yield Finding("torch_npu", "bad", "is not installed", _install_pair(torch))
     elif torch and release(torch) != release(said.get("torch_npu")):
-        what = f"{pair}: it works with the torch of its own number alone"
+        what = f"{pair}: torch_npu works only with the torch release of the same number"
         yield Finding("torch_npu", "bad", what, _install_pair(torch))
     elif trouble := said.get("npus_trouble"):
-        fix = "fix what is bad above, then see: python -c 'import torch, torch_npu'"
+        fix = "fix what is bad above, then run: python -c 'import torch, torch_npu'"
         if module := re.search(r"No module named '(\w+)", trouble):
             fix = f"pip install {module[1]}"
         elif ".so" in trouble:
-            driver = f"; in a container: {_DRIVER_MOUNT}" if "libascend_hal" in trouble else ""
+            driver = (
+                f"; if this is a container, start it with {_DRIVER_MOUNT}"
+                if "libascend_hal" in trouble
+                else ""
+            )
             fix = f"{_source_cann(machine)}{driver}"
         yield Finding("torch_npu", "bad", f"{pair}: {trouble}", fix)
     elif "npus" in said:
@@ -135,7 +142,9 @@ def _devices(machine: Machine) -> Iterator[Finding]:
     if found := machine.probe.get("npus"):
         yield judge_devices("NPU", found, "npu-smi info", driver_version(machine) or "unknown")
     elif "npus" in machine.probe and npus:
-        fix = "npu-smi info must list it; in a container: give it with --device, and to no other"
+        fix = (
+            "npu-smi info must list it; if this is a container, pass --device to no other container"
+        )
         if "ASCEND_RT_VISIBLE_DEVICES" in machine.environment:
             fix = "unset ASCEND_RT_VISIBLE_DEVICES"
-        yield Finding("NPU", "bad", f"torch_npu sees none, though there is {npus}", fix)
+        yield Finding("NPU", "bad", f"torch_npu sees no NPU, although these exist: {npus}", fix)

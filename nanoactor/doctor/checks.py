@@ -21,8 +21,8 @@ _CGROUP = "/sys/fs/cgroup"
 def python(machine: Machine) -> Iterator[Finding]:
     """Check the interpreter's version."""
     version = ".".join(str(part) for part in machine.python)
-    ill = f"{version}; nanoactor needs 3.11 to 3.13"
-    fix = "make a virtual environment of 3.11, 3.12 or 3.13: python3.13 -m venv .venv"
+    ill = f"{version}, but nanoactor needs 3.11 to 3.13"
+    fix = "create a virtual environment with Python 3.11 to 3.13: python3.13 -m venv .venv"
     yield judge("Python", (3, 11) <= machine.python[:2] <= (3, 13), version, ill, fix)
 
 
@@ -31,17 +31,17 @@ def torch(machine: Machine) -> Iterator[Finding]:
     said, fix = machine.probe, "pip install 'torch>=2.11'"
     version, trouble = said.get("torch"), said["cut_short"]
     if version:
-        ill = f"{version}; nanoactor needs 2.11 or later"
+        ill = f"{version}, but nanoactor needs 2.11 or later"
         yield judge("torch", release(version) >= (2, 11), version, ill, fix)
     elif not trouble:
-        why = said.get("torch_trouble", "it says nothing")
+        why = said.get("torch_trouble", "no error was reported")
         yield Finding("torch", "bad", f"cannot be imported: {why}", fix)
     if trouble:
-        what = f"the process that asks torch and the drivers: {trouble}"
+        what = f"the process that queries torch and the drivers failed: {trouble}"
         names = "torch, torch_npu" if said.get("torch_npu") else "torch"
         command = f"TORCH_DEVICE_BACKEND_AUTOLOAD=0 python -X faulthandler -c 'import {names}'"
-        fix = f"see where it stops: {command}"
-        yield Finding("probe", "bad", f"{what}; what it had not yet said is unknown", fix)
+        fix = f"to see where it stops, run: {command}"
+        yield Finding("probe", "bad", f"{what}; what it had not yet reported is unknown", fix)
 
 
 def release(version: str | None) -> tuple[int, ...]:
@@ -55,7 +55,7 @@ def gpu(machine: Machine) -> Iterator[Finding]:
     if found := machine.probe.get("gpus"):
         yield judge_devices("GPU", found, "nvidia-smi", driver)
         triton = machine.probe.get("triton", "")
-        ill = "missing: steps run operator by operator, which costs several times the speed"
+        ill = "not installed: steps run operator by operator, which is several times slower"
         yield judge("Triton", triton, triton, ill, "pip install triton", "note")
     elif machine.wants_gpu:
         yield _no_gpu(machine, driver)
@@ -68,29 +68,29 @@ def judge_devices(name: str, found: list[tuple[str, str]], tool: str, driver: st
     reports."""
     states = {state for _, state in found}
     what = f"{len(found)}: {'; '.join(line for line, _ in found)}; driver {driver}"
-    fix = f"{tool}: is it healthy, and nobody else's?"
+    fix = f"check with {tool} that each device is healthy and that nobody else uses it"
     return judge(name, states == {"ok"}, what, what, fix, "bad" if "bad" in states else "note")
 
 
 def _no_gpu(machine: Machine, driver: str) -> Finding:
     said, hidden = machine.probe, machine.environment.get("CUDA_VISIBLE_DEVICES")
     if said["cut_short"] or "torch" not in said:
-        what = "there is one, but torch could not be asked about it"
+        what = "there is a GPU, but torch could not be queried about it"
         return Finding("GPU", "note", what, "fix torch first, see above")
     if hidden is not None:
-        what = f"CUDA_VISIBLE_DEVICES={hidden!r} hides every GPU, the CPU is taken"
+        what = f"CUDA_VISIBLE_DEVICES={hidden!r} hides every GPU, so the CPU is used"
         return Finding("GPU", "note", what, "unset CUDA_VISIBLE_DEVICES")
     if driver == "unknown" and not machine.files("/dev/nvidia[0-9]*"):
-        what = "one is on the PCI bus, but there is no driver; the CPU is taken"
+        what = "a GPU is on the PCI bus, but there is no driver, so the CPU is used"
         fix = "install NVIDIA's driver, or give the container its GPUs: docker run --gpus all"
         return Finding("GPU", "note", what, fix)
     if said.get("cuda_build") is None:
-        what = f"there is one, but torch {said['torch']} was built without CUDA"
-        fix = 'install a build for CUDA: PyTorch\'s page "Get started" shows the command'
+        what = f"there is a GPU, but torch {said['torch']} was built without CUDA"
+        fix = 'install a CUDA build of torch: PyTorch\'s page "Get started" shows the command'
         return Finding("GPU", "bad", what, fix)
-    why = f"driver {driver}; {said.get('gpus_trouble', 'it sees none')}"
+    why = f"driver {driver}; {said.get('gpus_trouble', 'torch sees no GPU')}"
     what = f"torch (CUDA {said['cuda_build']}) cannot use the GPU: {why}"
-    fix = "nvidia-smi must work, and show a CUDA version not older than torch's; update the driver"
+    fix = "update the driver: nvidia-smi must work and show a CUDA version not older than torch's"
     return Finding("GPU", "bad", what, fix)
 
 
@@ -104,7 +104,7 @@ def visible_devices(machine: Machine) -> Iterator[Finding]:
 def network(_machine: Machine) -> Iterator[Finding]:
     """Check that sockets can be bound on the loopback interface, at any free port and at the
     server's default port."""
-    up = "ip link set lo up (and let this process bind sockets, where a sandbox forbids it)"
+    up = "ip link set lo up (if a sandbox forbids binding sockets, allow it)"
     other = "nanoactor serve MODEL --port 8001"
     for name, port, fix in (("loopback", 0, up), ("port 8000", 8000, other)):
         try:
@@ -125,9 +125,9 @@ def rings(_machine: Machine) -> Iterator[Finding]:
             mmap.mmap(memory.fileno(), 1 << 20).close()
         os.close(os.eventfd(0))
     except (OSError, AttributeError) as error:  # refused by a sandbox, or missing in this Python
-        trouble = f"no anonymous memory or eventfd: {error}"
-    fix = "let this process call memfd_create and eventfd: a seccomp profile may forbid it"
-    yield judge("rings", not trouble, "memfd and eventfd can be had", trouble, fix)
+        trouble = f"memfd or eventfd is not available: {error}"
+    fix = "allow this process to call memfd_create and eventfd; a seccomp profile may forbid them"
+    yield judge("rings", not trouble, "memfd and eventfd are available", trouble, fix)
 
 
 def limits(machine: Machine) -> Iterator[Finding]:
@@ -136,11 +136,11 @@ def limits(machine: Machine) -> Iterator[Finding]:
         with contextlib.suppress(OSError):
             size = shutil.disk_usage(machine.path("/dev/shm")).total  # noqa: S108
             what, fix = f"{size / _GIB:.1f} GiB in /dev/shm", "in a container: --shm-size=8g; else "
-            ill, fix = f"{what}; HCCL may want more", f"{fix}mount -o remount,size=8G /dev/shm"
+            ill, fix = f"{what}, but HCCL may need more", f"{fix}mount -o remount,size=8G /dev/shm"
             yield judge("shared memory", size >= _GIB, what, ill, fix, "note")
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    what = "no limit" if soft == resource.RLIM_INFINITY else f"{soft} at most"
-    fix = "ulimit -n 65536; where that is refused: raise nofile in /etc/security/limits.conf, or "
+    what = "no limit" if soft == resource.RLIM_INFINITY else f"at most {soft}"
+    fix = "ulimit -n 65536; if that is refused, raise nofile in /etc/security/limits.conf, or use "
     fix += "docker run --ulimit nofile=65536"
     yield judge("open files", soft >= 4096 or what == "no limit", what, what, fix, "note")
 
@@ -165,15 +165,15 @@ def cpu(machine: Machine) -> Iterator[Finding]:
     given = _number(machine, r"^(\d+)", both, f"{v1}_quota_us")
     quota = given / (_number(machine, r"(\d+)$", both, f"{v1}_period_us") or 1)
     if 0 < quota < cores:
-        what = f"the container is given the time of {quota:g} of them"
+        what = f"the container may use the CPU time of {quota:g} cores"
         fix = f"--threads {max(1, int(quota))}, or a larger quota"
         yield Finding("CPU quota", "note", what, fix)
     flags = machine.match(r"^(?:flags|Features)\s*:(.*)$", "/proc/cpuinfo").split()
     is_native = not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(
         flags
     )  # the test of models/devices/cpu/device.py
-    ill = "not native: a model on the CPU runs in float32, in twice the memory"
-    fix = "nothing; a newer processor has avx512_bf16 or amx_bf16"
+    ill = "not native: a model on the CPU runs in float32 and takes twice the memory"
+    fix = "none on this processor; newer processors have avx512_bf16 or amx_bf16"
     yield judge("CPU bfloat16", is_native, "native", ill, fix, "note")
 
 

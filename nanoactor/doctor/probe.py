@@ -45,7 +45,7 @@ def _devices(backend: Any) -> list[tuple[str, str]]:
             free, total = (size / (1 << 30) for size in backend.mem_get_info(index))
             memory = f"{free:.1f} GiB of {total:.1f} GiB free"
             if free < total / 2:
-                state, memory = "note", f"{memory}; others use most of it"
+                state, memory = "note", f"{memory}; other processes use most of it"
         except Exception as error:
             state, memory = "bad", _why(error)
         found.append((f"{index} {name}, {memory}", state))

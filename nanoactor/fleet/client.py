@@ -54,8 +54,8 @@ _TRIES = 3
 """Maximum number of attempts to tokenize a text, as the tokenizing process may die."""
 _AGAIN_SECONDS = 0.2
 _HELD = (
-    "answers that their caller leads (beam search, held answers) stay with the engine that began "
-    "them, and none of several is theirs: use one engine"
+    "answers that their caller controls (beam search, held answers) must stay on the engine that "
+    "began them, which a fleet does not support: use a single engine"
 )
 
 
@@ -75,10 +75,13 @@ class FleetLLM(Pooled):
         considered hung. Raises the errors of `AsyncLLM`, and `InvalidConfig` if there is no
         `prefix_salt` or if `max_model_len` is "auto"."""
         if config.prefix_salt is None:
-            raise InvalidConfig("a fleet needs a prefix_salt that all of its engines have")
+            raise InvalidConfig(
+                "a fleet requires a prefix_salt that is the same for all of its engines"
+            )
         if config.max_model_len == "auto":
             raise InvalidConfig(
-                'max_model_len "auto" is for one engine, as caches may differ: give a number'
+                'max_model_len "auto" works only with a single engine, because the caches of '
+                "several engines may differ: give a number"
             )
         self.config = config
         with only_ours():

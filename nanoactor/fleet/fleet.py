@@ -35,8 +35,8 @@ _DEAD, _LEAVES = "EngineDead", "EngineClosed"
 _REFUSALS = ("EngineOverloaded", "OutOfResources")
 """Kinds of failures after which a request is sent to another replica."""
 POISON = (
-    "each replica on which the request ran has died, the last one with nothing else running: it is "
-    "not tried again"
+    "every replica on which the request ran has died, the last one with no other request running, "
+    "so the request is not retried"
 )
 
 
@@ -107,7 +107,7 @@ class Fleet:
         for replica, link in list(self._links.items()):
             if replica not in members and not link.is_leaving:
                 link.left_at = now
-                log.info("replica %s is leaving, and its streams end there", replica)
+                log.info("replica %s is leaving; it finishes its running streams", replica)
                 self._leave(link)
 
     def _leave(self, link: LinkEnd) -> None:
@@ -152,7 +152,7 @@ class Fleet:
             "replica %s is lost: %s%s",
             link.replica,
             cause,
-            f"; {len(replica.parts)} streams go on elsewhere" if replica else "",
+            f"; {len(replica.parts)} streams continue on other replicas" if replica else "",
         )
         if replica is not None:
             self.counts.deaths += not expected
@@ -169,7 +169,8 @@ class Fleet:
 
     def _convict(self, page: Page) -> None:
         log.error(
-            "request %s killed its replica while it ran alone, and is ended", page.entry.request_id
+            "request %s has been ended, because it killed its replica while it ran alone",
+            page.entry.request_id,
         )
         self.counts.poisoned += 1
         self.fail(page, PoisonRequest(POISON))
@@ -179,8 +180,8 @@ class Fleet:
         try:
             self._move(part, replica)
         except Exception as error:
-            log.exception("request %s cannot go on", part.page.entry.request_id)
-            self.fail(part.page, ComputationFailed(f"the stream cannot go on: {error!r}"))
+            log.exception("request %s cannot continue", part.page.entry.request_id)
+            self.fail(part.page, ComputationFailed(f"the stream cannot continue: {error!r}"))
 
     def _move(self, part: Part, replica: Replica) -> None:
         """Queue a part of a lost or leaving replica to resume on another replica."""
@@ -387,8 +388,8 @@ class Fleet:
         for part in (*self.dispatch.take_hopeless(now), *self.trials.take_hopeless(now)):
             if part.fingerprint and self.replicas:
                 error: NanoactorError = ComputationFailed(
-                    "the replica that answered has died, and no other has the same model, version "
-                    f"and options for {PATIENCE:g} s: the answer cannot go on; ask again"
+                    "the replica that was answering has died, and no replica with the same model, "
+                    f"version and options was found for {PATIENCE:g} s; send the request again"
                 )
             else:
                 error = EngineDead(f"no replica has served for {PATIENCE:g} s")

@@ -89,7 +89,7 @@ class Hub:
         """Serve an ingress: yield the link's reports until the ingress closes it or falls
         silent."""
         if name in self.links:
-            raise InvalidRequest(f"link {name!r} is in use")
+            raise InvalidRequest(f"the link name {name!r} is already in use")
         if self.llm.dead is not None:
             raise self.llm.dead
         link = self.links[name] = Link(self, name)

@@ -157,7 +157,7 @@ class LinkEnd:
             silent += min(time.monotonic() - before, 2 * _TICK)
             if heard != self.heard:
                 silent, heard = 0.0, self.heard
-        self._lose(f"it has said nothing for {self._silence:g} s")
+        self._lose(f"it has sent nothing for {self._silence:g} s")
 
     def give_up(self, cause: str) -> None:
         """Treat the replica as lost: its process is alive, but its engine is dead."""

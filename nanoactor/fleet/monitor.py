@@ -20,27 +20,27 @@ _SILENCE = 3.0
 """Seconds without a report after which /health lists a replica as a culprit. Replicas report at
 least once a second."""
 _COUNTERS = (
-    ("moved", "Streams that went on with another replica."),
-    ("requeued", "Requests without a token that went to another replica."),
-    ("lost", "Streams that could not go on."),
+    ("moved", "Streams that continued on another replica."),
+    ("requeued", "Requests without a first token that were sent to another replica."),
+    ("lost", "Streams that could not continue."),
     ("deaths", "Replicas that died or hung."),
-    ("poisoned", "Requests that were convicted of killing replicas."),
+    ("poisoned", "Requests that were found to kill replicas."),
 )
 _GAUGES = (
     ("streams", "Streams of all ingresses on a replica."),
     ("waiting", "Requests without a first token on a replica."),
-    ("free_blocks", "Blocks of a replica's KV cache that nobody holds."),
+    ("free_blocks", "Blocks of a replica's KV cache that no sequence holds."),
     ("known_blocks", "Blocks of a replica's prefix index that this ingress knows."),
-    ("silent_seconds", "Since a replica has reported."),
+    ("silent_seconds", "Seconds since a replica last reported."),
     ("reserved", "Whether a replica is reserved for a suspect."),
 )
 _OF_REPLICAS = (
-    ("output_tokens", "Tokens that sequences of a replica got."),
+    ("output_tokens", "Output tokens of a replica's sequences."),
     ("prefill_tokens", "Prompt tokens that a replica computed."),
-    ("prompt_tokens", "Tokens of prompts that a replica looked up in its prefix cache."),
-    ("hit_tokens", "Those of them that it held."),
-    ("device_busy_seconds", "For which a replica's device computed."),
-    ("preemptions", "Sequences that gave their blocks to older ones."),
+    ("prompt_tokens", "Prompt tokens that a replica looked up in its prefix cache."),
+    ("hit_tokens", "Prompt tokens that a replica found in its prefix cache."),
+    ("device_busy_seconds", "Seconds for which a replica's device computed."),
+    ("preemptions", "Sequences that were preempted to free their blocks for older sequences."),
 )
 
 
@@ -136,7 +136,7 @@ class FleetMonitor:
             "device": "",
             "tracks": list(self._looks)[len(self._looks) - new :],
             "gone": [[] for _ in range(new)],
-            "recovering": "" if self.health().well else "no replica serves",
+            "recovering": "" if self.health().well else "no replica is serving",
             "tokens": list(self._tokens)[len(self._tokens) - new :],
             "idle": 1 - sum(busy) / (100 * max(1, len(busy))),
             "loaded": bool(self._llm.fleet.pages),
@@ -154,11 +154,11 @@ class FleetMonitor:
         """Yield the metrics for Prometheus."""
         fleet, now = self._llm.fleet, time.monotonic()
         up = float(self.health().well)
-        yield GaugeMetricFamily("nanoactor_up", "Whether a replica serves.", value=up)
-        text = "Replicas that serve."
+        yield GaugeMetricFamily("nanoactor_up", "Whether a replica is serving.", value=up)
+        text = "Replicas that are serving."
         yield GaugeMetricFamily("nanoactor_replicas", text, value=float(len(fleet.replicas)))
         waiting = float(fleet.dispatch.waiting + fleet.trials.waiting)
-        text = "Requests of this ingress that wait for a replica."
+        text = "Requests of this ingress that are waiting for a replica."
         yield GaugeMetricFamily("nanoactor_ingress_waiting", text, value=waiting)
         for name, text in _COUNTERS:
             value = float(getattr(fleet.counts, name))

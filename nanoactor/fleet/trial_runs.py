@@ -132,7 +132,7 @@ class TrialRuns:
                 self._begin(self._suspect, replica, now)
         elif self._trials.is_cleared(self._pages[tried].told, now):
             page = self._pages.pop(tried)
-            log.info("request %s killed nothing", page.entry.request_id)
+            log.info("request %s has not killed its replica", page.entry.request_id)
             self._trials.forget(tried)
             self._release()
 

@@ -142,7 +142,8 @@ class GrammarBook:
         answer = self._open[event.uid]
         if event.position <= answer.position:
             raise ProtocolBug(
-                f"request {event.uid} goes on at {event.position}, and is at {answer.position}"
+                f"request {event.uid} continues at position {event.position}, but is already at "
+                f"{answer.position}"
             )
         answer.position = event.position
         answer.tokens += event.token_ids.tolist()
@@ -168,7 +169,8 @@ class GrammarBook:
             answer = self._open[uid]
             if answer.position != position:
                 raise ProtocolBug(
-                    f"request {uid} tells its token at {position}, that at {answer.position} is due"
+                    f"request {uid} reports its token at position {position}, but the token at "
+                    f"position {answer.position} was expected"
                 )
             answer.position += 1
             answer.tokens.append(token)

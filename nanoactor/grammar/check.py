@@ -40,7 +40,7 @@ def check_spec(spec: GrammarSpec) -> None:
             parse_schema(spec.value, "json_schema")
         case "json_object":
             if spec.value:
-                raise InvalidRequest("json_object takes no text; json_schema takes a schema")
+                raise InvalidRequest("json_object takes no schema; use json_schema to give one")
         case "choice":
             parse_choices(spec.value)
         case "tools":
@@ -72,9 +72,9 @@ def parse_tools(text: str) -> ToolGrammar:
     try:
         tools = msgspec.json.decode(text, type=ToolGrammar)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise InvalidRequest(f"tools cannot be read: {error}") from None
+        raise InvalidRequest(f"tools cannot be parsed: {error}") from None
     if not tools.functions:
-        raise InvalidRequest("tools is empty; give one or more functions, or leave it out")
+        raise InvalidRequest("tools is empty; give one or more functions, or omit it")
     if len(tools.functions) > MAX_FUNCTIONS:
         raise InvalidRequest(
             f"tools has {len(tools.functions)} functions; at most {MAX_FUNCTIONS} are allowed"
@@ -87,7 +87,7 @@ def parse_tools(text: str) -> ToolGrammar:
         names.add(function.name)
         parse_parameters(function)
     if tools.answer and not tools.required:
-        raise InvalidRequest("tools: an answer's schema goes with calls that are required")
+        raise InvalidRequest("tools: a schema of the answer is only allowed if calls are required")
     if tools.answer:
         parse_schema(tools.answer, "the answer's schema")
     return tools
@@ -116,6 +116,6 @@ def _check_name(name: str, field: str) -> None:
         raise InvalidRequest(f"{field} must have 1 to {MAX_NAME} characters, not {len(name)}")
     if not name.isprintable() or set(name) & set('"\\'):
         raise InvalidRequest(
-            f"{field} is {shorten(name)!r}; it must have no quotes, backslashes or control "
-            "characters, as in 'get_weather'"
+            f"{field} is {shorten(name)!r}, but it must not contain quotes, backslashes or "
+            "control characters (a valid name is 'get_weather')"
         )

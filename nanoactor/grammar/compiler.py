@@ -104,8 +104,9 @@ def _lark(text: str) -> str:
     rules = text.count("::=")
     if rules > MAX_GBNF_RULES or len(text) > MAX_GBNF_CHARACTERS:
         raise InvalidRequest(
-            f"grammar has {rules} rules and {len(text)} characters of EBNF; at most "
-            f"{MAX_GBNF_RULES} and {MAX_GBNF_CHARACTERS} are allowed, more in Lark's notation"
+            f"grammar has {rules} rules and {len(text)} characters of EBNF, but at most "
+            f"{MAX_GBNF_RULES} and {MAX_GBNF_CHARACTERS} are allowed; a grammar in Lark's "
+            "notation may have more"
         )
     try:
         return gbnf_to_lark(with_plain_classes(text, gbnf=True))

@@ -38,7 +38,7 @@ class GrammarCompiler:
             self._vocabulary = Vocabulary(path, size, tuple(files.eos_token_ids))
         except UnsupportedModel as error:
             self._reason = str(error)
-            log.warning("structured outputs will be refused: %s", error)
+            log.warning("structured outputs will be rejected: %s", error)
 
     def parallel_fill(self, cores: int) -> Fill | None:
         """Return a function that fills several masks in parallel; None if there are too few

@@ -85,7 +85,7 @@ def parse_schema(text: str, field: str) -> dict[str, Any] | bool:
     schema = parse_json(text, field)
     if not isinstance(schema, dict | bool):
         raise InvalidRequest(
-            f"{field} must be a JSON schema, an object or a boolean, not {_name(schema)}"
+            f"{field} must be a JSON schema (an object or a boolean), not {_name(schema)}"
         )
     name_patterns = 0
     for part in reachable_schemas(schema):
@@ -116,8 +116,8 @@ def parse_schema(text: str, field: str) -> dict[str, Any] | bool:
         )
     if (several := _patterns_at_once(schema)) > MAX_PATTERNS_AT_ONCE:
         raise InvalidRequest(
-            f"{field} has allOf or $ref that make a string match {several} patterns and formats; "
-            f"at most {MAX_PATTERNS_AT_ONCE} are allowed"
+            f"{field} combines schemas with allOf or $ref so that a string must match {several} "
+            f"patterns and formats; at most {MAX_PATTERNS_AT_ONCE} are allowed"
         )
     return schema
 
@@ -141,7 +141,8 @@ def _check_counts(part: dict[str, Any], field: str) -> None:
     least, named = part.get("minProperties", 0), part.get("required")
     if type(least) is int and least > max(1, len(set(map(str, _if_list(named))))):
         raise InvalidRequest(
-            f"{field}: minProperties {least} cannot be enforced, unless so many are required"
+            f"{field}: minProperties {least} cannot be enforced unless at least as many "
+            "properties are required"
         )
 
 
@@ -269,7 +270,7 @@ def _check_depth(value: Any, field: str) -> None:
 
 def _too_deep(field: str) -> InvalidRequest:
     return InvalidRequest(
-        f"{field} nests objects or arrays more than {MAX_DEPTH} deep; use $defs and $ref"
+        f"{field} nests objects or arrays more than {MAX_DEPTH} levels deep; use $defs and $ref"
     )
 
 

@@ -28,7 +28,7 @@ def check_lark(text: str, most_intersections: int) -> None:
         if schema == "&":
             intersections += 1
         elif len(schema) > 1:
-            parse_schema(schema, "grammar: the schema behind %json")
+            parse_schema(schema, "grammar: the schema after %json")
     if intersections > most_intersections:
         raise InvalidRequest(
             f"grammar has {intersections} '&' outside strings; "

@@ -45,8 +45,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _too_large(field: str, keyword: str, number: int | float) -> InvalidRequest:
-    shown = repr(number) if abs(number) < 10**40 else "of many digits"
+    shown = repr(number) if abs(number) < 10**40 else "with many digits"
     return InvalidRequest(
-        f"{field}: {keyword} {shown} cannot be enforced: numbers beyond 2^53 (9007199254740992) "
-        "would be rounded; give such ids as strings"
+        f"{field}: {keyword} {shown} cannot be enforced, because numbers beyond 2^53 "
+        "(9007199254740992) would be rounded; give such ids as strings"
     )

@@ -56,14 +56,14 @@ class Vocabulary:
             )
         if not eos_ids or max(eos_ids) >= self.tokens or min(eos_ids) < 0:
             raise UnsupportedModel(
-                "an answer under a grammar ends with an end-of-sequence token, but the "
+                "an answer with a grammar must end with an end-of-sequence token, but the "
                 f"model's end-of-sequence ids, {list(eos_ids)}, are not in {tokenizer_file}"
             )
         if self.tokens != len(ids):
             # The library sizes a table by the number of tokens and would index past its end.
             raise UnsupportedModel(
-                f"{tokenizer_file} has {len(ids)} tokens, but ids up to {self.tokens - 1}: "
-                "grammars need a tokenizer without gaps"
+                f"{tokenizer_file} has {len(ids)} tokens, but ids up to {self.tokens - 1}; "
+                "grammars require a tokenizer whose ids have no gaps"
             )
         # The library uses this tokenizer to encode text that a grammar forces. A normalizer would
         # change the text: that of Qwen's tokenizers converts it to Unicode's composed form.
@@ -75,7 +75,7 @@ class Vocabulary:
             """The library's token table."""
         except ValueError as error:
             raise UnsupportedModel(
-                f"{tokenizer_file} is of a kind that grammars cannot use: {error}"
+                f"{tokenizer_file} has a tokenizer that grammars do not support: {error}"
             ) from error
         added = tokenizer.get_added_tokens_decoder()
         self._special = {

@@ -68,7 +68,7 @@ class EncoderCache:
             item = EncodedItem(key, units, pages, self._made)
             self._items[key] = self._numbered[item.number] = item
         elif item.units != units:
-            raise ProtocolBug(f"item {key.hex()} has {item.units} and is held as one of {units}")
+            raise ProtocolBug(f"item {key.hex()} has {item.units}, but a hold requests {units}")
         else:
             self.hits += 1
         self._idle.pop(key, None)
@@ -83,7 +83,7 @@ class EncoderCache:
         """Return the item with this number. Raises `ProtocolBug` if it has no pages."""
         item = self._numbered.get(number)
         if item is None:
-            raise ProtocolBug(f"item number {number} is named, but has no pages")
+            raise ProtocolBug(f"item number {number} has no pages")
         return item
 
     def locate(self, item: EncodedItem, rows: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -156,12 +156,14 @@ class EncoderCache:
         for item, count in holders.items():
             if item.references != count:
                 raise ProtocolBug(
-                    f"item {item.key.hex()}: {item.references} references, {count} users"
+                    f"item {item.key.hex()} has {item.references} references, but {count} users"
                 )
         places = [*holders, *quarantined.values(), *self._idle.values()]
         used = [page for item in places for page in item.pages]
         if sorted([*self._free, *used]) != [*range(pages)]:
-            raise ProtocolBug(f"pages in two places or in none: {len(used)} used of {pages}")
+            raise ProtocolBug(
+                f"some pages are in two places or in none: {len(used)} used of {pages}"
+            )
         lost = [i for i in self._items.values() if i not in places]
         if lost:
             raise ProtocolBug(f"item {lost[0].key.hex()} is indexed but in no state")

@@ -225,7 +225,7 @@ class ItemKeeper:
         item = held.encoded[index]
         there = 0 if item is None else item.units.rows_after(item.planned)
         if item is None or index in held.released or there < rows:
-            raise ProtocolBug(f"{rows} rows of item {index} are read; {there} are encoded")
+            raise ProtocolBug(f"{rows} rows of item {index} are read, but {there} are encoded")
         return item
 
 

@@ -148,7 +148,7 @@ class BlockManager:
         self.index()
         slot = event.slot
         if slot in self._holdings:
-            raise ProtocolBug(f"slot {slot} is given away but held by {self._story(slot)}")
+            raise ProtocolBug(f"slot {slot} is assigned, but held by {self._story(slot)}")
         tokens = event.token_ids
         items = None
         if event.items is not None:
@@ -305,7 +305,9 @@ class BlockManager:
             if end > self._known[slot]:
                 self._of(slot)
                 story = self._story(slot)
-                raise ProtocolBug(f"step {self._step} computes {start}+{count} of {story}")
+                raise ProtocolBug(
+                    f"step {self._step} computes unknown tokens, {start}+{count}, of {story}"
+                )
             chunk = self._tokens[slot, start : start + ids]
             if end == self._known[slot] and ids > count:  # no known token follows the row
                 chunk = np.append(chunk[:count], np.int32(0))
@@ -332,7 +334,9 @@ class BlockManager:
         and tokens."""
         source, known = self._of(slot), int(self._known[slot])
         if source.filled != known:
-            raise ProtocolBug(f"request {uid} becomes a copy of {self._story(slot)}")
+            raise ProtocolBug(
+                f"request {uid} copies a slot that is not computed: {self._story(slot)}"
+            )
         full, rest = divmod(known, self._block_size)
         table = source.table[:full]
         for block in table:

@@ -167,7 +167,7 @@ class BlockPool:
         for block, count in enumerate(self._references):
             if count != holders.get(block, 0):
                 raise ProtocolBug(
-                    f"block {block}: {count} references, {holders.get(block, 0)} users"
+                    f"block {block} has {count} references, but {holders.get(block, 0)} users"
                 )
         quarantined = [
             block
@@ -177,7 +177,9 @@ class BlockPool:
         states = [*self._free, *self._cached, *quarantined]
         held = sum(1 for count in self._references if count)
         if len(set(states)) != len(states) or len(states) + held != len(self._references):
-            raise ProtocolBug(f"blocks in two states or in none: {held} held, {len(states)} not")
+            raise ProtocolBug(
+                f"some blocks are in two states or in none: {held} held, {len(states)} not"
+            )
         for content, block in self._index.items():
             if self._hash[block] != content:
                 raise ProtocolBug(f"block {block} is indexed under content that it does not hold")

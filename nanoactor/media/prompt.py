@@ -119,8 +119,8 @@ def _check(placeholders: Int32, items: Sequence[VisualItem], config: VisionConfi
         found = int((placeholders == token).sum())
         if found != given:
             raise InvalidRequest(
-                f"the prompt has {found} {kind} placeholders (token {token}), but {given} {kind}s "
-                "were given: each needs one"
+                f"the prompt has {found} {kind} placeholders (token {token}), but {given} "
+                f"{kind}s were given; each needs exactly one placeholder"
             )
 
 

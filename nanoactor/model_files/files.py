@@ -98,8 +98,9 @@ def read_model_files(config: EngineConfig) -> ModelFiles:
     _check_eos(eos, model.vocab_size, directory)
     if keeps_slot_state(model) and len(eos) >= FREEZE_IDS:
         raise UnsupportedModel(
-            f"{directory}: {len(eos)} end-of-sequence ids; a model whose layers keep states of "
-            f"sequences may have {FREEZE_IDS - 1}, as the device must know each of them"
+            f"{directory} has {len(eos)} end-of-sequence ids, but a model whose layers keep "
+            f"states of sequences may have at most {FREEZE_IDS - 1}, because the device must "
+            "know all of them"
         )
     skips, limit = config.skip_tokenizer_init, config.start_timeout
     images = None if model.vision is None else read_image_config(directory, model.vision)
@@ -109,8 +110,8 @@ def read_model_files(config: EngineConfig) -> ModelFiles:
     generates = model.has_head and not (pooling and describes_pooling(directory))
     if not generates and pooling is None:
         raise ModelError(
-            f"{directory}: {model.architecture} has no head, so it generates no text: say how it "
-            "pools (pooling), or take a checkpoint for causal language modelling"
+            f"{directory}: {model.architecture} has no language-modeling head, so it cannot "
+            "generate text; set pooling, or use a checkpoint for causal language modeling"
         )
     return ModelFiles(
         directory=directory,
@@ -143,15 +144,17 @@ def _pooling(config: EngineConfig, directory: Path, tokenizer: Path | None) -> P
 def _judgements(directory: Path, tokenizer: Path | None) -> tuple[int, ...]:
     """Return the token ids of a reranker's judgments."""
     if tokenizer is None:
-        raise InvalidConfig('pooling "yes_no" needs the tokenizer (skip_tokenizer_init)')
+        raise InvalidConfig(
+            'pooling "yes_no" requires the tokenizer, but skip_tokenizer_init is set'
+        )
     from nanoactor.text.tokenizer import load_tokenizer  # not imported by control processes
 
     known = load_tokenizer(tokenizer)
     ids = [token for word in JUDGEMENTS if (token := known.token_to_id(word)) is not None]
     if len(ids) < len(JUDGEMENTS):
         raise InvalidConfig(
-            f'pooling "yes_no": {directory} has no tokens {" and ".join(JUDGEMENTS)}: is it a '
-            "reranker?"
+            f'pooling "yes_no" requires a reranker, but {directory} has no tokens '
+            f"{' and '.join(JUDGEMENTS)}"
         )
     return tuple(ids)
 
@@ -233,8 +236,8 @@ def _with_tokenizers(
     if found is None or found.id in eos or found.id >= vocabulary:
         return eos
     log.warning(
-        "answers end at %s (id %d) too: tokenizer_config.json calls it the end of a sequence, and "
-        "neither generation_config.json nor config.json does",
+        "answers also end at %s (id %d), which is the end-of-sequence token in "
+        "tokenizer_config.json but not in generation_config.json or config.json",
         found.text,
         found.id,
     )
@@ -246,21 +249,23 @@ def _length(config: EngineConfig, model: ModelConfig) -> int:
     length = model.default_length if given is None or given == "auto" else given
     if length > model.longest:
         raise InvalidConfig(
-            f"max_model_len {length} is more than the {model.longest} that the model's "
-            f"{_limit(model)}"
+            f"max_model_len {length} exceeds {model.longest}, which is the limit set by the "
+            f"model's {_limit(model)}"
         )
     if length < 2:
-        raise InvalidConfig("max_model_len must be at least 2: a token of prompt, one of output")
+        raise InvalidConfig(
+            "max_model_len must be at least 2: one token for the prompt and one for the output"
+        )
     return length
 
 
 def _limit(model: ModelConfig) -> str:
     """Return the end of an error message: which setting limits the length of sequences."""
     if model.longest == model.window:
-        return "sliding_window lets every token see"
+        return "sliding_window"
     if model.longest != model.max_positions:
-        return "rope scaling allows"
-    return "max_position_embeddings says"
+        return "rope scaling"
+    return "max_position_embeddings"
 
 
 def max_prompt_bytes(files: ModelFiles) -> int:
@@ -291,20 +296,23 @@ def resolve_model(
         return Path(__file__).parent.parent / "models" / DEMOS[name]
     if path.is_file():
         raise ModelError(
-            f"{name} is a file{_KINDS_OF_FILES.get(path.suffix, '')}: give the "
-            "directory of a model, with config.json and .safetensors files"
+            f"{name} is a file{_KINDS_OF_FILES.get(path.suffix, '')}; give the directory of a "
+            "model, with config.json and .safetensors files"
         )
     looks_local = path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1
     if looks_local or os.sep == "\\":
-        raise ModelError(f"{name} is neither a directory nor a name on the hub (owner/model)")
+        raise ModelError(
+            f"{name} is neither an existing directory nor a name on the Hugging Face hub "
+            "(owner/model)"
+        )
     return _from_hub(name, revision, download_dir, weights)
 
 
 _KINDS_OF_FILES = {
-    ".gguf": " in GGUF, llama.cpp's format, which is not read",
-    ".bin": " with weights in PyTorch's format, which is not read",
-    ".pt": " with weights in PyTorch's format, which is not read",
-    ".pth": " with weights in PyTorch's format, which is not read",
+    ".gguf": " in GGUF, llama.cpp's format, which is not supported",
+    ".bin": " with weights in PyTorch's format, which is not supported",
+    ".pt": " with weights in PyTorch's format, which is not supported",
+    ".pth": " with weights in PyTorch's format, which is not supported",
 }
 
 
@@ -314,17 +322,20 @@ def _check_kind(directory: Path) -> None:
         return
     if (directory / "adapter_config.json").exists():
         raise ModelError(
-            f"{directory} holds an adapter (LoRA), not a model: merge it into its base model, "
+            f"{directory} contains an adapter (LoRA), not a model; merge it into its base model, "
             "and pass the directory of the merged model"
         )
     if next(directory.glob("*.gguf"), None) is not None:
         raise ModelError(
-            f"{directory} holds a model in GGUF, llama.cpp's format, which is not read"
+            f"{directory} contains a model in GGUF, llama.cpp's format, which is not supported"
         )
     if next(directory.iterdir(), None) is None:
-        raise ModelError(f"{directory} is empty: a model has config.json and .safetensors files")
+        raise ModelError(
+            f"{directory} is empty; the directory of a model must contain config.json and "
+            ".safetensors files"
+        )
     if next(directory.glob("*.safetensors"), None) is not None:
-        raise ModelError(f"{directory}: config.json does not exist, though there are weights")
+        raise ModelError(f"{directory} contains weights but no config.json")
 
 
 def _from_hub(name: str, revision: str | None, download_dir: str | None, weights: bool) -> Path:
@@ -347,5 +358,5 @@ def _from_hub(name: str, revision: str | None, download_dir: str | None, weights
             f"downloaded: {error}"
         ) from error
     if weights and not any(found.glob("*.safetensors")):
-        raise ModelError(f"{name} has no .safetensors files, or the cache holds it only in part")
+        raise ModelError(f"{name} has no .safetensors files, or only part of it is in the cache")
     return found

@@ -65,7 +65,7 @@ class FilePrints:
             thread.start()
             self._thread = thread
         except (OSError, RuntimeError) as error:  # resources exhausted, or files moved
-            log.warning("no digests of the model's files, so none of them may change: %s", error)
+            log.warning("the model's files cannot be hashed, so none of them may change: %s", error)
 
     def _learn(self) -> None:
         with contextlib.suppress(OSError):
@@ -142,9 +142,9 @@ class FilePrints:
             same_size = place.stat().st_size == self._files.prints[path][0]
             if not (known and same_size and self._digest(place) == known):
                 raise ModelError(
-                    f"{path} has been {how} since the engine was started: start a new engine"
+                    f"{path} has been {how} since the engine was started; start a new engine"
                 )
-            log.warning("%s was %s but holds the same bytes", path, how)
+            log.warning("%s was %s but contains the same bytes", path, how)
 
     def _moved(self, places: Mapping[Path, Path]) -> ModelFiles | None:
         moved = {path.parent: place.parent for path, place in places.items() if path != place}

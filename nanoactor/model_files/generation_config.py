@@ -113,7 +113,8 @@ class GenerationConfig:
             raise InvalidConfig(str(error)) from None
         if made.not_applied:
             raise InvalidConfig(
-                f"override_generation_config: {made.not_applied[0]!r:.100} is not applied"
+                f"override_generation_config: the setting {made.not_applied[0]!r:.100} is not "
+                "supported"
             )
         given = {name for name in DEFAULTS if settings.get(name) is not None}
         given |= {"temperature"} if settings.get("do_sample") is False else set()

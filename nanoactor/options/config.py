@@ -42,10 +42,10 @@ class EngineConfig:
     """Options of an engine. Raises `InvalidConfig` on construction, naming the option."""
 
     model: str
-    """A directory, `demo`, `demo-vl`, or a name on the Hugging Face hub."""
+    """The model: a directory, `demo`, `demo-vl`, or a name on the Hugging Face hub."""
     tokenizer: str | None = None
-    """Location of the tokenizer and chat template, in the same forms as the model's. Default: the
-    model's."""
+    """Location of the tokenizer and chat template, in the same form as that of the model. Default:
+    the location of the model."""
     revision: str | None = None
     """Branch, tag or commit of a model on the hub. Default: its main branch."""
     download_dir: str | None = None
@@ -58,7 +58,7 @@ class EngineConfig:
     `generation_config.json`. "vllm": vLLM's sampling defaults. Otherwise, a directory with another
     such file."""
     override_generation_config: Mapping[str, Any] | None = None
-    """Settings that override those of `generation_config.json`: {"temperature": 0.5}."""
+    """Settings that override those of `generation_config.json`, such as {"temperature": 0.5}."""
     device: str = "auto"
     """"auto" takes a GPU if PyTorch sees one, else an NPU, else the CPU; "cpu", "cuda" (each
     rank its own GPU), "cuda:N", "npu", "npu:N", or "simulated:MS": steps that take MS milliseconds
@@ -69,33 +69,33 @@ class EngineConfig:
     skip_tokenizer_init the directory only needs a config.json."""
     dtype: str = "auto"
     """"auto" takes the checkpoint's own type if the device computes in it, else the device's
-    default; "half" is float16, "float" float32."""
+    default; "half" is float16, and "float" is float32."""
     check_weights: bool = True
     """Refuse weights that hold NaN or infinity. Reads every value while loading."""
     max_model_len: int | Literal["auto"] | None = None
     """Maximum length of prompt plus output. Default: what the model's configuration allows. "auto"
-    or -1: that, or as much of it as the KV cache holds."""
+    or -1 lowers this limit if the KV cache cannot hold as much."""
     max_num_seqs: int = 256
     """Maximum number of sequences that run at once."""
     max_num_batched_tokens: int = 2048
     """Maximum number of tokens in a step; bounds the gap between two tokens of a stream."""
     block_size: int | None = None
-    """Tokens in a KV block. Default: the device's."""
+    """Number of tokens in a KV block. Default: depends on the device."""
     num_kv_blocks: int | None = None
-    """KV blocks in the cache. Default: as many as fit `memory_utilization`."""
+    """Number of blocks in the KV cache. Default: as many as `memory_utilization` allows."""
     memory_utilization: float | None = None
-    """Share of the memory free at startup that weights and KV cache may take. Default: the
-    device's."""
+    """Share of the memory free at startup that weights and KV cache may use. Default: depends on
+    the device."""
     encoder_cache_tokens: int | None = None
     """Capacity of the encoder cache, in image tokens; the largest request must fit. Default: 16384,
     or max_model_len if that is less."""
     num_vision_workers: int = 1
-    """Processes that decode images, for vision models."""
+    """Number of processes that decode images, for vision models."""
     max_image_pixels: int = 64_000_000
     """Images with more pixels are rejected before they are decoded."""
     limit_mm_per_prompt: Mapping[str, int] | None = None
-    """Maximum images and videos in a request: {"image": 4, "video": 1}. Default: as many as
-    fit."""
+    """Maximum numbers of images and videos in a request, such as {"image": 4, "video": 1}. Default:
+    as many as fit."""
     enable_prefix_caching: bool = True
     """Keep KV blocks after a request ends, so that common prefixes are computed once."""
     enforce_eager: bool = False
@@ -108,19 +108,20 @@ class EngineConfig:
     attention_layout: str = "tnd"
     """On an NPU, the layout of queries for fused attention: "tnd" (packed) or "bnsd" (padded)."""
     weight_format: str = "nd"
-    """On an NPU: "nd" (row by row) or "nz" (the matrix units' own layout)."""
+    """On an NPU, the layout of weights: "nd" (row by row) or "nz" (that of the matrix units)."""
     graph_cache_dir: str | None = None
-    """On an NPU, where compiled graphs are kept; default: nanoactor/graphs in the user's cache."""
+    """On an NPU, the directory for compiled graphs. Default: nanoactor/graphs in the user's cache
+    directory."""
     pipeline_depth: int = 2
-    """Steps that are planned but not finished. 1 plans a step after the previous one is processed;
-    2 overlaps the two."""
+    """Maximum number of steps that are planned but not finished. 1 plans a step after the previous
+    one is processed; 2 overlaps the two."""
     max_pipeline_depth: int | None = None
     """Maximum number of planned but unfinished steps while a step takes less time than the host's
     work for it. Default: 4 on NVIDIA GPUs, unless `pipeline_depth` is 1; elsewhere
     `pipeline_depth`."""
     plan_lead: Literal["eager", "late"] = "eager"
     """"eager" plans the next step as soon as the depth allows. "late" waits until the runner is
-    about to run dry, so that requests that arrive in the meantime join it."""
+    about to run out of work, so that requests that arrive in the meantime join it."""
     priority_window: int = 1000
     """Lower priority values run first. For each unit of priority difference, fewer than this many
     later requests can overtake a request, so that none starves."""
@@ -131,7 +132,7 @@ class EngineConfig:
     "cls" take the state of the last or first token, "mean" the mean over all tokens; "yes_no"
     scores pairs as Qwen3-Reranker does; "none" disables pooling."""
     num_tokenizers: int = 1
-    """Processes that tokenize prompts."""
+    """Number of processes that tokenize prompts."""
     template_timeout: float = 5.0
     """Seconds of CPU time that the model's chat template may take for a conversation."""
     mask_timeout: float = 30.0
@@ -143,10 +144,12 @@ class EngineConfig:
     jump_forward: bool = True
     """Append tokens without sampling where a grammar leaves only one choice."""
     tensor_parallel_size: int = 1
-    """Processes over which each layer is split; must divide the attention heads."""
+    """Number of processes over which each layer is split; must divide the number of attention
+    heads."""
     threads: int | None = None
-    """CPU threads of a runner. Default: the cores that affinity and the container's quota allow,
-    divided among the ranks; a single rank uses one thread for steps that are faster that way."""
+    """Number of CPU threads of a runner. Default: the cores that affinity and the container's quota
+    allow, divided among the ranks; a single rank uses one thread for steps that are faster that
+    way."""
     seed: int | None = None
     """Seed for drawing the seeds of requests that have none, so that runs are reproducible."""
     prefix_salt: bytes | None = dataclasses.field(default=None, repr=False)
@@ -156,12 +159,14 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
     """Load no tokenizer: prompts are token ids, and outputs have no text."""
     max_waiting_requests: int = 10_000
-    """Requests that may wait for their first token; more raise `EngineOverloaded`."""
+    """Maximum number of requests that wait for their first token; additional requests raise
+    `EngineOverloaded`."""
     max_waiting_tokens: int = 50_000_000
-    """Prompt tokens that may wait for a first token. Each byte of a text counts as one token until
-    the text is tokenized."""
+    """Maximum number of prompt tokens in requests that wait for their first token. Each byte of a
+    text counts as one token until the text is tokenized."""
     max_waiting_media_bytes: int = 4 << 30
-    """Bytes of images and videos, as given, that may wait for a first token."""
+    """Maximum number of bytes of images and videos, as given, in requests that wait for their first
+    token."""
     placement: Placement = "default"
     """"default": scheduler and block manager share a process. "split": a process for each
     actor. "single": everything in this process, for debugging and embedding."""
@@ -180,9 +185,9 @@ class EngineConfig:
     """Seconds without progress, while there are requests, after which the stalled process is killed
     and all stacks are logged. None: never."""
     max_restarts: int = 5
-    """Deaths of processes within `restart_window` that the engine recovers from: the process is
-    replaced, and streams resume. One more kills the engine, and requests raise `EngineDead`. 0: the
-    first death kills the engine, as it always does with `debug_record_dir`."""
+    """Maximum number of process deaths within `restart_window` from which the engine recovers: the
+    process is replaced, and streams resume. One more kills the engine, and requests raise
+    `EngineDead`. 0: the first death kills the engine, as it always does with `debug_record_dir`."""
     restart_window: float = 300.0
     """Length of the window for counting restarts, in seconds."""
     debug: bool = False
@@ -199,7 +204,9 @@ class EngineConfig:
         make_numbers_plain(self)
         for name in ("model", "device"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
-                raise InvalidConfig(f"{name} must be a name, got {getattr(self, name)!r}")
+                raise InvalidConfig(
+                    f"{name} must be a non-empty string, got {getattr(self, name)!r}"
+                )
         flags = (
             "jump_forward",
             "check_weights",
@@ -287,7 +294,8 @@ class EngineConfig:
         for count in limits.values():
             if not isinstance(count, int) or isinstance(count, bool) or count < 0:
                 raise InvalidConfig(
-                    f"limit_mm_per_prompt: a limit must be an integer, got {count!r:.50}"
+                    "limit_mm_per_prompt: a limit must be an integer of at least 0, got "
+                    f"{count!r:.50}"
                 )
 
     def _check_deaths(self) -> None:
@@ -307,15 +315,17 @@ class EngineConfig:
             milliseconds, microseconds = simulated_times(self.device)
             if not 0 < milliseconds <= 10_000 or not 0 <= microseconds <= 10_000:
                 raise InvalidConfig(
-                    "a simulated device is given with its step time in milliseconds, above 0 and "
-                    "up to 10000, and perhaps with each token's in microseconds, up to 10000, as "
-                    f"in 'simulated:5' and 'simulated:5+20'; got {self.device!r}"
+                    "a simulated device must be written as 'simulated:5', with the milliseconds "
+                    "of a step (above 0 and up to 10000), or as 'simulated:5+20', with the "
+                    f"microseconds of each token (up to 10000) in addition; got {self.device!r}"
                 )
 
     def _check_npu(self) -> None:
         directory = self.graph_cache_dir
         if directory is not None and (not isinstance(directory, str) or not directory):
-            raise InvalidConfig(f"graph_cache_dir must be a directory, got {directory!r}")
+            raise InvalidConfig(
+                f"graph_cache_dir must be the path of a directory, got {directory!r}"
+            )
         if self.enforce_eager and self.graph_mode not in ("auto", "eager"):
             raise InvalidConfig(
                 f"graph_mode {self.graph_mode!r} and enforce_eager are mutually exclusive"
@@ -330,8 +340,8 @@ class EngineConfig:
         ):
             if getattr(self, name) not in neutral:
                 raise InvalidConfig(
-                    f"{name} {getattr(self, name)!r} is only for NPUs: device {self.device!r} "
-                    "does not support it"
+                    f"{name} {getattr(self, name)!r} is only supported on NPUs, not on device "
+                    f"{self.device!r}"
                 )
 
     def _check_together(self) -> None:
@@ -348,10 +358,10 @@ class EngineConfig:
         if self.memory_utilization is not None:
             self._check_number("memory_utilization", 1.0)
             if not self.memory_utilization:
-                raise InvalidConfig("memory_utilization must be above 0")
+                raise InvalidConfig("memory_utilization must be greater than 0")
         if self.max_logprobs > _MOST_LOGPROBS:
             raise InvalidConfig(
-                f"max_logprobs may be {_MOST_LOGPROBS} at most, got {self.max_logprobs}"
+                f"max_logprobs must be at most {_MOST_LOGPROBS}, got {self.max_logprobs}"
             )
         if self.seed is not None and type(self.seed) is not int:
             raise InvalidConfig(f"seed must be an integer, got {self.seed!r}")
@@ -361,14 +371,14 @@ class EngineConfig:
         ):
             if self.tensor_parallel_size > 1 and self.device.startswith(f"{kind}:"):
                 raise InvalidConfig(
-                    f"device {self.device!r} names one device, but each of "
-                    f"{self.tensor_parallel_size} ranks needs its own: give {kind!r}, and "
-                    f"choose devices with {variable}"
+                    f"device {self.device!r} is a single device, but each of "
+                    f"{self.tensor_parallel_size} ranks needs its own; use device {kind!r} and "
+                    f"select the devices with {variable}"
                 )
         if self.tensor_parallel_size > 1 and self.placement == "single":
             raise InvalidConfig(
-                "placement 'single' has one process, but tensor_parallel_size "
-                f"{self.tensor_parallel_size} needs one for each rank"
+                "placement 'single' has only one process, but tensor_parallel_size "
+                f"{self.tensor_parallel_size} requires a process for each rank"
             )
 
     @property

@@ -25,7 +25,9 @@ def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
         if value is None and foreign is not None:
             continue  # vLLM's default
         if ours in chosen or (ours != name and ours in options):
-            raise InvalidConfig(f"{name} and {ours} are the same option: give one of them")
+            raise InvalidConfig(
+                f"{name} and {ours} are two names for the same option; give only one of them"
+            )
         if ours in known:
             chosen[ours] = not value if foreign is not None and foreign.inverts else value
         elif foreign is None or foreign.ours:

@@ -91,7 +91,9 @@ def read_pooling(directory: Path, kind: str = "auto") -> PoolingConfig | None:
             )
     places = [path for name, path in modules if name == "Pooling"]
     if not places and given is None:
-        raise UnsupportedModel(f"{directory / MODULES} has no Pooling module: give pooling")
+        raise UnsupportedModel(
+            f"{directory / MODULES} has no Pooling module, so the option pooling must be set"
+        )
     found = given or _read_kind(directory / places[0] / "config.json")
     prompts, default = _read_prompts(directory / PROMPTS)
     normalizes = any(name == "Normalize" for name, _ in modules)
@@ -104,14 +106,18 @@ def _read_modules(path: Path) -> list[tuple[str, str]]:
     try:
         listed = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path} is not readable as JSON: {error}") from error
+        raise ModelError(f"{path} cannot be read as JSON: {error}") from error
     modules: list[tuple[str, str]] = []
     for each in listed if isinstance(listed, list) else [listed]:
         if not isinstance(each, dict) or not isinstance(each.get("type"), str):
-            raise ModelError(f"{path} must be a list of modules with a type, got {each!r:.80}")
+            raise ModelError(
+                f"{path} must be a list of modules that each have a type, got {each!r:.80}"
+            )
         folder = each.get("path") or ""
         if not isinstance(folder, str) or Path(folder).is_absolute() or ".." in Path(folder).parts:
-            raise ModelError(f"{path}: {folder!r:.80} is not a folder of this directory")
+            raise ModelError(
+                f"{path}: the folder {folder!r:.80} of a module is not inside this directory"
+            )
         modules.append((each["type"].rpartition(".")[2], folder))
     return modules
 
@@ -122,8 +128,8 @@ def _read_kind(path: Path) -> Kind:
     modes = mode if isinstance(mode, list) else [mode] if mode is not None else _flagged(raw)
     if len(modes) != 1 or modes[0] not in _MODES:
         raise UnsupportedModel(
-            f"{path}: pooling by {', '.join(map(str, modes)) or 'nothing'} is not supported; "
-            f"it must be exactly one of {', '.join(_MODES)}"
+            f"{path}: pooling by {', '.join(map(str, modes)) or 'nothing'} is not supported; the "
+            f"pooling mode must be exactly one of {', '.join(_MODES)}"
         )
     if raw.get("include_prompt") is False:
         raise UnsupportedModel(f"{path}: include_prompt false is not supported")
@@ -149,5 +155,7 @@ def _read_prompts(path: Path) -> tuple[dict[str, str], str | None]:
     if not isinstance(prompts, dict) or not all(isinstance(one, str) for one in prompts.values()):
         raise ModelError(f"{path}: prompts must map names to strings, got {prompts!r:.80}")
     if default is not None and default not in prompts:
-        raise ModelError(f"{path}: default_prompt_name {default!r:.80} is not one of its prompts")
+        raise ModelError(
+            f"{path}: default_prompt_name {default!r:.80} is not the name of one of its prompts"
+        )
     return prompts, default

@@ -15,13 +15,16 @@ def check_pooling(params: Any, pooling: PoolingConfig | None, hidden_size: int) 
     support pooling, or if `params` are invalid for the model."""
     if pooling is None:
         raise InvalidRequest(
-            "this model generates text: for vectors and scores load an embedding model or a "
-            'reranker, or say how this one pools (pooling="last", say)'
+            "this model generates text; for vectors and scores, load an embedding model or a "
+            'reranker, or specify how this model pools (for example, pooling="last")'
         )
     if not isinstance(params, PoolingParams):
         raise InvalidRequest(f"pooling_params must be PoolingParams, got {params!r:.100}")
     if params.dimensions is not None and params.dimensions > hidden_size:
-        raise InvalidRequest(f"dimensions is {params.dimensions}, but vectors have {hidden_size}")
+        raise InvalidRequest(
+            f"dimensions is {params.dimensions}, but the model's vectors have only "
+            f"{hidden_size} dimensions"
+        )
     return pooling
 
 
@@ -41,11 +44,13 @@ def with_prompt(text: Any, params: PoolingParams, pooling: PoolingConfig) -> Any
     name = params.prompt_name
     if name is not None and name not in pooling.prompts:
         known = ", ".join(map(repr, pooling.prompts)) or "none"
-        raise InvalidRequest(f"prompt_name {name!r:.100} is not known; the model has {known}")
+        raise InvalidRequest(
+            f"prompt_name {name!r:.100} is unknown; the model's prompts are {known}"
+        )
     if isinstance(text, Mapping) and set(text) == {"prompt"}:
         text = text["prompt"]
     if isinstance(text, Sequence) and not isinstance(text, str):
-        raise InvalidRequest("the input must be a text or {'prompt_token_ids': [...]}")
+        raise InvalidRequest("the input must be a string or {'prompt_token_ids': [...]}")
     if not isinstance(text, str):
         if params.prompt or name:
             raise InvalidRequest(

@@ -77,7 +77,9 @@ def _made(kind: Any, given: dict[str, Any]) -> Any:
     names = [field.name for field in dataclasses.fields(kind)]
     for name in given:
         if name not in names:
-            raise InvalidConfig(f"{name!r:.100} is not one of {', '.join(names)}")
+            raise InvalidConfig(
+                f"{name!r:.100} is not an option; the options are {', '.join(names)}"
+            )
     lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
     return kind(**{**given, **lists})
 

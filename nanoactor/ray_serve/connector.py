@@ -53,7 +53,9 @@ def _transport(engines: Any) -> dict[str, Any]:
     without it."""
     if "_by_reference" in inspect.signature(engines.options).parameters:
         return {"_by_reference": False}
-    log.warning("this release of Ray Serve has no direct calls: reports cost twice the processor")
+    log.warning(
+        "this release of Ray Serve does not support direct calls: reports take twice the CPU time"
+    )
     return {}
 
 

@@ -124,7 +124,8 @@ class Ingress:
         log.info("%s: listening on %s", name, url_of(server, self._server.port))
         if not server.on_loopback and not server.api_keys:
             log.warning(
-                "%s can be reached from other machines, and no API key is set (--api-key)",
+                "%s can be reached from other machines, but no API key is set; use --api-key to "
+                "set one",
                 server.host,
             )
 

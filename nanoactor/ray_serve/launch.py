@@ -53,7 +53,9 @@ async def serve_replicas(config: EngineConfig, server: ServerConfig, fleet: Flee
     if server.uds is not None:
         raise InvalidConfig("uds works only with a single engine: with replicas, use host and port")
     if server.enable_control_endpoints:
-        raise InvalidConfig("enable_control_endpoints is for one engine: replicas are not paused")
+        raise InvalidConfig(
+            "enable_control_endpoints works only with a single engine: replicas cannot be paused"
+        )
     if config.max_model_len == "auto":
         raise InvalidConfig(
             'max_model_len "auto" works only with a single engine, because replicas may have '
@@ -154,7 +156,7 @@ async def _watch(driver: subprocess.Popen[bytes], asked: Asked, drain_timeout: f
         _end(driver)
     status = await ended
     if status and not was_asked:
-        raise StartupFailed(f"the Ray driver exited with status {status}: see above")
+        raise StartupFailed(f"the Ray driver exited with status {status}: see its messages above")
 
 
 def _end(driver: subprocess.Popen[bytes]) -> None:

@@ -27,7 +27,9 @@ def bind_to_loopback() -> None:
 
         original = replica.add_port_to_grpc_server
     except (ImportError, AttributeError):
-        log.warning("this release of Ray Serve opens a port on all interfaces, for Ray's token")
+        log.warning(
+            "this release of Ray Serve opens a port, protected by Ray's token, on all interfaces"
+        )
         return
     if getattr(original, "is_on_loopback", False):
         return

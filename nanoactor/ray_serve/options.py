@@ -18,26 +18,28 @@ class FleetConfig:
     the first invalid option."""
 
     replicas: int = 0
-    """Serve with this many engines on Ray, each with all of the options above; 0: with one engine
-    and without Ray."""
+    """Number of engines that serve on Ray, each with all of the options above. With 0, one engine
+    serves without Ray."""
     max_replicas: int | None = None
-    """Start further replicas, up to this total, while requests wait, and stop them again. Default:
-    as many as `--replicas`."""
+    """Maximum number of replicas: more are started while requests wait, and stopped when they are
+    no longer needed. Default: the value of `--replicas`."""
     ray_address: str | None = None
     """The address of a Ray cluster to join, or "auto" for the one on this machine. Default: start a
     private Ray instance on this machine only and stop it with the server."""
     ingresses: int | None = None
     """Number of servers in front of the engines, one per node. Default: the number of nodes."""
     cpus_per_replica: float = 1.0
-    """CPUs that Ray sets aside for each replica's processes."""
+    """CPUs that Ray reserves for the processes of each replica."""
     silence_timeout: float = SILENCE
-    """Seconds without a message after which a replica counts as hung; its streams resume
-    elsewhere."""
+    """Seconds without a message after which a replica is considered hung. Its streams continue on
+    other replicas."""
     report_interval: float = INTERVAL
-    """Seconds between two reports of a replica on running streams: each costs CPU, and longer
-    intervals make text arrive in larger pieces. First tokens and ends are reported at once."""
+    """Seconds between two reports of a replica on its running streams. Each report takes CPU time,
+    and longer intervals make text arrive in larger pieces. First tokens and the ends of streams are
+    reported at once."""
     target_waiting_tokens: int = 20_000
-    """Prompt tokens that may wait on a replica before another is needed (`max_replicas`)."""
+    """Number of prompt tokens that may wait on each replica before another replica is started (up
+    to `max_replicas`)."""
 
     def __post_init__(self) -> None:
         """Validate every option."""
@@ -64,14 +66,16 @@ class FleetConfig:
         if self.ray_address is not None and (
             not isinstance(self.ray_address, str) or not self.ray_address
         ):
-            raise InvalidConfig(f"ray_address must be a string, got {self.ray_address!r:.100}")
+            raise InvalidConfig(
+                f"ray_address must be a non-empty string, got {self.ray_address!r:.100}"
+            )
         if not self.replicas:
             self._check_alone()
 
     def _check_alone(self) -> None:
         for field in dataclasses.fields(self):
             if getattr(self, field.name) != field.default:
-                raise InvalidConfig(f"{field.name} requires replicas: also give --replicas")
+                raise InvalidConfig(f"{field.name} works only with replicas: also set --replicas")
 
     def _check_whole(self, name: str, least: int) -> None:
         value = getattr(self, name)

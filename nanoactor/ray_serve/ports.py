@@ -31,14 +31,14 @@ async def beside_proxy(config: ServerConfig) -> ServerConfig:
             continue
         if port != config.port:
             log.warning(
-                "port %d is that of Ray Serve's own proxy: listening on %d. The proxy redirects to "
-                "it, which costs each client a second request; `proxy_location: Disabled` in a "
-                "configuration frees the port",
+                "port %d is used by Ray Serve's own proxy: listening on port %d. The proxy "
+                "redirects clients to it, which costs each client a second request; "
+                "`proxy_location: Disabled` in a configuration frees the port",
                 config.port,
                 port,
             )
         return dataclasses.replace(config, port=port)
-    raise InvalidConfig(f"port {config.port} and those after it are those of other servers")
+    raise InvalidConfig(f"port {config.port} and the ports after it are used by other servers")
 
 
 async def _is_proxys(host: str, port: int) -> bool:

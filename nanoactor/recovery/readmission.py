@@ -72,9 +72,11 @@ class Readmission:
             return list(living.values())
         self.trials += 1
         log.warning(
-            "%d requests may have killed a process: they are tried %s",
+            "%d requests may have killed a process; they are retried %s",
             len(self._suspects.on_trial),
-            "with nothing else running" if self._suspects.is_alone else "apart from other suspects",
+            "with no other request running"
+            if self._suspects.is_alone
+            else "separately from other suspects",
         )
         self._kept = {uid: entry for uid, entry in living.items() if uid not in chosen}
         return [entry for uid, entry in living.items() if uid in chosen]

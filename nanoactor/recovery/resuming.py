@@ -12,16 +12,16 @@ from nanoactor.models.sampling.columns import rows_of
 from nanoactor.recovery.journal import Entry
 
 LOST = (
-    "a process of the engine has died, and answers that their caller leads (beam search) do not go "
-    "on: ask again"
+    "a process of the engine has died, and answers that their caller controls (beam search) cannot "
+    "be continued: send the request again"
 )
 CHANGED = (
-    "a process of the engine has died, and the chat template renders the conversation differently "
-    "now: the answer cannot go on"
+    "a process of the engine has died, and the chat template now renders the conversation "
+    "differently, so the answer cannot be continued"
 )
 POISON = (
     "a process of the engine has died each time the request ran, the last time with no other "
-    "request: it is not tried again. The last to die was {}"
+    "request running, so it is not retried. The last process that died was {}"
 )
 
 

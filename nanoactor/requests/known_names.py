@@ -69,9 +69,9 @@ class Name:
         if not self.accepts or (self.takes == "flag" and self.note):
             return f"{self.theirs} is not supported: {self.note}"
         shown = " or ".join(repr(one) for one in (*self.accepts, None))
-        reason = f": {self.note}" if self.note else ""
+        reason = f" ({self.note})" if self.note else ""
         return (
-            f"{self.theirs} is not supported{reason}; only {shown} is accepted, got {value!r:.100}"
+            f"{self.theirs} is not supported: only {shown} is accepted, got {value!r:.100}{reason}"
         )
 
 
@@ -85,35 +85,43 @@ def _same(scope: Scope, names: str) -> Iterator[Name]:
         yield Name(name, scope, name)
 
 
-_NO_LORA = "adapters are not applied: merge them into the weights"
-_NO_QUANTIZATION = (
-    "the checkpoint itself specifies how its weights are packed: `quantization_config`"
-)
-_ONE_STAGE = "layers are not spread over devices: see tensor_parallel_size"
+_NO_LORA = "LoRA adapters must be merged into the weights"
+_NO_QUANTIZATION = "the checkpoint's own `quantization_config` specifies its quantization"
+_ONE_STAGE = "layers cannot be spread over devices; use tensor_parallel_size instead"
 
 ENGINE: tuple[Name, ...] = (
     *_same("engine", "model tokenizer revision download_dir"),
     *_same("engine", "max_num_seqs block_size enable_prefix_caching"),
     *_same("engine", "enforce_eager tensor_parallel_size skip_tokenizer_init"),
     *_same("engine", "limit_mm_per_prompt max_logprobs chat_template"),
-    _engine("load_format", ours="load_format", note='"auto" and "dummy"'),
-    _engine("dtype", ours="dtype", note='"auto" keeps the checkpoint\'s type where it can'),
+    _engine("load_format", ours="load_format", note='must be "auto" or "dummy"'),
     _engine(
-        "seed", ours="seed", note="for requests without a seed, each of which gets a different one"
+        "dtype",
+        ours="dtype",
+        note='"auto" keeps the dtype of the checkpoint if the device supports it',
     ),
-    _engine("device", ours="device", note="also npu, cpu and simulated:MS"),
-    _engine("max_model_len", ours="max_model_len", note="8k is 8,000, 8K 8,192; auto: what fits"),
-    _engine("max_num_batched_tokens", ours="max_num_batched_tokens", note="2048 unless given"),
+    _engine(
+        "seed",
+        ours="seed",
+        note="applies to requests without a seed, each of which gets a different one",
+    ),
+    _engine("device", ours="device", note="also accepts npu, cpu and simulated:MS"),
+    _engine(
+        "max_model_len",
+        ours="max_model_len",
+        note="8k means 8,000 and 8K means 8,192; auto allows as much as fits",
+    ),
+    _engine("max_num_batched_tokens", ours="max_num_batched_tokens", note="default: 2048"),
     _engine("generation_config", ours="generation_config", note='"auto", "vllm" or a directory'),
     _engine(
         "override_generation_config",
         ours="override_generation_config",
-        note="settings of generation_config.json; max_new_tokens is a default, not a cap",
+        note="overrides settings of generation_config.json; max_new_tokens is a default, not a cap",
     ),
     _engine(
         "gpu_memory_utilization",
         ours="memory_utilization",
-        note="a share of the memory free at startup; vLLM's is a share of all memory",
+        note="a share of the memory that is free at startup; in vLLM, a share of all memory",
         short=("--device-memory-utilization",),
     ),
     _engine("num_gpu_blocks_override", ours="num_kv_blocks"),
@@ -125,13 +133,13 @@ ENGINE: tuple[Name, ...] = (
     _engine(
         "mem_fraction_static",
         ours="memory_utilization",
-        note="a share of what is free at the start",
+        note="a share of the memory that is free at startup",
         of="SGLang",
     ),
     _engine(
         "chunked_prefill_size",
         ours="max_num_batched_tokens",
-        note="prompts and streams share a step's tokens; -1 is refused",
+        note="prompts and streams share the tokens of a step; -1 is rejected",
         of="SGLang",
     ),
     _engine("max_running_requests", ours="max_num_seqs", of="SGLang"),
@@ -144,8 +152,10 @@ ENGINE: tuple[Name, ...] = (
         inverts=True,
         of="SGLang",
     ),
-    _engine("allowed_local_media_path", accepts=("",), note="requests cannot name files"),
-    _engine("async_scheduling", accepts=(True,), note="steps are planned ahead", takes="flag"),
+    _engine("allowed_local_media_path", accepts=("",), note="requests cannot refer to local files"),
+    _engine(
+        "async_scheduling", accepts=(True,), note="steps are always planned ahead", takes="flag"
+    ),
     _engine(
         "attention_backend",
         accepts=("auto",),
@@ -154,31 +164,32 @@ ENGINE: tuple[Name, ...] = (
     _engine(
         "compilation_config",
         accepts=({},),
-        note="graphs are captured unless enforce_eager says otherwise",
+        note="graphs are captured unless enforce_eager is set",
         short=("-cc",),
     ),
     _engine(
         "convert",
         accepts=("auto", "none"),
-        note="embedding checkpoints are recognized; for others give `pooling`",
+        note="embedding checkpoints are detected automatically; for other checkpoints, set "
+        "`pooling`",
     ),
     _engine("cpu_offload_gb", accepts=(0, 0.0), note="weights stay on the device"),
     _engine(
         "data_parallel_size",
         accepts=(1,),
-        note="use --replicas to serve several engines, on Ray",
+        note="use --replicas to serve several engines on Ray",
         short=("-dp",),
     ),
     _engine(
         "disable_custom_all_reduce",
         accepts=(True, False),
-        note="the device chooses how to sum over ranks",
+        note="the device determines how to sum over ranks",
         takes="flag",
     ),
     _engine(
         "disable_log_stats",
         accepts=(True, False),
-        note="figures are at /metrics, not in the log",
+        note="statistics are served at /metrics, not written to the log",
         takes="flag",
     ),
     _engine(
@@ -195,7 +206,7 @@ ENGINE: tuple[Name, ...] = (
     _engine(
         "enable_expert_parallel",
         accepts=(False,),
-        note="each rank has a part of every expert",
+        note="each rank holds a part of every expert",
         takes="flag",
         short=("-ep",),
     ),
@@ -205,35 +216,39 @@ ENGINE: tuple[Name, ...] = (
     _engine(
         "enable_sleep_mode",
         accepts=(False,),
-        note="weights stay loaded; end the process to free memory",
+        note="weights stay loaded; end the process to free their memory",
         takes="flag",
     ),
-    _engine("hf_overrides", accepts=({},), note="change the model's config.json"),
-    _engine("hf_token", note="set HF_TOKEN in the environment"),
+    _engine("hf_overrides", accepts=({},), note="edit the model's config.json instead"),
+    _engine("hf_token", note="set HF_TOKEN in the environment instead"),
     _engine(
-        "kv_cache_dtype", accepts=("auto",), note="keys and values have the type of the weights"
+        "kv_cache_dtype", accepts=("auto",), note="keys and values have the dtype of the weights"
     ),
-    _engine("kv_cache_memory_bytes", note="give num_kv_blocks, or memory_utilization"),
+    _engine("kv_cache_memory_bytes", note="use num_kv_blocks or memory_utilization instead"),
     _engine(
-        "kv_transfer_config", accepts=({},), note="one engine computes both prompts and answers"
+        "kv_transfer_config", accepts=({},), note="each engine computes both prompts and answers"
     ),
     _engine(
         "logits_processors",
         accepts=([], ()),
-        note="use logit_bias",
+        note="use logit_bias instead",
         takes="list",
     ),
     _engine(
         "logprobs_mode",
         accepts=("raw_logprobs",),
-        note="log-probabilities are the model's own",
+        note="log-probabilities are always the model's own",
     ),
-    _engine("mm_processor_kwargs", accepts=({},), note="pass them with a request's pictures"),
-    _engine("model_impl", accepts=("auto", "vllm"), note="the models are nanoactor's own"),
+    _engine("mm_processor_kwargs", accepts=({},), note="pass them with the pictures of a request"),
+    _engine(
+        "model_impl",
+        accepts=("auto", "vllm"),
+        note="nanoactor always uses its own implementations of models",
+    ),
     _engine(
         "optimization_level",
         accepts=(1, 2, 3),
-        note="graphs are captured; enforce_eager captures none",
+        note="graphs are captured unless enforce_eager is set",
         short=("-O",),
     ),
     _engine("pipeline_parallel_size", accepts=(1,), note=_ONE_STAGE, short=("-pp",)),
@@ -241,12 +256,14 @@ ENGINE: tuple[Name, ...] = (
     _engine(
         "runner",
         accepts=("auto", "generate"),
-        note="embedding checkpoints are recognized; for others give `pooling`",
+        note="embedding checkpoints are detected automatically; for other checkpoints, set "
+        "`pooling`",
     ),
     _engine(
         "task",
         accepts=("auto", "generate"),
-        note="embedding checkpoints are recognized; for others give `pooling`",
+        note="embedding checkpoints are detected automatically; for other checkpoints, set "
+        "`pooling`",
     ),
     _engine(
         "scheduling_policy",
@@ -254,20 +271,31 @@ ENGINE: tuple[Name, ...] = (
         note="requests without a priority are served first come, first served",
     ),
     _engine(
-        "speculative_config", accepts=({},), note="there is no speculative decoding", short=("-sc",)
+        "speculative_config",
+        accepts=({},),
+        note="speculative decoding is not supported",
+        short=("-sc",),
     ),
     _engine(
         "structured_outputs_config",
         accepts=({},),
         note="grammars are compiled by llguidance",
     ),
-    _engine("swap_space", accepts=(ANY,), note="nothing is swapped: prompts are computed again"),
-    _engine("tokenizer_mode", accepts=("auto", "hf"), note="tokenizers are those of transformers"),
-    _engine("tokenizer_revision", note="give a tokenizer's directory"),
+    _engine(
+        "swap_space",
+        accepts=(ANY,),
+        note="nothing is swapped; preempted prompts are computed again",
+    ),
+    _engine(
+        "tokenizer_mode",
+        accepts=("auto", "hf"),
+        note="the tokenizers of transformers are always used",
+    ),
+    _engine("tokenizer_revision", note="use a directory that contains the tokenizer instead"),
     _engine(
         "trust_remote_code",
         accepts=(True, False),
-        note="no code from a checkpoint is run or needed",
+        note="no code from a checkpoint is ever run or needed",
         takes="flag",
     ),
 )
@@ -277,11 +305,11 @@ SERVER: tuple[Name, ...] = (
     *_same("server", "host port uds root_path allowed_media_domains"),
     *_same("server", "default_chat_template_kwargs ssl_keyfile ssl_certfile"),
     *_same("server", "disable_access_log_for_endpoints enable_tokenizer_info_endpoint"),
-    _server("api_key", ours="api_keys", note="repeat it for several"),
+    _server("api_key", ours="api_keys", note="repeat the option to set several keys"),
     _server(
         "served_model_name",
         ours="served_model_name",
-        note="several may follow; responses give the first",
+        note="several names may follow; responses contain the first",
         takes="list",
     ),
     _server(
@@ -292,14 +320,14 @@ SERVER: tuple[Name, ...] = (
     _server(
         "tool_call_parser",
         ours="tool_call_parser",
-        note="found in the chat template unless given",
+        note="detected from the chat template by default",
     ),
     _server(
         "reasoning_parser",
         ours="reasoning_parser",
-        note="found in the chat template unless given",
+        note="detected from the chat template by default",
     ),
-    _server("allowed_origins", ours="cors_origins", note="a list in JSON"),
+    _server("allowed_origins", ours="cors_origins", note="takes a JSON list"),
     _server("log_level", ours="log_level"),
     _server("uvicorn_log_level", ours="log_level"),
     _server("fastapi_root_path", ours="root_path", of="SGLang"),
@@ -307,19 +335,19 @@ SERVER: tuple[Name, ...] = (
     _server(
         "allow_credentials",
         accepts=(False,),
-        note="browsers send no cookies here; a key goes into a header",
+        note="the server uses no cookies; the API key is sent in a header",
         takes="flag",
     ),
     _server(
         "api_server_count",
         accepts=(1,),
-        note="one process serves HTTP; --ingresses starts several, on Ray",
+        note="one process serves HTTP; on Ray, --ingresses starts several",
         short=("-asc",),
     ),
     _server(
         "chat_template_content_format",
         accepts=("auto", "openai", "string"),
-        note="the form that the template takes is found by trying it",
+        note="the form of content that the chat template accepts is detected automatically",
     ),
     _server(
         "disable_log_requests",
@@ -330,80 +358,87 @@ SERVER: tuple[Name, ...] = (
     _server(
         "enable_log_requests",
         accepts=(False,),
-        note="the contents of requests are never logged; the access log has a line for each",
+        note="the contents of requests are never logged, but the access log has a line for each "
+        "request",
         takes="flag",
     ),
     _server(
         "enable_auto_tool_choice",
         accepts=(True,),
-        note="calls are found wherever a request has tools",
+        note="calls are always detected if a request has tools",
         takes="flag",
     ),
     _server(
         "enable_prompt_tokens_details",
         accepts=(True,),
-        note="usage always includes cached tokens",
+        note="usage always includes the number of cached tokens",
         takes="flag",
     ),
     _server(
         "enable_request_id_headers",
         accepts=(True,),
-        note="every answer has x-request-id",
+        note="every response has the header x-request-id",
         takes="flag",
     ),
     _server(
         "enable_server_load_tracking",
         accepts=(True,),
-        note="load is always tracked, at /load",
+        note="the load is always tracked and served at /load",
         takes="flag",
     ),
     _server(
         "enable_force_include_usage",
         accepts=(False,),
-        note="a request asks for it with stream_options",
+        note="a request can ask for usage with stream_options",
         takes="flag",
     ),
     _server(
         "return_tokens_as_token_ids",
         accepts=(False,),
-        note="a request asks for it with the field of this name",
+        note="a request can set the field of this name",
         takes="flag",
     ),
-    _server("otlp_traces_endpoint", note="/trace has a timeline for Perfetto"),
-    _server("middleware", note="put a proxy in front of the server", takes="list"),
-    _server("ssl_ca_certs", note="clients are identified by keys, not by certificates"),
     _server(
-        "ssl_cert_reqs", accepts=(0,), note="clients are identified by keys, not by certificates"
+        "otlp_traces_endpoint", note="use /trace instead, which returns a timeline for Perfetto"
     ),
-    _server("tool_parser_plugin", accepts=("",), note="no code is loaded"),
-    _server("trust_request_chat_template", accepts=(False,), note="no code is taken from requests",
-            takes="flag"),
+    _server("middleware", note="put a proxy in front of the server instead", takes="list"),
+    _server("ssl_ca_certs", note="clients are identified by API keys, not by certificates"),
+    _server(
+        "ssl_cert_reqs",
+        accepts=(0,),
+        note="clients are identified by API keys, not by certificates",
+    ),
+    _server("tool_parser_plugin", accepts=("",), note="the server loads no plugins"),
+    _server("trust_request_chat_template", accepts=(False,), takes="flag",
+            note="chat templates in requests are never used"),
 )  # fmt: skip
 """Options of the command line only."""
 
 SAMPLING: tuple[Name, ...] = (
-    _sampling("seed", ours="seed", note="-1 is no seed"),
-    _sampling("logprobs", ours="logprobs", note="-1, the whole vocabulary, is refused"),
-    _sampling("prompt_logprobs", ours="prompt_logprobs", note="-1 is refused"),
+    _sampling("seed", ours="seed", note="-1 means no seed"),
+    _sampling("logprobs", ours="logprobs", note="-1 (the whole vocabulary) is rejected"),
+    _sampling("prompt_logprobs", ours="prompt_logprobs", note="-1 is rejected"),
     _sampling(
         "max_tokens",
         ours="max_tokens",
-        note="a value that does not fit is refused; over HTTP it is a cap",
+        note="a value that does not fit is rejected; over HTTP, it is lowered",
     ),
     _sampling(
-        "truncate_prompt_tokens", ours="truncate_prompt_tokens", note="the last tokens are kept"
+        "truncate_prompt_tokens",
+        ours="truncate_prompt_tokens",
+        note="the last tokens are always kept",
     ),
     _sampling(
         "logits_processors",
         note=(
-            "would run Python code on every step's logits, but the runners are separate processes: "
-            "use logit_bias, allowed_token_ids or bad_words"
+            "would run Python code on every step's logits, but the runners are separate "
+            "processes; use logit_bias, allowed_token_ids or bad_words instead"
         ),
     ),
     _sampling(
         "best_of",
         accepts=(1,),
-        note="was dropped by the OpenAI API and vLLM: request n answers and choose by "
+        note="was removed from the OpenAI API and vLLM; request n answers and choose one by "
         "cumulative_logprob",
     ),
     # Our tokenizers never put spaces between special tokens.

@@ -19,7 +19,7 @@ def meant(name: str, known: Iterable[str]) -> str:
     """Return a question that suggests the known name that `name` almost certainly stands for; empty
     if there is none."""
     close = difflib.get_close_matches(name, [*known], 1, _CERTAIN)
-    return f": do you mean {close[0]}?" if close else ""
+    return f": did you mean {close[0]}?" if close else ""
 
 
 def names_parameters(neutral: Mapping[str, Sequence[Any]]) -> Callable[[C], C]:
@@ -46,7 +46,7 @@ def names_parameters(neutral: Mapping[str, Sequence[Any]]) -> Callable[[C], C]:
             try:
                 signature.bind(self, *args, **given)
             except TypeError as error:
-                raise InvalidRequest(f"{name}: {error}; give parameters by name") from None
+                raise InvalidRequest(f"{name}: {error}; pass parameters by name") from None
             made(self, *args, **given)
 
         kind.__init__ = init

@@ -76,7 +76,7 @@ class SamplingParams:
     """Keep the likeliest tokens with this cumulative probability. Default on the command line: the
     model's."""
     top_k: int | None = 0
-    """Keep the k likeliest tokens; 0 or -1: no limit. Default on the command line: the model's."""
+    """Keep the k likeliest tokens; 0 or -1 keeps all. Default on the command line: the model's."""
     min_p: float | None = 0.0
     """Drop tokens less likely than this fraction of the likeliest. Default on the command line: the
     model's."""
@@ -87,26 +87,29 @@ class SamplingParams:
     """Subtract this for each occurrence of the token in the output. From -2 to 2. Default on the
     command line: the model's."""
     repetition_penalty: float | None = 1.0
-    """Divide positive logits of tokens in prompt or output by this, multiply negative ones. 1 has
-    no effect. Default on the command line: the model's."""
+    """Divide positive logits of tokens in the prompt or output by this, and multiply negative ones.
+    1 has no effect. Default on the command line: the model's."""
     logit_bias: Mapping[int, float] | None = dataclasses.field(default=None, hash=False)
     """Biases, from -100 to 100, to add to the logits of the given token ids."""
     allowed_token_ids: Sequence[int] | None = None
-    """Choose only these ids."""
+    """Choose only from these token ids."""
     bad_words: Sequence[str] | None = None
     """Texts that the output must not contain, at the start of a word or within one."""
     seed: int | None = None
-    """Seed of the random numbers; -1 is none. Default: drawn when the request is submitted."""
+    """Seed of the random numbers; -1 means no seed. Default: drawn when the request is
+    submitted."""
     logprobs: int | None = None
     """Return the log-probability of each token and of this many of the likeliest tokens at its
     position, in the model's own distribution, before temperature and all other rules apply."""
     prompt_logprobs: int | None = None
-    """Likewise for prompt tokens; the whole prompt is computed, without prefix-cache hits."""
+    """Return the same for prompt tokens; the whole prompt is computed, without prefix-cache
+    hits."""
     max_tokens: int | None = _SIXTEEN
     """Maximum number of output tokens. Default on the command line: the model's, or as many as fit
     `max_model_len`."""
     truncate_prompt_tokens: int | None = None
-    """Keep this many tokens at the end of the prompt; -1: as many as leave room for the output."""
+    """Keep this many tokens at the end of the prompt; -1 keeps as many as leave room for the
+    output."""
     min_tokens: int = 0
     """Number of output tokens before an end-of-sequence token, stop token or stop string may end
     the output."""
@@ -146,7 +149,7 @@ class SamplingParams:
         _whole("min_tokens", self.min_tokens, 0, optional=False)
         _whole("truncate_prompt_tokens", self.truncate_prompt_tokens, -1)
         if self.truncate_prompt_tokens == 0:
-            raise InvalidRequest("truncate_prompt_tokens must be -1, or 1 or more, got 0")
+            raise InvalidRequest("truncate_prompt_tokens must be -1 or at least 1, got 0")
         _whole("best_of", self.best_of, 1)
         for name in _FLAGS:
             _flag(name, getattr(self, name))
@@ -163,12 +166,12 @@ class SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens}"
-                + (", as it was not given)" if isinstance(self.max_tokens, DefaultTokens) else ")")
+                + (", the default)" if isinstance(self.max_tokens, DefaultTokens) else ")")
             )
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         if self.stop and not self.detokenize:
             raise InvalidRequest(
-                "stop strings are matched against text, but detokenize=False produces none"
+                "stop strings require detokenize=True, because they are matched against the text"
             )
         object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
@@ -217,12 +220,13 @@ class BeamSearchParams:
         _number("length_penalty", self.length_penalty, -10.0, 10.0)
         if self.temperature != 0:
             raise InvalidRequest(
-                f"temperature must be 0, got {self.temperature!r:.100}: beam search does "
-                "not sample, and ranks by the model's own log-probabilities"
+                f"temperature must be 0, got {self.temperature!r:.100}, because beam search does "
+                "not sample but ranks by the model's own log-probabilities"
             )
         if self.structured_outputs is not None:
             raise InvalidRequest(
-                "structured_outputs cannot be combined with beam search: beams have no grammar"
+                "structured_outputs cannot be combined with beam search, because beams have no "
+                "grammar"
             )
 
 
@@ -270,7 +274,7 @@ def shown(value: Any) -> str:
     try:
         return f"{value!r:.100}"
     except ValueError:  # Python does not format integers of more than a few thousand digits
-        return "a number of too many digits"
+        return "a number with too many digits"
 
 
 def _number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
@@ -318,9 +322,9 @@ def _stop_strings(stop: Any) -> tuple[str, ...]:
         )
     for string in strings:
         if not isinstance(string, str) or not string:
-            raise InvalidRequest(f"stop must contain non-empty strings, got {string!r:.100}")
+            raise InvalidRequest(f"stop must contain only non-empty strings, got {string!r:.100}")
         if len(string) > MAX_STOP_LENGTH:
-            raise InvalidRequest(f"a stop string may have at most {MAX_STOP_LENGTH} characters")
+            raise InvalidRequest(f"each stop string may have at most {MAX_STOP_LENGTH} characters")
         _check_unicode("stop", string)
     return strings
 
@@ -343,12 +347,14 @@ def _biases(given: Any) -> dict[int, float]:
         raise InvalidRequest(f"logit_bias must map token ids to numbers, got {given!r:.100}")
     items = list((given or {}).items())
     if len(items) > MAX_RULED_IDS:
-        raise InvalidRequest(f"logit_bias may have {MAX_RULED_IDS} ids, got {len(items)}")
+        raise InvalidRequest(
+            f"logit_bias may contain at most {MAX_RULED_IDS} ids, got {len(items)}"
+        )
     found: dict[int, float] = {}
     for key, value in items:
         is_number = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 11
         token = int(key) if is_number else plain_number(key)
-        _whole("an id of logit_bias", token, 0, optional=False)
+        _whole("a token id in logit_bias", token, 0, optional=False)
         bias = plain_number(value)
         if bias is None:
             raise InvalidRequest(f"logit_bias[{token}] must be a number in [-100, 100], got None")
@@ -363,7 +369,9 @@ def _allowed_ids(given: Any) -> tuple[int, ...] | None:
         return None
     found = tuple(plain_number(token) for token in _items("allowed_token_ids", given, "token ids"))
     if not found:
-        raise InvalidRequest("allowed_token_ids is empty: nothing could be chosen")
+        raise InvalidRequest(
+            "allowed_token_ids must not be empty, because no token could be chosen"
+        )
     if len(found) > MAX_RULED_IDS:
         raise InvalidRequest(
             f"allowed_token_ids may contain at most {MAX_RULED_IDS} ids, got {len(found)}"
@@ -383,10 +391,12 @@ def _bad_words(given: Any) -> tuple[str, ...]:
         )
     for word in words:
         if not isinstance(word, str) or not word.strip():
-            raise InvalidRequest(f"bad_words must hold words, got {word!r:.100}")
+            raise InvalidRequest(
+                f"bad_words must contain only strings that are not blank, got {word!r:.100}"
+            )
         if len(word) > MAX_BAD_WORD_LENGTH:
             raise InvalidRequest(
-                f"each of bad_words may have at most {MAX_BAD_WORD_LENGTH} characters"
+                f"each string in bad_words may have at most {MAX_BAD_WORD_LENGTH} characters"
             )
         _check_unicode("bad_words", word)
     return words
@@ -397,8 +407,8 @@ def _structured(given: Any, ignore_eos: bool) -> StructuredOutputsParams | None:
         return None
     if ignore_eos:
         raise InvalidRequest(
-            "ignore_eos cannot be combined with structured_outputs: the output ends where its "
-            "grammar does"
+            "ignore_eos cannot be combined with structured_outputs, because the output ends "
+            "when its grammar is complete"
         )
     return StructuredOutputsParams.of(given)
 

@@ -44,4 +44,4 @@ class PoolingParams:
             if value is not None and not isinstance(value, str):
                 raise InvalidRequest(f"{name} must be a string or None, got {value!r:.100}")
         if self.prompt is not None and self.prompt_name is not None:
-            raise InvalidRequest("give prompt or prompt_name, not both")
+            raise InvalidRequest("give either prompt or prompt_name, not both")

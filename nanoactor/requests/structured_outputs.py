@@ -19,9 +19,9 @@ from nanoactor.requests.grammar_spec import (
 )
 
 _REFUSED = {
-    "whitespace_pattern": "JSON has any white space between its tokens, or none with "
+    "whitespace_pattern": "JSON may have any whitespace between its tokens, or none with "
     "disable_any_whitespace",
-    "structural_tag": "give tools in chats, or a grammar that spells the tags out",
+    "structural_tag": "use tools in chats, or a grammar that contains the tags",
 }
 """vLLM's fields that are rejected by name, and what to use instead."""
 _CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "tools")
@@ -109,7 +109,9 @@ class StructuredOutputsParams:
         names = [field.name for field in dataclasses.fields(cls)]
         for name in given:
             if name not in names:
-                raise _wrong(f"{name!r:.100} is not one of {', '.join(names)}")
+                raise _wrong(
+                    f"{name!r:.100} is not a known member; the members are {', '.join(names)}"
+                )
         return cls(**given)
 
     def spec(self) -> GrammarSpec:
@@ -153,7 +155,7 @@ def _check_text(name: str, value: Any) -> None:
     except UnicodeEncodeError as error:
         raise _wrong(f"{name} must be valid Unicode: {error}") from None
     if size > MAX_GRAMMAR_BYTES:
-        raise _wrong(f"{name} has {size} bytes, at most {MAX_GRAMMAR_BYTES} are accepted")
+        raise _wrong(f"{name} has {size} bytes, but at most {MAX_GRAMMAR_BYTES} are accepted")
 
 
 def _choices(given: Any) -> tuple[str, ...]:
@@ -170,7 +172,10 @@ def _schema_text(given: Any, closed: bool) -> str:
         _check_text("json", given)
     elif isinstance(given, type):
         if not hasattr(given, "model_json_schema"):
-            raise _wrong(f"json: the class {given.__name__} has no model_json_schema")
+            raise _wrong(
+                f"json must be a schema or a pydantic model, but the class {given.__name__} "
+                "has no model_json_schema"
+            )
         given = given.model_json_schema()
     try:
         # Always via text: a dict may contain types that JSON lacks, such as tuples.

@@ -52,7 +52,7 @@ def check_cache(blocks: int, files: ModelFiles, block_size: int, why: str) -> No
         lower = f"lower max_model_len to {room} or less, or " if room > 1 else ""
         raise NotEnoughMemory(
             f"the KV cache would have {max(0, blocks)} blocks of {block_size} tokens ({why}), "
-            f"but one sequence of max_model_len {files.max_model_len} takes {needed}; "
+            f"but one sequence of max_model_len {files.max_model_len} needs {needed} blocks; "
             f"{lower}give the cache more memory (num_kv_blocks, memory_utilization), or use a "
             "smaller model or dtype"
         )
@@ -73,12 +73,16 @@ def check_weights(
     device = "this machine" if shared else "each device"
     taken = weights if shared else weights // ranks
     text = (
-        f"the weights, as {what}, take at least {taken // _MIB} MiB of {device}, of which "
-        f"{free // _MIB} MiB are free; beside them the cache takes {sequence // _MIB} MiB for one "
-        "sequence of max_model_len, and steps take their activations"
+        f"the weights in {what} take at least {taken // _MIB} MiB of {device}, which has "
+        f"{free // _MIB} MiB free; in addition, the cache takes {sequence // _MIB} MiB for one "
+        "sequence of max_model_len, and steps need memory for activations"
     )
     more = (2**n for n in range(_MOST_RANKS.bit_length()) if 2**n > ranks)
     fits = next((n for n in more if (weights + sequence) // n < 0.9 * free), None)
     if fits and not shared:
-        text += f"; tensor_parallel_size {fits} would take {weights // fits // _MIB} MiB of each"
-    raise NotEnoughMemory(f"{text}; or take a smaller model, another dtype, or packed weights")
+        text += (
+            f". tensor_parallel_size {fits} would take {weights // fits // _MIB} MiB of each device"
+        )
+    raise NotEnoughMemory(
+        f"{text}. A smaller model, another dtype or packed weights would need less memory"
+    )

@@ -101,7 +101,7 @@ class Answer:
                 self.token_ids[index] += completion.token_ids
                 self._unsent[index] += completion.token_ids
         if completion.finish_reason == "abort":  # by the server: the client is still connected
-            raise unavailable("the server is shutting down; this answer is not complete")
+            raise unavailable("the server is shutting down, so this answer is incomplete")
         if completion.finish_reason is not None:
             self.stop_reason = completion.stop_reason
             self.reasons[index] = completion.finish_reason

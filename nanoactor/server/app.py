@@ -217,9 +217,12 @@ class Server:
         self._http.draining = True
         if self._reuse_port and self._listening is not None:
             self._listening.close()  # new connections go to the other servers on this port
-        log.info("shutting down: %d requests under way", self._http.at_work)
+        log.info("shutting down while %d requests are in progress", self._http.at_work)
         if not await self._http.idle(self.config.drain_timeout):
-            log.warning("%d answers are cut off", self._completions.live)
+            log.warning(
+                "cutting off %d answers that did not finish within the drain timeout",
+                self._completions.live,
+            )
             self._completions.break_off()
             await self._http.idle(_REPLY_SECONDS)
 

@@ -121,7 +121,7 @@ def parsed_arguments(text: str) -> dict[str, Any] | None:
 
 
 def _refuse(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
+    raise ValueError(f"{name} is not a JSON value")
 
 
 def _writable(value: Any) -> Any:

@@ -25,7 +25,9 @@ _MEDIA = {"image": "images", "audio": "audio", "video": "videos", "file": "files
 class ImageURL(Struct, forbid_unknown_fields=True):
     """The address of a picture."""
 
-    url: Annotated[str, Meta(description="data:image/...;base64, or of a host that is allowed")]
+    url: Annotated[
+        str, Meta(description="A data:image/...;base64 URL, or a URL of an allowed host")
+    ]
     detail: Literal["auto", "low", "high"] | None = None
 
 
@@ -45,7 +47,7 @@ class CalledFunction(Struct):
 
     name: str
     arguments: Annotated[
-        str | dict[str, Any] | None, Meta(description="JSON text, or the object itself")
+        str | dict[str, Any] | None, Meta(description="JSON text or a JSON object")
     ] = None
 
 
@@ -67,19 +69,19 @@ class Message(Struct):
         Meta(
             min_length=1,
             max_length=64,
-            description="system, developer, user, assistant, tool, or one of the model's own",
+            description="system, developer, user, assistant, tool, or one of the model's own roles",
         ),
     ]
     content: str | list[ContentPart] | None = None
     reasoning_content: str | None = None
-    reasoning: Annotated[str, Meta(description="Another name of reasoning_content")] | None = None
+    reasoning: Annotated[str, Meta(description="Another name for reasoning_content")] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
-    refusal: Annotated[str, Meta(description="Given to the template")] | None = None
+    refusal: Annotated[str, Meta(description="Passed to the chat template")] | None = None
     audio: None = None
     function_call: None = None
-    annotations: Annotated[list[Any], Meta(description="Given to the template")] | None = None
+    annotations: Annotated[list[Any], Meta(description="Passed to the chat template")] | None = None
 
 
 _KNOWN = frozenset(Message.__struct_fields__) | {"thinking"}
@@ -105,19 +107,21 @@ def _check_part(part: ContentPart, path: str, sees: bool) -> None:
     if kind in TEXT_PARTS or kind in THOUGHT_PARTS:
         name = (TEXT_PARTS | THOUGHT_PARTS)[kind]
         if getattr(part, name) is None:
-            raise invalid(f"{path}: a part of type {kind!r} needs {name}", path)
+            raise invalid(f"{path}: a part of type {kind!r} requires the field {name}", path)
         return
     if kind == _IMAGE:
         if not sees:
-            raise invalid("this model takes no images, only text", f"{path}.type")
+            raise invalid("this model does not accept images, only text", f"{path}.type")
         if part.image_url is None:
-            raise invalid(f"{path}: a part of type {kind!r} needs {kind}", path)
+            raise invalid(f"{path}: a part of type {kind!r} requires the field {kind}", path)
         return
     if media := [many for one, many in _MEDIA.items() if one in kind]:
-        text = f"{media[0]} are not taken here: only text, and {_IMAGE}"
+        text = f"{media[0]} are not supported here; a part must be text or {_IMAGE}"
         raise invalid(text, f"{path}.type")
     known = ", ".join([*TEXT_PARTS, *THOUGHT_PARTS, _IMAGE])
-    raise invalid(f"{path}: the type {kind!r:.100} is not one of {known}", f"{path}.type")
+    raise invalid(
+        f"{path}: the type of a part must be one of {known}, got {kind!r:.100}", f"{path}.type"
+    )
 
 
 def unread_members(given: Sequence[Any], read: Collection[str]) -> Iterator[str]:

@@ -86,7 +86,7 @@ class CompatRoutes:
         template in use."""
         files = self._llm.files
         if files.tokenizer_directory is None:
-            raise APIError(404, "the engine has no tokenizer (skip_tokenizer_init)")
+            raise APIError(404, "the engine has no tokenizer because skip_tokenizer_init is set")
         path = files.tokenizer_directory / CONFIG
         told = read_json(path) if path.exists() else {}
         found = read_template_files(files.tokenizer_directory, files.chat_template)
@@ -101,7 +101,7 @@ class CompatRoutes:
 
     def _engine(self) -> AsyncLLM:
         if not isinstance(self._llm, AsyncLLM):
-            raise APIError(404, "this controls one engine, but several serve here")
+            raise APIError(404, "this path controls a single engine, but this server runs several")
         return self._llm
 
     async def server_info(self, request: web.Request) -> web.StreamResponse:
@@ -149,7 +149,9 @@ class CompatRoutes:
         mode = request.query.get("mode", "")
         if mode != "keep":
             raise invalid(
-                f"mode must be keep, got {mode[:100]!r}: requests wait, and none is aborted", "mode"
+                f"mode must be keep, got {mode[:100]!r}; pausing makes requests wait and never "
+                "aborts them",
+                "mode",
             )
         await self._engine().pause_generation()
         return json_response({"status": "paused"})

@@ -226,7 +226,7 @@ class Completions:
         if isinstance(prompt, Mapping):
             ids: Sequence[int] = prompt["prompt_token_ids"]
         elif self._texts is None or not isinstance(prompt, str):
-            raise invalid("a text needs a tokenizer, and the engine has none", "prompt")
+            raise invalid("a text prompt requires a tokenizer, but the engine has none", "prompt")
         else:
             ids = await self._texts.encode(prompt, special=True)
         if len(ids) >= self._llm.files.max_model_len:
@@ -237,7 +237,7 @@ class Completions:
         """Return the text of each prompt."""
         ids = [prompt["prompt_token_ids"] for prompt in wanted if isinstance(prompt, Mapping)]
         if ids and self._texts is None:
-            raise invalid("echo needs a tokenizer, and the engine has none", "echo")
+            raise invalid("echo requires a tokenizer, but the engine has none", "echo")
         texts = iter(await self._texts.decode_all(ids) if self._texts and ids else ())
         return [prompt if isinstance(prompt, str) else next(texts) for prompt in wanted]
 

@@ -21,11 +21,11 @@ class ServerConfig:
     names the invalid option."""
 
     host: str = "127.0.0.1"
-    """The address to listen on; 0.0.0.0 listens on all."""
+    """The address to listen on; 0.0.0.0 listens on all addresses."""
     port: int = 8000
-    """The port to listen on; 0 takes a free one, which the log names."""
+    """The port to listen on; 0 selects a free port, which is written to the log."""
     uds: str | None = None
-    """A Unix socket to listen on, in place of host and port; only its owner may connect."""
+    """A Unix socket to listen on, instead of host and port; only its owner may connect."""
     root_path: str = ""
     """The path under which a proxy exposes this server; the proxy may strip it from requests or
     keep it."""
@@ -35,7 +35,7 @@ class ServerConfig:
     """A TLS certificate in PEM, with its chain; if set, the server accepts only HTTPS."""
     served_model_name: str | Sequence[str] | None = None
     """The names that clients may use for the model; answers and metrics use the first. Default: the
-    name it was started with."""
+    name that the server was started with."""
     api_keys: tuple[str, ...] = ()
     """A key that callers must send. If any key is set, all routes except /live and /ready require
     one."""
@@ -50,16 +50,16 @@ class ServerConfig:
     strict: bool = False
     """Refuse unknown fields of requests, instead of ignoring them with a warning."""
     separate_reasoning: bool = True
-    """Move `<think>` parts to `reasoning_content`; a request may say otherwise."""
+    """Move `<think>` parts to `reasoning_content`; a request can override this."""
     tool_call_parser: str = "auto"
-    """The form in which the model calls functions: "hermes", "qwen3_coder", "llama3_json" or
-    "mistral". "auto" finds it in the chat template."""
+    """The format of the model's function calls: "hermes", "qwen3_coder", "llama3_json" or
+    "mistral". "auto" detects it from the chat template."""
     reasoning_parser: str = "auto"
     """The reasoning format of the model: "qwen3", "deepseek_r1" (outputs start with reasoning
     whatever the prompt ends with) or "none". "auto" detects it from the chat template."""
     default_chat_template_kwargs: Mapping[str, Any] | None = None
-    """Variables of the chat template for requests that do not set them: {"enable_thinking":
-    false}."""
+    """Variables of the chat template for requests that do not set them, such as
+    {"enable_thinking": false}."""
     drop_volatile_lines: bool = True
     """Drop system-prompt lines that a coding agent changes with every request, so that its
     conversation stays in the prefix cache; only on /v1/messages (docs/server.md lists these
@@ -70,7 +70,7 @@ class ServerConfig:
     """Maximum number of answers in progress per client, identified by its API key or, if there are
     no keys, by its address. Default: max_num_seqs plus half of max_waiting_requests."""
     max_connections: int = 10_000
-    """Maximum number of connections; further ones get 503."""
+    """Maximum number of connections; additional ones are refused with status 503."""
     drain_timeout: float = 30.0
     """Seconds that running requests get to finish after SIGTERM."""
     idle_timeout: float = 75.0
@@ -82,22 +82,22 @@ class ServerConfig:
     access_log: bool = True
     """Write a line for each request."""
     disable_access_log_for_endpoints: str | None = None
-    """Comma-separated paths that are not logged: /health,/metrics."""
+    """Comma-separated paths that are not logged, such as /health,/metrics."""
     log_level: str | None = None
     """Level of the server's log, including the access log: "debug", "info", "warning" or
     "error"."""
     vllm_metrics: bool = False
-    """In /metrics, also report the figures that vLLM has, under vLLM's names, for dashboards."""
+    """In /metrics, also report vLLM's metrics under vLLM's names, for dashboards."""
     enable_tokenizer_info_endpoint: bool = False
     """Serve /tokenizer_info, which exposes the chat template and special tokens."""
     enable_control_endpoints: bool = False
     """Serve /reset_prefix_cache, /pause, /resume, /is_paused, /server_info and /get_world_size,
-    which let any caller change the engine or read more than responses."""
+    which let any caller change the state of the engine or read its configuration."""
 
     def __post_init__(self) -> None:
         """Check each option on its own."""
         if not isinstance(self.port, int) or not 0 <= self.port < 1 << 16:
-            raise InvalidConfig(f"port must be from 0 to 65535, got {self.port!r}")
+            raise InvalidConfig(f"port must be an integer from 0 to 65535, got {self.port!r}")
         for name in ("drain_timeout", "idle_timeout", "body_timeout", "send_timeout"):
             self._check_positive(name)
         self._check_positive("max_connections")
@@ -109,7 +109,9 @@ class ServerConfig:
         self._check_choices()
         for key in self.api_keys:
             if not key or not key.isascii() or not key.isprintable() or " " in key:
-                raise InvalidConfig("an API key must be printable ASCII without spaces")
+                raise InvalidConfig(
+                    "an API key must consist of printable ASCII characters without spaces"
+                )
 
     def _check_names(self) -> None:
         """Check and normalize the model's names and the root path; check the TLS file options."""
@@ -117,7 +119,7 @@ class ServerConfig:
         names = (given,) if isinstance(given, str) else tuple(given or ())
         if not all(isinstance(name, str) and name for name in names):
             raise InvalidConfig(
-                f"served_model_name must be one or more strings, got {given!r:.100}"
+                f"served_model_name must be one or more non-empty strings, got {given!r:.100}"
             )
         object.__setattr__(self, "served_model_name", names or None)
         path = self.root_path.rstrip("/")
@@ -125,7 +127,7 @@ class ServerConfig:
             raise InvalidConfig(f"root_path must begin with a slash, got {path!r:.100}")
         object.__setattr__(self, "root_path", path)
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
-            raise InvalidConfig("ssl_keyfile and ssl_certfile go together: give both")
+            raise InvalidConfig("ssl_keyfile and ssl_certfile must be given together")
 
     def _check_choices(self) -> None:
         for name, choices in (

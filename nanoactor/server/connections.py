@@ -70,7 +70,7 @@ class Connection(web.RequestHandler):
         """Respond to malformed HTTP requests and to uncaught errors."""
         context = context_of(request)
         if request.writer.output_size:
-            raise ConnectionError("the answer has begun; it can only be cut off")
+            raise ConnectionError("the answer has already begun, so it can only be cut off")
         if status >= 500 and isinstance(exc, Exception):
             problem = context.explain(exc)
         else:
@@ -97,7 +97,7 @@ def malformed(error: BaseException | None, status: int = 400) -> APIError:
     if "Too many headers" in told:
         return APIError(431, "the request has too many headers: at most 128 are accepted")
     if "overflow" in told and "Content-Length" in told:
-        return APIError(413, "the body is too long: its Content-Length is no number of 64 bits")
+        return APIError(413, "the body is too long: its Content-Length does not fit into 64 bits")
     shown = "".join(c if c.isprintable() else "?" for c in told)[:_LONGEST_FAULT]
     return APIError(status, "the request is not valid HTTP" + (f": {shown}" if shown else ""))
 

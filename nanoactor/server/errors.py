@@ -86,7 +86,7 @@ def check_model(asked: str, names: Sequence[str]) -> None:
     """Raise `APIError` unless `asked` is one of the served model's names."""
     if asked not in names:
         served = " or ".join(map(repr, names))
-        text = f"the model {asked[:200]!r} does not exist here; it is {served}"
+        text = f"the model {asked[:200]!r} does not exist; this server serves {served}"
         raise APIError(404, text, param="model", code="model_not_found")
 
 
@@ -111,7 +111,7 @@ def death_for_clients(error: BaseException) -> str:
     cause = error.__cause__
     if cause is None or isinstance(cause, NodeDied | NodeStalled):
         return str(error)
-    return "the engine has died; the server's log has the cause"
+    return "the engine has died; see the server's log for the cause"
 
 
 def from_engine(error: Exception, names: frozenset[str]) -> APIError:
@@ -135,7 +135,9 @@ def from_engine(error: Exception, names: frozenset[str]) -> APIError:
         return APIError(400, text, param=param, code=code)
     if isinstance(error, RecursionError):  # Python's limit, which also counts calls
         return _too_deep()
-    return APIError(500, "internal error; the server's log has its cause", code="internal_error")
+    return APIError(
+        500, "internal error; see the server's log for the cause", code="internal_error"
+    )
 
 
 def renamed(problem: APIError, names: Mapping[str, str]) -> APIError:
@@ -164,7 +166,7 @@ def from_decoding(error: Exception) -> APIError:
         return invalid(f"the body is not valid JSON: {text}")
     if unknown := _UNKNOWN.search(text):
         name = ".".join(part for part in (unknown[2], unknown[1]) if part)[:200]
-        return invalid(f"{name!r} is not a parameter that this server knows", name)
+        return invalid(f"{name!r} is not a known parameter", name)
     path = _PATH.search(text)
     if path is None:
         return invalid(text)

@@ -36,18 +36,19 @@ _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|\d+\.\d+\.\d+\.\d+|localhost|[\w.-]+\.l
 _NEAR = 0.85
 """Minimum similarity at which an existing path is suggested for an unknown one."""
 _NOT_SERVED = {
-    "/embed": "vectors are at /v1/embeddings",
-    "/pooling": "vectors are at /v1/embeddings, scores at /score",
-    "/classify": "classification is not served; pairs of texts are scored at /score",
-    "/audio": "audio is not served; text is, at /v1/chat/completions",
-    "/images": "pictures are not made here; text is, at /v1/chat/completions",
-    "/realtime": "the Realtime API is not served; streams are, at /v1/responses",
-    "/moderations": "moderation is not served",
-    "/files": "files are not stored: send their content with the request",
-    "/batches": "batches are not stored: send the requests at once, they run together",
-    "/conversations": "conversations are not stored: send all of it with each request",
-    "/assistants": "assistants are not served; conversations are, at /v1/responses",
-    "/api/": "Ollama's API is not served; OpenAI's is, at /v1/chat/completions",
+    "/embed": "embeddings are served at /v1/embeddings",
+    "/pooling": "embeddings are served at /v1/embeddings, and scores at /score",
+    "/classify": "classification is not supported, but pairs of texts can be scored at /score",
+    "/audio": "audio is not supported; text is generated at /v1/chat/completions",
+    "/images": "image generation is not supported; text is generated at /v1/chat/completions",
+    "/realtime": "the Realtime API is not supported; answers can be streamed at /v1/responses",
+    "/moderations": "moderation is not supported",
+    "/files": "files are not stored; send their content with the request",
+    "/batches": "batches are not supported; send the requests at the same time, and they run "
+    "together",
+    "/conversations": "conversations are not stored; send the whole conversation with each request",
+    "/assistants": "assistants are not supported; conversations are supported at /v1/responses",
+    "/api/": "Ollama's API is not supported; OpenAI's API is, at /v1/chat/completions",
     "/generate": "text is generated at /v1/completions and /v1/chat/completions",
 }
 """Hints for clients that look for another server's feature, by a part of the requested path."""
@@ -155,7 +156,7 @@ class HttpFrontend:
         except Exception as error:
             problem = context.explain(error)
         if request.writer.output_size:
-            raise ConnectionResetError("the answer had begun") from problem
+            raise ConnectionResetError("the answer has already begun") from problem
         if problem.code or problem.param:
             context.note += f" {(problem.code or problem.param)!r:.100}"
         answer_as_http1(request)
@@ -169,7 +170,7 @@ class HttpFrontend:
     async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Answer CORS preflights; raise `APIError` for unauthorized callers and unknown paths."""
         if request.version not in (HttpVersion10, HttpVersion11):
-            raise APIError(505, "this server speaks HTTP/1.1 and HTTP/1.0")
+            raise APIError(505, "this server supports only HTTP/1.1 and HTTP/1.0")
         if request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers:
             return self._preflight(request)
         self._check_host(request)
@@ -179,20 +180,24 @@ class HttpFrontend:
         match request.match_info.http_exception:
             case web.HTTPMethodNotAllowed() as error:
                 allowed = ", ".join(sorted(error.allowed_methods - {"HEAD"}))
-                text = f"{path} takes {allowed}, not {error.method}"
+                text = f"{path} accepts {allowed}, not {error.method}"
                 raise APIError(405, text, headers={"Allow": allowed})
             case web.HTTPException():
                 hint = self._hint(path)
-                raise APIError(404, f"there is no {path[:200]!r} here; {hint}See /openapi.json")
+                raise APIError(
+                    404,
+                    f"the path {path[:200]!r} does not exist{hint}; see /openapi.json for "
+                    "all paths",
+                )
         return await handler(request)
 
     def _hint(self, path: str) -> str:
         """Return a hint about an unknown path, followed by a space; empty if there is none."""
         for part, text in _NOT_SERVED.items():
             if part in path:
-                return f"{text}. "
+                return f" ({text})"
         near = difflib.get_close_matches(path[:100], self._paths, 1, _NEAR)
-        return f"did you mean {near[0]}? " if near else ""
+        return f" (did you mean {near[0]}?)" if near else ""
 
     def _check_key(self, request: web.Request) -> None:
         headers = request.headers
@@ -201,8 +206,8 @@ class HttpFrontend:
             challenge = 'Basic realm="nanoactor", charset="UTF-8"' if browser else "Bearer"
             raise APIError(
                 401,
-                "the API key is missing or wrong; send it as 'Authorization: Bearer KEY', or as "
-                "'x-api-key: KEY'",
+                "the API key is missing or wrong; send it in the header 'Authorization: Bearer "
+                "KEY' or 'x-api-key: KEY'",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": challenge},
             )
@@ -223,7 +228,10 @@ class HttpFrontend:
             return
         allowed = {name.lower() for name in config.allowed_hosts}
         if host.rpartition(":")[0] not in allowed and host not in allowed:
-            raise APIError(400, f"host {host[:100]!r} is not allowed here; see --allowed-host")
+            raise APIError(
+                400,
+                f"the host {host[:100]!r} is not allowed; it can be allowed with --allowed-host",
+            )
 
     # -- headers --------------------------------------------------------------------------
 
@@ -303,10 +311,12 @@ class HttpFrontend:
         kind = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise APIError(
-                415, f"the body must be JSON: Content-Type application/json, not {kind[:100]!r}"
+                415, f"the Content-Type of the body must be application/json, not {kind[:100]!r}"
             )
         if request.headers.get("Content-Encoding", "identity").lower() != "identity":
-            raise APIError(415, "compressed bodies are not accepted: leave Content-Encoding out")
+            raise APIError(
+                415, "compressed bodies are not accepted; send the request without Content-Encoding"
+            )
         if (request.content_length or 0) > self._max_body:
             raise self._too_large()
         if request.headers.get("Expect", "").lower() == "100-continue" and request.transport:
@@ -318,7 +328,7 @@ class HttpFrontend:
         except TimeoutError:
             raise APIError(408, f"the body did not arrive within {seconds:g} s") from None
         except (web.RequestPayloadError, HttpProcessingError) as error:
-            raise APIError(400, f"the body is broken: {error}") from None
+            raise APIError(400, f"the body cannot be read: {error}") from None
         if self.draining:
             raise unavailable("the server is shutting down")
         return body

@@ -89,7 +89,7 @@ def tls(config: ServerConfig) -> ssl.SSLContext | None:
 
 
 def _no_password() -> str:
-    raise ValueError("the key is encrypted: give one that is not")
+    raise ValueError("the key is encrypted; give an unencrypted key")
 
 
 def url_of(config: ServerConfig, port: int) -> str:

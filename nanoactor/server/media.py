@@ -170,7 +170,7 @@ class MediaLoader:
                 if response.status not in _REDIRECTS:
                     return await self._read(response)
                 url = _target(url, response)
-            what = "what the image URL redirects to"
+            what = "the address that the image URL redirects to"
         raise InvalidRequest(
             f"the image URL redirects more than {self._limits.max_redirects} times: "
             "send the URL of the picture itself"
@@ -181,19 +181,19 @@ class MediaLoader:
         if url.scheme not in _WEB:
             raise _wrong_scheme(what, url.scheme)
         if "@" in url.raw_authority:
-            raise InvalidRequest(f"{what} must not hold a user's name or password")
+            raise InvalidRequest(f"{what} must not contain a user name or password")
         try:
             host, port = _canonical(url.raw_host or ""), url.port
         except ValueError:
             raise InvalidRequest(
-                f"{what} has no valid host or port: a host is a name, an IPv4 address of four "
-                "decimal numbers, or an IPv6 address in brackets"
+                f"{what} has no valid host or port; a host must be a name, an IPv4 address of "
+                "four decimal numbers, or an IPv6 address in brackets"
             ) from None
         rules = [rule for rule in self._rules if rule.names(host)]
         if not rules:
-            raise InvalidRequest(f"{what} has a host that is not allowed here: {_INSTEAD}")
+            raise InvalidRequest(f"{what} has a host that this server does not allow: {_INSTEAD}")
         if not any(rule.allows(port) for rule in rules):
-            raise InvalidRequest(f"{what} has the port {port}, which is not allowed here")
+            raise InvalidRequest(f"{what} has the port {port}, which this server does not allow")
         # Addresses are checked here, because only names reach the resolver.
         if _is_address(host) and not self._is_public(host):
             raise _not_public()
@@ -227,7 +227,7 @@ class MediaLoader:
             if len(body) > limit:
                 raise _too_large(limit)
         if not body:
-            raise InvalidRequest("the image URL leads to nothing: its host sent 0 bytes")
+            raise InvalidRequest("the image URL leads to an empty file: its host sent 0 bytes")
         return bytes(body)
 
 
@@ -257,8 +257,8 @@ class _Rule:
                 raise ValueError
         except ValueError:
             raise InvalidConfig(
-                "allowed_domains must hold host names in lower case, such as 'example.org', "
-                f"'*.example.org' or 'example.org:8080', got {entry!r}"
+                "allowed_media_domains must contain host names in lower case, such as "
+                f"'example.org', '*.example.org' or 'example.org:8080', got {entry!r}"
             ) from None
         return cls(f".{host}" if found[1] else host, port)
 
@@ -348,7 +348,8 @@ def _parsed(text: str, what: str) -> URL:
         raise InvalidRequest(f"{what} must not be longer than {_LONGEST_URL} characters")
     if _UNSAFE.search(text):
         raise InvalidRequest(
-            f"{what} holds a space, a backslash or a control character: write it as %20, say"
+            f"{what} contains a space, a backslash or a control character; write it "
+            "percent-encoded, such as %20 for a space"
         )
     try:
         text.encode()  # yarl would drop lone surrogates
@@ -359,10 +360,10 @@ def _parsed(text: str, what: str) -> URL:
 
 def _target(url: URL, response: aiohttp.ClientResponse) -> URL:
     """Return the target URL of a redirect, which is still to be checked."""
-    what = "what the image URL redirects to"
+    what = "the address that the image URL redirects to"
     location = response.headers.get("Location")
     if not location:
-        raise InvalidRequest("the image URL redirects without saying where: send another")
+        raise InvalidRequest("the image URL redirects without a Location header; send another URL")
     target = _parsed(location, what)
     try:
         return url.join(target)
@@ -386,7 +387,8 @@ def _check_head(response: aiohttp.ClientResponse) -> None:
     encoding = ",".join(response.headers.getall("Content-Encoding", ())).strip().lower()
     if encoding not in ("", "identity"):
         raise InvalidRequest(
-            f"the image URL's host compressed the picture ({encoding[:100]!r}) though asked not to"
+            f"the image URL's host compressed the picture ({encoding[:100]!r}), although it was "
+            "asked not to"
         )
 
 
@@ -394,32 +396,34 @@ def _reason(error: Exception) -> str:
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
         return "the image URL's host has no valid certificate for its name"
     if isinstance(error, aiohttp.ClientSSLError):
-        return "the image URL's host does not speak TLS as it should"
+        return "the TLS connection to the image URL's host failed"
     if isinstance(error, aiohttp.ClientConnectorError):
-        return "the image URL's host cannot be connected to"
-    return "the image URL's host did not answer as HTTP demands, or broke off"
+        return "the image URL's host cannot be reached"
+    return "the image URL's host sent an invalid HTTP response or closed the connection"
 
 
 def _wrong_scheme(what: str, scheme: str) -> InvalidRequest:
     return InvalidRequest(
-        f"{what} has the scheme {scheme[:31]!r}: pictures come from data:, https: and http: URLs"
-        " only, and redirects lead to the latter two"
+        f"{what} has the scheme {scheme[:31]!r}, but pictures are only read from data:, https: "
+        "and http: URLs, and redirects must lead to https: or http: URLs"
     )
 
 
 def _not_public() -> InvalidRequest:
     return InvalidRequest(
-        "the image URL's host must be known by name servers, and have public addresses only: "
-        f"else {_INSTEAD}"
+        "the image URL's host must have a DNS entry with only public addresses; otherwise, "
+        f"{_INSTEAD}"
     )
 
 
 def _too_large(limit: int) -> InvalidRequest:
-    return InvalidRequest(f"the picture is larger than the {limit} bytes allowed: make it smaller")
+    return InvalidRequest(
+        f"the picture is larger than the {limit} bytes allowed; send a smaller picture"
+    )
 
 
 def _closed() -> EngineClosed:
-    return EngineClosed("the server is closing, and fetches no more pictures")
+    return EngineClosed("the server is shutting down and fetches no more pictures")
 
 
 # -- data: URLs ---------------------------------------------------------------------------
@@ -448,7 +452,7 @@ def _decoded(url: str, start: int, max_bytes: int) -> bytes:
     """Decode the base64 text that begins at index `start`."""
     text = _compact(url, start, max_bytes)
     if not text:
-        raise InvalidRequest("the data: URL holds nothing after its comma")
+        raise InvalidRequest("the data: URL has no data after the comma")
     padding = 2 if text.endswith(b"==") else int(text.endswith(b"="))
     if len(text) // 4 * 3 - padding > max_bytes:
         raise _too_large(max_bytes)
@@ -460,8 +464,8 @@ def _decoded(url: str, start: int, max_bytes: int) -> bytes:
         return b"".join(binascii.a2b_base64(piece, strict_mode=True) for piece in pieces)
     except ValueError:
         raise InvalidRequest(
-            "the data: URL is not valid base64: it may hold A-Z, a-z, 0-9, + and /, and must be "
-            "padded with = to a multiple of four characters"
+            "the data: URL is not valid base64: it may contain only A-Z, a-z, 0-9, + and /, and "
+            "must be padded with = to a multiple of four characters"
         ) from None
 
 

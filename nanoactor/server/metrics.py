@@ -123,7 +123,7 @@ class Metrics(Collector):
         ProcessCollector(registry=self._registry)
         self.success = Counter(
             "nanoactor_request_success",
-            "Answers that are over, by the reason: stop, length, abort (their client has left) or "
+            "Finished answers, by reason: stop, length, abort (the client has disconnected) or "
             "error.",
             ["finished_reason"],
             registry=self._registry,
@@ -143,7 +143,7 @@ class Metrics(Collector):
         )
         self.turn_tokens = Counter(
             "nanoactor_turn_tokens",
-            "Tokens of the prompt of a conversation's turn before, when its next one came: reused "
+            "Prompt tokens of a conversation's previous turn when the next turn arrived: reused "
             "from the prefix cache, or computed again.",
             ["fate"],
             registry=self._registry,
@@ -151,44 +151,47 @@ class Metrics(Collector):
         self._histograms: list[Histogram] = []
         self.ttft = self._histogram(
             "time_to_first_token_seconds",
-            "From a request's arrival to its first token at the server's loop.",
+            "Time from a request's arrival until the server's event loop received its first token.",
         )
         self.itl = self._histogram(
             "inter_token_latency_seconds",
-            "Between two tokens of a stream; tokens that come together share the time.",
+            "Time between two tokens of a stream; tokens that arrive together share the time.",
         )
         self.tpot = self._histogram(
-            "time_per_output_token_seconds", "Of a request, after its first token."
+            "time_per_output_token_seconds",
+            "Time per output token of a request, after its first token.",
         )
         self.queue = self._histogram(
             "request_queue_time_seconds",
-            "From a request's arrival to its first step on the device.",
+            "Time from a request's arrival to its first step on the device.",
         )
         self.prefill = self._histogram(
             "request_prefill_time_seconds",
-            "From a request's first step on the device to its first token.",
+            "Time from a request's first step on the device to its first token.",
         )
         self.decode = self._histogram(
-            "request_decode_time_seconds", "From a request's first token to its last."
+            "request_decode_time_seconds", "Time from a request's first token to its last."
         )
         self.inference = self._histogram(
             "request_inference_time_seconds",
-            "From a request's first step on the device to its last token.",
+            "Time from a request's first step on the device to its last token.",
         )
-        self.e2e = self._histogram("request_seconds", "From a request's arrival to its end.")
+        self.e2e = self._histogram("request_seconds", "Time from a request's arrival to its end.")
         self.prompt_tokens = self._histogram(
-            "request_prompt_tokens", "Of complete requests.", _TOKENS
+            "request_prompt_tokens", "Prompt tokens of completed requests.", _TOKENS
         )
         self.output_tokens = self._histogram(
-            "request_output_tokens", "Of complete requests.", _TOKENS
+            "request_output_tokens", "Output tokens of completed requests.", _TOKENS
         )
         self.most_tokens = self._histogram(
             "request_max_num_generation_tokens",
-            "Of complete requests: tokens of the longest of their answers.",
+            "Tokens in the longest answer of completed requests.",
             _TOKENS,
         )
         self.lag = self._histogram(
-            "event_loop_lag_seconds", "How late the server's event loop was for a timer.", _LAGS
+            "event_loop_lag_seconds",
+            "Delay with which the server's event loop handled a timer.",
+            _LAGS,
         )
         self.engine: Callable[[], Iterator[Metric]] = lambda: iter(())
         """Returns the latest known metrics of the engine."""
@@ -201,7 +204,7 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics, for the registry."""
-        info = InfoMetricFamily("nanoactor", "The model that is served, and by what.")
+        info = InfoMetricFamily("nanoactor", "The served model and the version of nanoactor.")
         info.add_metric([], {"model_name": self._model, "version": nanoactor.__version__})
         yield info
         families = [histogram.family() for histogram in self._histograms]

@@ -33,30 +33,45 @@ _EARLIER = 0.5
 engine is given up."""
 _SHARE_OVER = 20
 """Number of snapshots over which shares are averaged: ten seconds."""
-_IDLE = "Share of the time with work for which the device had none, over ten seconds."
-_AGE = "Age of each actor's latest step while there is work, else 0."
-_CACHED = "Tokens of prompts that were looked up in the prefix cache."
-_PREEMPTIONS = "Sequences that gave their blocks to older ones."
-_UNCAPTURED = "Steps launched operator by operator, as their size could not be captured."
+_IDLE = "Share of the time with pending work in which the device was idle, over ten seconds."
+_AGE = "Age of each actor's latest step while there is work, otherwise 0."
+_CACHED = "Prompt tokens that were looked up in the prefix cache."
+_PREEMPTIONS = "Sequences that were preempted to free their blocks for older ones."
+_UNCAPTURED = "Steps launched operator by operator because their size could not be captured."
 _COUNTERS = (
     ("prefix_cache_prompt_tokens", _CACHED, "blocks", "prompt_tokens"),
-    ("prefix_cache_hit_tokens", "Those of them that it held.", "blocks", "hit_tokens"),
+    (
+        "prefix_cache_hit_tokens",
+        "Prompt tokens that were found in the prefix cache.",
+        "blocks",
+        "hit_tokens",
+    ),
     ("prefill_tokens", "Prompt tokens computed.", "scheduler", "prefill_tokens"),
     ("decode_tokens", "Decode tokens computed.", "scheduler", "decode_tokens"),
-    ("output_tokens", "Tokens that sequences got.", "scheduler", "output_tokens"),
+    ("output_tokens", "Output tokens of all sequences.", "scheduler", "output_tokens"),
     ("steps", "Steps planned.", "scheduler", "steps"),
     ("preemptions", _PREEMPTIONS, "scheduler", "preemptions"),
     ("uncaptured_steps", _UNCAPTURED, "runner.0", "steps_uncaptured"),
-    ("device_busy_seconds", "For which the device computed.", "runner.0", "busy_seconds"),
-    ("load_seconds", "For which there was something to do.", "scheduler", "load_seconds"),
-    ("pictures_encoded", "Pictures that the tower has encoded.", "scheduler", "items_encoded"),
-    ("encoder_cache_hits", "Pictures found encoded.", "blocks", "encoder_hits"),
+    ("device_busy_seconds", "Time in which the device computed.", "runner.0", "busy_seconds"),
+    ("load_seconds", "Time in which there was work to do.", "scheduler", "load_seconds"),
+    (
+        "pictures_encoded",
+        "Pictures that the vision tower has encoded.",
+        "scheduler",
+        "items_encoded",
+    ),
+    (
+        "encoder_cache_hits",
+        "Pictures that were already in the encoder cache.",
+        "blocks",
+        "encoder_hits",
+    ),
 )
 """Counters: name, help text, and the actor and name of the source statistic."""
 _PICTURES = (
     ("pictures", "Pictures that came with requests.", "items"),
-    ("pictures_decoded", "Those of them whose pixels were wanted.", "decoded"),
-    ("picture_decode_seconds", "For which vision workers decoded.", "decode_seconds"),
+    ("pictures_decoded", "Pictures that were decoded because their pixels were needed.", "decoded"),
+    ("picture_decode_seconds", "Time in which vision workers decoded pictures.", "decode_seconds"),
 )
 """Counters summed over all vision workers: name, help text, and name of the source statistic."""
 
@@ -249,7 +264,7 @@ class Monitor:
         for node in self._llm.pids:
             family.add_metric([node], counts.get(node, 0))
         yield family
-        text = "Time in which requests waited for them."
+        text = "Time in which requests waited for processes to be replaced."
         yield CounterMetricFamily("nanoactor_restart_seconds", text, value=seconds)
 
     def since(self, number: int) -> dict[str, Any]:
@@ -279,20 +294,40 @@ class Monitor:
         used = figures["blocks_used"] / max(1, figures["blocks"])
         is_dead = self._llm.dead is not None
         up = float(not is_dead)
-        yield GaugeMetricFamily("nanoactor_up", "Whether the engine lives.", value=up)
+        yield GaugeMetricFamily("nanoactor_up", "Whether the engine is alive.", value=up)
         if is_dead:
             return
         for name, text, value in (
-            ("queue_requests", "Requests without a first token.", figures["waiting_requests"]),
-            ("queue_tokens", "Tokens of their prompts.", figures["waiting_tokens"]),
-            ("queue_media_bytes", "Bytes of their pictures.", figures["waiting_media_bytes"]),
-            ("running_sequences", "Sequences with a slot.", figures["running"]),
-            ("kv_blocks", "Blocks of the KV cache.", figures["blocks"]),
+            (
+                "queue_requests",
+                "Requests that have no first token yet.",
+                figures["waiting_requests"],
+            ),
+            (
+                "queue_tokens",
+                "Prompt tokens of requests that have no first token yet.",
+                figures["waiting_tokens"],
+            ),
+            (
+                "queue_media_bytes",
+                "Picture bytes of requests that have no first token yet.",
+                figures["waiting_media_bytes"],
+            ),
+            ("running_sequences", "Sequences that have a slot.", figures["running"]),
+            ("kv_blocks", "Blocks in the KV cache.", figures["blocks"]),
             ("kv_blocks_used", "Blocks that sequences hold.", figures["blocks_used"]),
             ("kv_use_ratio", "Share of the KV cache that sequences hold.", used),
-            ("prefix_cache_hit_ratio", "In tokens, since the start.", figures["hit_ratio"]),
+            (
+                "prefix_cache_hit_ratio",
+                "Share of prompt tokens found in the prefix cache since the start.",
+                figures["hit_ratio"],
+            ),
             ("device_idle_ratio", _IDLE, self._idle(_SHARE_OVER)),
-            ("step_seconds", "Mean step over ten seconds.", self._step_seconds(_SHARE_OVER)),
+            (
+                "step_seconds",
+                "Mean duration of a step over ten seconds.",
+                self._step_seconds(_SHARE_OVER),
+            ),
         ):
             yield GaugeMetricFamily(f"nanoactor_{name}", text, value=value)
         for name, text, actor, key in _COUNTERS:
@@ -305,7 +340,11 @@ class Monitor:
             yield CounterMetricFamily(f"nanoactor_{name}", text, value=count)
         ages = {name: own["step_age"] or 0.0 for name, own in self.health().actors.items()}
         for name, text, values in (
-            ("busy_ratio", "Busy share over ten seconds.", self._busy(_SHARE_OVER)),
+            (
+                "busy_ratio",
+                "Share of the time that each actor was busy, over ten seconds.",
+                self._busy(_SHARE_OVER),
+            ),
             ("step_age_seconds", _AGE, ages),
         ):
             family = GaugeMetricFamily(f"nanoactor_actor_{name}", text, labels=["actor"])

@@ -103,7 +103,7 @@ class Observation:
         """Handle `GET /activity?since=N`: return the latest data for the web page."""
         number = _only(request, "since", "0")
         if not re.fullmatch(r"\d{1,15}", number, re.ASCII):
-            raise invalid("since must be the number of an earlier answer", "since")
+            raise invalid("since must be the number returned by an earlier answer", "since")
         return json_response(self._monitor.since(int(number)))
 
     async def page(self, request: web.Request) -> web.StreamResponse:
@@ -122,11 +122,13 @@ class Observation:
         """Handle `GET /trace?seconds=N`: record the actors' activity for N seconds and return it as
         JSON for ui.perfetto.dev."""
         if self._tracer is None:
-            raise APIError(404, "a timeline belongs to one engine, but several serve here")
+            raise APIError(404, "a timeline shows a single engine, but this server runs several")
         seconds = _seconds(_only(request, "seconds", "1"))
         if self._tracing or self._exports >= _MOST_EXPORTS:
             later = {"Retry-After": "5"}
-            raise APIError(429, "a trace is being taken", code="overloaded", headers=later)
+            raise APIError(
+                429, "another trace is already being recorded", code="overloaded", headers=later
+            )
         self._tracing = True
         try:
             watched = await self._watch(self._tracer, seconds)
@@ -168,7 +170,9 @@ class Observation:
                 await response.prepare(request)  # has an effect only the first time
                 await response.write(part)
             if not response.prepared:
-                raise APIError(500, "the trace could not be written; the server's log says why")
+                raise APIError(
+                    500, "the trace could not be written; see the server's log for the cause"
+                )
             await response.write_eof()
             return response
         finally:
@@ -197,7 +201,9 @@ def _seconds(text: str) -> float:
     with contextlib.suppress(ValueError):
         if 0 < (seconds := float(text)) <= MAX_TRACE_SECONDS:
             return seconds
-    raise invalid(f"seconds must be a number above 0 and up to {MAX_TRACE_SECONDS:g}", "seconds")
+    raise invalid(
+        f"seconds must be a number greater than 0 and at most {MAX_TRACE_SECONDS:g}", "seconds"
+    )
 
 
 def _content_policy(page: str) -> str:

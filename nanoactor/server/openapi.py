@@ -23,34 +23,46 @@ from nanoactor.server.requests import (
 from nanoactor.server.responses.request import ResponsesRequest
 
 _BODIES = {
-    "/v1/chat/completions": (ChatRequest, "Continue a conversation"),
-    "/v1/completions": (CompletionRequest, "Continue one prompt or several"),
-    "/v1/responses": (ResponsesRequest, "Continue a conversation, by OpenAI's Responses API"),
-    "/v1/responses/input_tokens": (ResponsesRequest, "Tokens of a conversation's prompt"),
-    "/v1/messages": (MessagesRequest, "Continue a conversation, by Anthropic's Messages API"),
-    "/v1/messages/count_tokens": (CountTokensRequest, "Tokens of a conversation's prompt"),
-    "/v1/embeddings": (EmbeddingRequest, "Vectors of texts"),
-    "/rerank": (RerankRequest, "Documents by how well they match a query; also below /v1 and /v2"),
-    "/score": (ScoreRequest, "Scores of pairs of texts; also below /v1"),
-    "/tokenize": (TokenizeRequest, "Token ids of a prompt or of a conversation"),
-    "/detokenize": (DetokenizeRequest, "Text of token ids"),
+    "/v1/chat/completions": (ChatRequest, "Generate the next message of a conversation"),
+    "/v1/completions": (CompletionRequest, "Complete one or more prompts"),
+    "/v1/responses": (
+        ResponsesRequest,
+        "Generate the next message of a conversation, with OpenAI's Responses API",
+    ),
+    "/v1/responses/input_tokens": (ResponsesRequest, "Count the tokens of a conversation's prompt"),
+    "/v1/messages": (
+        MessagesRequest,
+        "Generate the next message of a conversation, with Anthropic's Messages API",
+    ),
+    "/v1/messages/count_tokens": (
+        CountTokensRequest,
+        "Count the tokens of a conversation's prompt",
+    ),
+    "/v1/embeddings": (EmbeddingRequest, "Compute embeddings of texts"),
+    "/rerank": (
+        RerankRequest,
+        "Rank documents by how well they match a query; also served under /v1 and /v2",
+    ),
+    "/score": (ScoreRequest, "Score pairs of texts; also served under /v1"),
+    "/tokenize": (TokenizeRequest, "Tokenize a prompt or a conversation"),
+    "/detokenize": (DetokenizeRequest, "Convert token ids to text"),
 }
 _STREAMED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 _LOOKS = {
-    "/v1/models": ("The model, what it can do, and its limits", "application/json"),
-    "/v1/models/{model}": ("One model", "application/json"),
-    "/live": ("Whether the process runs", "application/json"),
-    "/ready": ("Whether requests are welcome", "application/json"),
-    "/health": ("How old the latest step of each actor is", "application/json"),
-    "/metrics": ("Figures for Prometheus", "text/plain"),
+    "/v1/models": ("The served model, its capabilities and its limits", "application/json"),
+    "/v1/models/{model}": ("Details of one model", "application/json"),
+    "/live": ("Whether the process is running", "application/json"),
+    "/ready": ("Whether the server accepts requests", "application/json"),
+    "/health": ("Age of each actor's latest step", "application/json"),
+    "/metrics": ("Metrics for Prometheus", "text/plain"),
     "/trace": ("A timeline for Perfetto", "application/json"),
-    "/activity": ("What the page draws", "application/json"),
+    "/activity": ("Data that the web page displays", "application/json"),
     "/version": ("The server's version", "application/json"),
-    "/load": ("How many answers are under way", "application/json"),
-    "/ping": ("As /health, for SageMaker", "application/json"),
-    "/docs": ("All routes, as a page", "text/html"),
+    "/load": ("Number of answers in progress", "application/json"),
+    "/ping": ("Same as /health, for SageMaker", "application/json"),
+    "/docs": ("All routes, as a web page", "text/html"),
     "/openapi.json": ("This document", "application/json"),
-    "/": ("A chat and a live picture of the actors", "text/html"),
+    "/": ("A chat and a live view of the actors", "text/html"),
 }
 _NAME = {"type": "string", "minLength": 1}
 _SECONDS = {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_TRACE_SECONDS, "default": 1}
@@ -61,15 +73,16 @@ _PARAMETERS = {
     "/activity": {"name": "since", "in": "query", "schema": _NUMBER},
 }
 _WRONG = {
-    "400": "Something in the request is wrong, or not supported; the message says what",
+    "400": "The request is invalid or not supported; the message says why",
     "401": "The API key is missing or wrong",
     "404": "The model, or the path, does not exist",
-    "405": "The path takes another method, which Allow names",
+    "405": "The path does not accept the method; the header Allow lists the methods that it "
+    "accepts",
     "408": "The body did not arrive in time",
     "413": "The body is too long",
     "415": "The body is not JSON",
     "429": "The queue is full; try again after the seconds in Retry-After",
-    "500": "A bug",
+    "500": "An internal error",
     "503": "The server is shutting down, or its engine has died",
 }
 
@@ -102,8 +115,9 @@ def document(names: Sequence[str], keys: bool, root: str = "") -> dict[str, Any]
         "info": {
             "title": "nanoactor",
             "version": nanoactor.__version__,
-            "description": "An LLM inference engine made of actors, in the shapes of the OpenAI "
-            "API. What changes an answer and is not honoured is refused by name.",
+            "description": "An LLM inference engine made of actors, with the OpenAI API. A field "
+            "that would change the answer but is not supported is rejected with an error that "
+            "names it.",
         },
         "paths": paths,
         "components": {"schemas": schemas},
@@ -119,7 +133,7 @@ def document(names: Sequence[str], keys: bool, root: str = "") -> dict[str, Any]
 def _refused(route: str) -> dict[str, Any]:
     """Return schemas for the fields that a route refuses; they list the only values that are
     accepted."""
-    text = "Not honoured: other values are refused."
+    text = "Not supported: other values are rejected."
     return {
         name: {"description": text, "enum": [None, *field.neutral]}
         for name, field in of_route(route).items()

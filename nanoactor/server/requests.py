@@ -46,7 +46,7 @@ event loop for too long."""
 _DEFAULT_COMPLETION_TOKENS = 16
 
 
-_SGLANG = Meta(description="SGLang's name of max_tokens or min_tokens")
+_SGLANG = Meta(description="SGLang's name for max_tokens or min_tokens")
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
@@ -88,7 +88,7 @@ class _Body(_Sampling, kw_only=True, forbid_unknown_fields=True):
     """Fields that text and chat completions share. The sampling parameters listed here are those
     that the HTTP API treats specially."""
 
-    model: Annotated[str, Meta(description="Default: the one that is served")] | None = None
+    model: Annotated[str, Meta(description="Default: the served model")] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
@@ -96,15 +96,16 @@ class _Body(_Sampling, kw_only=True, forbid_unknown_fields=True):
     max_tokens: int | None = None
     max_new_tokens: Annotated[int, _SGLANG] | None = None
     min_new_tokens: Annotated[int, _SGLANG] | None = None
-    seed: Annotated[int, Meta(description="64 bits; may be negative")] | None = None
+    seed: Annotated[int, Meta(description="A 64-bit integer, which may be negative")] | None = None
     return_token_ids: (
-        Annotated[bool, Meta(description="Tells the ids of prompt and answer")] | None
+        Annotated[bool, Meta(description="Return the token ids of the prompt and the answer")]
+        | None
     ) = None
     return_tokens_as_token_ids: (
-        Annotated[bool, Meta(description="Names tokens by their ids in logprobs")] | None
+        Annotated[bool, Meta(description="Identify tokens by their ids in logprobs")] | None
     ) = None
-    priority: Annotated[int, Meta(description="A lower one goes first")] | None = None
-    user: Annotated[str, Meta(description="Stands in the access log")] | None = None
+    priority: Annotated[int, Meta(description="Lower values run first")] | None = None
+    user: Annotated[str, Meta(description="Written to the access log")] | None = None
 
 
 class CompletionRequest(_Body, kw_only=True, forbid_unknown_fields=True):
@@ -113,7 +114,15 @@ class CompletionRequest(_Body, kw_only=True, forbid_unknown_fields=True):
     ROUTE: ClassVar[str] = "completions"
     prompt: str | list[int | str | list[int]]
     echo: bool | None = None
-    logprobs: Annotated[int | bool, Meta(description="How many; false is none")] | None = None
+    logprobs: (
+        Annotated[
+            int | bool,
+            Meta(
+                description="Number of likeliest tokens to return at each position; false for none"
+            ),
+        ]
+        | None
+    ) = None
     truncate_prompt_tokens: int | None = None
 
     @property
@@ -132,7 +141,7 @@ class _Given(Struct, dict=True):
         return msgspec.to_builtins(self) if found is None else found
 
 
-_FOR_TEMPLATE = Meta(description="Given to the chat template, if that reads it.")
+_FOR_TEMPLATE = Meta(description="Passed to the chat template if the template reads it.")
 
 
 class ChatRequest(_Body, _Given, kw_only=True, forbid_unknown_fields=True):
@@ -152,7 +161,7 @@ class ChatRequest(_Body, _Given, kw_only=True, forbid_unknown_fields=True):
         Annotated[bool, Meta(description="False leaves a `<think>` part in the content.")] | None
     ) = None
     parallel_tool_calls: (
-        Annotated[bool, Meta(description="False: an answer has one call at most.")] | None
+        Annotated[bool, Meta(description="False allows at most one call in an answer.")] | None
     ) = None
     reasoning_effort: Annotated[str, _FOR_TEMPLATE] | None = None
     verbosity: Annotated[str, _FOR_TEMPLATE] | None = None
@@ -176,7 +185,7 @@ class ChatRequest(_Body, _Given, kw_only=True, forbid_unknown_fields=True):
         """Raise `APIError` for unsupported or contradictory fields."""
         check_tool_choice(self.tools or (), self.tool_choice)
         if self.top_logprobs and not self.logprobs:
-            raise invalid("top_logprobs requires logprobs: true", "top_logprobs")
+            raise invalid("top_logprobs requires logprobs to be true", "top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens):
             raise invalid(
                 "give max_completion_tokens or its older name max_tokens, not both", "max_tokens"
@@ -203,17 +212,17 @@ class TokenizeRequest(_Given, kw_only=True, forbid_unknown_fields=True):
     def check(self) -> None:
         """Raise `APIError` for contradictory fields."""
         if (self.prompt is None) == (self.messages is None):
-            raise invalid("give either prompt or messages", "prompt")
+            raise invalid("give either prompt or messages, but not both", "prompt")
         of_chats = (self.tools, self.chat_template_kwargs, self.add_generation_prompt)
         for value in (*of_chats, self.continue_final_message):
             if self.prompt is not None and value is not None:
                 raise invalid(
-                    "the chat template is not applied to a prompt: give messages instead", "prompt"
+                    "the chat template is not applied to a prompt; give messages instead", "prompt"
                 )
         if self.messages is not None and self.add_special_tokens:
             raise invalid(
-                "add_special_tokens requires a prompt: for messages, the template writes the "
-                "special tokens",
+                "add_special_tokens applies only to a prompt, because the chat template writes "
+                "the special tokens of messages",
                 "add_special_tokens",
             )
 
@@ -298,8 +307,8 @@ class Decoder:
     def warn(self, name: str, fate: str) -> None:
         """Log once how an unsupported field is treated; if strict, raise `APIError` instead."""
         if self._strict:
-            raise invalid(f"{name}: {fate}", name.partition(":")[0])
-        self._warned.warn(name, f"{fate} (--strict refuses it)")
+            raise invalid(f"{name} {fate}", name.partition(":")[0])
+        self._warned.warn(name, f"{fate} (--strict rejects it)")
 
     def check_tools(
         self, body: ChatRequest | TokenizeRequest, options: dict[str, Any], shown: bool
@@ -309,7 +318,7 @@ class Decoder:
         call is refused later."""
         choice = body.tool_choice if isinstance(body, ChatRequest) else None
         if options.get("tools") and not shown and not demands_calls(choice):
-            self.warn("tools", "the model's chat template does not show to the model")
+            self.warn("tools", "is not shown to the model by its chat template")
             del options["tools"]
 
     def _check(self, body: ChatRequest | TokenizeRequest, given: dict[str, Any]) -> None:
@@ -324,7 +333,7 @@ class Decoder:
         for place in unenforced(calls, body.tools or ()):
             if self._strict:
                 raise invalid(f"{place} cannot be enforced", "tools")
-            self._warned.warn(place, "is not enforced (--strict refuses it)")
+            self._warned.warn(place, "is not enforced (--strict rejects it)")
 
     def _check_messages(self, messages: Sequence[Message], given: Sequence[Any]) -> None:
         if not messages:
@@ -333,11 +342,11 @@ class Decoder:
         for path in unread_members(given, self._template_members()):
             if self._strict:
                 text = (
-                    f"{path[:200]!r} is not a parameter that this server knows, and the chat "
-                    "template does not read it"
+                    f"{path[:200]!r} is not a known parameter, and the chat template does not "
+                    "read it"
                 )
                 raise invalid(text, path[:200])
-            self._warned.warn(path, "the chat template does not read (--strict refuses it)")
+            self._warned.warn(path, "the chat template does not read (--strict rejects it)")
 
     def _clean(self, raw: Any, kind: type[Struct], path: str) -> None:
         """Remove ignored fields from a decoded body; raise `APIError` for refused fields."""
@@ -346,9 +355,7 @@ class Decoder:
         config = kind.__struct_config__
         unknown = raw.keys() - set(kind.__struct_fields__) if config.forbid_unknown_fields else ()
         if len(unknown) > _MOST_UNKNOWN:
-            raise invalid(
-                f"the request has too many fields that this server does not know: {len(unknown)}"
-            )
+            raise invalid(f"the request has too many unknown fields: {len(unknown)}")
         for name in unknown:
             self._take_out(raw, kind, name, f"{path}{name}")
         for name, inner in _inner(kind).items():
@@ -373,9 +380,9 @@ class Decoder:
             text = f"{name} is not supported; only {' or '.join(shown)} is accepted{note}"
             raise invalid(text, name)
         if field is None and (self._strict or kind in CLOSED):
-            raise invalid(f"{path[:200]!r} is not a parameter that this server knows", path[:200])
+            raise invalid(f"{path[:200]!r} is not a known parameter", path[:200])
         if field is None:
-            self._warned.warn(path, "is ignored (--strict refuses it)")
+            self._warned.warn(path, "is ignored (--strict rejects it)")
         elif field.status == "ignored":
             self._warned.warn(path, "is ignored")
         # A field that is honored only by the route for which tokens are counted does not affect the
@@ -398,7 +405,7 @@ def sampling_params(
     if caps and values["max_tokens"] is not None:
         values["max_tokens"] = TokenCap(values["max_tokens"])
     if body.stream and body.prompt_logprobs is not None:
-        raise invalid("prompt_logprobs are not streamed: set stream to false", "prompt_logprobs")
+        raise invalid("prompt_logprobs cannot be streamed; set stream to false", "prompt_logprobs")
     values["logprobs"] = wanted_logprobs(body)
     if isinstance(body, CompletionRequest) and body.echo and values["logprobs"] is not None:
         values["prompt_logprobs"] = max(values["logprobs"], body.prompt_logprobs or 0)
@@ -417,7 +424,9 @@ def _take_other_names(body: Body, values: dict[str, Any]) -> None:
         if (given := getattr(body, other)) is not None:
             if values[name] not in (None, given):
                 raise invalid(
-                    f"{other} and {name} are the same parameter: give only one of them", other
+                    f"{other} and {name} are two names for the same parameter; give only one of "
+                    "them",
+                    other,
                 )
             values[name] = given
 
@@ -428,7 +437,9 @@ def wanted_logprobs(body: Body) -> int | None:
     if isinstance(body, ChatRequest):
         return (body.top_logprobs or 0) if body.logprobs else None
     if body.logprobs is True:
-        raise invalid("logprobs must be an integer, the number of tokens to return", "logprobs")
+        raise invalid(
+            "logprobs must be an integer: the number of likeliest tokens to return", "logprobs"
+        )
     return None if body.logprobs is False else body.logprobs
 
 
@@ -437,13 +448,15 @@ def prompts(body: CompletionRequest, max_model_len: int) -> list[Prompt]:
     invalid."""
     prompt, truncates = body.prompt, body.truncate_prompt_tokens is not None
     if body.echo and truncates:
-        raise invalid("echo with truncate_prompt_tokens is not supported", "truncate_prompt_tokens")
+        raise invalid(
+            "echo cannot be combined with truncate_prompt_tokens", "truncate_prompt_tokens"
+        )
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
         raise invalid(
-            "prompt must be text, token ids, or a list of strings and lists of token ids, and not "
-            "be empty",
+            "prompt must not be an empty list; give a string, a list of token ids, or a list of "
+            "strings and lists of token ids",
             "prompt",
         )
     several: Sequence[Any] = [prompt] if isinstance(prompt[0], int) else prompt
@@ -461,7 +474,7 @@ def _prompt(item: str | int | list[Any], max_model_len: int | None) -> Prompt:
         raise context_length_exceeded(len(item), max_model_len)  # before every token id is checked
     if isinstance(item, list) and item and all(isinstance(token, int) for token in item):
         return {"prompt_token_ids": item}
-    raise invalid("the items of prompt must be strings or lists of token ids", "prompt")
+    raise invalid("each item of prompt must be a string or a non-empty list of token ids", "prompt")
 
 
 def template_options(
@@ -480,7 +493,7 @@ def template_options(
     for reserved in ("messages", "tools", "add_generation_prompt", "continue_final_message"):
         if reserved in options:
             raise invalid(
-                f"chat_template_kwargs must not contain {reserved!r}: it is a separate "
+                f"chat_template_kwargs must not contain {reserved!r}, which is a separate "
                 "parameter of the request",
                 "chat_template_kwargs",
             )

@@ -85,7 +85,9 @@ async def _start(server: Server) -> None:
     log.info("listening on %s", url_of(config, server.port))
     if not config.on_loopback and not config.api_keys:
         log.warning(
-            "%s can be reached from other machines, and no API key is set (--api-key)", config.host
+            "%s can be reached from other machines, but no API key is set; use --api-key to set "
+            "one",
+            config.host,
         )
 
 

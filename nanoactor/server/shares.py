@@ -28,8 +28,9 @@ class Shares:
         many."""
         if self._held[client] + answers > self._most:
             text = (
-                f"{self._held[client]} answers for this client are under way, and {answers} more "
-                f"were asked for; at most {self._most} may be (--max-answers-per-client)"
+                f"this client has {self._held[client]} answers in progress and has requested "
+                f"{answers} more, but at most {self._most} are allowed at once "
+                "(--max-answers-per-client)"
             )
             self._forget_if_idle(client)
             headers = {"Retry-After": RETRY_AFTER}

@@ -20,10 +20,12 @@ from nanoactor.server.errors import invalid
 class JsonSchema(Struct, forbid_unknown_fields=True):
     """The JSON schema that an answer must follow."""
 
-    name: Annotated[str, Meta(description="Ignored, as the next two")]
+    name: Annotated[str, Meta(description="Ignored, as is `description`")]
     schema: dict[str, Any]
     description: str | None = None
-    strict: Annotated[bool, Meta(description="Enforced in any case")] | None = None
+    strict: (
+        Annotated[bool, Meta(description="The schema is enforced whatever the value")] | None
+    ) = None
 
 
 class ResponseFormat(Struct, forbid_unknown_fields=True):
@@ -34,7 +36,9 @@ class ResponseFormat(Struct, forbid_unknown_fields=True):
     schema: (
         Annotated[
             dict[str, Any],
-            Meta(description="As llama.cpp and others have it: with either of the JSON types"),
+            Meta(
+                description="Schema in the form of llama.cpp and others; both JSON types accept it"
+            ),
         ]
         | None
     ) = None
@@ -51,7 +55,9 @@ class StructuredOutputs(Struct, forbid_unknown_fields=True):
     json_object: bool | None = None
     disable_any_whitespace: bool | None = None
     disable_additional_properties: bool | None = None
-    whitespace_pattern: Annotated[str, Meta(description="Refused, as the next")] | None = None
+    whitespace_pattern: (
+        Annotated[str, Meta(description="Rejected, as is `structural_tag`")] | None
+    ) = None
     structural_tag: Any = None
 
 
@@ -60,8 +66,8 @@ CLOSED = (ResponseFormat, JsonSchema, StructuredOutputs)
 """Structures whose unknown members are always refused, as they would change the output."""
 _OURS = "structured_outputs"
 """Name of the engine's parameter; the engine's error messages about constraints start with it."""
-_OTHERS = Meta(description="SGLang's or llama.cpp's name of a member of structured_outputs")
-_OLDER = Meta(description="Older name of a member of structured_outputs")
+_OTHERS = Meta(description="SGLang's or llama.cpp's name for a member of structured_outputs")
+_OLDER = Meta(description="Older name for a member of structured_outputs")
 
 
 class Constrained(Struct, kw_only=True):
@@ -130,10 +136,16 @@ def constraint_of(
     asked = _asked(body)
     first, second = [*asked, "", ""][:2]
     if second:
-        raise invalid(f"{second}: the answer is constrained by {first} already", second)
+        raise invalid(
+            f"{second} cannot be combined with {first}, which already constrains the answer", second
+        )
     if calls is not None and (calls.required or not asked):
         if asked and first != "response_format":
-            raise invalid(f"{first}: tool_choice demands calls, which have their own form", first)
+            raise invalid(
+                f"{first} cannot be combined with a tool_choice that requires calls, because "
+                "calls have their own form",
+                first,
+            )
         return Constraint("tools", {"tools": calls})
     if free_calls is not None and first == "response_format":
         answer = _checked_schema(asked[first])
@@ -200,10 +212,13 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
 
 def _of_format(wanted: ResponseFormat) -> dict[str, Any]:
     if wanted.type == "text":
-        raise invalid('a schema needs the type "json_schema"', "response_format.type")
+        raise invalid(
+            'response_format: a schema requires the type "json_schema"', "response_format.type"
+        )
     if None not in (wanted.json_schema, wanted.schema):
         raise invalid(
-            "give either response_format.json_schema or only its schema, not both", _SCHEMA
+            "give either response_format.json_schema or response_format.schema, but not both",
+            _SCHEMA,
         )
     if wanted.json_schema is not None and wanted.type == "json_schema":
         return {"json": wanted.json_schema.schema}
@@ -215,4 +230,4 @@ def _of_format(wanted: ResponseFormat) -> dict[str, Any]:
     if wanted.type == "json_object":
         return {"json_object": True}
     path = "response_format.json_schema"
-    raise invalid(f'{path} is missing: the type "json_schema" needs it', path)
+    raise invalid(f'{path} is missing, but the type "json_schema" requires it', path)

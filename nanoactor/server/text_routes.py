@@ -123,5 +123,5 @@ class TextRoutes:
 
     def _need_texts(self) -> TextService:
         if self._texts is None:
-            raise APIError(404, "the engine has no tokenizer (skip_tokenizer_init)")
+            raise APIError(404, "the engine has no tokenizer because skip_tokenizer_init is set")
         return self._texts

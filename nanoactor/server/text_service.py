@@ -218,7 +218,7 @@ class TextWorker(Actor):
         try:
             outbox.send(reply)
         except RecordTooLarge as error:
-            outbox.send(TextReply(number, b"", f"too long: {error}"))
+            outbox.send(TextReply(number, b"", f"the reply is too long: {error}"))
 
 
 def _as_spans(found: list[tuple[list[int], list[int]]]) -> list[Spans]:
@@ -291,7 +291,7 @@ class TextService:
         of chat templates; `reserved` are the token ids reserved for images and videos."""
         self._config = directory, limits, reserved
         self._longest = longest
-        self._dead: EngineDead | None = EngineDead("the text service is not started")
+        self._dead: EngineDead | None = EngineDead("the text service has not been started")
         self._silent = False
         self._restarting: asyncio.Task[None] | None = None
         self._client: TextClient | None = None
@@ -333,7 +333,7 @@ class TextService:
         if self._client is None:
             return
         self._dead = EngineDead(
-            "the text service, which tokenizes for clients, has died and is started again"
+            "the text service, which tokenizes for clients, has died and is being restarted"
         )
         self._client.fail(self._dead)
         log.error("%s: %s", self._dead, error)
@@ -348,9 +348,9 @@ class TextService:
                 await self._system.close()
                 await self.start()
             except Exception as error:  # whatever the error, the next attempt may succeed
-                log.error("the text service cannot be started: %s", error)
+                log.error("the text service could not be started: %s", error)
             else:
-                log.warning("the text service answers again")
+                log.warning("the text service is available again")
                 return
 
     async def encode(self, text: str, special: bool) -> list[int]:
@@ -402,7 +402,11 @@ class TextService:
         except NanoactorError as error:
             if not self._guessing:
                 self._guessing = True
-                log.warning("until it answers, thoughts and content may be confused: %s", error)
+                log.warning(
+                    "until the text service answers, reasoning and content may not be told "
+                    "apart correctly: %s",
+                    error,
+                )
             return self.template.thoughts
         self._guessing = False
         return self.template.possible(cast(Thoughts, found))
@@ -417,7 +421,7 @@ class TextService:
             raise InvalidRequest("token ids must be from 0 to 2147483647") from None
         if len(encoded) > self._longest:
             raise InvalidRequest(
-                f"{len(encoded)} bytes are too many, at most {self._longest} are accepted"
+                f"the input has {len(encoded)} bytes, but at most {self._longest} are accepted"
             )
         if self._dead is not None:
             raise self._dead
@@ -429,7 +433,7 @@ class TextService:
             raise self._dead or EngineDead("the text service is closed") from None
         except TimeoutError:
             self._silent = True
-            raise EngineDead(f"the text service has not answered within {patience:g} s") from None
+            raise EngineDead(f"the text service did not answer within {patience:g} s") from None
         self._silent = False
         if reply.error:
             raise (OutOfResources if reply.refused else InvalidRequest)(reply.error)
@@ -463,4 +467,4 @@ def _json(value: Any) -> str:
     try:
         return json.dumps(value, ensure_ascii=False)
     except RecursionError as error:
-        raise InvalidRequest(f"messages must be plain values, as in JSON: {error}") from None
+        raise InvalidRequest(f"messages must contain only JSON values: {error}") from None

@@ -74,7 +74,8 @@ def check_tool_kinds(given: Any) -> None:
         if kind != "function" and isinstance(kind, str):
             path = f"tools[{number}].type"
             raise invalid(
-                f"{path}: tools of the type {kind!r:.100} are not supported: give a function",
+                f"{path}: tools of type {kind!r:.100} are not supported; use tools of type "
+                "'function'",
                 path,
             )
 
@@ -105,20 +106,21 @@ def check_tool_choice(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
     if choice in (None, "none", "auto"):
         return
     if not tools:
-        raise invalid('tool_choice: without tools only "none" or "auto" is accepted', "tool_choice")
+        raise invalid('tool_choice must be "none" or "auto" if there are no tools', "tool_choice")
     if not isinstance(choice, ToolDemand):
         return
     members = {"function": choice.function, "allowed_tools": choice.allowed_tools}
     given = [name for name, value in members.items() if value is not None]
     if given != [choice.type]:
         raise invalid(
-            f"tool_choice: the type {choice.type!r} needs the field {choice.type}", "tool_choice"
+            f"tool_choice: the type {choice.type!r} requires exactly the field {choice.type}",
+            "tool_choice",
         )
     names = {tool.function.name for tool in tools}
     for wanted in _wanted(choice):
         if wanted not in names:
             known = ", ".join(repr(tool.function.name) for tool in tools)
-            text = f"tool_choice: {wanted!r:.100} is not one of the tools: {known}"
+            text = f"tool_choice: {wanted!r:.100} is not the name of one of the tools ({known})"
             raise invalid(text, "tool_choice")
 
 
@@ -206,7 +208,7 @@ def _texts(functions: Sequence[Function]) -> Iterator[tuple[Function, bytes]]:
         if size > MAX_GRAMMAR_BYTES:
             raise invalid(
                 f"tools: the schemas of the functions to call have more than {MAX_GRAMMAR_BYTES} "
-                "bytes of text",
+                "bytes of text in total",
                 "tools",
             )
         yield function, text

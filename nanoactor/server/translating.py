@@ -12,7 +12,7 @@ Warn = Callable[[str, str], None]
 """Function that logs an unsupported feature and its treatment once, or raises if strict."""
 Chat = dict[str, Any]
 """Body of a chat request, or a part of it."""
-LEFT_OUT = "is left out of the prompt: only functions are called here"
+LEFT_OUT = "is left out of the prompt because only functions are supported"
 
 
 def text_part(text: str) -> Chat:
@@ -51,7 +51,7 @@ def split_pictures(parts: list[Chat], options: Options) -> tuple[Any, list[Chat]
 def needed(value: Any, name: str, path: str) -> Any:
     """Return `value`, a member of the object at `path`; raise `APIError` if it is missing."""
     if value is None:
-        raise invalid(f"{path} needs {name}", f"{path}.{name}")
+        raise invalid(f"{path} requires the field {name}", f"{path}.{name}")
     return value
 
 

@@ -26,7 +26,7 @@ def add_tokens(tokenizer: Tokenizer, directory: Path) -> None:
         listed = _listed(directory, config)
         special = _special(directory, config)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ModelError(f"{directory}: its added tokens are malformed: {error!r}") from error
+        raise ModelError(f"the added tokens in {directory} are malformed: {error!r}") from error
     known = {repr(token) for token in tokenizer.get_added_tokens_decoder().values()}
     fresh = [token for _, token in sorted(listed.items()) if repr(token) not in known]
     names = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
@@ -79,6 +79,6 @@ def _check_ids(tokenizer: Tokenizer, listed: Mapping[int, AddedToken], directory
         found = tokenizer.token_to_id(token.content)
         if found != id_:
             raise ModelError(
-                f"{directory}: {token.content!r:.100} has the id {found} in tokenizer.json, but "
-                f"{id_} in {CONFIG} or {ADDED}"
+                f"{directory}: the token {token.content!r:.100} has the id {found} in "
+                f"tokenizer.json, but {id_} in {CONFIG} or {ADDED}"
             )

@@ -29,8 +29,8 @@ def with_words(
             ids = tuple(encode(text))
             if len(ids) > MAX_BAD_WORD_TOKENS:
                 raise InvalidRequest(
-                    f"the bad word {word!r:.60} has {len(ids)} tokens, at most "
-                    f"{MAX_BAD_WORD_TOKENS} are possible"
+                    f"the bad word {word!r:.60} has {len(ids)} tokens, but at most "
+                    f"{MAX_BAD_WORD_TOKENS} are supported"
                 )
             if ids:
                 found[ids] = None
@@ -52,6 +52,7 @@ def check_choice(rules: TokenRules, stopping: Stopping) -> None:
         banned |= {*stopping.eos_ids, *stopping.stop_ids}
     if left <= banned:
         raise InvalidRequest(
-            "allowed_token_ids, bad_words and min_tokens together leave no token to choose: each "
-            "of the allowed ids is a bad word, or would end the output before min_tokens"
+            "allowed_token_ids, bad_words and min_tokens together leave no token to choose, "
+            "because each of the allowed ids is a bad word or would end the output before "
+            "min_tokens"
         )

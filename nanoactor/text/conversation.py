@@ -55,7 +55,7 @@ class Forms:
 def check_messages(messages: Sequence[Any]) -> None:
     """Raise `InvalidRequest`, with the place of the error, for an invalid conversation."""
     if not messages:
-        raise InvalidRequest("the list of messages is empty")
+        raise InvalidRequest("the list of messages must not be empty")
     for number, message in enumerate(messages):
         try:
             _check_message(message)
@@ -71,7 +71,7 @@ def _check_message(message: Any) -> None:
         raise InvalidRequest(f"a role must have 1 to {_MOST_ROLE} characters, got {role!r:.100}")
     for name, owner in _OF_ROLE.items():
         if message.get(name) and role != owner and role in STANDARD_ROLES:
-            raise InvalidRequest(f"{name} belongs to messages of the role {owner!r}")
+            raise InvalidRequest(f"{name} may only be in messages with the role {owner!r}")
     if not isinstance(content, str | list | tuple | None):
         raise InvalidRequest(
             f"content must be text, a list of parts or null, got {type(content).__name__}"
@@ -89,9 +89,14 @@ def _check_part(part: Any, index: int, role: str) -> None:
         raise InvalidRequest(f"content[{index}] must be text or a dict with a 'type'")
     name = TEXT_PARTS.get(kind) or THOUGHT_PARTS.get(kind)
     if name is not None and not isinstance(part.get(name), str):
-        raise InvalidRequest(f"content[{index}]: a part of type {kind!r} needs a string {name!r}")
+        raise InvalidRequest(
+            f"content[{index}]: a part of type {kind!r} requires a string {name!r}"
+        )
     if kind in THOUGHT_PARTS and role != "assistant":
-        text = f"content[{index}]: {kind!r} belongs to messages of the role 'assistant'"
+        text = (
+            f"content[{index}]: a part of type {kind!r} may only be in messages with the "
+            "role 'assistant'"
+        )
         raise InvalidRequest(text)
 
 
@@ -103,7 +108,9 @@ def _check_calls(calls: Any) -> None:
     for index, call in enumerate(calls):
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise InvalidRequest(f"tool_calls[{index}] must be a dict with a function's 'name'")
+            raise InvalidRequest(
+                f"tool_calls[{index}] must be a dict with the 'name' of a function"
+            )
         if not isinstance(function.get("arguments"), str | Mapping | None):
             raise InvalidRequest(
                 f"tool_calls[{index}]: arguments must be JSON text or an object, got "
@@ -225,7 +232,7 @@ def with_marker(messages: list[dict[str, Any]], marker: str) -> tuple[list[dict[
         text = content[-1]["text"]
         part = {**content[-1], "text": text + marker}
         return [*others, {**last, "content": [*content[:-1], part]}], text
-    raise InvalidRequest("continue_final_message needs text as the last message's content")
+    raise InvalidRequest("continue_final_message requires text as the last message's content")
 
 
 def up_to_marker(prompt: str, marker: str, text: str) -> str:
@@ -239,8 +246,8 @@ def up_to_marker(prompt: str, marker: str, text: str) -> str:
     at = prompt.rfind(marker)
     if at < 0 or not prompt[:at].rstrip().endswith(text.strip()):
         raise InvalidRequest(
-            "continue_final_message: the chat template does not show the last message's content as "
-            "it was given"
+            "continue_final_message: the chat template does not reproduce the last message's "
+            "content unchanged"
         )
     is_kept = prompt[at + len(marker) :].startswith(" ")
     return prompt[:at] if is_kept else prompt[:at].rstrip()

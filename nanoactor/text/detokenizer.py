@@ -173,7 +173,9 @@ class Detokenizer:
     ) -> None:
         entry = self._entries.get(uid)
         if entry is None:
-            raise ProtocolBug(f"token {index} of request {uid}, which was never opened or is over")
+            raise ProtocolBug(
+                f"token {index} arrived for request {uid}, which was never opened or has ended"
+            )
         if entry.ended or index < entry.tokens:  # past a stop string, or seen before a restart
             return
         if index > entry.tokens:

@@ -46,7 +46,7 @@ def end_token(directory: Path) -> EndToken | None:
         listed = config.get("added_tokens_decoder") or {}
         ids = {token["content"]: int(id_) for id_, token in listed.items()}
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ModelError(f"{directory}: its special tokens are malformed: {error!r}") from error
+        raise ModelError(f"the special tokens in {directory} are malformed: {error!r}") from error
     if text is None:
         return None
     found = ids.get(text)

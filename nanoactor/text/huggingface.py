@@ -93,12 +93,12 @@ def find_tokenizer(directory: Path, timeout: float) -> Path:
         kept.mkdir(parents=True, exist_ok=True)
         scratch = tempfile.TemporaryDirectory(dir=kept)
     except (OSError, RuntimeError) as error:  # read-only or full, or no home directory
-        log.warning("converted tokenizers cannot be kept, but for this process: %s", error)
+        log.warning("converted tokenizers can be kept only for this process: %s", error)
         kept = Path(tempfile.mkdtemp(prefix="nanoactor-tokenizer-"))
         atexit.register(shutil.rmtree, kept, ignore_errors=True)
         scratch = tempfile.TemporaryDirectory(dir=kept)
     log.warning(
-        "%s has no tokenizer.json: converting its tokenizer, once; this takes some seconds",
+        "%s has no tokenizer.json; converting its tokenizer once, which takes some seconds",
         directory,
     )
     with scratch as made:
@@ -111,10 +111,10 @@ def find_tokenizer(directory: Path, timeout: float) -> Path:
 
 def _check_sources(directory: Path) -> None:
     if not any(all((directory / name).exists() for name in source) for source in _SOURCES):
-        others = " nor ".join(" with ".join(source) for source in _SOURCES)
+        others = " or ".join(" with ".join(source) for source in _SOURCES)
         raise ModelError(
-            f"{directory} has no tokenizer.json, and neither {others} to make one from: add one of "
-            "them, or serve token ids alone with skip_tokenizer_init=True"
+            f"{directory} has no tokenizer.json and no files from which one can be created "
+            f"({others}); add one of them, or serve only token ids with skip_tokenizer_init=True"
         )
 
 
@@ -156,14 +156,14 @@ def _run_conversion(directory: Path, target: str, timeout: float) -> None:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise ModelError(f"{cannot} within start_timeout, {timeout:g} s") from None
+        raise ModelError(f"{cannot} within the start_timeout of {timeout:g} s") from None
     if done.returncode:
         said = done.stderr.strip() or f"the process ended with status {done.returncode}"
         needs = "A tokenizer.model may need the packages sentencepiece and protobuf. "
         raise ModelError(
             f"{cannot}: {said.splitlines()[-1].rstrip('.')}. "
             + (needs if (directory / "tokenizer.model").exists() else "")
-            + "Add a tokenizer.json, or serve token ids alone with skip_tokenizer_init=True"
+            + "Add a tokenizer.json, or serve only token ids with skip_tokenizer_init=True"
         ) from RuntimeError(said)
 
 
@@ -182,4 +182,6 @@ def convert(parent: int, directory: str, target: str) -> None:
         raise SystemExit(f"transformers' {kind} finds no vocabulary in the model's files")
     tokenizer.save_pretrained(target, save_jinja_files=False)
     if not (Path(target) / _TOKENIZER).exists():
-        raise SystemExit(f"transformers' {kind} has no form that the tokenizers library reads")
+        raise SystemExit(
+            f"transformers' {kind} cannot be saved in a form that the tokenizers library reads"
+        )

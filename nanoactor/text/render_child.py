@@ -80,7 +80,10 @@ def _answer(template: ChatTemplate, directory: Path, request: list[Any]) -> dict
         return {"error": str(error), "spent": isinstance(error.__cause__, MemoryError)}
     except OutOfResources:
         gib = _MOST_FOR_TOKENS >> 30
-        return {"error": f"the tokenizer needs more than {gib} GiB for the text", "spent": True}
+        return {
+            "error": f"the tokenizer needs more than {gib} GiB of memory for the text",
+            "spent": True,
+        }
     except Exception as error:  # the request is not a valid conversation
         return {"error": f"the prompt cannot be tokenized: {error!r}", "spent": True}
 

@@ -181,7 +181,7 @@ class Renderer:
     def stopped(self, request: list[Any] | None = None) -> InvalidRequest:
         """Return the error for a request that has exceeded the time limit."""
         what, seconds = _subject(request), self._options.seconds
-        return InvalidRequest(f"{what} was stopped: it takes longer than {seconds:g} s")
+        return InvalidRequest(f"{what} was stopped because it took longer than {seconds:g} s")
 
     def ask(self, request: list[Any], seconds: float) -> Any:
         """Return the child's answer to a request within `seconds` of CPU time. Raises as `render`
@@ -197,7 +197,7 @@ class Renderer:
             raise
         except _Ended:
             self.end()
-            text = f"{_subject(request)} was stopped: its process has ended"
+            text = f"{_subject(request)} failed because its process has ended"
             raise InvalidRequest(text) from None
         if "model_error" in answer:
             self.end()
@@ -223,8 +223,9 @@ class Renderer:
                     raise
                 self.end()
                 raise OutOfResources(
-                    "the process of the chat template ended before it had begun: the machine may "
-                    "have no more memory, threads or descriptors; its output is in the log"
+                    "the process that renders the chat template ended before it was ready; the "
+                    "machine may be out of memory, threads or file descriptors, and the "
+                    "process's output is in the log"
                 ) from None
             if "model_error" in ready:
                 return ready

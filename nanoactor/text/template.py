@@ -58,13 +58,16 @@ class TemplateFacts:
     def check(self, options: Mapping[str, Any]) -> None:
         """Raise `InvalidRequest` for an option that would have no effect."""
         if options.get("tools") and not self.shows_tools:
-            raise InvalidRequest("tools: the model's chat template does not show them to the model")
+            raise InvalidRequest(
+                "tools cannot be used because the model's chat template does not show them "
+                "to the model"
+            )
         known = {*self.variables, "add_generation_prompt", "continue_final_message", "tools"}
         for name in options:
             if self.exists and name not in known:
                 raise InvalidRequest(
-                    f"chat_template_kwargs: the model's chat template does not read {name!r:.100}; "
-                    f"it reads {', '.join(self.variables)}"
+                    "chat_template_kwargs: the model's chat template does not read "
+                    f"{name!r:.100}; it reads only {', '.join(self.variables)}"
                 )
 
 
@@ -242,11 +245,11 @@ class ChatTemplate:
         except InvalidRequest:
             raise
         except MemoryError as error:
-            why = "the chat template was stopped: it takes too much memory"
+            why = "the chat template was stopped because it used too much memory"
             raise InvalidRequest(why) from error
         except Exception as error:  # a template is a program: it can fail in any way
             why = str(error) or type(error).__name__
-            raise InvalidRequest(f"the chat template refuses these messages: {why}") from error
+            raise InvalidRequest(f"the chat template rejects these messages: {why}") from error
 
     def _bounded(self, pieces: Iterator[str]) -> str:
         """Join all pieces to one text. Raises `InvalidRequest` if the text is too long."""
@@ -255,7 +258,7 @@ class ChatTemplate:
             size += len(piece)
             if self._characters is not None and size > self._characters:
                 raise InvalidRequest(
-                    f"the chat template writes more than {self._characters} characters"
+                    f"the chat template produces more than {self._characters} characters"
                 )
             text.append(piece)
         return "".join(text)

@@ -48,7 +48,7 @@ def read_template_files(directory: Path, template: str | None = None) -> Templat
         special = special_tokens(directory, config)
     except (KeyError, TypeError, AttributeError, UnicodeError) as error:
         raise ModelError(
-            f"{directory}: its special tokens or chat templates are malformed: {error!r}"
+            f"the special tokens or chat templates in {directory} are malformed: {error!r}"
         ) from error
     if template is not None:
         return TemplateFiles({"default": template}, special)
@@ -58,7 +58,10 @@ def read_template_files(directory: Path, template: str | None = None) -> Templat
     different = [place for place, sources in others if sources != first[1]]
     note = ""
     if different:
-        note = f"the chat template of {first[0]} is used; {', '.join(different)} has another"
+        note = (
+            f"the chat template of {first[0]} is used, but there is a different one in "
+            f"{', '.join(different)}"
+        )
     return TemplateFiles(first[1], special, note)
 
 
@@ -98,7 +101,7 @@ def _named(given: Any) -> dict[str, str]:
     if isinstance(given, list):
         found = {item["name"]: item["template"] for item in given}
     if not isinstance(found, dict) or not all(isinstance(one, str) for one in found.values()):
-        raise TypeError("chat_template must be a string, or texts by name")
+        raise TypeError("chat_template must be a string, or strings by name")
     return found
 
 

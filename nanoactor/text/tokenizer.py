@@ -35,7 +35,7 @@ def load_tokenizer(directory: Path, name: str = "tokenizer.json") -> Tokenizer:
         with native_calls():
             tokenizer = _read(path)
     except Exception as error:  # the library raises bare Exception
-        raise ModelError(f"{path} is not a tokenizer: {error}") from error
+        raise ModelError(f"{path} is not a valid tokenizer: {error}") from error
     add_tokens(tokenizer, directory)
     # Some tokenizers were saved with these settings for training; a prompt must stay unchanged.
     tokenizer.no_truncation()
@@ -155,10 +155,10 @@ def refusing(what: str) -> Iterator[None]:
         with native_calls():
             yield
     except (TypeError, UnicodeError) as error:
-        raise InvalidRequest(f"{what}: it is not valid Unicode: {error}") from error
+        raise InvalidRequest(f"{what} because it is not valid Unicode: {error}") from error
     except MemoryError as error:
-        raise OutOfResources(f"{what}: there is not enough memory") from error
+        raise OutOfResources(f"{what} because there is not enough memory") from error
     except InvalidRequest:
         raise
     except Exception as error:
-        raise InvalidRequest(f"{what}: the tokenizer failed: {error}") from error
+        raise InvalidRequest(f"{what} because the tokenizer failed: {error}") from error

@@ -40,7 +40,7 @@ class MediaTaker:
         alternate."""
         if data is None:
             if kwargs is not None:
-                raise InvalidRequest("mm_processor_kwargs require multi_modal_data")
+                raise InvalidRequest("mm_processor_kwargs requires multi_modal_data")
             return ()
         if not isinstance(data, Mapping):
             raise InvalidRequest(
@@ -49,7 +49,7 @@ class MediaTaker:
             )
         if wrong := sorted(str(key) for key in data if key not in _KINDS):
             raise InvalidRequest(
-                f"multi_modal_data: {wrong[0]!r:.50} is not known; give 'image' or 'video'"
+                f"multi_modal_data: {wrong[0]!r:.50} is not a known key; use 'image' or 'video'"
             )
         if kwargs is not None and not isinstance(kwargs, Mapping):
             raise InvalidRequest(f"mm_processor_kwargs must be a dict, got {kwargs!r:.50}")
@@ -75,17 +75,17 @@ class MediaTaker:
         the request so far, including this one."""
         name = _KINDS[kind]
         if self._rules is None:
-            raise InvalidRequest(f"the model does not support {name}s: give text alone")
+            raise InvalidRequest(f"the model does not support {name}s; give only text")
         limit = self._limits.get(kind)
         if limit is not None and count > limit:
             raise InvalidRequest(
-                f"the request has {count} {name}s or more, at most {limit} are allowed "
+                f"the request has at least {count} {name}s, but at most {limit} are allowed "
                 "(limit_mm_per_prompt)"
             )
         if kind == "video" and not self._tokenizes:
             raise InvalidRequest(
-                "videos need a tokenizer, which writes their times, and the engine has none "
-                "(skip_tokenizer_init)"
+                "videos require a tokenizer, which encodes their times, but skip_tokenizer_init "
+                "is set"
             )
         return self._rules
 
@@ -94,8 +94,8 @@ class MediaTaker:
         once."""
         if count > self._most:
             raise InvalidRequest(
-                f"the request has more than {self._most} pictures and videos: the encoder cache "
-                "holds no more at once (encoder_cache_tokens)"
+                f"the request has more than {self._most} pictures and videos, which is all that "
+                "the encoder cache can hold at once (encoder_cache_tokens)"
             )
 
 
@@ -123,8 +123,8 @@ class _Taking:
         given = url.get("url")
         if not isinstance(given, str) or not given.startswith("data:"):
             raise InvalidRequest(
-                f"picture {self._counts['image'] + 1}: image_url takes data: URLs; give a file as "
-                "{'type': 'image', 'image': path}"
+                f"picture {self._counts['image'] + 1}: image_url must be a data: URL; give a "
+                "file as {'type': 'image', 'image': path}"
             )
         self.picture(given, url.get("detail") or detail)
 
@@ -210,8 +210,8 @@ def _bare_part(part: Any, taking: _Taking) -> Any:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "video_url":
         raise InvalidRequest(
-            "video files are not decoded: give frames, as in {'type': 'video', 'video': [frame, "
-            "...], 'fps': 2}"
+            "video files cannot be decoded; give frames, as in {'type': 'video', 'video': "
+            "[frame, ...], 'fps': 2}"
         )
     if kind == "video":
         taking.video(_video_of(part))

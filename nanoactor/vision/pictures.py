@@ -77,8 +77,8 @@ def upright(image: Image.Image) -> Image.Image:
         image = Image.fromarray((grey.clip(0, 0xFFFF) >> 8).astype(np.uint8))
     if image.mode in ("I", "F"):
         raise InvalidRequest(
-            f"the picture has Pillow's mode {image.mode}, whose range is not known: convert it to "
-            "RGB"
+            f"the picture has Pillow's mode {image.mode}, whose range of values is unknown; "
+            "convert it to RGB"
         )
     if image.has_transparency_data:
         image = image.convert("RGBA")

@@ -64,7 +64,8 @@ class MediaRules:
     def _need_videos(self) -> VideoConfig:
         if self.videos is None:
             raise InvalidRequest(
-                "the model takes no videos: its directory has no video_preprocessor_config.json"
+                "the model does not support videos: its directory has no "
+                "video_preprocessor_config.json"
             )
         return self.videos
 
@@ -91,7 +92,9 @@ class MediaRules:
         if not data:
             raise InvalidRequest("the picture is empty: it has 0 bytes")
         if len(data) > MAX_BYTES:
-            raise InvalidRequest(f"the picture has {len(data)} bytes, of {MAX_BYTES} allowed")
+            raise InvalidRequest(
+                f"the picture has {len(data)} bytes, but at most {MAX_BYTES} are allowed"
+            )
         return Media("", (), area, data)
 
     def _array(self, array: NDArray[Any], area: tuple[int, int]) -> Media:
@@ -99,8 +102,9 @@ class MediaRules:
             array = array[:, :, None]
         if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] not in _MODES:
             raise InvalidRequest(
-                "an array must be uint8 (height, width) or (height, width, 1, 3 or 4), got "
-                f"{array.dtype} {array.shape}"
+                "a picture array must have the dtype uint8 and the shape (height, width) or "
+                f"(height, width, channels) with 1, 3 or 4 channels, got {array.dtype} "
+                f"{array.shape}"
             )
         height, width, channels = array.shape
         self._check_size(height, width)
@@ -123,8 +127,8 @@ class MediaRules:
     def _check_size(self, height: int, width: int) -> None:
         if not 0 < height * width <= self.max_pixels:
             raise InvalidRequest(
-                f"the picture has {width} x {height} pixels; at least one and at most "
-                f"{self.max_pixels} are allowed (max_image_pixels)"
+                f"the picture has {width} x {height} pixels, but it must have at least one and "
+                f"at most {self.max_pixels} (max_image_pixels)"
             )
 
     def take_video(self, given: Any, area: tuple[int, int]) -> Media:
@@ -148,14 +152,15 @@ class MediaRules:
             if (one.form, one.shape) != (first.form, first.shape):
                 raise InvalidRequest(
                     f"frame {number} is {one.form or 'a file'} {one.shape}, but the first is "
-                    f"{first.form or 'a file'} {first.shape}: all frames must be alike"
+                    f"{first.form or 'a file'} {first.shape}; all frames must have the same form "
+                    "and shape"
                 )
             # Frames given as pixels all have the same size, so the first one determines the total
             # size.
             if max(size, one.size * len(frames) if one.form else 0) > MAX_VIDEO_BYTES:
                 raise InvalidRequest(
-                    f"the frames have more than {MAX_VIDEO_BYTES} bytes: give them encoded, "
-                    "smaller or fewer"
+                    f"the frames have more than {MAX_VIDEO_BYTES} bytes; give encoded frames, or "
+                    "smaller or fewer ones"
                 )
         return Media(
             first.form,
@@ -190,8 +195,8 @@ def _area(kwargs: Mapping[str, Any], own: ImageConfig | VideoConfig) -> tuple[in
     known = {"min_pixels", "max_pixels", "size"}
     if wrong := [str(key) for key in kwargs if key not in known]:
         raise InvalidRequest(
-            f"mm_processor_kwargs: {wrong[0]!r:.50} is not known; supported: min_pixels, "
-            "max_pixels and size"
+            f"mm_processor_kwargs: {wrong[0]!r:.50} is not a known key; the supported keys are "
+            "min_pixels, max_pixels and size"
         )
     size = kwargs.get("size") or {}
     if not isinstance(size, Mapping):
@@ -215,7 +220,7 @@ def _area(kwargs: Mapping[str, Any], own: ImageConfig | VideoConfig) -> tuple[in
 def _checked(least: int, most: int, own: ImageConfig | VideoConfig) -> tuple[int, int]:
     if max(least, own.factor**2) > most:
         raise InvalidRequest(
-            f"max_pixels {most} is less than min_pixels {least} or less than the number of "
+            f"max_pixels {most} is less than min_pixels {least}, or less than the number of "
             "pixels in one token"
         )
     return least, most
@@ -224,7 +229,7 @@ def _checked(least: int, most: int, own: ImageConfig | VideoConfig) -> tuple[int
 def _read_file(path: Path) -> bytes:
     try:
         if not path.is_file():  # a device or a pipe might have no end
-            raise InvalidRequest(f"{path} is not a file")
+            raise InvalidRequest(f"{path} is not a regular file")
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
         if len(data) > MAX_BYTES:
@@ -248,4 +253,4 @@ def decode_data_url(url: str) -> bytes:
     try:
         return base64.b64decode(body, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise InvalidRequest(f"the data: URL is not base64: {error}") from None
+        raise InvalidRequest(f"the data: URL is not valid base64: {error}") from None

@@ -54,7 +54,9 @@ def check_metadata(info: Mapping[Any, Any]) -> None:
 
 def _check(found: int, most: int, what: str) -> None:
     if found > most:
-        raise InvalidRequest(f"the picture has {found} {what} or more, at most {most} are read")
+        raise InvalidRequest(
+            f"the picture has at least {found} {what}, but at most {most} are allowed"
+        )
 
 
 def _check_png(data: bytes | bytearray) -> None:

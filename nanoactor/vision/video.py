@@ -54,9 +54,9 @@ class Video:
         if isinstance(frames, list | tuple) or (isinstance(frames, np.ndarray) and frames.ndim > 2):
             return video
         raise InvalidRequest(
-            "a video must be given as frames: a list of pictures or a uint8 array (frames, "
-            f"height, width, channels), got {type(frames).__name__}; video files are not "
-            "decoded"
+            "a video must be given as frames, because video files cannot be decoded: a list of "
+            "pictures or a uint8 array of the shape (frames, height, width, channels), got "
+            f"{type(frames).__name__}"
         )
 
 
@@ -74,7 +74,7 @@ def split_videos(given: Any) -> list[Any]:
 
 def _with_metadata(frames: Any, metadata: Mapping[str, Any]) -> Video:
     if wrong := sorted(str(key) for key in metadata if key not in _METADATA):
-        raise InvalidRequest(f"a video's metadata: {wrong[0]!r:.50} is not known")
+        raise InvalidRequest(f"a video's metadata: {wrong[0]!r:.50} is not a known key")
     fps, indices = metadata.get("fps"), metadata.get("frames_indices")
     if indices is None:
         return Video(frames, fps=fps)
@@ -92,8 +92,8 @@ def _rate(fps: Any) -> float:
     number = isinstance(fps, int | float) and not isinstance(fps, bool)
     if not number or not 1e-6 <= fps <= 1e6:
         raise InvalidRequest(
-            "a video's fps must be a number above 0 and up to 1,000,000, or None where it is not "
-            "known"
+            "a video's fps must be a number greater than 0 and at most 1,000,000, or None if it "
+            "is unknown"
         )
     return float(fps)
 
@@ -105,11 +105,13 @@ def frame_times(video: Video, frames: int) -> list[float]:
         rate = _rate(video.fps)
         return [index / rate for index in range(frames)]
     if video.fps is not None:
-        raise InvalidRequest("a video has times or fps, not both")
+        raise InvalidRequest("a video must have either times or fps, not both")
     try:
         times = [float(time) for time in video.times]
     except (TypeError, ValueError, OverflowError):
-        raise InvalidRequest("a video's times must be seconds, one for each frame") from None
+        raise InvalidRequest(
+            "a video's times must be numbers of seconds, one for each frame"
+        ) from None
     if len(times) != frames:
         raise InvalidRequest(f"a video has {frames} frames, but {len(times)} times")
     if not all(math.isfinite(time) and 0 <= time < _LATEST for time in times):

@@ -16,7 +16,7 @@ def test_names_that_mean_the_same():
     assert (made.memory_utilization, made.num_kv_blocks) == (0.5, 9)
     assert engine_config("demo", {"dtype": "half"}).dtype == "float16"
     assert engine_config("demo", {"dtype": "float"}).dtype == "float32"
-    with pytest.raises(InvalidConfig, match="are the same option"):
+    with pytest.raises(InvalidConfig, match="are two names for the same option"):
         engine_config("demo", {"gpu_memory_utilization": 0.5, "memory_utilization": 0.5})
 
 
@@ -43,7 +43,7 @@ def test_an_option_without_a_counterpart_is_accepted_where_it_asks_for_nothing(n
 )
 def test_an_unknown_option_is_refused_with_the_name_that_was_meant(name, instead):
     with pytest.raises(
-        InvalidConfig, match=f"unknown engine option '{name}': do you mean {instead}"
+        InvalidConfig, match=f"unknown engine option '{name}': did you mean {instead}"
     ):
         AsyncLLM("demo", **{name: 1})
 
@@ -63,7 +63,7 @@ def test_a_parameter_of_vllms_is_accepted_with_the_value_that_asks_for_nothing(n
 
 
 def test_an_unknown_parameter_is_refused_with_the_name_that_was_meant():
-    with pytest.raises(InvalidRequest, match="no parameter 'temprature': do you mean temperature"):
+    with pytest.raises(InvalidRequest, match="no parameter 'temprature': did you mean temperature"):
         SamplingParams(temprature=1)
     with pytest.raises(InvalidRequest, match="by name"):
         SamplingParams(1, 0.5)

@@ -17,7 +17,7 @@ from nanoactor.options.config import EngineConfig
         ([], "is empty"),
         (["adapter_config.json", "adapter_model.safetensors"], "LoRA"),
         (["model.Q4_K_M.gguf"], "GGUF"),
-        (["model.safetensors"], "config.json does not exist"),
+        (["model.safetensors"], "contains weights but no config.json"),
     ],
 )
 def test_a_directory_without_a_model_is_named_as_what_it_is(tmp_path, files, words):
@@ -59,7 +59,7 @@ def test_the_tokenizers_end_token_ends_too_and_that_is_said(model, caplog):
     assert ends(model, config=0) == (0,)
     assert not caplog.records
     assert ends(model, config=0, tokenizer={"eos_token": "<|im_end|>"}) == (0, 2)
-    assert "answers end at <|im_end|> (id 2) too" in caplog.text
+    assert "answers also end at <|im_end|> (id 2)" in caplog.text
 
 
 @pytest.mark.parametrize("none", [None, -1, []])

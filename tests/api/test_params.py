@@ -103,14 +103,14 @@ def test_every_sampling_parameter_is_checked():
 
 
 def test_stop_strings_need_text():
-    with pytest.raises(InvalidRequest, match=r"^stop .* detokenize=False"):
+    with pytest.raises(InvalidRequest, match=r"^stop .* detokenize=True"):
         SamplingParams(stop="x", detokenize=False)
 
 
 def test_what_vllm_has_and_we_have_not_is_refused_with_the_reason():
     with pytest.raises(InvalidRequest, match=r"^logits_processors .* use logit_bias"):
         SamplingParams(logits_processors=[print])
-    with pytest.raises(InvalidRequest, match=r"^best_of was dropped .* request n answers"):
+    with pytest.raises(InvalidRequest, match=r"^best_of was removed .* request n answers"):
         SamplingParams(best_of=2)
 
 
@@ -259,7 +259,7 @@ def test_what_is_about_npus_alone_is_refused_elsewhere(options):
     EngineConfig("demo", device="npu", **options)
     EngineConfig("demo", device="auto", **options)
     for device in ("cpu", "cuda", "simulated:5"):
-        with pytest.raises(InvalidConfig, match="is only for NPUs"):
+        with pytest.raises(InvalidConfig, match="is only supported on NPUs"):
             EngineConfig("demo", device=device, **options)
 
 
@@ -422,7 +422,9 @@ def test_a_directory_that_does_not_exist_is_named(tmp_path):
 
 
 def test_a_directory_without_configuration_is_named(tmp_path):
-    with pytest.raises(ModelError, match=r"empty: a model has config\.json") as caught:
+    with pytest.raises(
+        ModelError, match=r"empty; the directory of a model must contain config\.json"
+    ) as caught:
         AsyncLLM(str(tmp_path))
     assert str(tmp_path) in str(caught.value)
 

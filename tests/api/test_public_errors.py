@@ -138,7 +138,7 @@ def test_a_call_that_fits_no_parameters_is_ours(llm, call):
     ("call", "words"),
     [
         (lambda llm: llm.generate(5), "prompts must be a string, a dict, or a list of them, got 5"),
-        (lambda llm: llm.generate("a", "b"), "sampling_params must be SamplingParams"),
+        (lambda llm: llm.generate("a", "b"), "sampling_params must be a SamplingParams object"),
         (lambda llm: llm.chat(5), "messages must be a list of messages"),
         (lambda llm: llm.chat([{"role": "user", "content": "a"}], tools=5), "tools must be a list"),
     ],

@@ -145,13 +145,15 @@ def test_how_text_is_made(demo):
 def test_limits_are_the_models(demo):
     made = builder(demo)
     made.build({"prompt_token_ids": [1] * 63}, SamplingParams())
-    with pytest.raises(InvalidRequest, match="64 tokens, but max_model_len is 64: at most 63"):
+    with pytest.raises(
+        InvalidRequest, match="64 tokens, but max_model_len is 64: it may have at most 63"
+    ):
         made.build({"prompt_token_ids": [1] * 64}, SamplingParams())
     most = max_prompt_bytes(dataclasses.replace(demo, **CHANGES))
     made.build("x" * most, SamplingParams())
     with pytest.raises(InvalidRequest, match=f"{most + 1} bytes"):
         made.build("x" * (most + 1), SamplingParams())
-    with pytest.raises(InvalidRequest, match="5000 is outside the vocabulary of 2048"):
+    with pytest.raises(InvalidRequest, match="5000, which is outside the vocabulary of 2048"):
         made.build("x", SamplingParams(stop_token_ids=[5000]))
 
 
@@ -194,7 +196,7 @@ def test_without_a_tokenizer_there_are_token_ids_alone(demo):
     for prompt in ("x", {"prompt": "x"}, CHAT):
         with pytest.raises(InvalidRequest, match="skip_tokenizer_init"):
             made.build(prompt, SamplingParams())
-    with pytest.raises(InvalidRequest, match="stop strings need a tokenizer"):
+    with pytest.raises(InvalidRequest, match="stop strings require a tokenizer"):
         made.build({"prompt_token_ids": [1]}, SamplingParams(stop="x"))
 
 

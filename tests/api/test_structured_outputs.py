@@ -94,10 +94,10 @@ WRONG = [
     (dict(json_object=1), "json_object must be true or false"),
     (dict(regex="a", disable_additional_properties=True), "requires json"),
     (dict(json=SCHEMA, whitespace_pattern=" "), "whitespace_pattern is not supported: .*compact|"),
-    (dict(structural_tag="{}"), "structural_tag is not supported: give tools"),
+    (dict(structural_tag="{}"), "structural_tag is not supported: use tools"),
     (dict(regex="a", thoughts="some"), "thoughts must be one of none, open, optional"),
     (dict(tools={"functions": []}), "tools must be a ToolGrammar"),
-    (dict(pattern="a"), "'pattern' is not one of json, regex"),
+    (dict(pattern="a"), "'pattern' is not a known member; the members are json, regex"),
 ]
 
 
@@ -199,7 +199,7 @@ def test_a_request_carries_its_grammar_as_text(demo):
 
 
 def test_a_grammar_needs_a_tokenizer(demo):
-    with pytest.raises(InvalidRequest, match=r"^structured_outputs need a tokenizer"):
+    with pytest.raises(InvalidRequest, match=r"^structured_outputs requires a tokenizer"):
         built(demo, {"regex": "a"}, skip_tokenizer_init=True)
 
 
@@ -219,5 +219,7 @@ def test_what_needs_no_parser_is_refused_at_once(demo, values, words):
 
 def test_a_grammar_that_is_too_long_as_text_is_refused(demo):
     quotes = {"choice": ['"' * 4000 + str(number) for number in range(MAX_GRAMMAR_BYTES // 8000)]}
-    with pytest.raises(InvalidRequest, match=rf"^structured_outputs: .* {MAX_GRAMMAR_BYTES} at"):
+    with pytest.raises(
+        InvalidRequest, match=rf"^structured_outputs: .* at most {MAX_GRAMMAR_BYTES}"
+    ):
         built(demo, quotes)

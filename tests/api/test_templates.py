@@ -62,7 +62,7 @@ def test_settings_take_the_place_of_the_files(tmp_path):
 
 @pytest.mark.parametrize(
     ("overrides", "says"),
-    [({"temperature": -1}, "temperature"), ({"num_beams": 4}, "'num_beams' is not applied")],
+    [({"temperature": -1}, "temperature"), ({"num_beams": 4}, "'num_beams' is not supported")],
 )
 def test_settings_that_are_none_are_refused(overrides, says):
     with pytest.raises(InvalidConfig, match=f"override_generation_config: .*{says}"):
@@ -94,7 +94,7 @@ def test_an_automatic_length_is_what_the_cache_holds(caplog):
             assert llm.files.max_model_len == 40_960, "the model's own, which fits"
 
     asyncio.run(main())
-    assert "max_model_len is 128, as the KV cache holds no more" in caplog.text
+    assert "max_model_len is 128, because the KV cache has no room for more" in caplog.text
 
 
 @pytest.mark.parametrize("placement", ["default", "split"])

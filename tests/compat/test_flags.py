@@ -141,7 +141,7 @@ def test_a_flag_that_changes_nothing_is_told(line):
     args = parsed(*line.split())
     (note,) = getattr(args, NOTES)
     assert note.startswith(line.split()[0][:2])
-    assert "changes nothing: " in note
+    assert "has no effect: " in note
     assert values(args, EngineConfig) | values(args, ServerConfig) == {}
 
 
@@ -149,7 +149,7 @@ def test_a_flag_that_changes_nothing_is_told(line):
 def test_a_flag_that_would_have_to_change_something_is_refused_with_the_reason(capsys, line):
     said = refusal(capsys, *line.split())
     assert re.search(rf"error: {line.split()[0]} is not supported: .{{10,}}", said)
-    assert "do you mean" not in said
+    assert "did you mean" not in said
 
 
 def test_what_nobody_knows_is_refused_without_a_guess(capsys):
@@ -230,7 +230,7 @@ def test_prompts_and_values_are_taken_as_they_are(given, prompt):
         (["a", "b", "c"], "unrecognized arguments: c"),
         (["--model", "m", "a", "b"], "given twice"),
         (["--model", "m", "--model", "n"], "given twice"),
-        (["--model"], "needs a value"),
+        (["--model"], "requires a value"),
     ],
 )
 def test_what_no_command_takes_is_told(capsys, given, says):
@@ -302,11 +302,11 @@ def test_lists_and_switches_of_a_file_are_those_of_the_flags(tmp_path):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("- a\n- b", "options by name are needed"),
-        ("a: [", "this is not YAML"),
+        ("- a\n- b", "must contain options by name"),
+        ("a: [", "is not valid YAML"),
         ("nonsense: 1", "unrecognized arguments: --nonsense=1"),
         ("enable-lora: true", "--enable-lora is not supported"),
-        ("config: other.yaml", "a file names no other"),
+        ("config: other.yaml", "must not itself contain the option config"),
         ("model: [a, b]", "model must be a string"),
     ],
 )
@@ -324,9 +324,9 @@ def test_a_file_that_is_not_there_is_told(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"ssl_keyfile": "k"}, "go together"),
+        ({"ssl_keyfile": "k"}, "must be given together"),
         ({"root_path": "llm"}, "must begin with a slash"),
-        ({"served_model_name": [""]}, "must be one or more strings"),
+        ({"served_model_name": [""]}, "must be one or more non-empty strings"),
         ({"tool_call_parser": "pythonic"}, "must be one of auto, hermes"),
         ({"log_level": "loud"}, "must be one of debug"),
     ],

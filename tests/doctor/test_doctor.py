@@ -203,7 +203,7 @@ def test_a_machine_in_order_gives_neither_bad_nor_note(examined, box):
 def test_a_plain_cpu_says_in_one_line_that_there_is_no_npu(examined):
     findings = examined(CPU_BOX)
     assert [f.what for f in named(findings, "NPU")] == [
-        "there is none: no device, driver, CANN or torch_npu"
+        "there is no NPU: no device, driver, CANN or torch_npu was found"
     ]
     assert not names(findings) & {"NPU driver", "device nodes", "CANN environment", "torch_npu"}
     assert not names(findings) & {"npu-smi", "shared memory", "Triton"}
@@ -247,7 +247,7 @@ def test_the_probe_judges_devices_by_their_memory():
     backend.device_count = lambda: 3
     assert _devices(backend) == [
         ("0 chip0, 60.0 GiB of 64.0 GiB free", "ok"),
-        ("1 chip1, 3.0 GiB of 64.0 GiB free; others use most of it", "note"),
+        ("1 chip1, 3.0 GiB of 64.0 GiB free; other processes use most of it", "note"),
         ("2 chip2, RuntimeError: error 507033", "bad"),
     ]
     assert _devices(Backend()) == []
@@ -261,7 +261,7 @@ NOTHING = dict.fromkeys(CPU_BOX.probe)
 NO_DRIVER = {"/usr/local/Ascend/driver/version.info": None}
 NO_NPUS = {"/dev/davinci0": None, "/dev/davinci1": None}
 NO_TOOLKIT = {"ASCEND_HOME_PATH": None, "ASCEND_OPP_PATH": None}
-FULL = ["1 Ascend910B3, 3.0 GiB of 64.0 GiB free; others use most of it", "note"]
+FULL = ["1 Ascend910B3, 3.0 GiB of 64.0 GiB free; other processes use most of it", "note"]
 NO_GPUS = {"gpus": []}
 NO_TORCH_NPU = {"torch_npu": None, "torch_npu_trouble": "PackageNotFoundError: torch_npu"}
 
@@ -305,7 +305,7 @@ CASES = {
         NPU_BOX.changed(files=NO_DRIVER, probe={"npus": []}),
         "NPU driver",
         "bad",
-        f"in a container: start it with {MOUNT}",
+        f"if this is a container, start it with {MOUNT}",
     ),
     "no NPU in /dev": (
         NPU_BOX.changed(files=NO_NPUS),
@@ -317,7 +317,7 @@ CASES = {
         NPU_BOX.changed(files={**NO_NPUS, **dict.fromkeys(MANAGERS)}),
         "device nodes",
         "bad",
-        "in a container: docker run --device /dev/davinci0 --device "
+        "if this is a container: docker run --device /dev/davinci0 --device "
         "/dev/davinci_manager --device /dev/devmm_svm --device /dev/hisi_hdc -v",
     ),
     "one node missing": (
@@ -430,7 +430,7 @@ CASES = {
         GPU_BOX.changed(probe={**NO_GPUS, "cuda_build": None}),
         "GPU",
         "bad",
-        "install a build for CUDA",
+        "install a CUDA build of torch",
     ),
     "an old NVIDIA driver": (
         GPU_BOX.changed(probe={"gpus": None, "gpus_trouble": "RuntimeError: too old"}),
@@ -545,7 +545,7 @@ def test_closed_device_nodes_ask_for_the_group(examined, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: "davinci0" not in str(path))
     (finding,) = named(examined(NPU_BOX), "device nodes")
     assert finding.state == "bad"
-    assert finding.what.endswith(": /dev/davinci0")
+    assert finding.what.endswith(" /dev/davinci0")
     assert "sudo usermod -aG HwHiAiUser $USER" in finding.fix
 
 
@@ -629,7 +629,7 @@ def test_directories_and_libraries_that_are_not_there_are_named(examined):
         probe={"libhccl_trouble": CPU_BOX.probe["libhccl_trouble"]},
     )
     (finding,) = named(examined(box), "CANN environment")
-    assert "/opt/gone does not exist" in finding.what
+    assert "/opt/gone, which does not exist" in finding.what
     assert "ASCEND_OPP_PATH is not set" in finding.what
     assert "libhccl.so: cannot open" in finding.what
 
@@ -754,7 +754,7 @@ def test_this_machine_is_well_and_has_no_npu():
     done = doctor()
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
-    assert "there is none: no device, driver, CANN or torch_npu" in done.stdout
+    assert "there is no NPU: no device, driver, CANN or torch_npu" in done.stdout
     assert "nothing bad" in done.stdout
 
 

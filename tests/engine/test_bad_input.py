@@ -27,14 +27,14 @@ from tests.engine.harness import collect, engine, greedy, ids
 BAD = [
     (ids([]), {}, "empty"),
     (ids([1, 2048]), {}, "2048 is outside the vocabulary of 2048"),
-    (ids([1] * 1024), {}, "1024 tokens, but max_model_len is 1024: at most 1023"),
-    (ids([1] * 1000), dict(max_tokens=25), "max_tokens is 25.*leaves 24"),
-    (ids([1] * 1000), dict(min_tokens=25), "min_tokens is 25.*leaves 24"),
+    (ids([1] * 1024), {}, "1024 tokens, but max_model_len is 1024: it may have at most 1023"),
+    (ids([1] * 1000), dict(max_tokens=25), "max_tokens is 25.*leaves room for 24"),
+    (ids([1] * 1000), dict(min_tokens=25), "min_tokens is 25.*leaves room for 24"),
     ("", {}, "empty"),
     ("word " * 2000, {}, "tokens, but max_model_len is 1024"),
     ("x" * 70_000, {}, "bytes"),
-    ([{"role": "tool"}], {}, "chat template refuses"),
-    ("a", dict(stop_token_ids=[5000]), "5000 is outside the vocabulary"),
+    ([{"role": "tool"}], {}, "chat template rejects"),
+    ("a", dict(stop_token_ids=[5000]), "5000, which is outside the vocabulary"),
 ]
 
 
@@ -62,7 +62,7 @@ def test_a_cap_is_lowered_to_what_the_context_leaves():
             output = await collect(llm, ids([1] * 1000), params)
             assert len(output.outputs[0].token_ids) == 24
             assert output.outputs[0].finish_reason == "length"
-            with pytest.raises(InvalidRequest, match="min_tokens is 25.*leaves 24"):
+            with pytest.raises(InvalidRequest, match="min_tokens is 25.*leaves room for 24"):
                 await collect(llm, ids([1] * 1000), dataclasses.replace(params, min_tokens=25))
             with pytest.raises(InvalidRequest, match="max_model_len is 1024"):
                 await collect(llm, ids([1] * 1024), params)
@@ -165,9 +165,19 @@ DAMAGES = [
         UnsupportedModel,
         "GemmaForCausalLM.*Qwen3",
     ),
-    (dict(), lambda d: (d / "config.json").unlink(), ModelError, "config.json does not exist"),
+    (
+        dict(),
+        lambda d: (d / "config.json").unlink(),
+        ModelError,
+        "contains weights but no config.json",
+    ),
     (dict(), lambda d: (d / "tokenizer.json").unlink(), ModelError, "no tokenizer.json"),
-    (dict(), lambda d: (d / "tokenizer.json").write_text("{}"), ModelError, "not a tokenizer"),
+    (
+        dict(),
+        lambda d: (d / "tokenizer.json").write_text("{}"),
+        ModelError,
+        "not a valid tokenizer",
+    ),
 ]
 
 
@@ -201,7 +211,9 @@ def test_too_small_a_cache_is_refused_with_the_arithmetic():
         async with AsyncLLM("demo", **values):
             pass
 
-    with pytest.raises(NotEnoughMemory, match="63 blocks of 16.*takes 64; lower max_model_len"):
+    with pytest.raises(
+        NotEnoughMemory, match="63 blocks of 16.*needs 64 blocks; lower max_model_len"
+    ):
         asyncio.run(main(num_kv_blocks=63))
     with pytest.raises(NotEnoughMemory, match="MiB free - .* MiB of weights"):
         asyncio.run(main(memory_utilization=1e-6))
@@ -214,11 +226,11 @@ MIB = 1 << 20
     ("weights", "free", "ranks", "shared", "word"),
     [
         (15000, 16000, 1, False, None),
-        (15000, 14000, 1, False, "15000 MiB of each device.*14000 MiB are free"),
+        (15000, 14000, 1, False, "15000 MiB of each device.*14000 MiB free"),
         (15000, 14000, 1, False, "tensor_parallel_size 2 would take 7500 MiB of each"),
         (15000, 7400, 2, False, "7500 MiB of each device.*tensor_parallel_size 4 would"),
         (15000, 7600, 2, False, None),
-        (15000, 14000, 4, True, "15000 MiB of this machine.*14000 MiB are free.*512 MiB for one"),
+        (15000, 14000, 4, True, "15000 MiB of this machine.*14000 MiB free.*512 MiB for one"),
         (15000, 16000, 4, True, None),
     ],
 )
@@ -245,7 +257,7 @@ def test_a_model_that_cannot_fit_is_refused_before_it_is_loaded(monkeypatch):
         async with AsyncLLM("demo", placement="single"):
             pass
 
-    with pytest.raises(NotEnoughMemory, match="the weights, as .*float.*, take at least"):
+    with pytest.raises(NotEnoughMemory, match="the weights in .*float.* take at least"):
         asyncio.run(main())
 
 

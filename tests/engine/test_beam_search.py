@@ -278,7 +278,9 @@ def test_text_is_that_of_all_tokens(demo_tokenizer):
         params = BeamSearchParams(3, 8, ignore_eos=True)
         found = llm.beam_search(prompts, params, concurrency_limit=2)
         (alone,) = llm.beam_search(prompts[0], params)
-        with pytest.raises(InvalidRequest, match="concurrency_limit must be 1 or more"):
+        with pytest.raises(
+            InvalidRequest, match="concurrency_limit must be an integer of at least 1"
+        ):
             llm.beam_search(prompts, params, concurrency_limit=0)
     assert [b.tokens for b in alone.sequences] == [b.tokens for b in found[0].sequences]
     assert found[0].sequences[0].text.startswith("ROMEO:\nBut soft")

@@ -111,7 +111,7 @@ def test_who_hits_it_meanwhile_fails_or_is_exact(checkpoint):
                 for prompt, output in zip(prompts[1:], outputs[1:], strict=True):
                     if isinstance(output, Exception):
                         assert isinstance(output, ComputationFailed)
-                        assert "send it again" in str(output)
+                        assert "send this request again" in str(output)
                         failed += 1
                     else:
                         reference.check(prompt, output.outputs[0].token_ids)
@@ -125,5 +125,7 @@ def test_such_weights_are_refused_unless_that_is_switched_off(checkpoint):
         async with engine(checkpoint[0]):
             pass
 
-    with pytest.raises(WeightsError, match="embed_tokens.weight holds values that are not finite"):
+    with pytest.raises(
+        WeightsError, match="embed_tokens.weight contains values that are not finite"
+    ):
         asyncio.run(main())

@@ -277,5 +277,5 @@ def test_states_that_do_not_fit_are_refused_with_the_arithmetic(summing, monkeyp
         async with engine(directory, max_num_seqs=8):
             pass
 
-    with pytest.raises(NotEnoughMemory, match=r"MiB of states .* for each of max_num_seqs 8"):
+    with pytest.raises(NotEnoughMemory, match=r"MiB of states .* for each of 8 sequences"):
         asyncio.run(main())

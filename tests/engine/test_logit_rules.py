@@ -150,7 +150,7 @@ def test_what_leaves_nothing_from_the_start_is_refused():
             for rules, match in (
                 (dict(allowed_token_ids=[z], bad_words=["z"]), "each of the allowed ids"),
                 (dict(allowed_token_ids=[end], min_tokens=1), "each of the allowed ids"),
-                (dict(bad_words=["x " * 120]), "tokens, at most 32"),
+                (dict(bad_words=["x " * 120]), "tokens, but at most 32"),
                 (dict(allowed_token_ids=[99_999]), "outside the vocabulary"),
                 (dict(logit_bias={99_999: 1}), "outside the vocabulary"),
             ):

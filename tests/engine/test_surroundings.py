@@ -241,7 +241,7 @@ def test_the_working_directory_may_be_deleted_under_a_running_engine(tmp_path):
 def test_a_cache_beyond_memory_is_refused_with_the_arithmetic():
     """It would start, and be killed when it fills."""
     with pytest.raises(
-        NotEnoughMemory, match=r"num_kv_blocks 1000000000: .* blocks of .* MiB free"
+        NotEnoughMemory, match=r"num_kv_blocks 1000000000 is .* blocks of .* MiB free"
     ):
         LLM("demo", num_kv_blocks=10**9)
     assert not children()
@@ -270,8 +270,10 @@ def test_other_platforms_get_a_sentence():
         command = [sys.executable, "-c", code + name]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.stdout.startswith(nanoactor.RELEASE)
-        assert "UnsupportedPlatform: nanoactor runs on Linux only" in done.stderr
+        assert "UnsupportedPlatform: nanoactor runs only on Linux" in done.stderr
     command = [sys.executable, "-c", ELSEWHERE + "from nanoactor.__main__ import main; main()"]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.stderr.startswith("nanoactor: nanoactor runs on Linux only, and this is win32")
+    assert done.stderr.startswith(
+        "nanoactor: nanoactor runs only on Linux, but this machine runs win32"
+    )
     assert done.returncode == 1

@@ -117,11 +117,11 @@ def test_without_restarts_the_death_of_a_rank_is_the_engines_within_100_ms(check
 
 
 def test_what_cannot_be_divided_is_refused_before_anything_starts(checkpoint):
-    with pytest.raises(UnsupportedModel, match="possible are 1, 2, 4"):
+    with pytest.raises(UnsupportedModel, match="possible sizes: 1, 2, 4"):
         AsyncLLM(str(checkpoint), skip_tokenizer_init=True, tensor_parallel_size=3)
-    with pytest.raises(InvalidConfig, match="needs its own: give 'cuda'"):
+    with pytest.raises(InvalidConfig, match="needs its own; use device 'cuda'"):
         AsyncLLM(str(checkpoint), tensor_parallel_size=2, device="cuda:1")
-    with pytest.raises(InvalidConfig, match="needs one for each rank"):
+    with pytest.raises(InvalidConfig, match="requires a process for each rank"):
         AsyncLLM(
             str(checkpoint), skip_tokenizer_init=True, tensor_parallel_size=2, placement="single"
         )

@@ -157,7 +157,7 @@ def test_conversations_with_what_templates_may_be_told(converted):
             rendered(greeting, continue_final_message=True, add_generation_prompt=True)
         with pytest.raises(InvalidRequest, match="chat_template_kwargs must be a dict"):
             rendered(greeting, chat_template_kwargs=["tools"])
-        with pytest.raises(InvalidRequest, match="chat_template_kwargs must be plain values"):
+        with pytest.raises(InvalidRequest, match="chat_template_kwargs must contain only JSON"):
             rendered(greeting, tools=[print])
         with pytest.raises(InvalidRequest, match="does not read 'temper'; it reads .*mood"):
             rendered(greeting, chat_template_kwargs={"temper": 1})
@@ -177,7 +177,7 @@ def test_options_that_are_nested_too_deeply_end_their_request_alone():
     with LLM("demo", **{**SIMULATED, "placement": "default"}) as llm:
         sys.setrecursionlimit(5 * limit)
         try:
-            with pytest.raises(InvalidRequest, match="nested too deeply|must be plain values"):
+            with pytest.raises(InvalidRequest, match="nested too deeply|must contain only JSON"):
                 llm.chat(CHAT, chat_template_kwargs={"tools": nested}, use_tqdm=False)
         finally:
             sys.setrecursionlimit(limit)

@@ -166,22 +166,22 @@ def test_videos_that_cannot_be_seen_are_refused_by_name(viewer):
         changes = dict(skip_tokenizer_init=False, limit_mm_per_prompt={"video": 1})
         async with engine(viewer.directory, encoder_cache_tokens=16, **changes) as llm:
             for given, message in [
-                ([frames, frames], "2 videos or more, at most 1"),
-                ("x.mp4", "video 1: .*files are not decoded"),
+                ([frames, frames], "at least 2 videos, but at most 1"),
+                ("x.mp4", "video 1: .*files cannot be decoded"),
                 ([b"a", b"b"], "video 1 of 1: frame 1: the 1 bytes are not a picture"),
                 (shown(1, 14, 16, 16), "the encoder cache holds 16"),
             ]:
                 with pytest.raises(InvalidRequest, match=message):
                     await collect(llm, {"prompt": text, "multi_modal_data": {"video": given}})
             for part, message in [
-                ({"type": "video_url", "video_url": {"url": "x"}}, "video files are not decoded"),
+                ({"type": "video_url", "video_url": {"url": "x"}}, "video files cannot be decoded"),
                 ({"type": "video", "video": frames, "times": [1]}, "4 frames, but 1 times"),
             ]:
                 with pytest.raises(InvalidRequest, match=message):
                     await collect(llm, [{"role": "user", "content": [part]}])
         async with engine(viewer.directory) as llm:
             tokens = {"prompt_token_ids": [layout.VIDEO, 1]}
-            with pytest.raises(InvalidRequest, match="videos need a tokenizer"):
+            with pytest.raises(InvalidRequest, match="videos require a tokenizer"):
                 await collect(llm, {**tokens, "multi_modal_data": {"video": frames}})
 
     asyncio.run(main())

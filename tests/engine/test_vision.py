@@ -372,7 +372,11 @@ WRONG = [
     ([IMAGE, 1], [b"nonsense"], "picture 1 of 1: the 8 bytes are not a picture"),
     ([IMAGE, IMAGE, 1], [WHOLE, WHOLE[:300]], "cannot be decoded"),
     ([IMAGE, 1], [np.zeros((4, 900, 3), np.uint8)], "too narrow"),
-    ([IMAGE, 1], [np.zeros((4, 4, 2), np.uint8)], "picture 1: an array must be uint8"),
+    (
+        [IMAGE, 1],
+        [np.zeros((4, 4, 2), np.uint8)],
+        "picture 1: a picture array must have the dtype uint8",
+    ),
     ([IMAGE, 1], [b""], "picture 1: the picture is empty"),
     ([IMAGE, 1], [17], "picture 1: a picture must be its encoded bytes"),
     ([IMAGE, 1], ["/nowhere/x.png"], "picture 1: the picture cannot be read"),

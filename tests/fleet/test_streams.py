@@ -185,7 +185,7 @@ async def test_what_cannot_go_on_anywhere_ends_with_an_error(monkeypatch):
         params = SamplingParams.for_model(seed=1, max_tokens=200, ignore_eos=True)
         stream = asyncio.ensure_future(read(llm, TEXT, params))
         await local.replace(await where(llm), "another model")
-        with pytest.raises(ComputationFailed, match="no other has the same model"):
+        with pytest.raises(ComputationFailed, match="no replica with the same model"):
             await stream
         assert llm.live == 0
 

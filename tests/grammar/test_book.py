@@ -85,7 +85,9 @@ def test_a_mask_follows_each_token_and_none_comes_twice():
 
 def test_a_token_for_another_position_is_a_bug():
     book = book_of(Script([1], [2]))
-    with pytest.raises(ProtocolBug, match="tells its token at 11, that at 10 is due"):
+    with pytest.raises(
+        ProtocolBug, match="its token at position 11, but the token at position 10 was"
+    ):
         book.take(tokens((0, 11, 1)))
         settle(book)
 
@@ -182,7 +184,7 @@ def test_no_mask_is_made_while_text_is_free():
     assert matcher.taken == [7]
     begin(book, 40, 8)  # more of it was free
     assert book.take_masks(8).positions.tolist() == [40]
-    with pytest.raises(ProtocolBug, match="goes on at 40, and is at 40"):
+    with pytest.raises(ProtocolBug, match="continues at position 40, but is already at 40"):
         begin(book, 40)
 
 

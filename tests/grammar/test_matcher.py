@@ -64,11 +64,11 @@ def test_vocabularies_that_cannot_serve(tmp_path):
     with pytest.raises(ModelError, match="does not exist"):
         Vocabulary(tmp_path / "tokenizer.json", 2090, (2,))
     words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
-    with pytest.raises(UnsupportedModel, match="of a kind that grammars cannot use"):
+    with pytest.raises(UnsupportedModel, match="that grammars do not support"):
         make_vocabulary(words, eos=("b",))
     gap = Tokenizer(models.BPE({"a": 0, "b": 5}, []))
     gap.decoder = decoders.ByteLevel()
-    with pytest.raises(UnsupportedModel, match="without gaps"):
+    with pytest.raises(UnsupportedModel, match="have no gaps"):
         make_vocabulary(gap, eos=("b",))
 
 

@@ -139,7 +139,7 @@ def test_such_bugs_of_the_scheduler_are_seen():
     item, _ = cache.hold(KEYS[0], units(5))
     with pytest.raises(ProtocolBug, match="more credits"):
         cache.hold(KEYS[1], units(1))
-    with pytest.raises(ProtocolBug, match="rows=5.* and is held as one of .*rows=4"):
+    with pytest.raises(ProtocolBug, match="rows=5.*, but a hold requests .*rows=4"):
         cache.hold(KEYS[0], units(4))
     cache.release(item, 0)
     with pytest.raises(ProtocolBug, match="but not held"):

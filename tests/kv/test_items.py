@@ -57,7 +57,7 @@ def test_rows_that_are_not_encoded_or_given_back_are_not_read():
     keeper = ItemKeeper(LIMITS)
     one = held(keeper, items((1, 3, 3)))  # two parts
     encode(keeper, 1, 0, 1)
-    with pytest.raises(ProtocolBug, match="1 rows of item 0 are read; 0 are encoded"):
+    with pytest.raises(ProtocolBug, match="1 rows of item 0 are read, but 0 are encoded"):
         keeper.bind(None, [(one, 0, 2)])
     with pytest.raises(ProtocolBug, match=r"units 0\+1 of item .*, but 1 of its 2"):
         encode(keeper, 1, 0, 1)

@@ -235,7 +235,9 @@ def test_options_that_are_not_honoured_are_refused_by_name(changes, word):
 def test_other_methods_are_refused_before_anything_is_read(packed):
     text = json.loads((packed[0] / "config.json").read_text())
     text["quantization_config"]["quant_method"] = "awq"
-    with pytest.raises(UnsupportedModel, match=r"'awq' are not supported; supported: fp8"):
+    with pytest.raises(
+        UnsupportedModel, match=r"'awq', which is not supported; supported methods: fp8"
+    ):
         parse_config(text)
     text["quantization_config"] = "fp8"
     with pytest.raises(ModelError, match="quantization_config must be an object"):
@@ -259,10 +261,13 @@ GATE = "model.layers.1.mlp.gate_proj.weight"
     [
         (lambda t: t.pop(f"{GATE}_scale_inv"), "gate_proj.weight_scale_inv"),
         (lambda t: t.update({f"{GATE}_scale_inv": torch.ones(3, 2)}), r"\(3, 2\).*\(6, 2\)"),
-        (lambda t: t.update({GATE: t[GATE].float()}), "stored as F32.*F8_E4M3"),
-        (lambda t: t.update({GATE: torch.zeros(96, 64, dtype=torch.int8)}), "stored as I8"),
-        (lambda t: t[f"{GATE}_scale_inv"].fill_(float("nan")), "scale_inv holds.*not finite"),
-        (lambda t: t[GATE].view(torch.uint8)[3, 3].fill_(0x7F), "gate_proj.weight holds.*not fin"),
+        (lambda t: t.update({GATE: t[GATE].float()}), "dtype F32.*F8_E4M3"),
+        (lambda t: t.update({GATE: torch.zeros(96, 64, dtype=torch.int8)}), "dtype I8"),
+        (lambda t: t[f"{GATE}_scale_inv"].fill_(float("nan")), "scale_inv contains.*not finite"),
+        (
+            lambda t: t[GATE].view(torch.uint8)[3, 3].fill_(0x7F),
+            "gate_proj.weight contains.*not fin",
+        ),
     ],
     ids=["no scales", "other scales", "not packed", "of another type", "NaN scale", "NaN"],
 )
@@ -276,7 +281,7 @@ def test_what_is_wrong_with_a_tensor_is_named(tmp_path, change, word):
 def test_a_projection_that_is_packed_in_part_is_refused(tmp_path):
     model = make_checkpoint(tmp_path)
     pack_checkpoint(tmp_path, model, spared=["model.layers.0.self_attn.k_proj"])
-    error = pytest.raises(ModelError, match=r"names .*k_proj and not the other")
+    error = pytest.raises(ModelError, match=r"lists .*k_proj but not all")
     with error, opened(tmp_path) as weights:
         Decoder(read_config(tmp_path), weights, open_device("cpu"), 64)
 
@@ -287,7 +292,7 @@ def test_packed_weights_that_no_configuration_announces_are_refused(tmp_path):
     text = json.loads(path.read_text())
     del text["quantization_config"]
     path.write_text(json.dumps(text))
-    with pytest.raises(WeightsError, match="stored as F8_E4M3"), opened(tmp_path) as weights:
+    with pytest.raises(WeightsError, match="dtype F8_E4M3"), opened(tmp_path) as weights:
         Decoder(read_config(tmp_path), weights, open_device("cpu"), 64)
 
 
@@ -499,7 +504,7 @@ def test_logits_are_those_of_rounded_activations(tmp_path, monkeypatch, name):
 def test_what_the_tensor_cores_do_not_take_is_unpacked_with_a_warning(caplog):
     weight_formats._log_once.cache_clear()
     device = InterpretedDevice()
-    for block, group, word in ((48, 16, "blocks of 48 inputs"), (32, 8, "groups of 16 outputs")):
+    for block, group, word in ((48, 16, "the block size 48"), (32, 8, "groups of 16 outputs")):
         weights = packed_matrix(1, 32, 96, block=block, group=group)
         operator = device.linear(weights)
         device.linear(weights)
@@ -527,12 +532,14 @@ def test_gates_and_ups_of_one_group_are_unpacked(caplog):
     weight_formats._log_once.cache_clear()
     pair, down = packed_matrix(1, 2, 2 * 24, 32), packed_matrix(2, 2, 32, 24)
     InterpretedDevice().experts(ExpertWeights(pair, down))
-    assert "a group of 16 outputs has gates and ups" in caplog.text
+    assert "a group of 16 outputs spans the gate and up" in caplog.text
 
 
 def test_experts_in_several_formats_are_refused(tmp_path):
     spared = ["model.layers.0.mlp.experts.1"]
     model = make_checkpoint(tmp_path, **CONFIGURATIONS["qwen3_moe"])
     pack_checkpoint(tmp_path, model, spared=spared)
-    with pytest.raises(WeightsError, match=r"experts\.1\.gate_proj is Dense.*several formats"):
+    with pytest.raises(
+        WeightsError, match=r"experts\.1\.gate_proj has the format Dense.*the same format"
+    ):
         Driver(tmp_path)

@@ -75,7 +75,7 @@ def test_what_asks_for_nothing_is_accepted(value):
     [
         ({"layer_types": 5}, "layer_types must be a list"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "full_attention"),
-        ({"rope_parameters": {"rope_type": None, "factor": 4}}, "needs a rope_type"),
+        ({"rope_parameters": {"rope_type": None, "factor": 4}}, "requires a rope_type"),
         (
             {
                 "rope_parameters": {

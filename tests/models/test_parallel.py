@@ -65,7 +65,9 @@ def test_shards_cover_everything_once_and_heads_keep_their_keys(kv, group, ranks
     [(8, 2, 3, "1, 2, 4, 8"), (6, 3, 2, "1, 3, 6"), (4, 4, 8, "1, 2, 4"), (14, 2, 4, "1, 2, 14")],
 )
 def test_heads_that_cannot_be_divided_are_refused_by_name(heads, kv, ranks, possible):
-    with pytest.raises(UnsupportedModel, match=f"size {ranks} does not .* possible are {possible}"):
+    with pytest.raises(
+        UnsupportedModel, match=f"size {ranks} cannot .* possible sizes: {possible}"
+    ):
         shard_of(config_of(heads, kv), 0, ranks)
 
 

@@ -204,11 +204,11 @@ def test_what_is_attended_to_by_tma():
                 assert hopper(dtype, block, size) is None
     assert "block_size 16 " in hopper(torch.bfloat16, 16, 128)
     assert "block_size 96 " in hopper(torch.bfloat16, 96, 128)
-    assert "heads of 80 " in hopper(torch.bfloat16, 64, 80)
-    assert "heads of 256 " in hopper(torch.bfloat16, 64, 256)
+    assert "head_dim 80 " in hopper(torch.bfloat16, 64, 80)
+    assert "head_dim 256 " in hopper(torch.bfloat16, 64, 256)
     assert "float32 " in hopper(torch.float32, 64, 128)
     for older in ((7, 5), (8, 0), (8, 9)):
-        assert "not Hopper's" in refusal(older, torch.bfloat16, 64, 128)
+        assert "not 9.0 (Hopper)" in refusal(older, torch.bfloat16, 64, 128)
     assert "12.0 " in refusal((12, 0), torch.bfloat16, 64, 128), "never measured there"
 
 

@@ -185,7 +185,7 @@ def test_what_the_file_leaves_out_is_as_in_transformers(tmp_path):
 
 def test_ids_outside_of_the_vocabulary_are_refused(tmp_path):
     raw = raw_config(tmp_path) | {"video_token_id": 215}
-    with pytest.raises(ModelError, match="must be below vocab_size 215"):
+    with pytest.raises(ModelError, match="must be less than vocab_size 215"):
         parse_config(raw)
 
 
@@ -194,15 +194,25 @@ WRONG = [
     ("text_config", [], ModelError, "text_config must be an object"),
     ("hidden_act", "relu", UnsupportedModel, "hidden_act is 'relu'"),
     ("depth", 0, ModelError, "vision_config: depth must be a positive"),
-    ("num_position_embeddings", 24, ModelError, "must be a square"),
-    ("num_heads", 5, ModelError, "hidden_size 32 must be a multiple of 4 x num_heads"),
-    ("deepstack_visual_indexes", [3], ModelError, "different numbers from 0 to 2"),
-    ("deepstack_visual_indexes", [1, 1], ModelError, "different numbers"),
-    ("deepstack_visual_indexes", "all", ModelError, "different numbers"),
-    ("deepstack_visual_indexes", [0, 1, 2], ModelError, "has 3 levels, the decoder only 2"),
-    ("out_hidden_size", 32, ModelError, "out_hidden_size 32 is not the decoder's hidden_size 64"),
-    ("rope_parameters", {"rope_type": "yarn"}, UnsupportedModel, "only rope type axial"),
-    ("rope_parameters", {"rope_theta": 0}, ModelError, "rope_theta must be above 0"),
+    ("num_position_embeddings", 24, ModelError, "must be a square number"),
+    ("num_heads", 5, ModelError, "hidden_size 32 must be a multiple of 4 . num_heads"),
+    ("deepstack_visual_indexes", [3], ModelError, "distinct integers from 0 to 2"),
+    ("deepstack_visual_indexes", [1, 1], ModelError, "distinct integers"),
+    ("deepstack_visual_indexes", "all", ModelError, "distinct integers"),
+    (
+        "deepstack_visual_indexes",
+        [0, 1, 2],
+        ModelError,
+        "has 3 entries, but the decoder has only 2",
+    ),
+    (
+        "out_hidden_size",
+        32,
+        ModelError,
+        "out_hidden_size 32 must be equal to the decoder's hidden_size 64",
+    ),
+    ("rope_parameters", {"rope_type": "yarn"}, UnsupportedModel, "only supported rope_type is"),
+    ("rope_parameters", {"rope_theta": 0}, ModelError, "rope_theta must be greater than 0"),
 ]
 
 
@@ -311,13 +321,13 @@ def test_without_a_file_the_error_says_which():
     [
         (dict(size=None), ModelError, "shortest_edge must be a positive"),
         (dict(size=[1]), ModelError, "size must be an object"),
-        (dict(max_pixels=2), ModelError, "4096, exceeds the largest, 2"),
-        (dict(image_mean=None), ModelError, "image_mean must be 3 numbers"),
-        (dict(image_std=[1.0, 0.0, 1.0]), ModelError, "image_std must not be 0"),
+        (dict(max_pixels=2), ModelError, "4096 pixels exceeds the maximum area of 2"),
+        (dict(image_mean=None), ModelError, "image_mean must be a list of 3 numbers"),
+        (dict(image_std=[1.0, 0.0, 1.0]), ModelError, "image_std must not contain 0"),
         (dict(image_std=[1.0, float("nan"), 1.0]), ModelError, "image_std must be a finite"),
-        (dict(patch_size=14), ModelError, "patch_size is 14, the tower's is 4"),
+        (dict(patch_size=14), ModelError, "patch_size is 14, but the vision tower requires 4"),
         (dict(resample=2), UnsupportedModel, "only 3"),
-        (dict(do_normalize=False), UnsupportedModel, "do_normalize false"),
+        (dict(do_normalize=False), UnsupportedModel, "do_normalize must be true"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )

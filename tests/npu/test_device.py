@@ -103,11 +103,11 @@ def test_a_graph_that_runs_is_not_given_other_lengths(caplog):
     [
         (
             ModuleNotFoundError("No module named 'torch_npu'", name="torch_npu"),
-            r"not installed: pip install '\.\[npu\]' .* releases that belong together",
+            r"not installed: run `pip install '\.\[npu\]'` .* matching releases of PyTorch",
         ),
         (
             ImportError("libhccl.so: cannot open shared object file: No such file or directory"),
-            "libhccl.so of CANN cannot be loaded: run `source .*/set_env.sh` .* `nanoactor doctor`",
+            "CANN's libhccl.so cannot be loaded: run `source .*/set_env.sh` .* `nanoactor doctor`",
         ),
         (
             ModuleNotFoundError("No module named 'yaml'", name="yaml"),
@@ -133,7 +133,7 @@ def test_auto_takes_the_cpu_and_says_why_where_cann_is_missing(monkeypatch, capl
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
 
     def refuse():
-        raise UnsupportedModel("libhccl.so of CANN cannot be loaded")
+        raise UnsupportedModel("CANN's libhccl.so cannot be loaded")
 
     monkeypatch.setattr("nanoactor.models.devices.npu.runtime.load_torch_npu", refuse)
     assert devices.open_device("auto").traits.name == "cpu"

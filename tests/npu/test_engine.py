@@ -286,7 +286,9 @@ def test_block_sizes_that_the_operator_does_not_take_are_refused(wide, monkeypat
         async with engine(wide[0], device="npu", block_size=size, placement="single"):
             raise AssertionError
 
-    with pytest.raises(UnsupportedModel, match=f"block_size {size} .* multiples of 128 up to 512"):
+    with pytest.raises(
+        UnsupportedModel, match=f"block_size {size} .* multiple of 128 that is at most 512"
+    ):
         asyncio.run(start())
 
 
@@ -298,7 +300,7 @@ def test_heads_that_packed_attention_does_not_take_are_refused(monkeypatch, tmp_
         async with engine(tmp_path, device="npu", placement="single", **changes) as llm:
             return await collect(llm, ids([1, 2]), greedy(3))
 
-    with pytest.raises(UnsupportedModel, match="heads of 80 .* give attention_layout 'bnsd'"):
+    with pytest.raises(UnsupportedModel, match="head_dim 80, .* use attention_layout 'bnsd'"):
         asyncio.run(start())
     with relaxed():
         assert len(asyncio.run(start(attention_layout="bnsd")).outputs[0].token_ids) == 3
@@ -327,7 +329,9 @@ def test_types_that_the_operator_does_not_take_are_refused(wide, monkeypatch):
         async with engine(wide[0], device="npu", dtype="bfloat16", placement="single"):
             raise AssertionError
 
-    with pytest.raises(UnsupportedModel, match="no fused attention in bfloat16: give dtype float1"):
+    with pytest.raises(
+        UnsupportedModel, match="does not support fused attention in bfloat16: use dtype float1"
+    ):
         asyncio.run(start())
 
 

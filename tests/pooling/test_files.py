@@ -54,7 +54,7 @@ def test_a_checkpoint_that_says_nothing_pools_only_if_it_is_told_to(tmp_path):
         (dict(pooling_mode_mean_tokens=True), "pooling by mean, lasttoken is not supported"),
         (dict(include_prompt=False), "include_prompt false is not supported"),
         (dict(modules=("Transformer", "Pooling", "Dense")), "the module 'Dense' is not supported"),
-        (dict(modules=("Transformer",)), "has no Pooling module: give pooling"),
+        (dict(modules=("Transformer",)), "has no Pooling module, so the option pooling"),
     ],
 )
 def test_what_is_not_known_is_refused_by_name(tmp_path, change, says):
@@ -66,13 +66,17 @@ def test_what_is_not_known_is_refused_by_name(tmp_path, change, says):
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
-        ("modules.json", "[{", "is not readable as JSON"),
-        ("modules.json", "[1]", "must be a list of modules with a type"),
-        ("modules.json", '[{"type": "a.Pooling", "path": "../x"}]', "is not a folder of this"),
+        ("modules.json", "[{", "cannot be read as JSON"),
+        ("modules.json", "[1]", "must be a list of modules that each have a type"),
+        ("modules.json", '[{"type": "a.Pooling", "path": "../x"}]', "is not inside this"),
         ("modules.json", '[{"type": "a.Pooling", "path": "missing"}]', "does not exist"),
-        ("1_Pooling/config.json", "{", "is not readable as JSON"),
+        ("1_Pooling/config.json", "{", "cannot be read as JSON"),
         ("config_sentence_transformers.json", '{"prompts": [1]}', "must map names to strings"),
-        ("config_sentence_transformers.json", '{"default_prompt_name": "q"}', "is not one of its"),
+        (
+            "config_sentence_transformers.json",
+            '{"default_prompt_name": "q"}',
+            "is not the name of one of its",
+        ),
     ],
 )
 def test_files_that_are_wrong_are_refused_before_the_weights_are_read(tmp_path, name, text, says):
@@ -86,15 +90,17 @@ def test_files_that_are_wrong_are_refused_before_the_weights_are_read(tmp_path, 
 def test_a_decoder_without_a_head_must_be_told_how_it_pools(tmp_path):
     make_embedder(tmp_path)
     (tmp_path / "modules.json").unlink()
-    with pytest.raises(ModelError, match="has no head, so it generates no text: say how it pools"):
+    with pytest.raises(
+        ModelError, match="has no language-modeling head, so it cannot generate text; set pooling"
+    ):
         AsyncLLM(str(tmp_path), skip_tokenizer_init=True)
     assert AsyncLLM(str(tmp_path), skip_tokenizer_init=True, pooling="mean").files.pooling
 
 
 def test_judgements_need_their_words():
-    with pytest.raises(InvalidConfig, match="has no tokens no and yes: is it a reranker"):
+    with pytest.raises(InvalidConfig, match="requires a reranker, but .* has no tokens no and yes"):
         AsyncLLM("demo", pooling="yes_no")
-    with pytest.raises(InvalidConfig, match="needs the tokenizer"):
+    with pytest.raises(InvalidConfig, match="requires the tokenizer"):
         AsyncLLM("demo", pooling="yes_no", skip_tokenizer_init=True)
     with pytest.raises(InvalidConfig, match="pooling"):
         AsyncLLM("demo", pooling="max")
@@ -104,9 +110,9 @@ def test_judgements_need_their_words():
 async def test_an_embedding_model_generates_nothing_and_the_other_way_round(tmp_path):
     make_embedder(tmp_path)
     async with engine(tmp_path) as llm:
-        with pytest.raises(InvalidRequest, match="generates no text"):
+        with pytest.raises(InvalidRequest, match="does not generate text"):
             await anext(llm.generate(ids([1, 2]), SamplingParams()))
-        with pytest.raises(InvalidRequest, match="makes vectors"):
+        with pytest.raises(InvalidRequest, match="computes vectors"):
             llm.submit_pooled(ids([1]), PoolingParams(), scores=True)
     async with engine("demo") as llm:
         with pytest.raises(InvalidRequest, match="load an embedding model or a reranker"):

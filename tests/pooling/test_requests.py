@@ -115,9 +115,9 @@ def test_texts_of_a_blocking_program(embedder):
         for score, output in pairs:
             right = cosine(asked.outputs.embedding, output.outputs.embedding)
             assert score.outputs.score == pytest.approx(right, abs=1e-5)
-        with pytest.raises(InvalidRequest, match="2 queries but 3 documents"):
+        with pytest.raises(InvalidRequest, match="2 queries and 3 documents"):
             llm.score(["a", "b"], texts[:3], use_tqdm=False)
-        with pytest.raises(InvalidRequest, match="instruction is for rerankers"):
+        with pytest.raises(InvalidRequest, match="instruction is supported only for rerankers"):
             llm.score("a", "b", instruction="c", use_tqdm=False)
         with pytest.raises(InvalidRequest, match="the prompt is empty"):
             llm.embed(["a", ""], use_tqdm=False)
@@ -152,7 +152,7 @@ async def test_vectors_may_be_aborted_or_given_up(embedder):
         assert kinds[1] is asyncio.CancelledError
         assert kinds[5] is RequestAborted
         assert len(done[2].outputs.embedding) == len(done[4].outputs.embedding) == 256
-        with pytest.raises(InvalidRequest, match="is in use"):
+        with pytest.raises(InvalidRequest, match="is already in use"):
             first = asyncio.ensure_future(llm.embed(ids(prompts[0]), request_id="same"))
             await asyncio.sleep(0)
             try:
@@ -220,5 +220,5 @@ def test_a_reranker_judges_by_its_words(tmp_path):
                 logits = model(torch.tensor([ids])).logits[0, -1, words]
             right = float(logits.softmax(-1)[1])
             assert output.outputs.score == pytest.approx(right, abs=1e-5)
-        with pytest.raises(InvalidRequest, match="scores of pairs, and no vectors"):
+        with pytest.raises(InvalidRequest, match="scores of pairs, not vectors"):
             llm.embed("a", use_tqdm=False)

@@ -41,14 +41,16 @@ def test_a_step_takes_each_mask_once_in_the_order_of_its_rows():
     store = MaskStore()
     assert store.add(masks((5, 10), (3, 7))) == ([5, 3], [10, 7])
     assert store.take(step((3, 7), (5, 10))).tolist() == [[2, 3], [0, 1]]
-    with pytest.raises(ProtocolBug, match="request 5 for 10: it holds none"):
+    with pytest.raises(ProtocolBug, match="request 5 for position 10, but it holds no mask"):
         store.take(step((5, 10)))
 
 
 def test_the_mask_of_another_position_is_refused():
     store = MaskStore()
     store.add(masks((5, 10)))
-    with pytest.raises(ProtocolBug, match="request 5 for 11: it holds that for 10"):
+    with pytest.raises(
+        ProtocolBug, match="request 5 for position 11, but it holds the mask for 10"
+    ):
         store.take(step((5, 11)))
 
 

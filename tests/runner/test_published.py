@@ -56,11 +56,11 @@ def test_a_step_that_is_not_the_one_expected_is_an_error(published):
         published.publish(ids_of(step))
         published.take(ROWS)
     early = published.take(ROWS)
-    with pytest.raises(WrongStep, match="of decode step 0 lie where those of 4 should"):
+    with pytest.raises(WrongStep, match="of decode step 0 instead of those of 4"):
         early.ids()
     for step in range(4, 9):
         published.publish(ids_of(step))
-    with pytest.raises(WrongStep, match="of decode step 8 lie where those of 4 should"):
+    with pytest.raises(WrongStep, match="of decode step 8 instead of those of 4"):
         early.ids()
 
 

@@ -153,7 +153,7 @@ def test_what_cannot_travel_is_refused_by_name(changes, text):
 
 
 def test_classes_that_cannot_travel_are_refused_when_declared():
-    with pytest.raises(CodecError, match="belongs to Inner"):
+    with pytest.raises(CodecError, match="already used by Inner"):
         message(950)(type("Other", (), {"__annotations__": {"a": int}}))
     with pytest.raises(CodecError, match="cannot be sent"):
         message(952)(type("Other", (), {"__annotations__": {"a": object}}))

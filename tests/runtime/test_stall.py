@@ -37,7 +37,7 @@ def test_a_silent_node_is_named_before_the_timeout_and_not_long_before():
     assert played.ticks(6, answer="a") is None
     stall = played.ticks(3, answer="a")
     assert stall.node == "b"
-    assert "does not answer" in stall.what
+    assert "has not answered for" in stall.what
 
 
 def test_who_has_been_silent_for_longer_is_the_culprit():
@@ -80,7 +80,7 @@ def test_work_that_outlasts_what_its_actor_expects_is_a_stall():
     assert played.ticks(26, progress=told) is None
     stall = played.ticks(3, progress=told)
     assert stall.node == "b"
-    assert "runner is at the same piece of work" in stall.what
+    assert "actor runner has worked on the same task" in stall.what
 
 
 def test_work_that_moves_on_is_none():

@@ -173,7 +173,7 @@ def test_a_node_that_is_late_is_named_and_ended():
         async with Running(topology(config="hang"), start_timeout=1.0, stop_timeout=0.2):
             pass
 
-    with pytest.raises(StartupFailed, match=r"not ready after 1 s: node\(s\) child"):
+    with pytest.raises(StartupFailed, match=r"not ready after 1 s: it waited for node\(s\) child"):
         asyncio.run(main())
     assert not children()
 
@@ -183,7 +183,7 @@ def test_a_blocked_module_cannot_be_imported_in_a_node():
         async with Running(topology(config="import", blocked=("wave",))):
             pass
 
-    with pytest.raises(StartupFailed, match="wave is not imported in this node"):
+    with pytest.raises(StartupFailed, match="wave must not be imported in this node"):
         asyncio.run(main())
 
 
@@ -394,7 +394,7 @@ def test_a_stall_ends_the_system_and_logs_all_stacks(what, caplog):
             (death,) = run.deaths
             assert isinstance(death, NodeStalled)
             assert "node child (pid" in str(death)
-            assert ("adder is at the same piece" in str(death)) == (what == "work 0.1")
+            assert ("adder has worked on the same task" in str(death)) == (what == "work 0.1")
             assert ("(stopped)" in str(death)) == (what == "stop")
         assert not children()
 
@@ -598,4 +598,6 @@ except Exception as error:
     done = subprocess.run(
         [sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=True
     )
-    assert done.stdout.startswith("StartupFailed too many open files: this process may open 14")
+    assert done.stdout.startswith(
+        "StartupFailed too many open files: this process may open at most 14"
+    )

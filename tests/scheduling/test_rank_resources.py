@@ -34,7 +34,7 @@ class Histories(RuleBasedStateMachine):
         best = max((v for r, v in self.held[owner] if r == rank), default=0)
         replaces = best == self.wanted.get(owner, -1)
         if owner in self.newest and (version <= best or further < 0 or replaces):
-            with pytest.raises(ProtocolBug, match="was wanted last"):
+            with pytest.raises(ProtocolBug, match="was requested last"):
                 self.resources.note_ready(rank, owner, version)
             return
         self.resources.note_ready(rank, owner, version)
@@ -93,7 +93,7 @@ def test_a_version_is_wanted_once_and_reported_once():
     resources.note_ready(0, 1, 5)
     with pytest.raises(ProtocolBug, match="requested twice"):
         resources.want(1, 5)
-    with pytest.raises(ProtocolBug, match="rank 0 reports mask 5 of 1; it holds 5"):
+    with pytest.raises(ProtocolBug, match="rank 0 reports mask 5 of 1, but it holds 5"):
         resources.note_ready(0, 1, 5)
     with pytest.raises(ProtocolBug, match="after their end"):
         resources.check_idle()

@@ -357,9 +357,9 @@ def test_what_is_not_done_in_time_ends_with_an_error_that_clients_can_read():
 
     answer = asyncio.run(main())
     assert answer.startswith(b"HTTP/1.1 503")
-    assert "not complete" in json.loads(body_of(answer))["error"]["message"]
+    assert "incomplete" in json.loads(body_of(answer))["error"]["message"]
     values = stream.rest()
-    assert "not complete" in values[-1]["error"]["message"]
+    assert "incomplete" in values[-1]["error"]["message"]
     assert values[-1]["error"]["type"] == "server_error"
     assert len(values) < 1000
     assert server.process.wait(30) == 0
@@ -527,7 +527,7 @@ def test_a_death_is_made_good_while_streams_and_requests_wait(name):
         figures = server.get("/metrics").text
         counts = [line for line in figures.splitlines() if "restarts_total{" in line]
         assert f'nanoactor_process_restarts_total{{node="{name}"}} 1.0' in counts, counts
-        assert len([line for line in server.lines if "has died and is replaced" in line]) == 1
+        assert len([line for line in server.lines if "has died and is being replaced" in line]) == 1
         actors = ["scheduler", "blocks"] if name == "control" else [name]
         gone = [look for look in server.get("/activity").json()["gone"] if look]
         assert gone, "the page shows it"
@@ -614,12 +614,12 @@ def test_a_text_service_that_hangs_holds_up_no_conversation(tmp_path):
     with served(*IN_ONE, "--served-model-name", "demo", model=model) as server:
         with stopped(server, "na:text_service"):
             assert server.post("/v1/chat/completions", CHAT).status_code == 200
-            assert not [line for line in server.lines if "may be confused" in line]
+            assert not [line for line in server.lines if "may not be told apart" in line]
             other = {**CHAT, "chat_template_kwargs": {"enable_thinking": False}}
             assert server.post("/v1/chat/completions", other).status_code == 200
             assert server.get("/health").json()["text_service"] == "silent"
-            until(lambda: any("may be confused" in line for line in server.lines))
-            assert len([line for line in server.lines if "may be confused" in line]) == 1
+            until(lambda: any("may not be told apart" in line for line in server.lines))
+            assert len([line for line in server.lines if "may not be told apart" in line]) == 1
         assert server.post("/tokenize", {"prompt": "a"}).status_code == 200
         assert server.get("/health").json()["text_service"] == "ok"
 

@@ -186,7 +186,7 @@ def test_torch_is_not_imported():
     ],
 )  # fmt: skip
 def test_entries_that_no_host_could_match_are_refused(entry):
-    with pytest.raises(InvalidConfig, match="allowed_domains must hold"):
+    with pytest.raises(InvalidConfig, match="allowed_media_domains must contain"):
         MediaLimits((entry,))
 
 
@@ -238,8 +238,8 @@ def test_line_breaks_in_base64_are_skipped():
         ("data:image/png,AAAA", "not in base64"),
         ("data:image/png;base64;x=y,AAAA", "not in base64"),
         ("data:image/png;base64=1,AAAA", "not in base64"),
-        ("data:image/png;base64,", "nothing after"),
-        ("data:image/png;base64, \n", "nothing after"),
+        ("data:image/png;base64,", "no data after"),
+        ("data:image/png;base64, \n", "no data after"),
     ],
 )
 def test_a_data_url_of_another_form_is_refused(url, message):
@@ -324,7 +324,7 @@ def test_where_no_host_is_allowed_nothing_is_fetched(no_network):
     ],
 )  # fmt: skip
 def test_other_hosts_are_refused(host, no_network):
-    with pytest.raises(InvalidRequest, match=r"host that is not allowed|no valid host"):
+    with pytest.raises(InvalidRequest, match=r"host that this server does not allow|no valid host"):
         loaded(f"http://{host}/a.png", "example.org", ".below.org", "*.stars.org")
 
 
@@ -353,7 +353,7 @@ def test_allowed_hosts_and_names_below_them(host):
     ],
 )
 def test_other_ports_are_refused(url, port, no_network):
-    with pytest.raises(InvalidRequest, match=f"the port {port}, which is not allowed"):
+    with pytest.raises(InvalidRequest, match=f"the port {port}, which this server does not allow"):
         loaded(url, "example.org", "other.org:8080")
 
 
@@ -361,7 +361,7 @@ def test_other_ports_are_refused(url, port, no_network):
     "user", ["user:secret@", "user@", ":secret@", "@", ":@", "example.com@", "example.org:80@"]
 )
 def test_user_info_is_refused(user, no_network):
-    with pytest.raises(InvalidRequest, match="must not hold a user's name"):
+    with pytest.raises(InvalidRequest, match="must not contain a user name"):
         loaded(f"http://{user}example.org/", "example.org", "example.com")
 
 
@@ -449,11 +449,11 @@ def test_no_ipv4_address_is_public_within_ipv6_but_by_nat64(address):
 @pytest.mark.parametrize("address", [a for a in PRIVATE if "%" not in a])
 def test_private_addresses_are_refused_even_where_they_are_allowed(address, no_network):
     host = f"[{address}]" if ":" in address else address
-    with pytest.raises(InvalidRequest, match="public addresses only") as caught:
+    with pytest.raises(InvalidRequest, match="only public addresses") as caught:
         loaded(f"http://{host}/", host)
     assert address not in str(caught.value)
     names = Names(pictures=[address])
-    with pytest.raises(InvalidRequest, match="public addresses only") as caught:
+    with pytest.raises(InvalidRequest, match="only public addresses") as caught:
         named("http://pictures.test/", names)
     assert names.asked == ["pictures.test"]
     assert address not in str(caught.value)
@@ -488,19 +488,19 @@ def test_hosts_that_are_addresses_in_disguise_are_refused(host, no_network):
 
 
 def test_other_digits_are_an_address_too(no_network):
-    with pytest.raises(InvalidRequest, match="public addresses only"):
+    with pytest.raises(InvalidRequest, match="only public addresses"):
         loaded("http://①②⑦.⓪.⓪.①/", "127.0.0.1")
 
 
 def test_localhost_is_refused_even_where_it_is_allowed():
-    with pytest.raises(InvalidRequest, match="public addresses only"):
+    with pytest.raises(InvalidRequest, match="only public addresses"):
         loaded("http://localhost/", "localhost")
 
 
 def test_a_public_address_may_be_named_in_a_url():
     url, host = "http://127.0.0.1:{port}/", "127.0.0.1:{port}"
     assert fetched({"/": of(PICTURE)}, url, (host,))[0] == PICTURE
-    with pytest.raises(InvalidRequest, match="host that is not allowed"):
+    with pytest.raises(InvalidRequest, match="host that this server does not allow"):
         fetched({"/": of(PICTURE)}, "http://127.0.0.1:{port}/")
 
 
@@ -508,7 +508,7 @@ def test_a_public_address_may_be_named_in_a_url():
     "found", [[], [INNER], ["127.0.0.1", INNER], [INNER, "127.0.0.1"], ["pictures.test"], ["::1"]]
 )
 def test_names_with_any_other_than_public_addresses_are_refused(found):
-    with pytest.raises(InvalidRequest, match="known by name servers, and have public") as caught:
+    with pytest.raises(InvalidRequest, match="have a DNS entry with only public") as caught:
         fetched({"/": of(PICTURE)}, names=Names(pictures=found))
     assert not caught.value.site.connections
 
@@ -542,7 +542,7 @@ def test_a_name_is_looked_up_once_and_not_again_to_connect(monkeypatch):
 
 def test_a_name_that_has_become_private_is_refused_at_the_next_connection():
     names = Names(pictures=[["127.0.0.1"], [INNER]])
-    with pytest.raises(InvalidRequest, match="public addresses only") as caught:
+    with pytest.raises(InvalidRequest, match="only public addresses") as caught:
         fetched({"/": to("/again"), "/again": of(PICTURE)}, names=names)
     assert names.asked == ["pictures.test"] * 2
     assert caught.value.site.connections == 1
@@ -555,7 +555,7 @@ def test_the_system_is_asked_for_addresses(monkeypatch):
 
     async def main():
         try:
-            with pytest.raises(InvalidRequest, match="public addresses only"):
+            with pytest.raises(InvalidRequest, match="only public addresses"):
                 await loader.load("https://example.org/")
         finally:
             await loader.close()
@@ -591,15 +591,15 @@ def test_redirects_are_followed(status, location):
 @pytest.mark.parametrize(
     ("location", "message"),
     [
-        ("http://inner.test:{port}/", "public addresses only"),
-        (f"http://{INNER}:{{port}}/", "public addresses only"),
-        ("http://[::1]:{port}/", "public addresses only"),
-        ("http://127.0.0.1:{port}/", "redirects to has a host that is not allowed"),
-        ("http://other.test:{port}/", "redirects to has a host that is not allowed"),
-        ("//other.test/", "redirects to has a host that is not allowed"),
+        ("http://inner.test:{port}/", "only public addresses"),
+        (f"http://{INNER}:{{port}}/", "only public addresses"),
+        ("http://[::1]:{port}/", "only public addresses"),
+        ("http://127.0.0.1:{port}/", "redirects to has a host that this server does not allow"),
+        ("http://other.test:{port}/", "redirects to has a host that this server does not allow"),
+        ("//other.test/", "redirects to has a host that this server does not allow"),
         ("http://pictures.test/", "redirects to has the port 80, which"),
         ("http://2130706433/", "redirects to has no valid host"),
-        ("http://u:p@pictures.test:{port}/", "redirects to must not hold a user"),
+        ("http://u:p@pictures.test:{port}/", "redirects to must not contain a user"),
         ("file:///etc/passwd", "redirects to has the scheme 'file'"),
         ("ftp://pictures.test/", "redirects to has the scheme 'ftp'"),
         ("data:image/png;base64,AAAA", "redirects to has the scheme 'data'"),
@@ -607,11 +607,11 @@ def test_redirects_are_followed(status, location):
         ("https:///", "redirects to has no valid host"),
         ("http://[]@", "redirects to is not a valid URL"),
         ("http://[", "redirects to is not a valid URL"),
-        ("/a b", "redirects to holds a space"),
-        ("\\\\other.test\\", "redirects to holds a space, a backslash"),
-        ("/" + "x" * 8190, "did not answer as HTTP demands"),
+        ("/a b", "redirects to contains a space"),
+        ("\\\\other.test\\", "redirects to contains a space, a backslash"),
+        ("/" + "x" * 8190, "sent an invalid HTTP response"),
         ("/\udcff", "redirects to is not a valid URL"),
-        ("", "redirects without saying where"),
+        ("", "redirects without a Location"),
     ],
 )
 def test_redirects_elsewhere_are_refused(location, message):
@@ -648,7 +648,7 @@ def test_the_body_of_a_redirect_is_not_waited_for():
 def test_other_answers_than_200_are_refused(status):
     picture = b"" if status in (100, 204, 304) else PICTURE
     extra = 'WWW-Authenticate: Basic realm="x"'
-    message = f"answered {status}" if status > 100 else "broke off"
+    message = f"answered {status}" if status > 100 else "closed the connection"
     with pytest.raises(InvalidRequest, match=message):
         fetched({"/": of(picture, head=f"HTTP/1.1 {status} x", extra=extra)})
 
@@ -748,7 +748,9 @@ def test_answers_that_are_not_http_are_refused(answer):
         await writer.drain()
         writer.close()
 
-    with pytest.raises(InvalidRequest, match=r"as HTTP demands, or broke off: .*data:image"):
+    with pytest.raises(
+        InvalidRequest, match=r"invalid HTTP response or closed the connection: .*data:image"
+    ):
         fetched({"/": write})
 
 
@@ -770,7 +772,7 @@ def test_a_host_that_nobody_answers_at_is_refused():
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         url = f"http://pictures.test:{held.getsockname()[1]}/"
-        with pytest.raises(InvalidRequest, match="cannot be connected to"):
+        with pytest.raises(InvalidRequest, match="cannot be reached"):
             fetched({}, url, (url[len("http://") : -1],))
 
 
@@ -973,5 +975,5 @@ def test_tls_holds_hosts_to_their_names(certificate, monkeypatch):
 
 
 def test_a_host_that_does_not_speak_tls_is_refused():
-    with pytest.raises(InvalidRequest, match="does not speak TLS"):
+    with pytest.raises(InvalidRequest, match="TLS connection to .* failed"):
         over_tls("pictures.test", greeting=b"HTTP/1.1 400 Bad Request\r\n\r\n")

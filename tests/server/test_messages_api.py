@@ -315,7 +315,7 @@ def test_what_is_wrong_is_refused_by_the_name_of_its_place(extra, param):
 
 
 def test_a_picture_for_a_model_that_sees_none_is_refused():
-    with pytest.raises(APIError, match="takes no images"):
+    with pytest.raises(APIError, match="does not accept images"):
         chat([{"role": "user", "content": [PICTURE]}], Options(sees=False))
 
 

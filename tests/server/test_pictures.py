@@ -127,7 +127,7 @@ def test_metrics_count_pictures(server, client):
         ({"type": "image_url", "image_url": {"url": "data:text/plain;base64,QQ=="}}, "image"),
         ({"type": "image_url", "image_url": {"url": data_url(b"nonsense")}}, "not a picture"),
         ({"type": "image_url", "image_url": {"url": data_url(drawn("1")[:200])}}, "decoded"),
-        ({"type": "image_url"}, "needs image_url"),
+        ({"type": "image_url"}, "requires image_url"),
         ({"type": "image_url", "image_url": {"url": "x", "detail": "finest"}}, "detail"),
         ({"type": "video_url", "video_url": {"url": "x"}}, "videos"),
     ],
@@ -145,7 +145,7 @@ def test_a_model_that_is_blind_takes_no_pictures(demo_server):
     found = demo_server.post("/v1/chat/completions", body)
     assert found.status_code == 400
     assert found.json()["error"]["param"] == "messages[0].content[0].type"
-    assert "takes no images" in found.json()["error"]["message"]
+    assert "does not accept images" in found.json()["error"]["message"]
 
 
 def test_a_picture_of_an_allowed_host_is_fetched():

@@ -39,7 +39,7 @@ def test_a_model_has_several_names_and_answers_have_the_first():
                 assert answer.json()["model"] == "a"
             answer = await client.post("/v1/chat/completions", json={**ASKED, "model": "demo"})
             assert answer.status_code == 404
-            assert "it is 'a' or 'b'" in answer.json()["error"]["message"]
+            assert "this server serves 'a' or 'b'" in answer.json()["error"]["message"]
 
     asyncio.run(main())
 
@@ -233,5 +233,5 @@ def test_the_command_reads_a_file_of_options(tmp_path):
     with served(*IN_ONE, "--config", str(path)) as server:
         card = json.loads(server.get("/v1/models").text)["data"][1]
         assert (card["id"], card["limits"]["max_logprobs"]) == ("y", 1000)
-        notes = [line for line in server.lines if "changes nothing" in line]
+        notes = [line for line in server.lines if "has no effect" in line]
         assert len(notes) == 1

@@ -412,7 +412,7 @@ def test_tokens_are_counted_as_the_prompt_has_them(tmp_path, monkeypatch):
                 other = await client.get("/v1/responses/input_tokens")
             assert (other.status_code, other.headers["Allow"]) == (405, "POST")
             assert answer.status_code == 404
-            assert "not compacted" in answer.json()["error"]["message"]
+            assert "does not compact" in answer.json()["error"]["message"]
 
     asyncio.run(main())
 

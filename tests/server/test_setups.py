@@ -70,7 +70,7 @@ def test_one_look_that_fails_does_not_end_the_monitor(monkeypatch):
 def test_a_template_child_that_dies_before_its_first_word_is_the_machines_fault(monkeypatch):
     monkeypatch.setattr(renderer_module, "interpreter", lambda: "/bin/false")
     renderer = Renderer(DEMO, LIMITS)
-    with pytest.raises(OutOfResources, match="before it had begun"):
+    with pytest.raises(OutOfResources, match="before it was ready"):
         renderer.render("[]", "{}", 5.0)
     renderer.end()
 

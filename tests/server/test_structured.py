@@ -200,7 +200,7 @@ def test_tools_that_are_not_allowed_are_shown_and_cannot_be_called():
 
 def test_tools_that_are_no_functions_are_refused_in_a_sentence():
     custom = {"type": "custom", "custom": {"name": "shell"}}
-    with pytest.raises(APIError, match="tools of the type 'custom' are not supported") as caught:
+    with pytest.raises(APIError, match="tools of type 'custom' are not supported") as caught:
         decode(ChatRequest, tools=[*TOOLS, custom])
     assert caught.value.param == "tools[2].type"
 
@@ -240,9 +240,9 @@ def test_calls_reach_the_engine_as_a_specification():
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
-        (dict(tool_choice="required"), "without tools"),
-        (dict(tool_choice="required", tools=[]), "without tools"),
-        (dict(tool_choice=NAMED), "without tools"),
+        (dict(tool_choice="required"), "if there are no tools"),
+        (dict(tool_choice="required", tools=[]), "if there are no tools"),
+        (dict(tool_choice=NAMED), "if there are no tools"),
         (dict(tools=TOOLS[1:], tool_choice=NAMED), "'weather' is not one of the tools: 'time'"),
         (dict(tools=TOOLS, tool_choice="any"), "any"),
         (dict(tools=TOOLS, tool_choice={"type": "custom"}), "tool_choice"),
@@ -264,7 +264,7 @@ def test_a_form_is_one_of_two_ways_where_calls_may_come_and_gives_way_to_demande
         assert json.loads(either["answer"]) == FORMAT["json_schema"]["schema"]
     assert spec(tools=TOOLS, tool_choice="none", response_format=FORMAT).kind == "json_schema"
     assert spec(tools=TOOLS, tool_choice="required", response_format=FORMAT).kind == "tools"
-    with pytest.raises(APIError, match="tool_choice demands calls") as caught:
+    with pytest.raises(APIError, match="with a tool_choice that requires calls") as caught:
         spec(tools=TOOLS, tool_choice="required", guided_regex="a")
     assert caught.value.param == "guided_regex"
 

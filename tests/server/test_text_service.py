@@ -36,7 +36,7 @@ def test_a_text_service_that_cannot_start_says_why_and_leaves_nothing(model):
     async def main():
         (model / "tokenizer.json").write_text("{}")
         service = TextService(model, 10_000, RenderOptions(5.0, 10_000))
-        with pytest.raises(ModelError, match="not a tokenizer"):
+        with pytest.raises(ModelError, match="not a valid tokenizer"):
             await service.start()
         await asyncio.sleep(0.2)
         assert len(asyncio.all_tasks()) == 1, "nothing tries again behind the caller's back"

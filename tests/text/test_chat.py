@@ -517,11 +517,11 @@ def check_continued(path, messages):
 @pytest.mark.parametrize(
     ("content", "options", "error"),
     [
-        (None, {}, "needs text"),
-        ([{"type": "image"}], {}, "needs text"),
+        (None, {}, "requires text"),
+        ([{"type": "image"}], {}, "requires text"),
         ("a", {"add_generation_prompt": True}, "are mutually exclusive"),
-        ("<think>x</think>y", {}, "does not show"),
-        ("y<think>", {}, "does not show"),
+        ("<think>x</think>y", {}, "does not reproduce"),
+        ("y<think>", {}, "does not reproduce"),
     ],
 )
 def test_what_cannot_be_continued_is_refused(tmp_path, content, options, error):

@@ -74,7 +74,7 @@ def test_what_is_converted_reads_as_transformers_does(tmp_path, cache, conversio
     )
     made = find_tokenizer(path, 60)
     assert made.parent == cache
-    assert f"{path} has no tokenizer.json: converting its tokenizer, once" in caplog.text
+    assert f"{path} has no tokenizer.json; converting its tokenizer once" in caplog.text
     theirs, ours = AutoTokenizer.from_pretrained(path), TextEncoder(made)
     for text in (*TEXTS, f"<|im_start|>user\n{PLAIN_ADDED}!", "<|endoftext|>x", " "):
         ids = ours.encode_text(text).tolist()
@@ -169,7 +169,7 @@ print(made)
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=True
     )
-    assert "converted tokenizers cannot be kept, but for this process" in done.stderr
+    assert "converted tokenizers can be kept only for this process" in done.stderr
     assert not Path(done.stdout.strip()).exists()
 
 
@@ -179,7 +179,7 @@ def test_a_model_without_any_tokenizer_names_what_was_looked_for(tmp_path, cache
     for name in {"vocab.json", "merges.txt"} - set(kept):
         (path / name).unlink()
     words = (
-        "no tokenizer.json, and neither tokenizer.model nor vocab.json with merges.txt.*skip_tok"
+        "no tokenizer.json and no files .*tokenizer.model or vocab.json with merges.txt.*skip_tok"
     )
     with pytest.raises(ModelError, match=words):
         find_tokenizer(path, 60)
@@ -194,7 +194,7 @@ def test_a_conversion_that_fails_says_why(tmp_path, cache):
         find_tokenizer(path, 60)
     assert "\n" not in str(caught.value)
     assert isinstance(caught.value.__cause__, RuntimeError), "all that the process has said"
-    with pytest.raises(ModelError, match="within start_timeout, 0.01 s"):
+    with pytest.raises(ModelError, match="within the start_timeout of 0.01 s"):
         find_tokenizer(path, 0.01)
     assert not list(cache.rglob("*.json"))
 

@@ -71,7 +71,7 @@ def test_low_detail_bounds_the_area():
 @pytest.mark.parametrize(
     ("kwargs", "detail", "message"),
     [
-        ({"fps": 2}, "auto", "'fps' is not known"),
+        ({"fps": 2}, "auto", "'fps' is not a known key"),
         ({"max_pixels": 0}, "auto", "max_pixels must be an integer"),
         ({"min_pixels": True}, "auto", "min_pixels must be an integer"),
         ({"size": 3}, "auto", "size must be a dict"),

@@ -103,7 +103,7 @@ ENOUGH = {
 @pytest.mark.parametrize("name", TOO_MUCH)
 def test_a_file_of_too_many_parts_is_refused(name):
     data, word = TOO_MUCH[name]
-    with pytest.raises(InvalidRequest, match=f"{word}.* at most .* are read"):
+    with pytest.raises(InvalidRequest, match=f"{word}.* at most .* are allowed"):
         read_header(data, MOST)
     with pytest.raises(InvalidRequest, match=word):
         decode(data, 28, 28)

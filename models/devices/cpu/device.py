@@ -96,7 +96,9 @@ class CPUDevice(PortableOperators):
         try:
             packed = torch.ops.mkldnn._reorder_linear_weight(dense.weight)
         except (AttributeError, RuntimeError) as error:  # a build of PyTorch without oneDNN
-            _log_once(f"weights stay unpacked, which costs up to half of the speed: {error}")
+            _log_once(
+                f"weights cannot be packed for oneDNN, which costs up to half of the speed: {error}"
+            )
             return super().linear(dense)
         apply = torch.ops.mkldnn._linear_pointwise
         return lambda x: apply(x, packed, bias, "none", [], "")

@@ -124,7 +124,7 @@ class PortableCUDADevice(PortableOperators):
         if index >= count:
             raise UnsupportedModel(
                 f"device cuda:{index} does not exist: PyTorch {torch.__version__} sees {count} "
-                "NVIDIA GPUs; is this a build with CUDA, and is the driver loaded?"
+                "NVIDIA GPUs; check that it is a CUDA build and that the NVIDIA driver is loaded"
             )
         self.torch_device = torch.device("cuda", index)
         self._base = 0
@@ -220,7 +220,7 @@ class CUDADevice(PortableCUDADevice):
         """Open the GPU. Raises `UnsupportedModel` if it does not exist."""
         super().__init__(index)
         self.traits = with_kernels(self.traits)
-        log.info("our Triton kernels on %s", torch.cuda.get_device_name(index))
+        log.info("using nanoactor's Triton kernels on %s", torch.cuda.get_device_name(index))
         self._pool: Any = None
         found = torch.cuda.get_device_properties(index)
         capability = found.major, found.minor
@@ -234,8 +234,8 @@ class CUDADevice(PortableCUDADevice):
         recent = self.prefill_attention.capability[0] >= HOPPER
         if why is not None and recent and dtype != torch.float32:
             log.warning(
-                "attention of prompts takes up to 47 %% longer than by the kernel that was made "
-                "for Hopper GPUs: %s",
+                "attention over prompts takes up to 47 %% longer, because the kernel for Hopper "
+                "GPUs cannot be used: %s",
                 why,
             )
 

@@ -115,19 +115,20 @@ class NPUDevice(PortableOperators):
             types = dtype, self.traits.default_dtype
             given, known = (str(one).removeprefix("torch.") for one in types)
             raise UnsupportedModel(
-                f"{self.runtime.chip} has no fused attention in {given}: give dtype {known}"
+                f"{self.runtime.chip} does not support fused attention in {given}: use dtype "
+                f"{known}"
             )
         heads = self.runtime.packed_heads
         if self._options.attention_layout == "tnd" and heads and head_dim not in heads:
             raise UnsupportedModel(
-                f"attention heads of {head_dim} are not possible with attention_layout 'tnd', "
-                f"which takes {', '.join(map(str, heads))}: give attention_layout 'bnsd'"
+                f"attention_layout 'tnd' does not support head_dim {head_dim}, only "
+                f"{', '.join(map(str, heads))}: use attention_layout 'bnsd'"
             )
         multiple, largest = self.runtime.block_multiple, self.runtime.largest_block
         if block_size % multiple or block_size > largest:
             raise UnsupportedModel(
-                f"block_size {block_size} is not possible on an NPU: fused attention takes "
-                f"multiples of {multiple} up to {largest}"
+                f"block_size {block_size} is not supported on an NPU: fused attention requires a "
+                f"multiple of {multiple} that is at most {largest}"
             )
 
     def memory(self) -> Memory:
@@ -297,9 +298,9 @@ class NPUDevice(PortableOperators):
         """Run every expert for every token, because captured steps cannot read counts back to the
         host."""
         _log_once(
-            "every expert is computed for every token, which costs as many times the work as there "
-            "are experts for each that is chosen: this chip, or so many experts, have no operator "
-            "that sorts tokens by expert"
+            "every expert is computed for every token, so the work is larger by the ratio of all "
+            "experts to chosen experts: no operator that sorts tokens by expert supports this chip "
+            "or this number of experts"
         )
 
         def operator(x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:

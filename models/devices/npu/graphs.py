@@ -35,9 +35,9 @@ def graph_cache(given: str | None) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UnsupportedModel(f"graph_cache_dir {path} cannot be made: {error}") from error
+        raise UnsupportedModel(f"graph_cache_dir {path} cannot be created: {error}") from error
     if not os.access(path, os.W_OK):
-        raise UnsupportedModel(f"graph_cache_dir {path} cannot be written: give another one")
+        raise UnsupportedModel(f"graph_cache_dir {path} is not writable: choose another directory")
     return path
 
 
@@ -64,7 +64,9 @@ class NativeCapture:
         graph = self._graphs[self._current]
         self._current = (self._current + 1) % len(self._graphs)
         if not graph.done.done():
-            _log_once("more steps are under way than graphs were recorded for: waiting for one")
+            _log_once(
+                "more steps are in flight than graphs were captured: waiting for a step to end"
+            )
             graph.done.wait()
         graph.replay(lengths.decode_contexts)
         return graph.result
@@ -88,7 +90,7 @@ class CompiledStep:
         plan: Plan = batch.plan
         if self._module is None:
             caches = paged(inputs.states)
-            assert caches is not None, "states by slot are not in compiled graphs"
+            assert caches is not None, "compiled graphs do not support states by slot"
             self._module = DecodePass(forward, caches, plan)
             self._compile(self._module, len(token_ids), plan)
         contexts: Any = plan.contexts
@@ -117,7 +119,7 @@ class CompiledStep:
         importlib.import_module("torchair.ops._npu_fused_infer_attention_score")
         directory = self._directory / self._key(module, rows, plan)
         if any(directory.rglob("compiled_module")):
-            _log_once(f"compiled graphs of an earlier start are used: {self._directory}")
+            _log_once(f"using graphs that an earlier start compiled, from {self._directory}")
         directory.mkdir(parents=True, exist_ok=True)
         method = types.MethodType(_named(module, rows), module)
         module.compiled = torchair.inference.cache_compile(

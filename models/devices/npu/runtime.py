@@ -18,8 +18,8 @@ from nanoactor.models.devices.protocols import Memory
 from nanoactor.models.errors import UnsupportedModel
 
 _INSTALL = (
-    "pip install '.[npu]' in an environment of its own, which takes PyTorch and torch_npu "
-    "in releases that belong together"
+    "run `pip install '.[npu]'` in a separate environment, which installs matching releases of "
+    "PyTorch and torch_npu"
 )
 _SOURCE = "source /usr/local/Ascend/ascend-toolkit/set_env.sh"
 # Atlas A2 (910B) and A3 (910_93) have bfloat16; some operators are documented only for them.
@@ -35,7 +35,7 @@ def load_torch_npu() -> Any:
     except ModuleNotFoundError as error:
         if error.name != "torch_npu":
             raise UnsupportedModel(
-                f"torch_npu cannot be imported, as it misses {error.name}: {_INSTALL}"
+                f"torch_npu cannot be imported, because {error.name} is not installed: {_INSTALL}"
             ) from error
         raise UnsupportedModel(
             f"device npu needs torch_npu, which is not installed: {_INSTALL}"
@@ -44,7 +44,7 @@ def load_torch_npu() -> Any:
         found = re.search(r"lib\w+\.so", str(error))
         missing = found.group() if found else error
         raise UnsupportedModel(
-            f"torch_npu is installed, but {missing} of CANN cannot be loaded: "
+            f"torch_npu is installed, but CANN's {missing} cannot be loaded: "
             f"run `{_SOURCE}` in this shell (or install CANN), then `nanoactor doctor`"
         ) from error
     return torch_npu
@@ -111,7 +111,7 @@ class AscendRuntime:
         if index >= count:
             raise UnsupportedModel(
                 f"device npu:{index} does not exist: torch_npu {self.torch_npu.__version__} sees "
-                f"{count} NPUs; `nanoactor doctor` says why"
+                f"{count} NPUs; run `nanoactor doctor` to find the cause"
             )
         self.torch_device = torch.device("npu", index)
         self._npu.set_device(self.torch_device)

@@ -72,9 +72,10 @@ class MaskStore:
             uid = self._uids[slot]
             found, mask = self._masks.pop(uid, (-1, _NO_MASKS))
             if found != position:
-                held = f"it holds that for {found}" if found >= 0 else "it holds none"
+                held = f"it holds the mask for {found}" if found >= 0 else "it holds no mask"
                 raise ProtocolBug(
-                    f"step {step.step} needs the mask of request {uid} for {position}: {held}"
+                    f"step {step.step} needs the mask of request {uid} for position {position}, "
+                    f"but {held}"
                 )
             masks.append(mask)
         return np.stack(masks) if masks else _NO_MASKS

@@ -97,7 +97,7 @@ class LoadedModel:
         begin = time.monotonic()
         self._whole = self.device.whole_steps(self.config, weights, sizes, self.block_size)
         if self._whole is not None:
-            log.info("made whole decode steps in %.1f s", time.monotonic() - begin)
+            log.info("compiled fused decode steps in %.1f s", time.monotonic() - begin)
 
     def whole_step(
         self,
@@ -203,7 +203,11 @@ class LoadedModel:
         if self.device.supports(stored):
             return stored
         fallback = self.device.traits.default_dtype
-        log.warning("the checkpoint is %s, which is slow here: computing in %s", stored, fallback)
+        log.warning(
+            "the checkpoint has dtype %s, which is slow on this device: computing in %s",
+            stored,
+            fallback,
+        )
         return fallback
 
     # -- memory ---------------------------------------------------------------------------
@@ -265,10 +269,10 @@ class LoadedModel:
         free = self.free // share - used // share - peak - self.slots_bytes()
         if blocks * self.block_bytes() > free:
             raise NotEnoughMemory(
-                f"num_kv_blocks {blocks}: {blocks} blocks of {self.block_bytes() / _MIB:.2f} MiB "
-                f"take {blocks * self.block_bytes() // _MIB} MiB, but {self.free // _MIB} MiB free "
-                f"- {used // _MIB} MiB of weights - {peak // _MIB} MiB for a step"
-                f"{self._of_slots()} leave "
+                f"num_kv_blocks {blocks} is too large: {blocks} blocks of "
+                f"{self.block_bytes() / _MIB:.2f} MiB take {blocks * self.block_bytes() // _MIB} "
+                f"MiB, but {self.free // _MIB} MiB free - {used // _MIB} MiB of weights - "
+                f"{peak // _MIB} MiB for a step{self._of_slots()} leave "
                 f"{max(0, free) // _MIB} MiB, or {max(0, free) // self.block_bytes()} blocks"
             )
 
@@ -281,7 +285,7 @@ class LoadedModel:
         sequences = self._config.engine.max_num_seqs
         return (
             f" - {self.slots_bytes() // _MIB} MiB of states ({each / _MIB:.2f} MiB for each of "
-            f"max_num_seqs {sequences} and one more)"
+            f"{sequences} sequences (max_num_seqs) and one more slot)"
         )
 
     def allocate(self, blocks: int, slots: int) -> list[LayerState]:
@@ -294,4 +298,6 @@ class LoadedModel:
         weights = torch.arange(1, len(chosen) + 1, device=chosen.device) * 2654435761
         hashes = self.group.all_gather(((chosen + 1) * weights).sum()[None])
         if (hashes != hashes[0]).any():
-            raise RanksDisagree(f"step {step}: the ranks' choices hash to {hashes.tolist()}")
+            raise RanksDisagree(
+                f"step {step}: the hashes of the ranks' choices differ: {hashes.tolist()}"
+            )

@@ -75,7 +75,7 @@ class GraphRunner:
             capture()
         seconds, taken = time.monotonic() - begin, before - self._device.memory().free
         log.info(
-            "captured %d of %d steps in %.1f s: decode up to %d rows%s; they take %d MiB",
+            "captured %d of %d steps in %.1f s: decode steps up to %d rows%s; they take %d MiB",
             len(work) - self._captured.failed,
             len(work),
             seconds,

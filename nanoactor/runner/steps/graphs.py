@@ -129,7 +129,7 @@ class CapturedSteps:
         function(lengths)  # compiles code specific to this size
         self._device.synchronize()
         captured: Captured | None = None
-        why = "another rank cannot"
+        why = "another rank cannot capture them"
         try:
             captured = self._device.capture(function, lengths, self._in_flight)
         except RuntimeError as error:
@@ -138,9 +138,9 @@ class CapturedSteps:
             return captured
         if not self.failed:
             log.warning(
-                "%s cannot be captured, and perhaps others: decode steps are padded to the next "
-                "size that can, the rest is launched operator by operator, which may cost several "
-                "times the speed: %s",
+                "%s cannot be captured, and perhaps other steps, too; decode steps are padded to "
+                "the next captured size, and other steps run operator by operator, which may be "
+                "several times slower: %s",
                 name,
                 why,
             )

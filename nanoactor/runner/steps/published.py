@@ -29,7 +29,9 @@ class Published:
         """Return a copy of the token ids. Raises `WrongStep` if they belong to another step."""
         found = int(self.place[0]) % _WORD
         if found != self.number:
-            raise WrongStep(f"ids of decode step {found} lie where those of {self.number} should")
+            raise WrongStep(
+                f"found the ids of decode step {found} instead of those of {self.number}"
+            )
         return self.place[1:].copy()
 
 

@@ -178,7 +178,7 @@ class Constraints(Feature):
             grammar = self._open[uid].grammar
             due = self._masks.wanted(uid)
             if grammar is None or due != position:
-                raise ProtocolBug(f"request {uid} is forced at {position}; {due} is due")
+                raise ProtocolBug(f"request {uid} forces position {position}, but {due} is due")
             self._masks.withdraw(uid)
             grammar.run = run
             self._forced += 1
@@ -246,7 +246,7 @@ class Constraints(Feature):
         self._masks.check_idle()
         if self._open or self._forced:
             raise ProtocolBug(
-                f"grammars of {sorted(self._open)} are open, though no sequence is alive"
+                f"grammars of {sorted(self._open)} are open, although no sequence is alive"
             )
 
     def figures(self) -> dict[str, int]:

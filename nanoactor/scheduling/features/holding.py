@@ -68,7 +68,7 @@ class HeldAnswers(Feature):
         living = {uid: self._live[uid] for uid in uids if uid in self._live}
         for sequence in living.values():
             if not sequence.is_held:
-                raise ProtocolBug(f"a caller goes on, but not held is {sequence.describe()}")
+                raise ProtocolBug(f"a caller continues what is not held: {sequence.describe()}")
         parents = dict(zip(uids, event.parents.tolist(), strict=True))
         parents = {uid: event.uid + parent for uid, parent in parents.items() if parent >= 0}
         if not living.keys() >= {*parents, *parents.values()}:
@@ -152,7 +152,7 @@ class HeldAnswers(Feature):
     def check_idle(self) -> None:
         """Raise `ProtocolBug` if a sequence is held."""
         if self._since:
-            raise ProtocolBug(f"{sorted(self._since)} are held, though no sequence is alive")
+            raise ProtocolBug(f"requests {sorted(self._since)} are held, but no sequence is alive")
 
     def figures(self) -> dict[str, int]:
         """Return the number of held sequences, and counts since the start: sequences that resumed

@@ -263,8 +263,8 @@ class Pictures(Feature):
         self._pixels.check_idle()
         if held or self._by_pixels or self.budget.spent:
             raise ProtocolBug(
-                f"idle, but items {held} have users, pixels {[*self._by_pixels]} are still "
-                f"requested and {self.budget.spent} pages have not been returned"
+                f"the engine is idle, but items {held} have users, pixels {[*self._by_pixels]} are "
+                f"still requested and {self.budget.spent} pages have not been returned"
             )
 
     def figures(self) -> dict[str, int]:

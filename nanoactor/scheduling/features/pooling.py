@@ -50,4 +50,4 @@ class Pooling(Feature):
     def check_idle(self) -> None:
         """Raise `ProtocolBug` if a partial sum is left."""
         if self._sums:
-            raise ProtocolBug(f"sums of requests {[*self._sums]} are left over")
+            raise ProtocolBug(f"partial sums of requests {[*self._sums]} are left over")

@@ -58,7 +58,9 @@ class BlockBudget:
     def debit(self, blocks: int) -> None:
         """Spend blocks. Raises `ProtocolBug` if there are too few credits."""
         if blocks > self._credits:
-            raise ProtocolBug(f"{blocks} blocks are spent, but there are {self._credits} credits")
+            raise ProtocolBug(
+                f"cannot spend {blocks} blocks: only {self._credits} credits are available"
+            )
         self._credits -= blocks
 
     def refund(self, blocks: int) -> None:
@@ -79,7 +81,10 @@ class BlockBudget:
             due.add(self._unanswered.popleft()[1])
         for fence, blocks in fences:
             if fence not in due:
-                raise ProtocolBug(f"{blocks} blocks come back with fence {fence}, not of {due}")
+                raise ProtocolBug(
+                    f"{blocks} blocks were returned with fence {fence}, but one of {due} "
+                    "was expected"
+                )
             self._fenced_blocks.append((fence, blocks))
         self._pass_fences()
 
@@ -112,8 +117,8 @@ class BlockBudget:
         blocks = self._credits + self.pending
         if (slots, blocks) != (self._slots, self._blocks):
             raise ProtocolBug(
-                f"idle, but {slots} of {self._slots} slots are free and "
-                f"{blocks} of {self._blocks} credits are back"
+                f"the engine is idle, but {slots} of {self._slots} slots are free and "
+                f"{blocks} of {self._blocks} credits have been returned"
             )
 
 

@@ -67,8 +67,8 @@ class RankResources:
         replaces = resource.is_wanted and held == resource.version
         if version <= held or version < resource.version or replaces:
             raise ProtocolBug(
-                f"rank {rank} reports {self._name} {version} of {owner}; it holds {held}, and "
-                f"{resource.version} was wanted last"
+                f"rank {rank} reports {self._name} {version} of {owner}, but it holds {held}, and "
+                f"{resource.version} was requested last"
             )
         resource.held[rank] = version
         self.missing -= resource.is_wanted and version == resource.version and self.is_ready(owner)
@@ -113,4 +113,6 @@ class RankResources:
     def check_idle(self) -> None:
         """Raise `ProtocolBug` if an owner is left."""
         if self._resources or self.missing:
-            raise ProtocolBug(f"{self._name} of {[*self._resources]} are wanted after their end")
+            raise ProtocolBug(
+                f"{self._name} of {[*self._resources]} are still requested after their end"
+            )

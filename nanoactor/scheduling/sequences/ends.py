@@ -17,12 +17,12 @@ class End(NamedTuple):
 NOT_FINITE = End(
     "failed",
     error="the model's logits are not finite (NaN or infinity): its weights are damaged, or the "
-    "device is",
+    "device is faulty",
 )
 TAINTED = End(
     "failed",
-    error="the computation of another request failed, and this one had read from the prefix cache "
-    "what that one computed; send it again",
+    error="another request failed, and this request had read keys and values from the prefix cache "
+    "that the failed request had computed; send this request again",
 )
 CHOICELESS = End(
     "error", error="allowed_token_ids, bad_words and min_tokens together leave no token to choose"
@@ -34,12 +34,12 @@ CHOICELESS_UNDER_GRAMMAR = End(
 )
 NO_ANSWER = End(
     "expired",
-    error="the request was held, and nobody said in time (hold_timeout) what it goes on with",
+    error="the request was held, and its caller did not continue it in time (hold_timeout)",
 )
 NO_MASK = End(
     "failed",
-    error="the mask of the answer's grammar did not come in time (mask_timeout): the machine is "
-    "busy, or this grammar or those of other requests are slow",
+    error="the token mask of the answer's grammar was not ready in time (mask_timeout): the "
+    "machine is busy, or the grammar of this or another request is slow",
 )
 
 

@@ -403,7 +403,7 @@ class Sequence:
     def describe(self) -> str:
         """Return the sequence's counters, for error messages."""
         return (
-            f"request {self.uid} ({self.phase.value}, slot {self.slot}): {self.length} known of at "
-            f"most {self.limit}, {self.scheduled} scheduled, {self.blocks} blocks, "
+            f"request {self.uid} ({self.phase.value}, slot {self.slot}): {self.length} known "
+            f"tokens of at most {self.limit}, {self.scheduled} scheduled, {self.blocks} blocks, "
             f"{self.history.preemptions} preemptions"
         )

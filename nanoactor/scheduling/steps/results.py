@@ -84,7 +84,7 @@ def split_rows(done: PlannedStep, event: StepDone, running: RunningBatch) -> Res
     frozen = [sequence for (sequence, _, _), code in coded if code == FROZEN]
     for sequence in frozen:
         if sequence.counts(done.step):
-            raise ProtocolBug(f"step {done.step}: the slot is frozen of {sequence.describe()}")
+            raise ProtocolBug(f"step {done.step} froze the slot of {sequence.describe()}")
     return Results(
         running.table.batch_of(batch.slots[kept]),
         tokens[kept],

@@ -63,7 +63,7 @@ class Unanswered:
         `uid`."""
         entry = self._admitted.popleft()
         if entry.sequence.uid != uid:
-            raise ProtocolBug(f"request {uid} is answered, but due was {entry.sequence.describe()}")
+            raise ProtocolBug(f"request {uid} was answered instead of {entry.sequence.describe()}")
         return entry
 
     def hold_back(self, event: StepDone) -> bool:

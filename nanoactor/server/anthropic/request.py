@@ -8,9 +8,9 @@ from msgspec import Meta, Struct
 
 from nanoactor.server.requests import MAX_ITEMS, Extended
 
-_FOR_TEMPLATE = Meta(description="Given to the chat template, if that reads it")
+_FOR_TEMPLATE = Meta(description="Passed to the chat template if the template reads it")
 _IGNORED = Meta(description="Ignored")
-_KEPT = Meta(description="Accepted; changes nothing here")
+_KEPT = Meta(description="Accepted, but has no effect")
 
 
 class Source(Struct):
@@ -84,7 +84,8 @@ class Thinking(Struct, forbid_unknown_fields=True):
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[int, _IGNORED] | None = None
     display: (
-        Annotated[str, Meta(description="`omitted`: thoughts are sealed, not shown")] | None
+        Annotated[str, Meta(description="`omitted` returns reasoning sealed instead of as text")]
+        | None
     ) = None
 
 
@@ -99,7 +100,8 @@ class OutputConfig(Struct, forbid_unknown_fields=True):
     """Output options of a request."""
 
     effort: (
-        Annotated[str, Meta(description="Given to the chat template, if that reads it")] | None
+        Annotated[str, Meta(description="Passed to the chat template if the template reads it")]
+        | None
     ) = None
     format: OutputFormat | None = None
     task_budget: Annotated[Any, _IGNORED] = None
@@ -109,16 +111,16 @@ class _Conversation(Extended, kw_only=True, forbid_unknown_fields=True):
     """Fields that both routes share, including all that determine the prompt."""
 
     ROUTE: ClassVar[str] = "messages"
-    model: Annotated[str, Meta(description="Default: the one that is served")] | None = None
+    model: Annotated[str, Meta(description="Default: the served model")] | None = None
     messages: Annotated[list[AnthropicMessage], Meta(min_length=1, max_length=MAX_ITEMS)]
     system: str | list[Block] | None = None
     tools: Annotated[list[AnthropicTool], Meta(max_length=MAX_ITEMS)] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    output_format: Annotated[OutputFormat, Meta(description="Older place of the format")] | None = (
-        None
-    )
+    output_format: (
+        Annotated[OutputFormat, Meta(description="Older location of `output_config.format`")] | None
+    ) = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -132,4 +134,4 @@ class MessagesRequest(_Conversation, kw_only=True, forbid_unknown_fields=True):
     max_tokens: Annotated[int, Meta(ge=1)]
     stream: bool | None = None
     stop_sequences: list[str] | None = None
-    priority: Annotated[int, Meta(description="A lower one goes first")] | None = None
+    priority: Annotated[int, Meta(description="Lower values run first")] | None = None

@@ -116,10 +116,12 @@ def _choice(body: MessagesRequest | CountTokensRequest, tools: _Tools) -> Chat:
     found: Chat = {}
     if choice.type == "tool":
         if choice.name is None:
-            raise invalid('tool_choice: the type "tool" needs a name', "tool_choice.name")
+            raise invalid('tool_choice: the type "tool" requires a name', "tool_choice.name")
         if choice.name not in tools.orders:
-            known = ", ".join(map(repr, tools.orders)) or "there are none"
-            text = f"tool_choice: {choice.name!r:.100} is not one of the tools: {known}"
+            known = ", ".join(map(repr, tools.orders)) or "none"
+            text = (
+                f"tool_choice: {choice.name!r:.100} is not the name of one of the tools ({known})"
+            )
             raise invalid(text, "tool_choice.name")
         found["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
     elif choice.type == "any" or tools.functions:
@@ -144,7 +146,9 @@ class _Tools:
             name = needed(tool.name or None, "name", path)
             schema = ordered_schema(needed(tool.input_schema, "input_schema", path))
             if name in self.orders:
-                raise invalid(f"{path}: the name {name!r:.100} appears twice", f"{path}.name")
+                raise invalid(
+                    f"{path}: another tool already has the name {name!r:.100}", f"{path}.name"
+                )
             self.orders[name] = ArgumentOrder(schema)
             self.functions.append(function_tool(name, tool.description, schema, tool.strict))
 
@@ -163,7 +167,7 @@ class _Reader:
         for number, block in enumerate(blocks):
             path = f"system[{number}]"
             if block.type != "text" or block.text is None:
-                raise invalid(f"{path} must be a block of type 'text' with a text", path)
+                raise invalid(f"{path} must be a block of type 'text' that has a text", path)
             if text := self._without_volatile(block.text):
                 texts.append(text)
         return ["\n".join(texts)] if texts else []
@@ -174,7 +178,10 @@ class _Reader:
         for pattern in VOLATILE_LINES:
             if found := pattern.match(text):
                 name = found[0].partition(":")[0]
-                self._warn(f"system: {name}", "is left out of prompts: it changes by itself")
+                self._warn(
+                    f"system: {name}",
+                    "is left out of the prompt because it changes with every request",
+                )
                 text = text[found.end() :]
         return text
 
@@ -229,28 +236,36 @@ class _Reader:
                 return [text_part(needed(block.text, "text", path))]
             case "image":
                 if not self._options.sees:
-                    raise invalid("this model takes no images, only text", f"{path}.type")
+                    raise invalid("this model does not accept images, only text", f"{path}.type")
                 return [{"type": "image_url", "image_url": {"url": _address(block, path)}}]
             case "document":
                 source = _source(block, path)
                 if source.type != "text" or source.data is None:
-                    raise invalid(f"{path}: only text documents are supported", f"{path}.source")
+                    raise invalid(
+                        f"{path}: only documents with a source of type 'text' are supported",
+                        f"{path}.source",
+                    )
                 return [text_part("\n".join(filter(None, (block.title, source.data))))]
             case "search_result":
                 origin = block.source if isinstance(block.source, str) else None
                 head = "\n".join(filter(None, (block.title, origin)))
                 return [*([text_part(head)] if head else []), *self._result(block, path)]
             case "tool_reference":
-                self._warn("messages: tool_reference", "is left out: all tools are shown")
+                self._warn(
+                    "messages: tool_reference",
+                    "is left out of the prompt because all tools are already shown",
+                )
                 return []
         if self._is_of_server(block):
             return []
-        raise invalid(f"{path}: the type {block.type!r:.100} is not supported here", f"{path}.type")
+        raise invalid(
+            f"{path}: content blocks of type {block.type!r:.100} are not supported", f"{path}.type"
+        )
 
     def _is_of_server(self, block: Block) -> bool:
         of_server = block.type in _SERVER_BLOCKS or block.type.endswith("_tool_result")
         if of_server:
-            self._warn(f"messages: {block.type[:60]}", "is left out of prompts")
+            self._warn(f"messages: {block.type[:60]}", "is left out of the prompt")
         return of_server
 
     def _assistant(self, blocks: Sequence[Block], path: str) -> Chat:
@@ -292,7 +307,7 @@ def _inner_block(given: Any, path: str) -> Block:
     """Convert a block nested in another block from plain JSON values; unknown members are
     ignored."""
     if not isinstance(given, dict):
-        raise invalid(f"{path} must be a block with a type", path)
+        raise invalid(f"{path} must be a content block, that is, a JSON object with a type", path)
     known = {name: value for name, value in given.items() if name in Block.__struct_fields__}
     try:
         return msgspec.convert(known, Block)
@@ -315,7 +330,7 @@ def _address(block: Block, path: str) -> str:
     if source.type == "base64" and source.data is not None:
         return f"data:{source.media_type or 'image/png'};base64,{source.data}"
     raise invalid(
-        f"{path}.source must be of type 'base64' with data, or 'url' with a url; files are not "
-        "stored here",
+        f"{path}.source must have the type 'base64' and data, or the type 'url' and a url, "
+        "because this server does not store files",
         f"{path}.source",
     )

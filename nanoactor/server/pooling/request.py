@@ -13,16 +13,16 @@ from nanoactor.server.errors import invalid
 
 MAX_INPUTS = 2048
 """Maximum number of texts in a request, as in OpenAI's API."""
-_TOKENS = Meta(description="Keep the last so many tokens of a text; -1: as many as fit")
+_TOKENS = Meta(description="Keep this many tokens at the end of a text; -1 keeps as many as fit")
 
 
 class _Pooled(Struct, kw_only=True, forbid_unknown_fields=True):
     """Fields that all pooling requests share."""
 
-    model: Annotated[str, Meta(description="Default: the one that is served")] | None = None
-    priority: Annotated[int, Meta(description="A lower one goes first")] | None = None
+    model: Annotated[str, Meta(description="Default: the served model")] | None = None
+    priority: Annotated[int, Meta(description="Lower values run first")] | None = None
     truncate_prompt_tokens: Annotated[int, _TOKENS] | None = None
-    user: Annotated[str, Meta(description="Stands in the access log")] | None = None
+    user: Annotated[str, Meta(description="Written to the access log")] | None = None
 
 
 class EmbeddingRequest(_Pooled, kw_only=True, forbid_unknown_fields=True):
@@ -32,11 +32,19 @@ class EmbeddingRequest(_Pooled, kw_only=True, forbid_unknown_fields=True):
     input: str | list[str | int | list[int]]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
-    normalize: Annotated[bool, Meta(description="Default: as the model's files say")] | None = None
-    prompt_name: (
-        Annotated[str, Meta(description="A prompt of the model's own, before each text")] | None
+    normalize: (
+        Annotated[bool, Meta(description="Default: as specified in the model's files")] | None
     ) = None
-    prompt: Annotated[str, Meta(description="A text before each text")] | None = None
+    prompt_name: (
+        Annotated[
+            str,
+            Meta(description="Name of one of the model's prompts, which is put before each text"),
+        ]
+        | None
+    ) = None
+    prompt: Annotated[str, Meta(description="Text that is put before each input text")] | None = (
+        None
+    )
 
     @property
     def params(self) -> PoolingParams:
@@ -65,7 +73,8 @@ class EmbeddingRequest(_Pooled, kw_only=True, forbid_unknown_fields=True):
 def _ids(given: Any) -> Prompt:
     if not isinstance(given, list) or not all(isinstance(token, int) for token in given):
         raise invalid(
-            "input must be a string, a list of token ids, or a list of either, not a mixture",
+            "input must be a string, a list of token ids, or a list that contains only strings "
+            "and lists of token ids",
             "input",
         )
     return {"prompt_token_ids": given}
@@ -73,7 +82,7 @@ def _ids(given: Any) -> Prompt:
 
 def _check_count(name: str, given: Sequence[Any]) -> None:
     if not given:
-        raise invalid(f"{name} is empty", name)
+        raise invalid(f"{name} must not be empty", name)
     if len(given) > MAX_INPUTS:
         raise invalid(f"{name} has {len(given)} items; at most {MAX_INPUTS} are accepted", name)
 
@@ -92,7 +101,9 @@ class RerankRequest(_Pooled, kw_only=True, forbid_unknown_fields=True):
     documents: list[str | Document]
     top_n: Annotated[int, Meta(ge=0)] | None = None
     return_documents: bool | None = None
-    instruction: Annotated[str, Meta(description="What a match is")] | None = None
+    instruction: (
+        Annotated[str, Meta(description="Description of what counts as a match")] | None
+    ) = None
 
     @property
     def texts(self) -> list[str]:
@@ -109,7 +120,9 @@ class ScoreRequest(_Pooled, kw_only=True, forbid_unknown_fields=True):
     text_2: str | list[str] | None = None
     queries: str | list[str] | None = None
     documents: str | list[str] | None = None
-    instruction: Annotated[str, Meta(description="What a match is")] | None = None
+    instruction: (
+        Annotated[str, Meta(description="Description of what counts as a match")] | None
+    ) = None
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
@@ -119,14 +132,17 @@ class ScoreRequest(_Pooled, kw_only=True, forbid_unknown_fields=True):
         if len(first) == 1:
             first = first * len(second)
         if len(first) != len(second):
-            raise invalid(f"there are {len(first)} first texts but {len(second)} second texts")
+            raise invalid(
+                f"there must be one first text or as many as second texts, got {len(first)} "
+                f"first and {len(second)} second texts"
+            )
         return list(zip(first, second, strict=True))
 
 
 def _either(body: ScoreRequest, name: str, other: str) -> list[str]:
     given = [(key, getattr(body, key)) for key in (name, other) if getattr(body, key) is not None]
     if len(given) != 1:
-        raise invalid(f"give {name} or its newer name {other}", name)
+        raise invalid(f"give exactly one of {name} and its newer name {other}", name)
     ((key, texts),) = given
     texts = [texts] if isinstance(texts, str) else texts
     _check_count(key, texts)

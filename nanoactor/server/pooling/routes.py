@@ -159,7 +159,10 @@ class PoolingRoutes:
             tokens = sum(len(output.prompt_token_ids) for output in judged)
             return [output.outputs.score for output in judged], tokens
         if body.instruction is not None:
-            raise invalid("instruction is for rerankers; this model makes vectors", "instruction")
+            raise invalid(
+                "instruction is supported only for rerankers, but this model computes vectors",
+                "instruction",
+            )
         # Usually, one query is the first text of all pairs; each distinct text is embedded only
         # once.
         roles = pooling.of_pair(params)

@@ -8,9 +8,9 @@ from msgspec import Meta, Struct
 
 from nanoactor.server.requests import MAX_ITEMS, Extended
 
-_FOR_TEMPLATE = Meta(description="Given to the chat template, if that reads it")
+_FOR_TEMPLATE = Meta(description="Passed to the chat template if the template reads it")
 _IGNORED = Meta(description="Ignored")
-_ECHOED = Meta(description="Stands in the response; changes nothing")
+_ECHOED = Meta(description="Returned in the response; has no other effect")
 
 
 class Part(Struct, forbid_unknown_fields=True):
@@ -45,8 +45,10 @@ class Item(Struct, forbid_unknown_fields=True):
     call_id: str | None = None
     name: str | None = None
     namespace: str | None = None
-    arguments: Annotated[Any, Meta(description="Of a function_call: JSON text")] = None
-    output: Annotated[Any, Meta(description="Of a function_call_output: text, or parts")] = None
+    arguments: Annotated[Any, Meta(description="Arguments of a function_call, as JSON text")] = None
+    output: Annotated[
+        Any, Meta(description="Output of a function_call_output: text or a list of parts")
+    ] = None
     summary: list[Part] | None = None
     encrypted_content: str | None = None
     internal_chat_message_metadata_passthrough: Annotated[Any, _IGNORED] = None
@@ -77,7 +79,9 @@ class TextFormat(Struct, forbid_unknown_fields=True):
     name: Annotated[str, _IGNORED] | None = None
     schema: dict[str, Any] | None = None
     description: Annotated[str, _IGNORED] | None = None
-    strict: Annotated[bool, Meta(description="Enforced in any case")] | None = None
+    strict: (
+        Annotated[bool, Meta(description="The schema is enforced whatever the value")] | None
+    ) = None
 
 
 class TextOptions(Struct, forbid_unknown_fields=True):
@@ -85,7 +89,8 @@ class TextOptions(Struct, forbid_unknown_fields=True):
 
     format: TextFormat | None = None
     verbosity: (
-        Annotated[str, Meta(description="Given to the chat template, if that reads it")] | None
+        Annotated[str, Meta(description="Passed to the chat template if the template reads it")]
+        | None
     ) = None
 
 
@@ -93,7 +98,8 @@ class Reasoning(Struct, forbid_unknown_fields=True):
     """Reasoning options of a request."""
 
     effort: (
-        Annotated[str, Meta(description="Given to the chat template, if that reads it")] | None
+        Annotated[str, Meta(description="Passed to the chat template if the template reads it")]
+        | None
     ) = None
     summary: Annotated[str, _IGNORED] | None = None
     generate_summary: Annotated[str, _IGNORED] | None = None
@@ -105,7 +111,7 @@ class ResponsesRequest(Extended, kw_only=True, forbid_unknown_fields=True):
     the prompt."""
 
     ROUTE: ClassVar[str] = "responses"
-    model: Annotated[str, Meta(description="Default: the one that is served")] | None = None
+    model: Annotated[str, Meta(description="Default: the served model")] | None = None
     input: str | Annotated[list[Item], Meta(min_length=1, max_length=MAX_ITEMS)]
     instructions: str | None = None
     stream: bool | None = None
@@ -127,24 +133,31 @@ class ResponsesRequest(Extended, kw_only=True, forbid_unknown_fields=True):
             list[str],
             Meta(
                 description="`reasoning.encrypted_content` and `message.output_text.logprobs` are "
-                "honoured"
+                "supported"
             ),
         ]
         | None
     ) = None
     top_logprobs: (
-        Annotated[int, Meta(ge=0, description="Of each token of the text, beside its own")] | None
-    ) = None
-    store: (
-        Annotated[bool, Meta(description="Nothing is stored: the response says false")] | None
-    ) = None
-    truncation: (
         Annotated[
-            Literal["auto", "disabled"], Meta(description="Nothing is dropped from a long input")
+            int,
+            Meta(
+                ge=0,
+                description="Number of likeliest tokens to return for each token of the text, "
+                "besides the token itself",
+            ),
         ]
         | None
     ) = None
+    store: (
+        Annotated[bool, Meta(description="Nothing is stored, and the response contains false")]
+        | None
+    ) = None
+    truncation: (
+        Annotated[Literal["auto", "disabled"], Meta(description="A long input is never truncated")]
+        | None
+    ) = None
     metadata: Annotated[dict[str, str], _ECHOED] | None = None
-    user: Annotated[str, Meta(description="Stands in the access log")] | None = None
-    priority: Annotated[int, Meta(description="A lower one goes first")] | None = None
+    user: Annotated[str, Meta(description="Written to the access log")] | None = None
+    priority: Annotated[int, Meta(description="Lower values run first")] | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -37,7 +37,7 @@ class ResponsesRoutes:
         """Handle `POST /v1/responses`."""
         body, tools, chat = await self._read(request)
         if body.store:
-            fate = "is ignored: no response is stored, send the whole input each time"
+            fate = "is ignored because responses are not stored; send the whole input each time"
             self._http.decoder.warn("store", fate)
 
         def writer(answer: Answer) -> ResponsesWriter:
@@ -66,12 +66,14 @@ class ResponsesRoutes:
         """Refuse `GET /v1/responses/{id}` and all other requests for a stored response."""
         raise APIError(
             404,
-            "responses are not stored here: send the whole conversation as input each time",
+            "responses are not stored; send the whole conversation as input each time",
             code="response_not_found",
         )
 
     async def compact(self, request: web.Request) -> web.StreamResponse:
         """Refuse `POST /v1/responses/compact`, whose result only OpenAI's own models can read."""
         raise APIError(
-            404, "conversations are not compacted here: send them whole, or shorten them"
+            404,
+            "this server does not compact conversations; send the whole conversation, "
+            "or shorten it yourself",
         )

@@ -81,7 +81,9 @@ class Tools:
             is_unique = namespace is None or counts[inner] == 1
             name = inner if is_unique else f"{namespace}__{inner}"
             if name in self.origins:
-                raise invalid(f"{path}: the name {name!r:.100} appears twice", f"{path}.name")
+                raise invalid(
+                    f"{path}: another tool already has the name {name!r:.100}", f"{path}.name"
+                )
             self.origins[name] = namespace, inner
             self._names[namespace, inner] = name
             schema = None if tool.parameters is None else ordered_schema(tool.parameters)
@@ -108,14 +110,14 @@ def _flat(
                 yield tool.name, inner, f"{path}.tools[{index}]"
         elif tool.type == "custom":
             raise invalid(
-                f"{path}: custom tools are not supported, as their input has no schema; give a "
-                "function with a parameter of type string",
+                f"{path}: custom tools are not supported because their input has no schema; give "
+                "a function with a parameter of type string",
                 f"{path}.type",
             )
         elif _is_hosted(tool.type):
             warn(f"tools: {tool.type[:60]}", LEFT_OUT)
         else:
-            text = f"{path}: the type {tool.type!r:.100} is not known; give functions"
+            text = f"{path}: the type {tool.type!r:.100} is unknown; use tools of type 'function'"
             raise invalid(text, f"{path}.type")
 
 
@@ -160,7 +162,7 @@ def _form(body: ResponsesRequest) -> Chat:
     if form.type == "json_object":
         return {"response_format": {"type": "json_object"}}
     if form.schema is None:
-        raise invalid('text.format: the type "json_schema" needs a schema', "text.format.schema")
+        raise invalid('text.format: the type "json_schema" requires a schema', "text.format.schema")
     schema = {"name": form.name or "answer", "schema": form.schema}
     return {"response_format": {"type": "json_schema", "json_schema": schema}}
 
@@ -183,7 +185,10 @@ def _choice(choice: str | dict[str, Any] | None, tools: Tools) -> Chat:
     if kind == "allowed_tools":
         given = choice.get("tools")
         if not isinstance(given, list) or choice.get("mode") not in ("auto", "required"):
-            text = 'tool_choice: allowed_tools needs tools, a list, and mode "auto" or "required"'
+            text = (
+                'tool_choice: the type "allowed_tools" requires a list of tools and the '
+                'mode "auto" or "required"'
+            )
             raise invalid(text, "tool_choice")
         names = [
             _named(one, tools, f"tool_choice.tools[{number}]")
@@ -193,7 +198,8 @@ def _choice(choice: str | dict[str, Any] | None, tools: Tools) -> Chat:
         allowed = {"mode": choice["mode"], "tools": names}
         return {"tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}
     raise invalid(
-        f"tool_choice: the type {kind!r:.100} is not supported; functions can be demanded",
+        f"tool_choice: the type {kind!r:.100} is not supported; use the type 'function' or "
+        "'allowed_tools'",
         "tool_choice.type",
     )
 
@@ -201,12 +207,12 @@ def _choice(choice: str | dict[str, Any] | None, tools: Tools) -> Chat:
 def _named(choice: Any, tools: Tools, path: str) -> Chat:
     name = choice.get("name") if isinstance(choice, dict) else None
     if not isinstance(name, str):
-        raise invalid(f"{path} must be a function with a name", path)
+        raise invalid(f"{path} must be an object with the name of a function", path)
     namespace = choice.get("namespace")
     shown = tools.name(namespace if isinstance(namespace, str) else None, name)
     if shown not in tools.origins:
-        known = ", ".join(map(repr, tools.origins)) or "there are none"
-        raise invalid(f"{path}: {name!r:.100} is not one of the tools: {known}", path)
+        known = ", ".join(map(repr, tools.origins)) or "none"
+        raise invalid(f"{path}: {name!r:.100} is not the name of one of the tools ({known})", path)
     return {"type": "function", "function": {"name": shown}}
 
 
@@ -265,17 +271,19 @@ class _Reader:
         misleading."""
         kind, at = item.type[:100], f"{path}.type"
         if kind == "item_reference":
-            raise invalid(f"{path}: items are not stored here: send the item", at)
+            raise invalid(
+                f"{path}: items are not stored; send the item itself instead of a reference", at
+            )
         if kind.startswith("custom_tool"):
             raise invalid(f"{path}: custom tools are not supported", at)
         if not kind.endswith(_OF_HOSTED) and kind not in _OF_CONTEXT:
-            raise invalid(f"{path}: the type {kind!r} is not supported here", at)
+            raise invalid(f"{path}: items of type {kind!r} are not supported", at)
         self._warn(f"input: {kind[:60]}", LEFT_OUT)
 
     def _message(self, item: Item, path: str) -> Iterator[Chat]:
         if item.role is None or item.content is None:
             missing = "role" if item.role is None else "content"
-            raise invalid(f"{path}: a message needs {missing}", f"{path}.{missing}")
+            raise invalid(f"{path}: a message requires the field {missing}", f"{path}.{missing}")
         if item.role == "assistant":
             yield from self._add("content", self._text(item.content, f"{path}.content"))
             return
@@ -326,7 +334,7 @@ class _Reader:
     def _text(self, given: str | list[Part], path: str) -> str:
         content = content_of(self._parts(given, path))
         if not isinstance(content, str):
-            raise invalid(f"{path}: an assistant's message has text alone", path)
+            raise invalid(f"{path}: an assistant message may contain only text", path)
         return content
 
     def _parts(self, given: str | list[Part], path: str) -> list[Chat]:
@@ -341,12 +349,13 @@ class _Reader:
         if part.type != "input_image":
             what = "files are" if "file" in part.type else f"the type {part.type!r:.100} is"
             raise invalid(
-                f"{path}: {what} not supported here: only text and images", f"{path}.type"
+                f"{path}: {what} not supported here; a part must be text or an image",
+                f"{path}.type",
             )
         if not self._options.sees:
-            raise invalid("this model takes no images, only text", f"{path}.type")
+            raise invalid("this model does not accept images, only text", f"{path}.type")
         if part.image_url is None:
-            text = f"{path} needs image_url: files are not stored here"
+            text = f"{path} requires image_url because files are not stored"
             raise invalid(text, f"{path}.image_url")
         image = {"url": part.image_url}
         if part.detail in ("auto", "low", "high"):

@@ -325,7 +325,7 @@ def test_compiled_graphs_are_written_read_and_used_again(
     assert compiled == 0, "nothing is compiled anew"
     assert again == files
     assert [path.read_bytes() for path in files] == written
-    assert "compiled graphs of an earlier start are used" in caplog.text
+    assert "using graphs that an earlier start compiled" in caplog.text
     compiled, more = start(num_kv_blocks=9)
     assert compiled == 2, "other shapes, other graphs"
     assert len(more) == 4

@@ -91,7 +91,7 @@ def compile_kernels(
         if (parallel or not kernel.parallel) and kernel.purpose in purposes:
             kernel.function.compile((*kernel.arguments, like))
             if kernel.function.stats.cache_misses:
-                _log_once(f"compiling kernels for {dtype}, once; this takes some 15 s")
+                _log_once(f"compiling kernels for {dtype}; this happens once and takes about 15 s")
 
 
 def kernel(
@@ -107,7 +107,10 @@ def kernel(
         try:
             made = numba.njit(cache=True, parallel=parallel, **options)(function)
         except RuntimeError as error:  # neither our folder nor the user's cache is writable
-            _log_once(f"kernels are compiled at each start, which takes some 10 s: {error}")
+            _log_once(
+                "compiled kernels cannot be cached, so each start compiles them again, which takes "
+                f"about 10 s: {error}"
+            )
             made = numba.njit(parallel=parallel, **options)(function)
         arguments = tuple(types.float64 if kind == "f" else types.int64 for kind in scalars)
         _kernels.append(_Kernel(made, arguments, parallel, purpose))

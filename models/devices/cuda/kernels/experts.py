@@ -81,7 +81,7 @@ def _refusal(weights: ExpertWeights) -> str | None:
     if not isinstance(pair, Fp8Blocks) or not isinstance(down, Fp8Blocks):
         return None
     if pair.weight.shape[1] // 2 % pair.group:
-        return f"a group of {pair.group} outputs has gates and ups"
+        return f"a group of {pair.group} outputs spans the gate and up projections"
     return fp8.refusal(pair) or fp8.refusal(down)
 
 

@@ -49,9 +49,9 @@ class Packed:
 def refusal(weights: Fp8Blocks) -> str | None:
     """Return why no kernel supports a matrix, or the matrices of all experts; None if one does."""
     if weights.block not in _BLOCKS:
-        return f"blocks of {weights.block} inputs are none of {', '.join(map(str, _BLOCKS))}"
+        return f"the block size {weights.block} is not one of {', '.join(map(str, _BLOCKS))}"
     if weights.group % _ROWS or weights.weight.shape[-2] % _ROWS:
-        return f"groups of {_ROWS} outputs have several scales"
+        return f"groups of {_ROWS} outputs have more than one scale"
     return None
 
 

@@ -109,7 +109,9 @@ def compiled(source: str, name: str) -> Compiled:
     try:
         _write(path, made.cubin)
     except OSError as error:
-        log.warning("machine code cannot be kept, so each start compiles it: %s", error)
+        log.warning(
+            "compiled kernels cannot be cached, so each start compiles them again: %s", error
+        )
     return made
 
 

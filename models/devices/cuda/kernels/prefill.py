@@ -35,13 +35,13 @@ def refusal(
     hold a whole number of tiles.
     """
     if capability[0] != HOPPER:
-        return f"compute capability {capability[0]}.{capability[1]} is not Hopper's, 9.0"
+        return f"compute capability {capability[0]}.{capability[1]} is not 9.0 (Hopper)"
     if dtype not in (torch.bfloat16, torch.float16):
-        return f"{str(dtype).removeprefix('torch.')} is multiplied exactly, without tensor cores"
+        return f"{str(dtype).removeprefix('torch.')} products are exact and use no tensor cores"
     if head_dim not in _SIZES:
-        return f"heads of {head_dim} are none of {', '.join(map(str, _SIZES))}"
+        return f"head_dim {head_dim} is not one of {', '.join(map(str, _SIZES))}"
     if block_size % WIDE.tile:
-        return f"block_size {block_size} is no multiple of {WIDE.tile}"
+        return f"block_size {block_size} is not a multiple of {WIDE.tile}"
     return None
 
 

@@ -36,12 +36,12 @@ PATIENCE = 10.0
 """Seconds that a block waits for another block, or for its own copies, before it stops the
 kernel."""
 _WAITS = {
-    1: "words that another block hands over",
+    1: "words from another block",
     2: "the arrival of all blocks",
     3: "a tile of weights",
-    4: "room in the ring",
-    5: "copies on their way",
-    6: "the rows' choice of experts",
+    4: "space in the ring",
+    5: "copies in flight",
+    6: "the experts that the rows choose",
 }
 _STOPPED = 0x80000000
 _WIDE, _FASTER_UP_TO = 4096, 8
@@ -53,7 +53,7 @@ _PACKED_EXPERTS_UP_TO = 4
 """Maximum number of rows for which the kernel is faster with packed experts. Measured on an H200
 with 30B-A3B in FP8: 4 rows take 3.95 ms with the kernel and 4.47 with operators, 8 rows 6.12 and
 5.87."""
-_SLOWER = "decode steps of few rows run operator by operator, which takes up to twice as long"
+_SLOWER = "decode steps with few rows run operator by operator, which takes up to twice as long"
 
 
 class StepStopped(RuntimeError):
@@ -112,7 +112,7 @@ def supports(
     if ranks > 1:
         return f"{ranks} ranks share the model"
     if rows > _FASTER_UP_TO and config.hidden_size >= _WIDE:
-        return f"operators are as fast with more than {_FASTER_UP_TO} rows of such a width"
+        return f"operators are as fast with more than {_FASTER_UP_TO} rows at this hidden_size"
     if mixture is not None and packed and rows > _PACKED_EXPERTS_UP_TO:
         return f"operators are faster with more than {_PACKED_EXPERTS_UP_TO} rows of packed experts"
     # If layers have experts, the family's own options concern only the experts.
@@ -120,7 +120,7 @@ def supports(
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.name not in honoured and value != _NEUTRAL.get(field.name, field.default):
-            return f"the kernel does not know {field.name} {value!r:.50}"
+            return f"the kernel does not support {field.name} {value!r:.50}"
     return refusal(Shape.of(config, rows, block_size, processors, 1, packed, mixture))
 
 
@@ -190,7 +190,7 @@ def describe(word: int, block: int, shape: Shape) -> str:
     name = (*shape.phases, LOGITS)[phase].name.lower()
     where = f"layer {layer} of {shape.layers}" if layer < shape.layers else "the head"
     return (
-        f"a decode step of {shape.rows} rows has stopped: block {block} waited too long for "
+        f"a decode step with {shape.rows} rows has stopped: block {block} waited too long for "
         f"{_WAITS.get(wait, wait)} in {name} of {where}"
     )
 
@@ -234,7 +234,7 @@ class DecodeSteps:
         packed, mixtures = weights.is_packed, {layer.mixture for layer in weights.layers}
         if packed is None or len(mixtures) > 1:
             what = "matrices are in FP8" if packed is None else "layers have experts"
-            log.warning("%s: some of its %s", _SLOWER, what)
+            log.warning("%s: only some of the model's %s", _SLOWER, what)
             return cls(made)
         step, (mixture,) = None, mixtures
         for rows in sizes:

@@ -333,8 +333,8 @@ def _refusal_of_experts(shape: Shape) -> str | None:
         return f"{shape.rows} rows of a mixture of experts are more than {MOST_EXPERT_ROWS}"
     if mixture.experts > _MOST_EXPERTS or mixture.chosen > _MOST_CHOSEN:
         return (
-            f"{mixture.chosen} of {mixture.experts} experts are more than {_MOST_CHOSEN} of "
-            f"{_MOST_EXPERTS}"
+            f"{mixture.chosen} of {mixture.experts} experts exceed the maximum of {_MOST_CHOSEN} "
+            f"of {_MOST_EXPERTS}"
         )
     if mixture.chosen * shape.inter < 8 * shape.blocks:
         return f"{mixture.chosen} experts of {shape.inter} are too small for {shape.blocks} blocks"
@@ -349,17 +349,17 @@ def refusal(shape: Shape) -> str | None:
 def _refusal_of_sizes(shape: Shape) -> str | None:
     for name in ("hidden", "width", "inter"):
         if getattr(shape, name) % 256:
-            return f"{name} {getattr(shape, name)} is no multiple of 256"
+            return f"{name} {getattr(shape, name)} is not a multiple of 256"
     if shape.head_dim not in (64, 128):
         return f"head_dim {shape.head_dim} is neither 64 nor 128"
     if shape.heads // shape.kv_heads > WARPS:
         return f"{shape.heads // shape.kv_heads} query heads share a key-value head, more than 8"
     if not 1 <= shape.rows <= MOST_ROWS:
-        return f"{shape.rows} rows are not 1 to {MOST_ROWS}"
+        return f"the number of rows, {shape.rows}, is not between 1 and {MOST_ROWS}"
     if shape.block_size % 16:
-        return f"block_size {shape.block_size} is no multiple of 16"
+        return f"block_size {shape.block_size} is not a multiple of 16"
     if shape.rows > 1 and shape.flagged:
-        return "flagged words are for one row"
+        return "flagged words support only one row"
     if parameter_bytes(shape) > PARAMETER_LIMIT:
         return f"{shape.layers} layers are too many for the kernel's parameters"
     if layout_of(shape).slots < _LEAST_SLOTS:

@@ -123,8 +123,8 @@ class ProductKernels:
             except (nvrtc.CompileError, DriverError) as error:
                 self._wanted = False
                 log.warning(
-                    "FP8 products of many rows use the Triton kernels, which take up to 1.5 times "
-                    "as long: %s",
+                    "FP8 products with many rows use the Triton kernels, which take up to 1.5 "
+                    "times as long: %s",
                     error,
                 )
         return self._found
