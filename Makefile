@@ -42,14 +42,17 @@ test: .venv/.ready
 		-m '$(USUAL) and alone'; echo $$? > $(LEFT)/alone/status
 	@! grep -vx 0 $(LEFT)/*/status
 
+# Tests of what `.venv-clients` has.
+CLIENTS := tests/server/test_clients.py tests/examples/test_langchain_chat.py
+
 # Hours on two cores; the soak test alone takes half an hour. Each part runs, whatever failed before.
 test-long: .venv/.ready .venv-clients/.ready
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[eval]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[eval,examples]'
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps trl
 	@failed=0; \
 	$(PYTEST) -n 2 --dist worksteal -m 'not gpu and not alone' || failed=1; \
 	$(PYTEST) -m 'not gpu and alone' || failed=1; \
-	.venv-clients/bin/python -m pytest -m 'not gpu' tests/server/test_clients.py || failed=1; \
+	.venv-clients/bin/python -m pytest -m 'not gpu' $(CLIENTS) || failed=1; \
 	exit $$failed
 
 # Apart, as some of the clients need an older `openai` than the one that tests/server is about.
@@ -66,7 +69,7 @@ test-long: .venv/.ready .venv-clients/.ready
 	touch $@
 
 test-clients: .venv-clients/.ready .clients/.ready
-	.venv-clients/bin/python -m pytest -m 'not gpu' tests/server/test_clients.py tests/clients
+	.venv-clients/bin/python -m pytest -m 'not gpu' $(CLIENTS) tests/clients
 
 # torch_npu and stand-ins for CANN, apart from everything else: in a normal environment both would
 # break `import torch`. The rest is .venv's.

@@ -10,7 +10,7 @@ import pytest
 from tests.product_files import ROOMS, ROOT, matching
 
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "bench/README.md"]
-PAGES += matching("docs/*.md")
+PAGES += [*matching("docs/*.md"), *matching("examples/**/README.md")]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 

@@ -1,13 +1,12 @@
 """The scripted model, as a process of its own."""
 
 import os
-import re
-import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.clients.scripted_process import scripted_server
 
 ROOT = Path(__file__).parents[2]
 BIN = ROOT / ".clients" / "node_modules" / ".bin"
@@ -16,15 +15,8 @@ BIN = ROOT / ".clients" / "node_modules" / ".bin"
 @pytest.fixture(scope="session")
 def url(tmp_path_factory):
     """Where it listens."""
-    model = tmp_path_factory.mktemp("scripted") / "model"
-    command = [sys.executable, "-m", "tests.clients.scripted_model", str(model), "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    try:
-        yield re.search(r"http://\S+", process.stdout.readline())[0]
-    finally:
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
-        process.stdout.close()
+    with scripted_server(tmp_path_factory.mktemp("scripted") / "model") as url:
+        yield url
 
 
 @pytest.fixture
