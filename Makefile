@@ -8,7 +8,7 @@ EXTRAS ?= test
 # a seventh of the suite's time.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo serve test test-long test-clients test-npu lint bench clean
+.PHONY: demo serve test test-long test-clients test-npu docs lint bench clean
 
 # What users install: no compilers, linters or clients of the tests. Modules are compiled when they
 # are first imported, which most never are.
@@ -86,6 +86,21 @@ TORCH_NPU := torch_npu==2.13.0
 test-npu: .venv-npu/.ready
 	$(BIN)/python -m tests.npu.ladder $(if $(LONG),--long)
 
+# Apart from the engine, whose sources the site's tools only read. npm has the script that draws
+# diagrams; without npm they stay text.
+.venv-docs/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear .venv-docs
+	$(PYTHON) -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+		print(*project["optional-dependencies"]["docs"], sep="\n")' | .venv-docs/bin/python -m pip \
+		install --quiet --constraint constraints.txt --requirement /dev/stdin
+	npm pack --silent --pack-destination .venv-docs mermaid@11.17.2 && tar -xzf .venv-docs/mermaid-*.tgz \
+		-C .venv-docs --strip-components=2 package/dist/mermaid.min.js || echo "no npm: diagrams stay text"
+	touch $@
+
+# The site, in build/site. To see changes at once: .venv-docs/bin/mkdocs serve -f docs/site/mkdocs.yml
+docs: .venv-docs/.ready
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --config-file docs/site/mkdocs.yml
+
 lint: .venv/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -98,4 +113,4 @@ bench: .venv/.ready
 	$(BIN)/python bench/overlap.py --rounds 1
 
 clean:
-	rm -rf .venv .venv-clients .venv-npu .clients build dist *.egg-info
+	rm -rf .venv .venv-clients .venv-docs .venv-npu .clients build dist *.egg-info

@@ -71,9 +71,11 @@ have `"multi_modal_data": {"image": [...]}`; messages may have image content par
 class AsyncLLM(Controlled, Pooled):
     """An engine that runs in separate processes, used from one event loop.
 
-    async with AsyncLLM("demo") as llm:
-        async for output in llm.generate("ROMEO:", SamplingParams(max_tokens=50)):
-            print(output.outputs[0].text)
+    Use it in an `async with` statement, or call `start` and `close`:
+
+        async with AsyncLLM("demo") as llm:
+            async for output in llm.generate("ROMEO:", SamplingParams(max_tokens=50)):
+                print(output.outputs[0].text)
     """
 
     @public

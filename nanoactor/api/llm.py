@@ -38,8 +38,10 @@ _AT_ONCE = 4096
 class LLM:
     """A blocking interface with its own event loop thread; it also works inside a running loop.
 
-    with LLM("demo") as llm:
-        print(llm.generate("ROMEO:")[0].outputs[0].text)
+    Use it in a `with` statement, or call `close`:
+
+        with LLM("demo") as llm:
+            print(llm.generate("ROMEO:")[0].outputs[0].text)
     """
 
     @public
