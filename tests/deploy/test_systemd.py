@@ -51,27 +51,40 @@ def installed(tmp_path):
     return unit, drop_in
 
 
+def complaints(unit):
+    """What systemd says of the unit: of a setting that it does not know it warns, with status 0."""
+    command = ["systemd-analyze", "verify", str(unit)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    said = [line for line in done.stderr.splitlines() if "nanoactor" in line]
+    assert done.returncode == 0 or said, done.stderr
+    return said
+
+
 @needs_systemd
 def test_systemd_accepts_the_unit(installed):
     unit, _ = installed
-    assert run("systemd-analyze", "verify", unit, stdin=subprocess.DEVNULL) == ""
+    assert complaints(unit) == []
 
 
 @needs_systemd
 def test_systemd_accepts_the_unit_for_gpus(installed):
     unit, drop_in = installed
     (drop_in / "nvidia.conf").write_text((FOLDER / "nvidia.conf").read_text())
-    run("systemd-analyze", "verify", unit)
+    assert complaints(unit) == []
 
 
 @needs_systemd
-def test_systemd_would_find_a_wrong_setting(installed):
+@pytest.mark.parametrize(
+    ("right", "wrong", "named"),
+    [
+        ("KillMode=mixed", "KillMode=mixd", "mixd"),
+        ("LockPersonality=", "LockPersonalities=", "LockPersonalities"),
+    ],
+)
+def test_systemd_would_find_a_wrong_setting(installed, right, wrong, named):
     unit, _ = installed
-    unit.write_text(unit.read_text().replace("KillMode=mixed", "KillMode=mixd"))
-    done = subprocess.run(
-        ["systemd-analyze", "verify", unit], capture_output=True, text=True, check=False
-    )
-    assert "mixd" in done.stderr
+    unit.write_text(unit.read_text().replace(right, wrong))
+    assert any(named in one for one in complaints(unit))
 
 
 @needs_systemd
