@@ -105,7 +105,7 @@ def frame_times(video: Video, frames: int) -> list[float]:
         rate = _rate(video.fps)
         return [index / rate for index in range(frames)]
     if video.fps is not None:
-        raise InvalidRequest("a video must have either times or fps, not both")
+        raise InvalidRequest("a video may have either times or fps, but not both")
     try:
         times = [float(time) for time in video.times]
     except (TypeError, ValueError, OverflowError):

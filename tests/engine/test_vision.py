@@ -319,7 +319,7 @@ def test_a_request_may_be_aborted_while_its_pictures_are_opened(monkeypatch):
             stream = llm.generate(chat, params, request_id="mine")
             task = asyncio.ensure_future(anext(stream))
             await asyncio.sleep(0.05)
-            with pytest.raises(InvalidRequest, match="'mine' is in use"):
+            with pytest.raises(InvalidRequest, match="'mine' is already in use"):
                 await collect(llm, chat, params, request_id="mine")
             await llm.abort("mine")
             opened.set()

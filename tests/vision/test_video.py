@@ -131,7 +131,7 @@ WRONG = [
     ((FRAMES, {"fps": 1, "frames_indices": [10**400]}), "frames_indices must be frame numbers"),
     (np.broadcast_to(FRAMES[:1, :1, :1], (40, 3000, 3000, 3)), "at most 1000000"),
     (Video(FRAMES, fps=True), "fps must be a number greater than 0"),
-    (Video(FRAMES, fps=2, times=[1] * 5), "times or fps, not both"),
+    (Video(FRAMES, fps=2, times=[1] * 5), "times or fps, but not both"),
     (Video(FRAMES, times=[1, 2]), "5 frames, but 2 times"),
     (Video(FRAMES, times=[5, 4, 3, 2, 1]), "must not decrease"),
     (Video(FRAMES, times=[0, 1, 2, 3, float("nan")]), "must be from 0 to"),
