@@ -1,4 +1,4 @@
-"""The program of docs/offline.md that stores answers as they come runs, and continues."""
+"""Programs and outputs on pages: the program of docs/offline.md runs, and quoted lines are ours."""
 
 import json
 import os
@@ -6,6 +6,10 @@ import re
 import subprocess
 import sys
 
+import pytest
+
+from nanoactor import InvalidRequest, SamplingParams
+from tests.docs.messages import is_of_the_code
 from tests.product_files import ROOT
 
 PAGE = ROOT / "docs" / "offline.md"
@@ -41,3 +45,18 @@ def test_a_file_is_answered_line_by_line_and_continued(tmp_path):
     assert sum(one.get("text") == "kept" for one in found) == 20
     assert [one["line"] for one in found if "error" in one] == [40]
     assert all(one["text"] for one in found if "error" not in one)
+
+
+def test_the_doctors_lines_are_those_that_it_prints():
+    text = (ROOT / "docs" / "quickstart.md").read_text()
+    said = re.findall(r"^(?:ok|note|bad) {2,}\S.*? {2,}(\S.*)$", text, re.MULTILINE)
+    assert len(said) > 8
+    sentences = [line for line in said if re.fullmatch(r"[a-zA-Z_,;: ]{12,}", line)]
+    assert len(sentences) >= 4
+    assert all(is_of_the_code(line) for line in sentences)
+
+
+def test_a_quoted_error_is_the_one_that_is_raised():
+    with pytest.raises(InvalidRequest) as refused:
+        SamplingParams.for_model(max_token=3)
+    assert f"`{refused.value}`" in " ".join(PAGE.read_text().split())

@@ -1,35 +1,19 @@
 """docs/troubleshooting.md quotes messages that the code has, and knows every error and status."""
 
-import ast
-import functools
 import inspect
 import re
 
 import pytest
 
 from nanoactor import errors
-from tests.product_files import ROOMS, ROOT, matching
+from tests.docs.messages import corpus, is_of_the_code
+from tests.product_files import ROOT, matching
 
 PAGE = ROOT / "docs" / "troubleshooting.md"
 
 
 def section(title):
     return PAGE.read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
-
-
-@functools.cache
-def corpus():
-    """Every string of the code, with a mark for what an f-string or a log's format puts in."""
-    found = []
-    for room in ROOMS:
-        for path in matching(f"{room}/**/*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.JoinedStr):
-                    parts = [p.value if isinstance(p, ast.Constant) else "\0" for p in node.values]
-                    found.append("".join(map(str, parts)))
-                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    found.append(re.sub(r"%[-\d.]*[sdfr]", "\0", node.value).replace("%%", "%"))
-    return found
 
 
 def quoted():
@@ -43,17 +27,10 @@ def quoted():
     yield "ended unexpectedly: \0"
 
 
-def words(message):
-    """A message as the corpus may have it: only its fixed parts, in their order."""
-    return re.compile(".*?".join(map(re.escape, re.split(r"\.\.\.|\0", message))), re.DOTALL)
-
-
 @pytest.mark.parametrize("message", [*quoted()])
 def test_a_quoted_message_is_one_of_the_code(message):
     message = message.removesuffix(" signal SIGKILL") if "SIGKILL" in message else message
-    pattern = words(message)
-    # A message may be put together from two strings.
-    assert any(pattern.search(text) for text in corpus()) or in_argparse(message)
+    assert is_of_the_code(message) or in_argparse(message)
 
 
 def in_argparse(message):
