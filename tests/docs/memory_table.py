@@ -5,6 +5,7 @@ counted and not made, and its layers say what they keep of a sequence.
 """
 
 import dataclasses
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -136,7 +137,10 @@ def size_of(raw: dict[str, Any]) -> Size:
     return Size(plain.parameters, plain.bytes, packed.bytes, block_bytes(decoder.states, 1))
 
 
-SIZES = {name: size_of(raw) for name, raw in MODELS.items()}
+@functools.cache
+def models() -> dict[str, Size]:
+    """Return the size of each model."""
+    return {name: size_of(raw) for name, raw in MODELS.items()}
 
 
 def _gib(size: float) -> str:
@@ -150,7 +154,7 @@ def sizes() -> str:
         f"| model | parameters | weights, bfloat16 | weights, FP8 | one token | {lengths} |",
         "| --- | ---: | ---: | ---: | ---: |" + " ---: |" * len(CONTEXTS),
     ]
-    for name, size in SIZES.items():
+    for name, size in models().items():
         contexts = " | ".join(_gib(size.token * length) for length in CONTEXTS)
         lines.append(
             f"| {name} | {size.parameters / 1e9:.2f} B | {_gib(size.weights)} | "
@@ -165,7 +169,7 @@ def rooms() -> str:
         f"| model | {' | '.join(f'{free} GiB free' for free in FREE)} |",
         "| --- |" + " ---: |" * len(FREE),
     ]
-    for name, size in SIZES.items():
+    for name, size in models().items():
         for weights, what in ((size.weights, "bfloat16"), (size.packed, "FP8")):
             held = [int(0.9 * free * GIB - weights - STEPS * GIB) // size.token for free in FREE]
             cells = " | ".join(f"{tokens:,}" if tokens > 0 else "-" for tokens in held)
@@ -177,7 +181,7 @@ def least() -> str:
     """The table of how much memory must be free to start with one sequence."""
     kinds = [f"{kind}, {length:,}" for kind in ("bfloat16", "FP8") for length in LEAST]
     lines = [f"| model | {' | '.join(kinds)} |", "| --- |" + " ---: |" * len(kinds)]
-    for name, size in SIZES.items():
+    for name, size in models().items():
         needs = [
             math.ceil((weights + STEPS * GIB + length * size.token) / 0.9 / GIB)
             for weights in (size.weights, size.packed)

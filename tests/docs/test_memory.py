@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.docs.memory_table import SIZES, TABLES, marked
+from tests.docs.memory_table import TABLES, marked, models
 from tests.product_files import ROOT
 
 CASES = [(page, title) for page, tables in TABLES.items() for title in tables]
@@ -27,11 +27,11 @@ def test_a_page_has_the_table(page, title):
 )
 def test_parameters_are_those_that_the_models_are_known_for(name, billions):
     """An error in the sizes of a configuration would show here."""
-    assert abs(SIZES[name].parameters / 1e9 - billions) < 0.001
+    assert abs(models()[name].parameters / 1e9 - billions) < 0.001
 
 
 def test_a_token_takes_what_an_engine_has_allocated():
     """12,055 blocks of 64 tokens on an H200, as docs/memory.md says, with 139 GiB free."""
-    size = SIZES["Qwen3-8B"]
+    size = models()["Qwen3-8B"]
     taken = size.weights + 12_055 * 64 * size.token
     assert 0.95 < taken / (0.9 * 139 * (1 << 30)) < 1.0
