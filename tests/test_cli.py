@@ -342,7 +342,13 @@ def test_a_file_of_prompts_is_answered_in_order(tmp_path):
     assert {one.get("id") for one in found} == {None, "second", 5}
     errors = [one["error"]["message"] for one in found if "error" in one]
     assert {one["error"]["type"] for one in found if "error" in one} == {"InvalidRequest"}
-    expected = ("max_tokens", "exactly one of", "a JSON string", "must be a string", "not valid JSON")
+    expected = (
+        "max_tokens",
+        "exactly one of",
+        "a JSON string",
+        "must be a string",
+        "not valid JSON",
+    )
     for message, part in zip(errors, expected, strict=True):
         assert part in message
     again = run("generate", "demo", *FAST, "--prompts", "-", *options, input='"ROMEO:"\n')

@@ -538,7 +538,12 @@ def test_prompts_that_are_cut(fast_server):
     body |= {"truncate_prompt_tokens": -1, "truncation_side": "left"}
     assert post("/v1/chat/completions", body).json()["usage"]["prompt_tokens"] == 1022
     for path, body, param, said in (
-        ("/v1/completions", COMPLETION | cut | {"echo": True}, None, "echo with truncate"),
+        (
+            "/v1/completions",
+            COMPLETION | cut | {"echo": True},
+            None,
+            "echo cannot be combined with truncate",
+        ),
         ("/v1/completions", COMPLETION | {"truncate_prompt_tokens": 1024}, None, "at most 1023"),
         ("/v1/completions", COMPLETION | {"truncate_prompt_tokens": 0}, None, "got 0"),
         ("/v1/chat/completions", CHAT | {"truncation_side": "right"}, "truncation_side", "last"),

@@ -900,7 +900,7 @@ def test_closing_breaks_off_what_is_being_fetched(monkeypatch):
             assert not loader._running
             for result in await asyncio.gather(*tasks, return_exceptions=True):
                 assert isinstance(result, EngineClosed), repr(result)
-        with pytest.raises(EngineClosed, match="closing"):
+        with pytest.raises(EngineClosed, match="shutting down"):
             await loader.load(base + "/")
         assert await loader.load(data()) == PICTURE
 
