@@ -30,7 +30,8 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     """llama3: frequencies with at most this many periods over the original length are scaled."""
     high_freq_factor: float = 4.0
-    """llama3: frequencies with at least this many periods are kept unchanged."""
+    """llama3: frequencies with at least this many periods over the original length are kept
+    unchanged."""
     sections: tuple[int, int, int] | None = None
     """M-RoPE: numbers of frequencies for time, height and width; None for models without M-RoPE."""
 

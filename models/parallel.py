@@ -75,7 +75,8 @@ def shard_of(config: ModelConfig, rank: int = 0, ranks: int = 1) -> Shard:
 
 
 def check_parallel(config: ModelConfig, ranks: int) -> None:
-    """Raise `UnsupportedModel` with possible numbers of ranks if the model cannot be divided."""
+    """Raise `UnsupportedModel`, which lists the possible numbers of ranks, if the model cannot be
+    divided among `ranks` ranks."""
     heads, kv = config.num_heads, config.num_kv_heads
     if ranks <= config.intermediate_size and _divides(heads, kv, ranks):
         return

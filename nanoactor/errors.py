@@ -57,8 +57,8 @@ def out_of_resources(error: BaseException) -> OutOfResources:
 
 
 class EngineDead(NanoactorError):
-    """The engine's processes have died more often than the engine may restart them. Every waiting
-    request raises this error; start a new engine."""
+    """The engine's processes have died more often than `max_restarts` allows. Every waiting request
+    raises this error; start a new engine."""
 
 
 def engine_dead(error: BaseException) -> EngineDead:

@@ -245,8 +245,8 @@ class Node:
             outbox.break_off(reason)
 
     def statistics(self) -> dict[str, dict[str, Any]]:
-        """Return, by actor, the statistics of its node, the actor itself, its mailbox, its
-        outboxes, and its incoming edges."""
+        """Return, for each actor, the statistics of its node, of the actor itself, and of its
+        mailbox, outboxes and incoming edges."""
         figures: dict[str, dict[str, Any]] = {}
         node = {"name": self.plan.name, "cpu_seconds": time.process_time()}
         if self._alarm is not None:

@@ -144,7 +144,7 @@ class StartWatch:
 
     @property
     def interval(self) -> float:
-        """Return the seconds between two calls of `tick`."""
+        """Return the number of seconds between calls to `tick`."""
         return max(0.05, min(self._limits.values(), default=1.0) / 10)
 
     def tick(self, passed: float, cpu_seconds: Mapping[str, float]) -> list[str]:

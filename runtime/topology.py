@@ -50,8 +50,8 @@ class NodeSpec:
     """Top-level modules that cannot be imported here, so that no heavy import slips into a light
     process."""
     descriptors: tuple[int, ...] = ()
-    """Additional descriptors that the process inherits; in this process they still belong to the
-    caller."""
+    """Additional descriptors that the child process inherits; the parent's copies still belong to
+    the caller."""
     nice: int = 0
     """Niceness of the process, as in `os.nice`."""
     roused: bool = False

@@ -64,7 +64,8 @@ class Reader:
 
     @torch.no_grad()
     def __call__(self, pictures: Sequence[Pictures], prompt: Sequence[int]) -> list[str]:
-        """Return greedy answers; `pictures` holds the pictures of all rows for each placeholder."""
+        """Return greedy answers; `pictures[i]` holds the pictures for placeholder i, one per
+        row."""
         device = self.model.device
         images = [i for row in zip(*(p.images() for p in pictures), strict=True) for i in row]
         inputs = self._processor(images, return_tensors="pt").to(device)

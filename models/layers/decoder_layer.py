@@ -20,7 +20,8 @@ from nanoactor.models.weights.whole_step import LayerWeights, Matrix
 
 
 class DecoderLayer:
-    """A mixer and a feed-forward part; each follows a norm and is added to the residual stream."""
+    """A mixer and a feed-forward part; each is preceded by a norm, and its output is added to the
+    residual stream."""
 
     def __init__(self, spec: LayerSpec, context: LayerContext, prefix: str) -> None:
         size = context.config.hidden_size
@@ -87,7 +88,8 @@ class _Pair:
 
 
 def _pair_of(into: ColumnParallel, out: RowParallel) -> _Pair | None:
-    """Return two projections; None if a matrix is not exposed, or if the second has a bias."""
+    """Return the matrices of two consecutive projections and the bias of the first; None if either
+    matrix is not exposed or if the second projection has a bias."""
     first, second = into.operator, out.operator
     if not isinstance(first, HasMatrix) or not isinstance(second, HasMatrix):
         return None

@@ -403,8 +403,8 @@ class RandomWeights(Weights):
         dtype: torch.dtype | None = None,
         stored: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """Draw normal numbers with a standard deviation of 0.02, as in initialization, or 20 for
-        integer types; the weights of norms are ones."""
+        """Draw normally distributed values with a standard deviation of 0.02, as in model
+        initialization, or 20 for integer types; norm weights are ones."""
         sizes = list(shape)
         if rows is not None:
             sizes[0] = rows.size if isinstance(rows, Span) else sum(span.size for span in rows)

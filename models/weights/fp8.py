@@ -173,7 +173,7 @@ class Fp8Format:
 
 
 def _numbers(part: Part, device: torch.device) -> torch.Tensor:
-    """Return the indices of a part's wanted outputs, int64."""
+    """Return the indices of the wanted outputs of a part, as an int64 tensor."""
     spans = part.rows or (Span(0, part.outputs),)
     return torch.cat([torch.arange(span.start, span.stop, device=device) for span in spans])
 

@@ -43,8 +43,8 @@ class Mixture:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer's tensors, contiguous. Matrices are (outputs, inputs), those of experts (experts,
-    outputs, inputs)."""
+    """One layer's tensors, contiguous. Matrices have the shape (outputs, inputs); those of the
+    experts, (experts, outputs, inputs)."""
 
     norm1: torch.Tensor
     qkv: Matrix

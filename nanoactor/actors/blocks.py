@@ -33,8 +33,8 @@ class BlockManagerActor(Actor):
         """Keep the manager: if the runners survive, so do the contents of their caches."""
 
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
-        """Create the block manager for the cache that the runners have allocated; keep the present
-        one if the cache is still the same."""
+        """Create the block manager for the cache that the runners have allocated, or keep the
+        existing one if the cache has not changed."""
         super().start(context, ready)
         caches = [of_rank.cache for of_rank in ready.values() if isinstance(of_rank, RunnerReady)]
         if caches == self._caches:

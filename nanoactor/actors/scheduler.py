@@ -119,8 +119,8 @@ class SchedulerActor(Actor):
         return (scheduler.statistics.steps, 0.0) if scheduler.is_waiting else None
 
     def rehearse(self) -> Iterator[object]:
-        """Rehearse the path of a request through a scheduler and a block manager. This starts once
-        the next step has been planned, because there is too little time before it."""
+        """Rehearse the path of a request through a scheduler and a block manager. It starts only
+        after the next step has been planned, because there is too little time before that step."""
         before = self._scheduler.statistics.steps
         while self._scheduler.statistics.steps == before:
             yield None

@@ -118,7 +118,8 @@ class VisionActor(Actor):
         return {MediaPiece: self._piece, WantPixels: self._want, CancelPixels: self._unwant}
 
     def span_names(self) -> Mapping[type, str]:
-        """Name the spans that process media bytes; the last bytes of an item yield its key."""
+        """Name the spans that process media bytes. They are named for computing an item's key,
+        which happens when its last bytes arrive."""
         return {MediaPiece: "name picture"}
 
     # -- media bytes ----------------------------------------------------------------------

@@ -65,7 +65,7 @@ class LLM:
             raise
 
     def __del__(self) -> None:
-        """End the processes of an engine that was not closed, with a `ResourceWarning`."""
+        """If the engine was not closed, end its processes and emit a `ResourceWarning`."""
         if self.__dict__.get("_closed") is not False or sys.is_finalizing():
             return
         if os.getpid() != self._pid:

@@ -145,8 +145,8 @@ def get_tokenizer(
     download_dir: str | None = None,
     **options: Any,
 ) -> Any:
-    """Return a model's tokenizer as transformers loads it (`vllm.tokenizers`). No code of the model
-    is run, whatever the value of `trust_remote_code`."""
+    """Return a model's tokenizer as transformers loads it (`vllm.tokenizers`). Code from the
+    model's repository is never run, whatever the value of `trust_remote_code`."""
     from nanoactor.model_files.files import resolve_model
     from nanoactor.text.huggingface import load_pretrained
 

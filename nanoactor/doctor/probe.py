@@ -53,7 +53,7 @@ def _devices(backend: Any) -> list[tuple[str, str]]:
 
 
 def main() -> None:
-    """Print everything that can be found out."""
+    """Print what can be detected about torch, the devices and their libraries."""
     version = importlib.metadata.version
     _tell("triton", lambda: version("triton"))
     has_npu = _tell("torch_npu", lambda: version("torch_npu"))

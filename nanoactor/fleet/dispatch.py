@@ -1,4 +1,4 @@
-"""Queue of parts that wait for a replica. Moved streams that can run at once start first."""
+"""Queue of parts that wait for a replica. Moved streams that can run immediately start first."""
 
 from __future__ import annotations
 
@@ -88,5 +88,6 @@ def _by_priority(part: Part) -> tuple[int, int]:
 
 
 def fits(part: Part, place: Place) -> bool:
-    """Return True if a replica can run a part: a part with a fingerprint needs an equal one."""
+    """Return True if a replica can run a part: if the part has a fingerprint, the replica's must be
+    the same."""
     return not part.fingerprint or part.fingerprint == place.hello.fingerprint

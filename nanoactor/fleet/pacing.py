@@ -1,4 +1,4 @@
-"""Timing of reports: soon after first tokens and ends, otherwise about twenty times a second."""
+"""Timing of reports: soon after a stream starts or ends, otherwise about twenty times a second."""
 
 from __future__ import annotations
 

@@ -52,7 +52,8 @@ class HeldItems:
         return cls(rows, stops, block_extras(items, block_size), positions, delta)
 
     def behind(self) -> HeldItems:
-        """Return the items of a copy that starts after all of them, so that it holds none."""
+        """Return the items for a copy that starts after the last item and therefore holds none of
+        them."""
         return dataclasses.replace(self, encoded=[None] * len(self.stops), released=set())
 
     def turned(self, start: int, count: int) -> Int32:

@@ -137,8 +137,8 @@ class Submit:
     keep_last: int = 0
     """Number of prompt tokens to keep, counted from the end; 0 to keep all."""
     output: ToldTokens | None = None
-    """Output tokens that were emitted so far, if the request resumes after them; the request then
-    has a single sequence."""
+    """Output tokens that have already been emitted, if the request resumes after them; the request
+    then has a single sequence."""
 
 
 @message(11, by="uid")
@@ -297,8 +297,9 @@ class KnownTokens:
     token_ids: Int32
     """Concatenated over the slots."""
     runs: Int32
-    """Slots whose last tokens were not sampled by a row. Results that decode rows in flight compute
-    for these positions are discarded."""
+    """Slots whose newest tokens were not sampled from a row (but forced by a grammar or chosen by a
+    caller). If decode rows in flight compute results for these positions, those results are
+    discarded."""
     run_counts: Int32
     """Number of such tokens of each slot in `runs`."""
 

@@ -125,7 +125,7 @@ class BeamSearchSequence:
     """A sequence found by a beam search."""
 
     tokens: list[int]
-    """Prompt tokens, then output tokens, including a token that ended the sequence."""
+    """Prompt tokens, then output tokens, including the token that ended the sequence, if any."""
     logprobs: list[Logprobs] = dataclasses.field(default_factory=list)
     """For each output token, the likeliest tokens at its position, including the token itself."""
     cum_logprob: float = 0.0

@@ -182,8 +182,8 @@ class SamplingParams:
 
     @classmethod
     def for_model(cls, **given: Any) -> SamplingParams:
-        """Return parameters that use the model's recommendations for omitted ones. Raises as the
-        constructor does."""
+        """Return parameters that use the model's recommendations for omitted ones. Raises the same
+        exceptions as the constructor."""
         return cls(**{**dict.fromkeys(BY_MODEL), **given})
 
 

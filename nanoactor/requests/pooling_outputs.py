@@ -72,7 +72,8 @@ def finished_vector(vector: Float32, *, dimensions: int | None, normalize: bool)
 
 
 def match_probability(logits: Float32) -> float:
-    """Return the probability of a match: the softmax of the logits of (no, yes), at "yes"."""
+    """Return the probability of a match: the probability of "yes" in the softmax over the logits
+    (no, yes)."""
     no, yes = (float(logit) for logit in logits)
     return float(1 / (1 + np.exp(np.clip(no - yes, -700, 700))))
 

@@ -19,7 +19,8 @@ from nanoactor.text.conversation import TEXT_PARTS, THOUGHT_PARTS, check_message
 
 _IMAGE = "image_url"
 _MEDIA = {"image": "images", "audio": "audio", "video": "videos", "file": "files"}
-"""Words that occur in the types of media parts, and the plural used in error messages."""
+"""Words that occur in the types of media parts, each mapped to the plural that error messages
+use."""
 
 
 class ImageURL(Struct, forbid_unknown_fields=True):

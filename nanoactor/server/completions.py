@@ -1,4 +1,4 @@
-"""Handlers of `/v1/completions` and of the chats of three APIs."""
+"""Handlers for `/v1/completions` and for the chat requests of three APIs."""
 
 from __future__ import annotations
 

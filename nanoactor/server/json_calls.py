@@ -181,7 +181,7 @@ class _JsonCalls(SteppedCalls):
 
 
 class LlamaCalls(_JsonCalls):
-    """Finder of calls in Llama 3 output: objects at its start or after `<|python_tag|>`."""
+    """Finds tool calls in Llama 3 output: JSON objects at its start or after `<|python_tag|>`."""
 
     def _begin(self, pieces: list[Piece]) -> bool:
         begin = self._held.lstrip()

@@ -151,7 +151,8 @@ class MediaLoader:
 
     @contextlib.contextmanager
     def _listed(self, limit: asyncio.Timeout) -> Iterator[None]:
-        """Register a fetch, so that `close` can abort it through its time limit and wait for it."""
+        """Register a fetch so that `close` can abort it, by expiring its time limit, and wait for
+        it to end."""
         self._running.add(limit)
         self._idle.clear()
         try:

@@ -25,7 +25,7 @@ from nanoactor.server.vllm_metrics import under_vllms_names
 disable_created_metrics()  # type: ignore[no-untyped-call]  # counter creation times are not used
 
 FINISHED_REASONS = ("stop", "length", "abort", "error")
-"""Finish reasons of answers."""
+"""Possible finish reasons of an answer."""
 
 _LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _LAGS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1)

@@ -1,4 +1,5 @@
-"""Output constraints of requests, in the fields of OpenAI's API, of vLLM and of other servers."""
+"""Output constraints of requests, read from the fields that OpenAI's API, vLLM and other servers
+define."""
 
 from __future__ import annotations
 

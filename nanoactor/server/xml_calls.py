@@ -8,10 +8,10 @@
     </function>
     </tool_call>
 
-A value is the text between its tags, without one line break at either end. The function's schema
-determines the type of the value: as in vLLM, the first that fits of null, integer, number, boolean,
-object and array, or else string. Strings are forwarded as they arrive. The result does not depend
-on how the output is split.
+A value is the text between its tags; one line break at each end is dropped, if present. The
+function's schema lists the allowed types of the value. As in vLLM, they are tried in the order
+null, integer, number, boolean, object, array; the first that fits is used, and string otherwise.
+Strings are forwarded as they arrive. The result does not depend on how the output is split.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Traces of all actors, each taken at one time, with a summary and a timeline."""
+"""Traces, each of which covers all actors over the same period, with a summary and a timeline."""
 
 from __future__ import annotations
 

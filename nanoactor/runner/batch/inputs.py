@@ -73,7 +73,7 @@ class KeptRows(Generic[T]):
     """Slots that keep the state of a row for a later choice."""
 
     prompts: T
-    """Slots of the tokens in `Prefill.ends` whose states are kept."""
+    """Slots that keep the state of a prompt's last token; the tokens are in `Prefill.ends`."""
     continued: T
     """Slots of the last rows after the decode batch, whose states are kept."""
 
@@ -146,7 +146,7 @@ class PooledRows:
     firsts: tuple[int, ...]
     """Index of each row's first token in the step's chunks; empty unless means are pooled."""
     counts: tuple[int, ...]
-    """Number of tokens of each row; empty unless means are pooled."""
+    """Number of tokens in each row; empty unless mean pooling is used."""
 
     def message(self, values: NDArray[np.float32]) -> StepVectors:
         """Return the message with the results of these rows, (rows, width)."""

@@ -15,8 +15,8 @@ _NO_COUNTS: Int32 = np.empty(0, np.int32)
 
 
 class ScoreTable:
-    """Stores the number of top tokens that each slot requests with its output and its prompt
-    tokens; -1 stands for no scores."""
+    """Stores, for each slot, how many top tokens are requested for each output token and for each
+    prompt token; -1 means that no scores are requested."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self.output = np.full(max_num_seqs, _NOT_ASKED, np.int32)
@@ -42,8 +42,8 @@ class ScoreTable:
         return np.flatnonzero(self.output[slots] >= 0) if self._asked else NONE
 
     def prompts(self, token_ids: Int32, layout: StepLayout) -> tuple[Long, Long, Int32]:
-        """Return the indices of the tokens in a step's chunks whose successors are scored, the ids
-        of these successors, and the number of top tokens requested with each."""
+        """For the tokens in a step's chunks whose successors are scored, return their indices, the
+        ids of the successors, and the number of top tokens requested for each."""
         if not self._asked or not len(layout.chunks):
             return NONE, NONE, _NO_COUNTS
         rows = layout.rows.others.take(layout.chunks)

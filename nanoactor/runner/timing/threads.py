@@ -94,7 +94,7 @@ class _Kind:
 
     @property
     def better(self) -> int:
-        """Return 0 if one thread is faster, 1 if all threads are faster."""
+        """Return 0 if running with one thread is faster, 1 if running with all threads is."""
         return int(self.means[1] < self.means[0])
 
 

@@ -70,8 +70,8 @@ class SequenceItems:
         return cls(message, keys, units, spans=spans, stops=stops, pages=pages, short=limits.short)
 
     def reach(self, start: int, target: int) -> int:
-        """Return the end of the positions from `start` on that can be computed, at most `target`.
-        All rows of a span must be planned before any of its tokens."""
+        """Return the position, at most `target`, up to which positions from `start` on can be
+        computed. All rows of a span must be planned before any of its tokens."""
         if not self.works:
             return target
         for item, first_row, at, stop in self.spans:

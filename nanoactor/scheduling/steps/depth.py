@@ -24,11 +24,11 @@ class _Planned(Protocol):
 class PipelineDepth:
     """Decides how many steps may be in flight.
 
-    Two steps hide the host's work if a step takes longer than that work. If steps are shorter, more
-    are planned: as many as cover the host's time, up to a limit, because new requests wait for all
-    of them. More than `least` steps are in flight only if all of them decode and compute no
-    prompts. Steps with prompts are long, and a sequence that never decodes has only one step in
-    flight.
+    Two steps hide the host's work if a step takes longer than that work. If steps are shorter,
+    enough are planned to cover the host's time. Their number is limited, because a new request
+    waits for all steps in flight. More than `least` steps are in flight only if all of them decode
+    and compute no prompts. Steps with prompts are long, and a sequence that never decodes has only
+    one step in flight.
     """
 
     def __init__(self, least: int, most: int) -> None:

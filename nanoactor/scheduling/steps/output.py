@@ -23,8 +23,8 @@ _NOTHING = (as_int64(()), as_int32(()), as_int32(()))
 
 
 class OutputBuffer:
-    """Appends sampled tokens to their sequences; buffers tokens and finishes until they are
-    sent."""
+    """Appends sampled tokens to their sequences, and buffers tokens and `Finish` messages until
+    they are sent."""
 
     def __init__(self, running: RunningBatch, statistics: SchedulerStatistics) -> None:
         self.stop_ids = StopIds()

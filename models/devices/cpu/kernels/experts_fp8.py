@@ -32,7 +32,8 @@ def _lay_out(source, values, begin, end, offset):
 
 @inlined
 def _rows_of(values, begin, end):
-    """Return the rows that `_lay_out` copied, (blocks, rows, block)."""
+    """Return rows `begin` to `end` as `_lay_out` stored them, with the shape (blocks, rows,
+    block)."""
     blocks, block = values.shape[1], values.shape[2]
     return view(
         values.ctypes.data + 4 * begin * blocks * block, (blocks, end - begin, block), FLOAT

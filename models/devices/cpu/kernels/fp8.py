@@ -86,8 +86,8 @@ def _add_block(x, weights, totals, scale):
 
 @inlined
 def _in_blocks(source, values, offset):
-    """Copy inputs to `values`, (blocks, rows, block), so that the numbers of a block are
-    consecutive."""
+    """Copy inputs to `values`, whose shape is (blocks, rows, block size), so that the values of
+    each block are contiguous."""
     blocks, rows, block = values.shape
     for number in range(blocks):
         first = number * block - offset

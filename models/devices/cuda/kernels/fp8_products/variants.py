@@ -124,9 +124,10 @@ class Division:
     row_tiles: int
     output_tiles: int
     units: int
-    """Number of stages of a block, which may begin or end inside a tile; 0 for whole tiles."""
+    """Number of stages that each block computes, if blocks may begin or end in the middle of a
+    tile; 0 if each block computes whole tiles."""
     blocks: int
-    """Number of blocks of the grid."""
+    """Number of blocks in the grid."""
 
 
 @functools.lru_cache(4096)
