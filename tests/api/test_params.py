@@ -435,7 +435,7 @@ def test_a_directory_without_configuration_is_named(tmp_path):
         (dict(architectures=["GemmaForCausalLM"]), UnsupportedModel, "GemmaForCausalLM"),
         (dict(hidden_act="gelu"), UnsupportedModel, "hidden_act"),
         (dict(use_sliding_window=True), UnsupportedModel, "sliding"),
-        (dict(quantization_config={"bits": 4}), UnsupportedModel, "quantized"),
+        (dict(quantization_config={"bits": 4}), UnsupportedModel, "quantization_config"),
         (dict(dtype="float8_e4m3fn"), UnsupportedModel, "float8_e4m3fn"),
         (dict(rope_parameters={"rope_type": "longrope"}), UnsupportedModel, "longrope"),
         (dict(hidden_size=None), ModelError, "hidden_size"),

@@ -253,7 +253,7 @@ def edited(tmp_path, **changes):
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        (dict(num_experts_per_tok=9), "num_experts_per_tok 9 of 8"),
+        (dict(num_experts_per_tok=9), "num_experts_per_tok 9 exceeds the number of experts, 8"),
         (dict(num_experts_per_tok=0), "num_experts_per_tok"),
         (dict(moe_intermediate_size="x"), "moe_intermediate_size"),
         (dict(norm_topk_prob=1), "norm_topk_prob"),
