@@ -277,6 +277,6 @@ def test_the_check_finds_references_without_users_and_users_without_references()
         with pytest.raises(ProtocolBug, match="references"):
             pool.check(users)
     pool.release([held[1]], 1)
-    with pytest.raises(ProtocolBug, match=f"block {held[1]}: 0 references, 1 users"):
+    with pytest.raises(ProtocolBug, match=f"block {held[1]} has 0 references, but 1 users"):
         pool.check({held[0]: 1, held[1]: 1})
     pool.check({held[0]: 1})

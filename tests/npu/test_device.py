@@ -111,7 +111,7 @@ def test_a_graph_that_runs_is_not_given_other_lengths(caplog):
         ),
         (
             ModuleNotFoundError("No module named 'yaml'", name="yaml"),
-            r"it misses yaml: pip install '\.\[npu\]'",
+            r"because yaml is not installed: run .pip install '\.\[npu\]'",
         ),
     ],
 )
@@ -137,7 +137,7 @@ def test_auto_takes_the_cpu_and_says_why_where_cann_is_missing(monkeypatch, capl
 
     monkeypatch.setattr("nanoactor.models.devices.npu.runtime.load_torch_npu", refuse)
     assert devices.open_device("auto").traits.name == "cpu"
-    assert "many times slower: libhccl.so of CANN" in caplog.text
+    assert "many times slower: CANN's libhccl.so" in caplog.text
 
 
 def test_other_devices_never_import_torch_npu():

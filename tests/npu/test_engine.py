@@ -316,7 +316,7 @@ def test_a_graph_cache_that_cannot_be_written_is_refused(wide, monkeypatch, tmp_
         async with engine(wide[0], device="npu", **options):
             raise AssertionError
 
-    with pytest.raises(UnsupportedModel, match="graph_cache_dir .*file cannot be made"):
+    with pytest.raises(UnsupportedModel, match="graph_cache_dir .*file cannot be created"):
         asyncio.run(start(tmp_path / "file"))
 
 

@@ -70,7 +70,7 @@ def test_what_is_not_known_is_refused_by_name(tmp_path, change, says):
         ("modules.json", "[1]", "must be a list of modules that each have a type"),
         ("modules.json", '[{"type": "a.Pooling", "path": "../x"}]', "is not inside this"),
         ("modules.json", '[{"type": "a.Pooling", "path": "missing"}]', "does not exist"),
-        ("1_Pooling/config.json", "{", "cannot be read as JSON"),
+        ("1_Pooling/config.json", "{", "as JSON"),
         ("config_sentence_transformers.json", '{"prompts": [1]}', "must map names to strings"),
         (
             "config_sentence_transformers.json",

@@ -97,7 +97,7 @@ async def test_pairs_are_scored():
         ("/v1/embeddings", dict(input=["x"] * 100_000), "input", "100000 items; at most 2048"),
         ("/v1/embeddings", dict(input=[2048]), None, "token id 2048 is outside the vocabulary"),
         ("/v1/embeddings", dict(input=[-1]), None, "token ids must be from 0"),
-        ("/v1/embeddings", dict(input="w " * 300), None, "at most 256 fit"),
+        ("/v1/embeddings", dict(input="w " * 300), None, "may have at most 256"),
         ("/v1/embeddings", dict(input="a", dimensions=257), "dimensions", "vectors have only 256"),
         ("/v1/embeddings", dict(input="a", dimensions=0), "dimensions", "at least 1"),
         ("/v1/embeddings", dict(input="a", encoding_format="hex"), None, "encoding_format"),

@@ -555,7 +555,7 @@ def test_prompts_that_are_cut(fast_server):
         assert said in problem["message"]
     # An echo that generates nothing goes another way.
     body = COMPLETION | cut | {"echo": True, "max_tokens": 0}
-    assert "is not supported" in post("/v1/completions", body).json()["error"]["message"]
+    assert "cannot be combined" in post("/v1/completions", body).json()["error"]["message"]
 
 
 TOOL = {"type": "function", "function": {"name": "f"}}
