@@ -69,7 +69,7 @@ def test_a_simulated_device_too_holds_one_sequence_at_least():
         async with AsyncLLM("demo", device="simulated:1", num_kv_blocks=2, max_model_len=256):
             pass
 
-    with pytest.raises(NotEnoughMemory, match="takes 16"):
+    with pytest.raises(NotEnoughMemory, match="needs 16 blocks"):
         asyncio.run(main())
 
 

@@ -222,7 +222,7 @@ def test_layers_that_rotate_differently_are_refused(tmp_path, monkeypatch, devic
         return (dataclasses.replace(first, mixer=mixer), *others)
 
     register(monkeypatch, layers)
-    with pytest.raises(UnsupportedModel, match="rotate"):
+    with pytest.raises(UnsupportedModel, match="different numbers of rotary dimensions"):
         Driver(tmp_path)
 
 

@@ -97,7 +97,7 @@ def test_a_wrong_row_fails_the_job_where_that_is_wanted():
 
 
 def test_names_and_values():
-    with pytest.raises(InvalidConfig, match="of its own"):
+    with pytest.raises(InvalidConfig, match="different names"):
         Columns(prompt="text", text="text")
     with pytest.raises(InvalidConfig):
         Columns(prompt="")
