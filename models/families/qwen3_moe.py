@@ -16,7 +16,7 @@ from nanoactor.models.families.family import dense_layers
 from nanoactor.models.families.qwen3 import QWEN3
 from nanoactor.models.families.qwen3_vl import QWEN3_VL
 from nanoactor.models.fields import flag, positive
-from nanoactor.models.layers.kinds import ExpertsSpec, LayerSpec
+from nanoactor.models.layers.kinds import ExpertsSpec, FeedForwardSpec, LayerSpec
 from nanoactor.models.model_config import ModelConfig
 
 
@@ -24,18 +24,19 @@ from nanoactor.models.model_config import ModelConfig
 class ExpertOptions:
     """The options of `config.json` that concern experts."""
 
-    spec: ExpertsSpec
+    spec: FeedForwardSpec
+    """Feed-forward part of the layers with experts."""
     step: int
     """Every `step`-th layer has experts, except those in `dense`."""
     dense: tuple[int, ...]
     """Layers without experts."""
 
 
-def _read(
+def read_experts(
     raw: Mapping[str, Any], origin: object, *, normalizes: bool, transposed: bool
 ) -> ExpertOptions:
     """Read the options. `normalizes` is the default of `norm_topk_prob`; `transposed` is that of
-    `ExpertsSpec`."""
+    `ExpertsSpec`. Raises `ModelError`."""
     counts = [key for key in ("num_experts", "num_local_experts") if raw.get(key) is not None]
     if len({raw[key] for key in counts}) > 1:
         raise ModelError(f"{origin}: num_experts and num_local_experts contradict each other")
@@ -60,7 +61,8 @@ def _read(
     return ExpertOptions(spec, positive(raw, "decoder_sparse_step", origin, 1), tuple(dense))
 
 
-def _layers(config: ModelConfig) -> tuple[LayerSpec, ...]:
+def sparse_layers(config: ModelConfig) -> tuple[LayerSpec, ...]:
+    """Return the descriptions of a model's layers, some of which have experts."""
     options = config.family_options
     assert isinstance(options, ExpertOptions)
     return tuple(
@@ -71,7 +73,7 @@ def _layers(config: ModelConfig) -> tuple[LayerSpec, ...]:
     )
 
 
-_KEYS = frozenset(
+EXPERT_KEYS = frozenset(
     [
         "decoder_sparse_step",
         "mlp_only_layers",
@@ -89,14 +91,14 @@ _KEYS = frozenset(
 QWEN3_MOE = dataclasses.replace(
     QWEN3,
     architecture="Qwen3MoeForCausalLM",
-    layers=_layers,
-    read_options=functools.partial(_read, normalizes=False, transposed=False),
-    option_keys=_KEYS,
+    layers=sparse_layers,
+    read_options=functools.partial(read_experts, normalizes=False, transposed=False),
+    option_keys=EXPERT_KEYS,
 )
 QWEN3_VL_MOE = dataclasses.replace(
     QWEN3_VL,
     architecture="Qwen3VLMoeForConditionalGeneration",
-    layers=_layers,
-    read_options=functools.partial(_read, normalizes=True, transposed=True),
-    option_keys=_KEYS,
+    layers=sparse_layers,
+    read_options=functools.partial(read_experts, normalizes=True, transposed=True),
+    option_keys=EXPERT_KEYS,
 )

@@ -8,6 +8,7 @@ from nanoactor.models.families.granite import GRANITE
 from nanoactor.models.families.llama import LLAMA
 from nanoactor.models.families.mistral import MISTRAL
 from nanoactor.models.families.qwen2 import QWEN2
+from nanoactor.models.families.qwen2_moe import QWEN2_MOE
 from nanoactor.models.families.qwen3 import QWEN3
 from nanoactor.models.families.qwen3_moe import QWEN3_MOE, QWEN3_VL_MOE
 from nanoactor.models.families.qwen3_vl import QWEN3_VL
@@ -25,6 +26,7 @@ FAMILIES: dict[str, Family] = {
         QWEN3_VL,
         QWEN3_MOE,
         QWEN3_VL_MOE,
+        QWEN2_MOE,
     )
 }
 

@@ -96,6 +96,17 @@ class ExpertsSpec(FeedForwardSpec):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class SharedExpertSpec(FeedForwardSpec):
+    """Experts, and one more that processes all tokens; a sigmoid gate scales its output."""
+
+    implementation: ClassVar[str] = "nanoactor.models.layers.shared_expert:SharedExpert"
+    experts: FeedForwardSpec
+    inner: int
+    """Inner dimension of the shared expert."""
+    name: str = "mlp"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class LayerSpec:
     """A mixer and a feed-forward part; each follows a norm and is added to the residual stream."""
 

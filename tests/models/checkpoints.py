@@ -61,6 +61,14 @@ CONFIGURATIONS = {
         moe_intermediate_size=40,
         norm_topk_prob=True,
     ),
+    "qwen2_moe": dict(
+        family="Qwen2Moe",
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=40,
+        shared_expert_intermediate_size=72,
+        mlp_only_layers=[1],
+    ),
     "granite": dict(
         family="Granite",
         attention_bias=True,

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
+from transformers import Qwen2MoeConfig
 
 from nanoactor.models.config import parse_config, read_config
 from nanoactor.models.decoder import Decoder
@@ -15,8 +16,10 @@ from nanoactor.models.devices.cpu import compiled
 from nanoactor.models.devices.cpu.compiled import CompiledCPUDevice
 from nanoactor.models.devices.cpu.device import CPUDevice
 from nanoactor.models.devices.portable import PortableOperators
-from nanoactor.models.errors import ModelError, WeightsError
+from nanoactor.models.errors import ModelError, UnsupportedModel, WeightsError
+from nanoactor.models.families.qwen2_moe import QWEN2_MOE
 from nanoactor.models.layers.experts import Experts
+from nanoactor.models.layers.kinds import ExpertsSpec
 from nanoactor.models.layers.mlp import MLP
 from nanoactor.models.weights.checkpoint import Weights
 from nanoactor.models.weights.linear import Dense, ExpertWeights
@@ -232,6 +235,50 @@ def test_the_kernel_of_a_whole_step_gets_experts_and_their_router(tmp_path):
         assert torch.equal(given.gate_up[3], pair)
         down = weights.load(f"{prefix}.experts.3.down_proj.weight", hidden, inner)
         assert torch.equal(given.down[3], down)
+
+
+# -- an expert for all tokens -------------------------------------------------------------
+
+
+SHARED = CONFIGURATIONS["qwen2_moe"]
+
+
+def test_a_shared_expert_is_not_described_to_the_kernel_of_a_whole_step(tmp_path):
+    """Its layers would otherwise be computed as if they had none."""
+    make_checkpoint(tmp_path, **SHARED | dict(mlp_only_layers=[]))
+    device = InterpretedDevice()
+    with Weights(tmp_path, torch.float32, device.torch_device) as weights:
+        assert Decoder(read_config(tmp_path), weights, device, 64).weights() is None
+
+
+def test_missing_options_of_qwen2_moe_are_transformers_own(tmp_path):
+    make_checkpoint(tmp_path, **SHARED)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    kept = {key: value for key, value in raw.items() if key not in QWEN2_MOE.option_keys}
+    config = Qwen2MoeConfig()
+    spec = parse_config(kept).family_options.spec
+    assert spec.inner == config.shared_expert_intermediate_size
+    assert spec.experts == ExpertsSpec(
+        config.num_experts,
+        config.num_experts_per_tok,
+        config.moe_intermediate_size,
+        config.norm_topk_prob,
+    )
+
+
+def test_what_is_wrong_with_a_shared_expert_is_named(tmp_path):
+    make_checkpoint(tmp_path, **SHARED)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    with pytest.raises(UnsupportedModel, match="qkv_bias must be true"):
+        parse_config(raw | dict(qkv_bias=False))
+    with pytest.raises(ModelError, match="shared_expert_intermediate_size"):
+        parse_config(raw | dict(shared_expert_intermediate_size=0))
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.layers.0.mlp.shared_expert_gate.weight"]
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(WeightsError, match="layers.0.mlp.shared_expert_gate.weight"):
+        layers_of(tmp_path)
 
 
 def test_an_expert_that_is_missing_is_named(tmp_path):

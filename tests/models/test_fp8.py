@@ -54,7 +54,7 @@ def logits_of(directory, device=None):
 # -- whole models -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["untied", "llama3", "gqa_5", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["untied", "llama3", "gqa_5", "qwen3_moe", "qwen2_moe"])
 @pytest.mark.parametrize("plain", [False, True], ids=["packed", "unpacked"])
 def test_logits_are_those_of_what_the_numbers_stand_for(tmp_path, monkeypatch, name, plain):
     """Against transformers with the unpacked matrices, float32. Activations are not rounded on a
