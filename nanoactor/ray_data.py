@@ -97,7 +97,9 @@ class Generate:
         retries: int = 2,
         on_error: Literal["column", "raise"] = "column",
     ) -> None:
-        """Start the engine. Raises the errors of `AsyncLLM`."""
+        """Start the engine. Raises the errors of `AsyncLLM`, and `InvalidConfig` for an invalid
+        `retries` or `on_error`."""
+        _check_errors(retries, on_error)
         self._params = SamplingParams.for_model() if params is None else params
         self._columns, self._retries, self._raises = columns or Columns(), retries, on_error
         self._loop = asyncio.new_event_loop()
@@ -206,6 +208,13 @@ def _is_of_row(error: NanoactorError) -> bool:
     return isinstance(error, InvalidRequest | OutOfResources | ComputationFailed)
 
 
+def _check_errors(retries: Any, on_error: Any) -> None:
+    if not isinstance(retries, int) or isinstance(retries, bool) or retries < 0:
+        raise InvalidConfig(f"retries must be an integer of at least 0, got {retries!r:.100}")
+    if on_error not in ("column", "raise"):
+        raise InvalidConfig(f"on_error must be 'column' or 'raise', got {on_error!r:.100}")
+
+
 def plain(value: Any) -> Any:
     """Return a column's value as plain Python objects, without the None members that a column of
     structs adds to messages."""
@@ -251,6 +260,10 @@ def generate(
     """
     import ray
 
+    _check_errors(retries, on_error)
+    for name, count in (("engines", engines), ("batch_size", batch_size)):
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise InvalidConfig(f"{name} must be an integer of at least 1, got {count!r:.100}")
     config = engine_config(model, options)
     is_gpu = config.device.startswith("cuda") or (
         config.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0

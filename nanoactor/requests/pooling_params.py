@@ -30,12 +30,13 @@ class PoolingParams:
     def __post_init__(self) -> None:
         """Check each value and normalize numbers."""
         make_numbers_plain(self)
-        for name, least in (("dimensions", 1), ("truncate_prompt_tokens", -1)):
+        for name, others in (("dimensions", ()), ("truncate_prompt_tokens", (-1,))):
             value = getattr(self, name)
             whole = isinstance(value, int) and not isinstance(value, bool)
-            if value is not None and (not whole or value < least or value == 0):
+            if value is not None and not (whole and (value >= 1 or value in others)):
+                listed = "".join(f", {other}" for other in others)
                 raise InvalidRequest(
-                    f"{name} must be an integer of at least 1, or None, got {value!r:.100}"
+                    f"{name} must be an integer of at least 1{listed} or None, got {value!r:.100}"
                 )
         if self.normalize not in (True, False, None):
             raise InvalidRequest(f"normalize must be true, false or None, got {self.normalize!r}")

@@ -81,6 +81,12 @@ def test_wrong_parameters_are_refused_by_name(wrong):
         PoolingParams(**wrong)
 
 
+def test_all_accepted_values_are_named():
+    with pytest.raises(InvalidRequest, match="at least 1, -1 or None, got -2$"):
+        PoolingParams(truncate_prompt_tokens=-2)
+    assert PoolingParams(truncate_prompt_tokens=-1).truncate_prompt_tokens == -1
+
+
 def test_scores_are_those_of_the_models_card():
     text = judgement_prompt("who?", "me", None)
     assert f"<Instruct>: {INSTRUCTION}\n<Query>: who?\n<Document>: me<|im_end|>\n" in text

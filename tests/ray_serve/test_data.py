@@ -108,6 +108,27 @@ def test_names_and_values():
     assert row_seeds(1, 10, 2) == row_seeds(1, 0, 12)[10:]
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(retries=-1),
+        dict(retries=True),
+        dict(on_error="Raise"),
+        dict(engines=0),
+        dict(engines="2"),
+        dict(batch_size=0),
+    ],
+    ids=str,
+)
+def test_invalid_options_are_refused_before_an_engine_starts(changes):
+    (name,) = changes
+    with pytest.raises(InvalidConfig, match=f"^{name} must be"):
+        generate(None, "demo", **changes)
+    if name in ("retries", "on_error"):
+        with pytest.raises(InvalidConfig, match=f"^{name} must be"):
+            Generate(EngineConfig("demo"), **changes)
+
+
 def _actors():
     found = []
     for pid in os.listdir("/proc"):
