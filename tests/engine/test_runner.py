@@ -12,6 +12,7 @@ from nanoactor.models.errors import NotEnoughMemory
 from nanoactor.runner.executor import DeviceExecutor
 from tests.engine.harness import collect, engine, greedy, ids, settled
 from tests.models.checkpoints import make_checkpoint
+from tests.tracing.complete import complete_trace
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +86,7 @@ def test_a_hogged_loop_does_not_hold_up_the_device():
             begin = time.monotonic_ns()
             threading.Event().wait(0.5)  # nothing else runs on this loop
             end = time.monotonic_ns()
-            trace = await llm.trace(begin)
+            trace = await complete_trace(llm, {"runner.0 device"}, begin)
             await stream.aclose()
         (device,) = [
             track
