@@ -146,7 +146,7 @@ class Client:
 
 
 @pytest.mark.parametrize(
-    "count", [700, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(600)])]
+    "count", [300, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(600)])]
 )
 def test_half_of_the_clients_hang_up_and_the_others_notice_nothing(checkpoint, count):
     rng = random.Random(count)
@@ -185,7 +185,9 @@ def test_half_of_the_clients_hang_up_and_the_others_notice_nothing(checkpoint, c
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize(
+    "depth", [2, *(pytest.param(depth, marks=pytest.mark.long) for depth in (1, 3))]
+)
 def test_a_client_that_goes_away_frees_its_blocks_within_depth_and_one_steps(depth):
     """Counted from the abort: when the loop hears of the client is the machine's affair."""
 

@@ -382,7 +382,9 @@ def test_another_model_does_not_exist(client):
     assert caught.value.param == "model"
 
 
-@pytest.mark.parametrize("variable", ["NANOACTOR_API_KEY", "VLLM_API_KEY"])
+@pytest.mark.parametrize(
+    "variable", ["NANOACTOR_API_KEY", pytest.param("VLLM_API_KEY", marks=pytest.mark.long)]
+)
 def test_keys(variable):
     with served("--device", "simulated:1", **{variable: "sesame"}) as server:
         assert server.get("/live").status_code == server.get("/ready").status_code == 200
