@@ -30,7 +30,7 @@ from nanoactor.models.devices.cpu.compiled import CompiledCPUDevice
 from nanoactor.models.devices.cpu.device import CPUDevice
 from nanoactor.models.devices.cpu.kernels.attention import decode_attention
 from nanoactor.models.devices.cpu.kernels.elementwise import add_rms_norm, swiglu
-from nanoactor.models.devices.cpu.kernels.linear import product
+from nanoactor.models.devices.cpu.kernels.linear import few_row_linear
 from nanoactor.models.seq_lens import HostSeqLens
 from nanoactor.models.weights.linear import Dense
 
@@ -120,7 +120,7 @@ def measure(dtype: torch.dtype, threads: int, rounds: int) -> dict[str, dict[str
     for name, shape in (WEIGHTS | SMALL).items():
         weights = [device.zeros(*shape, dtype=dtype).normal_() for _ in range(OTHERS)]
         packed = [plain.linear(Dense(w)) for w in weights]
-        own = [lambda x, w=w: product(x, w, None, threads) for w in weights]
+        own = [lambda x, w=w: few_row_linear(x, w, None, threads) for w in weights]
         for rows in (1, 2, 4, 8):
             x = torch.randn(rows, shape[1]).to(dtype)
             found[f"{name} of {rows}"] = compare(rounds, in_turn(own, x), in_turn(packed, x))

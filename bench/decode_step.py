@@ -47,9 +47,13 @@ from bench.decode_step_walk import Walk
 from bench.gpu import arguments
 from nanoactor.models.batch import KVCache
 from nanoactor.models.devices.cuda.kernels.decode_step.arguments import StepInputs
-from nanoactor.models.devices.cuda.kernels.decode_step.compile import compiled
+from nanoactor.models.devices.cuda.kernels.decode_step.compile import load_or_compile
 from nanoactor.models.devices.cuda.kernels.decode_step.steps import DecodeStep
-from nanoactor.models.devices.cuda.kernels.decode_step.table import Phase, Shape, refusal
+from nanoactor.models.devices.cuda.kernels.decode_step.table import (
+    Phase,
+    Shape,
+    shape_unsupported_reason,
+)
 from nanoactor.models.weights.whole_step import ModelWeights
 
 # -- a worker -------------------------------------------------------------------------------------
@@ -101,7 +105,7 @@ class Worker:
 
     def run(self, case: Case, seed: int) -> dict[str, Any]:
         shape = shape_of(case, self.blocks)
-        why = refusal(shape)
+        why = shape_unsupported_reason(shape)
         if why and case["kind"] != "time":
             return {"refused": why}
         model = self.model(case, shape)
@@ -386,7 +390,7 @@ def work(args: argparse.Namespace) -> None:
 def failure(worker: Worker, error: Exception) -> dict[str, Any]:
     try:
         if worker.step is not None:
-            worker.step.check()
+            worker.step.raise_if_stopped()
         where = ""
     except RuntimeError as stopped:
         where = str(stopped)
@@ -399,7 +403,7 @@ def failure(worker: Worker, error: Exception) -> dict[str, Any]:
 def compile_one(shape: Shape) -> str:
     """Compile for the disk's cache; returns what went wrong."""
     try:
-        compiled(shape)
+        load_or_compile(shape)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -408,7 +412,7 @@ def compile_one(shape: Shape) -> str:
 def prepare(cases: list[Case], blocks: int) -> None:
     """Compile all kernels side by side (NVRTC has one lock in a process)."""
     wanted = dict.fromkeys(shape for case in cases for shape in shapes_of(case, blocks))
-    shapes = [shape for shape in wanted if refusal(shape) is None]
+    shapes = [shape for shape in wanted if shape_unsupported_reason(shape) is None]
     begin = time.monotonic()
     spawn = multiprocessing.get_context("spawn")
     most = max(1, min(12, (os.cpu_count() or 1) - 2, len(shapes)))

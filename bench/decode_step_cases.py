@@ -26,7 +26,7 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "30b-a3b": {
         "layers": 48, "hidden": 2048, "inter": 768, "heads": 32, "kv_heads": 4,
-        "mixture": Mixture(experts=128, chosen=8, inner=768, normalizes=True),
+        "mixture": Mixture(experts=128, top_k=8, inner=768, renormalize=True),
     },
     "small": {
         "layers": 2, "hidden": 1024, "inter": 2048, "heads": 8, "kv_heads": 4, "vocab": 4096,

@@ -95,7 +95,7 @@ class GivenWeights(Weights):
         bias = self._tensors.get(f"{first}.bias")
         return dataclasses.replace(_packed(self._packed[first]), bias=bias)
 
-    def stacked(self, projections: Sequence[Projection]) -> LinearWeights:
+    def load_stacked(self, projections: Sequence[Projection]) -> LinearWeights:
         """All experts' matrices as they are: twice they would not fit."""
         matrix = self._stacked[projections[0].parts[0].name]
         return _packed(matrix) if isinstance(matrix, PackedMatrix) else Dense(matrix)
@@ -116,7 +116,7 @@ def config_of(shape: Shape) -> ModelConfig:
     family = "Qwen3" if shape.qk_norm else "Qwen2" if shape.qkv_bias else "Llama"
     options = None
     if (mixture := shape.mixture) is not None:
-        sizes = mixture.experts, mixture.chosen, mixture.inner, mixture.normalizes
+        sizes = mixture.experts, mixture.top_k, mixture.inner, mixture.renormalize
         family, options = "Qwen3Moe", ExpertOptions(ExpertsSpec(*sizes), 1, ())
     return ModelConfig(
         architecture=f"{family}ForCausalLM",

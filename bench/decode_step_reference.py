@@ -56,7 +56,7 @@ def random_weights(shape: Shape, generator: torch.Generator, positions: int = 40
             return None
         drawn = torch.randn(shape.mixture.experts, shape.hidden, device=device, generator=generator)
         scaled = drawn * (4 * shape.hidden**-0.5)
-        return Router(scaled, shape.mixture.chosen, shape.mixture.normalizes)
+        return Router(scaled, shape.mixture.top_k, shape.mixture.renormalize)
 
     def layer() -> LayerWeights:
         s = shape
@@ -229,9 +229,9 @@ def _experts(
     normed = _norm(x.bfloat16().to(x.dtype), layer.norm2)
     scores = normed @ router.weight.to(x.dtype).T
     ranked = F.pad(scores, (0, 1), value=-torch.inf).sort(-1, descending=True).values
-    gaps = ranked[:, router.chosen - 1] - ranked[:, router.chosen]
-    best, ids = scores.softmax(-1).topk(router.chosen, -1)
-    if router.normalizes:
+    gaps = ranked[:, router.top_k - 1] - ranked[:, router.top_k]
+    best, ids = scores.softmax(-1).topk(router.top_k, -1)
+    if router.renormalize:
         best = best / best.sum(-1, keepdim=True)
     y = torch.zeros_like(x)
     for expert in ids.unique().tolist():

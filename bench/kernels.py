@@ -174,7 +174,7 @@ def decode_rows(tune: bool) -> list[dict]:
         for tile, warps, stages in variants:
             decode._TILE = tile
             if warps:
-                decode._WHOLE_BLOCKS = decode._SMALL_BLOCKS = warps, stages
+                decode._LARGE_BLOCK_CONFIG = decode._SMALL_BLOCK_CONFIG = warps, stages
             try:
                 taken, error = ours(case)
             except Exception as problem:

@@ -216,7 +216,7 @@ class InProcessLoop:
             for _, message in self.scheduler.handle(events.pop(0)):
                 match message:
                     case Turn():
-                        if (step := self.manager.take(message)) is not None:
+                        if (step := self.manager.apply_turn(message)) is not None:
                             self.pending = (
                                 step.step,
                                 self.executor.prepare(step, NO_PIXELS, NO_MASKS),
@@ -224,13 +224,13 @@ class InProcessLoop:
                     case Open():
                         self.detokenizer.open(message)
                     case _:
-                        self.detokenizer.take(message)
+                        self.detokenizer.process(message)
                 if (answer := self.manager.take_answer()) is not None:
                     events.append(answer)
 
     def deliver(self) -> None:
         """Hand text to each request, as an engine in one process does."""
-        while (chunk := self.detokenizer.take_delta(1 << 18)) is not None:
+        while (chunk := self.detokenizer.pop_delta(1 << 18)) is not None:
             for uid, text in zip(chunk.uids.tolist(), chunk.texts, strict=True):
                 self.delivered[uid] = text
 

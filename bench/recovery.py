@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import nanoactor
 from bench.gpu import MODELS, arguments
 from nanoactor import AsyncLLM, SamplingParams
-from nanoactor.placement.topology import LIGHT
+from nanoactor.placement.topology import LIGHT_ENVIRONMENT
 from nanoactor.runtime.topology import ActorSpec
 
 _FIRST = 8
@@ -131,7 +131,11 @@ async def bare_start(specs: list[ActorSpec]) -> float:
     """Seconds in which a new process sets these actors up."""
     begin = time.monotonic()
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", _SET_UP, stdin=asyncio.subprocess.PIPE, env=os.environ | LIGHT
+        sys.executable,
+        "-c",
+        _SET_UP,
+        stdin=asyncio.subprocess.PIPE,
+        env=os.environ | LIGHT_ENVIRONMENT,
     )
     await process.communicate(pickle.dumps(specs))
     if process.returncode:

@@ -175,7 +175,7 @@ async def fleet_run(args: argparse.Namespace, config: EngineConfig, seed: int) -
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=10_000,
         request_router_config=RequestRouterConfig(
-            request_router_class="nanoactor.ray_serve.router:ByName"
+            request_router_class="nanoactor.ray_serve.router:ReplicaNameRouter"
         ),
     )
     handle = await asyncio.to_thread(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nanoactor.models.sampling.columns import SamplingColumns, columns_of
+from nanoactor.models.sampling.columns import SamplingColumns, column_views
 from nanoactor.models.sampling.rows import SamplingGroups
 from nanoactor.models.seq_lens import HostSeqLens
 
@@ -40,7 +40,7 @@ class HeadTransform:
 class VisualTokens:
     """The picture placeholders among a step's prompt tokens, and their features."""
 
-    seen: torch.Tensor
+    mask: torch.Tensor
     """Mask of the placeholders, bool (prompt tokens, 1)."""
     features: torch.Tensor
     """(prompt tokens, hidden * (1 + deepstack levels)): the embedding, then what is added after
@@ -77,7 +77,7 @@ class AttentionBatch:
     frozen: torch.Tensor | None = None
     """int32 (slots,): 1 if decode rows of the slot must not change its state. Their keys and values
     already go to the dummy slot's block. None if no slot is frozen."""
-    final: FinalRows | None = None
+    final_rows: FinalRows | None = None
     """Tokens whose hidden states are needed; None if all are."""
 
 
@@ -86,7 +86,7 @@ class FinalRows:
     """Tokens whose hidden states are read after the last layer. That layer stores the keys and
     values of all tokens, but computes everything else only for these tokens."""
 
-    index: torch.Tensor
+    indices: torch.Tensor
     """Token indices, int32 (rows,); those of the decode rows come last."""
     plan: Callable[[], AttentionBatch]
     """Creates the batch in which each of these tokens is a decode row. It is called after all other
@@ -107,8 +107,8 @@ class ForwardInputs:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class RowChoice:
-    """Rows for which a device chooses tokens, using the sampling parameters of their slots."""
+class FusedSamplingInputs:
+    """Inputs of a device's fused sampler. Each row is sampled with its slot's parameters."""
 
     logits: torch.Tensor
     """(rows, vocabulary), or (slots, vocabulary) for logits that are kept for each slot."""
@@ -117,25 +117,26 @@ class RowChoice:
     tables: SlotTables
     scratch: Any
     """Workspace from `BatchOperators.scratch`."""
-    chosen: torch.Tensor
-    """Output buffer for the chosen token ids, int32 (rows,)."""
+    sampled_ids: torch.Tensor
+    """Output buffer for the sampled token ids, int32 (rows,)."""
 
 
 def decode_batch(
     buffers: RowBuffers,
     slots: torch.Tensor,
     tables: SlotTables,
-    nothing: torch.Tensor,
+    no_prefills: torch.Tensor,
     lengths: HostSeqLens,
 ) -> AttentionBatch:
-    """Return a batch of only decode rows; `slots` is int32 (rows,), `nothing` an int32 (4, 0)."""
+    """Return a batch that has only decode rows, of `slots`, int32 (rows,). `no_prefills` is an
+    empty tensor, int32 (4, 0)."""
     return AttentionBatch(
         buffers.slot_mapping,
         tables.blocks,
         tables.block_size,
         prefill_tokens=0,
-        prefill_rows=nothing,
-        prefill_tiles=nothing[:2],
+        prefill_rows=no_prefills,
+        prefill_tiles=no_prefills[:2],
         decode_slots=slots,
         decode_contexts=buffers.contexts,
         lengths=lengths,
@@ -155,20 +156,26 @@ def with_final_rows(
     all prefill tokens, int32 (prefill tokens,). `lengths` are the lengths of the final rows, if the
     device needs them. `plan` prepares the batch of the final rows.
     """
-    ends, slots, positions = chunks
-    first, tokens = batch.prefill_tokens, len(batch.slot_mapping)
-    decodes = torch.arange(first, tokens, dtype=ends.dtype, device=ends.device)
-    rows = dataclasses.replace(
+    final_indices, slots, positions = chunks
+    first_decode, tokens = batch.prefill_tokens, len(batch.slot_mapping)
+    decode_indices = torch.arange(
+        first_decode, tokens, dtype=final_indices.dtype, device=final_indices.device
+    )
+    final_batch = dataclasses.replace(
         batch,
         prefill_tokens=0,
         prefill_rows=batch.prefill_rows[:, :0],
         prefill_tiles=batch.prefill_tiles[:, :0],
-        decode_slots=torch.cat((slots.index_select(0, ends), batch.decode_slots)),
-        decode_contexts=torch.cat((positions.index_select(0, ends) + 1, batch.decode_contexts)),
+        decode_slots=torch.cat((slots.index_select(0, final_indices), batch.decode_slots)),
+        decode_contexts=torch.cat(
+            (positions.index_select(0, final_indices) + 1, batch.decode_contexts)
+        ),
         lengths=lengths,
     )
-    final = FinalRows(torch.cat((ends, decodes)), functools.partial(plan, rows))
-    return dataclasses.replace(batch, final=final)
+    final = FinalRows(
+        torch.cat((final_indices, decode_indices)), functools.partial(plan, final_batch)
+    )
+    return dataclasses.replace(batch, final_rows=final)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -185,20 +192,20 @@ class SlotTables:
     rope_deltas: torch.Tensor | None
     """Rotary position of the next token minus its position in the sequence, int32 (slots,). None if
     the model accepts no pictures, so that the two are equal."""
-    words: torch.Tensor
+    sampling_words: torch.Tensor
     """Packed sampling parameters of each slot, int32 (columns.WORDS, slots)."""
     block_size: int
     frozen: torch.Tensor
     """int32 (slots,): 1 if the slot's newest token is one of its `freeze_ids`. Decode rows of such
     a slot change no persistent state."""
     freeze_ids: torch.Tensor
-    """Token ids that freeze each slot, int32 (limits.FREEZE_IDS, slots), padded with -1."""
+    """Token ids that freeze each slot, int32 (limits.MAX_FREEZE_IDS, slots), padded with -1."""
     sampling: SamplingColumns[torch.Tensor] = dataclasses.field(init=False)
-    """Views of `words` by column, (slots,) each; the seeds are (2, slots)."""
+    """Views of `sampling_words` by column, (slots,) each; the seeds are (2, slots)."""
 
     def __post_init__(self) -> None:
-        """Create the views of `words` by column."""
-        object.__setattr__(self, "sampling", columns_of(self.words, torch.float32))
+        """Create the views of `sampling_words` by column."""
+        object.__setattr__(self, "sampling", column_views(self.sampling_words, torch.float32))
 
 
 class DecodeRows(NamedTuple):
@@ -250,9 +257,9 @@ class SamplingBatch:
         cls, tables: SlotTables, slots: torch.Tensor, groups: SamplingGroups[torch.Tensor]
     ) -> SamplingBatch:
         """Return the sampling parameters of `slots`, int64 (rows,), from the device's tables."""
-        words = tables.words.index_select(1, slots)
+        words = tables.sampling_words.index_select(1, slots)
         positions = tables.lengths.index_select(0, slots).long()
-        return cls(columns_of(words, torch.float32), positions, groups)
+        return cls(column_views(words, torch.float32), positions, groups)
 
     @property
     def seeds(self) -> torch.Tensor:

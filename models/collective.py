@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 _HOST = "127.0.0.1"
-# How long a rank waits for the others, one of which may take minutes more to load a large model.
+# Time limit for collectives. Ranks may differ by minutes in the time that they take to load a large
+# model.
 _TIMEOUT = datetime.timedelta(minutes=30)
 
 
@@ -56,17 +57,17 @@ class RankGroup:
         size: int,
         backend: str,
         port: int,
-        listener: int | None,
+        listen_fd: int | None,
         device: torch.device | None = None,
     ) -> None:
         """Rendezvous at `port` of the loopback interface; tensors are on `device`.
 
-        `listener` is the file descriptor of rank 0's listening socket. A socket opened by PyTorch
+        `listen_fd` is the file descriptor of rank 0's listening socket. A socket opened by PyTorch
         itself would listen on every interface.
         """
         self.rank, self.size = rank, size
         self._device = device
-        self._gathers_at_once = backend == "nccl"
+        self._gathers_into_tensor = backend == "nccl"
         store = dist.TCPStore(  # type: ignore[attr-defined]
             _HOST,
             port,
@@ -74,11 +75,11 @@ class RankGroup:
             is_master=rank == 0,
             timeout=_TIMEOUT,
             wait_for_workers=False,
-            master_listen_fd=listener,
+            master_listen_fd=listen_fd,
         )
-        of_gpu = device if device is not None and device.type == "cuda" else None
+        gpu = device if device is not None and device.type == "cuda" else None
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=size, timeout=_TIMEOUT, device_id=of_gpu
+            backend, store=store, rank=rank, world_size=size, timeout=_TIMEOUT, device_id=gpu
         )
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -88,16 +89,16 @@ class RankGroup:
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Gather all ranks' tensors into a new tensor."""
-        if self._gathers_at_once:
-            whole = x.new_empty(self.size, *x.shape)
-            dist.all_gather_into_tensor(whole, x.contiguous())
-            return whole
+        if self._gathers_into_tensor:
+            gathered = x.new_empty(self.size, *x.shape)
+            dist.all_gather_into_tensor(gathered, x.contiguous())
+            return gathered
         parts = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(parts, x.contiguous())
         return torch.stack(parts)
 
     def all_reduce_min(self, value: int) -> int:
         """Return the minimum, reduced as a one-element tensor."""
-        held = torch.tensor([value], device=self._device)
-        dist.all_reduce(held, dist.ReduceOp.MIN)
-        return int(held)
+        tensor = torch.tensor([value], device=self._device)
+        dist.all_reduce(tensor, dist.ReduceOp.MIN)
+        return int(tensor)

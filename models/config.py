@@ -12,8 +12,14 @@ from typing import Any
 from nanoactor.models.errors import ModelError, UnsupportedModel
 from nanoactor.models.families.family import Family, Option
 from nanoactor.models.families.qwen3 import QWEN3
-from nanoactor.models.families.registry import BARE, family_of
-from nanoactor.models.fields import at_least_0, flag, number, positive, positive_number
+from nanoactor.models.families.registry import HEADLESS_FAMILIES, family_of
+from nanoactor.models.fields import (
+    read_bool,
+    read_non_negative_number,
+    read_number,
+    read_positive_int,
+    read_positive_number,
+)
 from nanoactor.models.known_keys import check_keys
 from nanoactor.models.model_config import ModelConfig, Quantization, RopeConfig, Scales
 from nanoactor.models.vision.config import parse_vision
@@ -74,48 +80,48 @@ def parse_config(raw: Mapping[str, Any], origin: object = "config") -> ModelConf
     # The architecture comes first: an unsupported one's file may lack or nest all other keys.
     family = family_of(str(architectures[0])) if raw.get("architectures") else QWEN3
     vision = parse_vision(raw, origin) if family.vision_prefix else None
-    raw = _text_part(raw, family, origin)
+    raw = _text_config(raw, family, origin)
     check_keys(raw, family, origin)
 
     def option(name: str) -> bool:
-        given: Option = getattr(family, name)
-        return flag(raw, given, origin, False) if isinstance(given, str) else given
+        setting: Option = getattr(family, name)
+        return read_bool(raw, setting, origin, False) if isinstance(setting, str) else setting
 
-    heads = positive(raw, "num_attention_heads", origin)
-    hidden = positive(raw, "hidden_size", origin)
+    heads = read_positive_int(raw, "num_attention_heads", origin)
+    hidden = read_positive_int(raw, "hidden_size", origin)
     config = ModelConfig(
         architecture=str(architectures[0]),
-        vocab_size=positive(raw, "vocab_size", origin),
+        vocab_size=read_positive_int(raw, "vocab_size", origin),
         hidden_size=hidden,
-        intermediate_size=positive(raw, "intermediate_size", origin),
-        num_layers=positive(raw, "num_hidden_layers", origin),
+        intermediate_size=read_positive_int(raw, "intermediate_size", origin),
+        num_layers=read_positive_int(raw, "num_hidden_layers", origin),
         num_heads=heads,
-        num_kv_heads=positive(raw, "num_key_value_heads", origin, heads),
-        head_dim=positive(raw, "head_dim", origin, family.head_dim or hidden // heads),
-        max_positions=positive(raw, "max_position_embeddings", origin),
-        rms_norm_eps=at_least_0(raw, "rms_norm_eps", origin, 1e-6),
+        num_kv_heads=read_positive_int(raw, "num_key_value_heads", origin, heads),
+        head_dim=read_positive_int(raw, "head_dim", origin, family.head_dim or hidden // heads),
+        max_positions=read_positive_int(raw, "max_position_embeddings", origin),
+        rms_norm_eps=read_non_negative_number(raw, "rms_norm_eps", origin, 1e-6),
         rope=_read_rope(raw, family, origin),
         qk_norm=family.qk_norm,
         qkv_bias=option("qkv_bias"),
         output_bias=option("output_bias"),
         mlp_bias=option("mlp_bias"),
-        tie_embeddings=flag(raw, "tie_word_embeddings", origin, False),
+        tie_embeddings=read_bool(raw, "tie_word_embeddings", origin, False),
         dtype=_read_dtype(raw),
-        eos_token_ids=as_ids(raw.get("eos_token_id"), origin),
+        eos_token_ids=parse_token_ids(raw.get("eos_token_id"), origin),
         vision=vision,
-        has_head=str(architectures[0]) not in BARE,
+        has_head=str(architectures[0]) not in HEADLESS_FAMILIES,
         scales=_read_scales(raw, family, origin),
         window=_read_window(raw, family, origin),
         quantization=_read_quantization(raw, origin),
         family_options=family.read_options(raw, origin) if family.read_options else None,
     )
-    _refuse_unknown(raw, config, origin)
+    _check_supported(raw, config, origin)
     return config
 
 
 def _read_scales(raw: Mapping[str, Any], family: Family, origin: object) -> Scales:
     def scale(key: str | None) -> float:
-        return 1.0 if key is None else positive_number(raw, key, origin, 1.0)
+        return 1.0 if key is None else read_positive_number(raw, key, origin, 1.0)
 
     attention = family.attention_scale
     return Scales(
@@ -133,27 +139,27 @@ def _read_window(raw: Mapping[str, Any], family: Family, origin: object) -> int 
         return None
     if key in raw and raw[key] is None:
         return None
-    return positive(raw, key, origin, family.default_window)
+    return read_positive_int(raw, key, origin, family.default_window)
 
 
 def _read_quantization(raw: Mapping[str, Any], origin: object) -> Quantization | None:
     """Return the quantization, if there is any. Raises `UnsupportedModel` for an unknown method."""
-    given = raw.get("quantization_config")
-    if not given:
+    section = raw.get("quantization_config")
+    if not section:
         return None
-    if not isinstance(given, dict):
-        raise ModelError(f"{origin}: quantization_config must be an object, got {given!r:.50}")
-    method = given.get("quant_method")
+    if not isinstance(section, dict):
+        raise ModelError(f"{origin}: quantization_config must be an object, got {section!r:.50}")
+    method = section.get("quant_method")
     if method not in FORMATS:
-        known = f"; supported methods: {', '.join(FORMATS)}" if FORMATS else ""
+        supported = f"; supported methods: {', '.join(FORMATS)}" if FORMATS else ""
         raise UnsupportedModel(
             f"{origin}: quantization_config has quant_method {method!r:.50}, which is not "
-            f"supported{known}"
+            f"supported{supported}"
         )
-    return Quantization(str(method), given)
+    return Quantization(str(method), section)
 
 
-def _text_part(raw: Mapping[str, Any], family: Family, origin: object) -> Mapping[str, Any]:
+def _text_config(raw: Mapping[str, Any], family: Family, origin: object) -> Mapping[str, Any]:
     """Return the decoder's part of the configuration, which some families nest in an object."""
     if family.text_config is None:
         return raw
@@ -164,7 +170,7 @@ def _text_part(raw: Mapping[str, Any], family: Family, origin: object) -> Mappin
     return {**raw, **text, "tie_word_embeddings": raw.get("tie_word_embeddings")}
 
 
-def as_ids(value: Any, origin: object = "eos_token_id") -> tuple[int, ...]:
+def parse_token_ids(value: Any, origin: object = "eos_token_id") -> tuple[int, ...]:
     """Return the token ids of a configuration value: None, a number or a list. None and -1 mean no
     ids. Raises `ModelError` for any other value."""
     values = [] if value in (None, -1) else value if isinstance(value, list) else [value]
@@ -190,12 +196,12 @@ def _read_rope(raw: Mapping[str, Any], family: Family, origin: object) -> RopeCo
     raw_rope = {
         name: value
         for key in _ROPE_OBJECTS
-        for name, value in _rope_object(raw, key, origin).items()
+        for name, value in _read_rope_object(raw, key, origin).items()
     }
     kind = str(raw_rope.get("rope_type") or "default")
     if kind == "default" and raw_rope.get("factor") not in (None, 1):
         raise ModelError(f"{origin}: a rope factor requires a rope_type, for example 'yarn'")
-    theta = positive_number({**raw, **raw_rope}, "rope_theta", origin, family.rope_theta)
+    theta = read_positive_number({**raw, **raw_rope}, "rope_theta", origin, family.rope_theta)
     sections = _read_sections(raw_rope, origin) if family.vision_prefix else None
     if kind == "default":
         return RopeConfig(kind, theta, sections=sections)
@@ -211,26 +217,28 @@ def _read_rope(raw: Mapping[str, Any], family: Family, origin: object) -> RopeCo
         raise ModelError(
             f"{origin}: rope type {kind!r} needs a factor of at least 1, got {factor!r}"
         )
-    longest = positive(raw, "max_position_embeddings", origin)
-    original = positive(raw_rope, "original_max_position_embeddings", origin, longest)
+    max_positions = read_positive_int(raw, "max_position_embeddings", origin)
+    original_max_positions = read_positive_int(
+        raw_rope, "original_max_position_embeddings", origin, max_positions
+    )
 
-    def optional(key: str) -> float | None:
-        return None if raw_rope.get(key) is None else number(raw_rope, key, origin, 0.0)
+    def read_optional(key: str) -> float | None:
+        return None if raw_rope.get(key) is None else read_number(raw_rope, key, origin, 0.0)
 
     config = RopeConfig(
         kind,
         theta=theta,
         factor=float(factor),
-        original_max_positions=original,
-        says_original=raw_rope.get("original_max_position_embeddings") is not None,
-        beta_fast=positive_number(raw_rope, "beta_fast", origin, 32.0),
-        beta_slow=positive_number(raw_rope, "beta_slow", origin, 1.0),
-        attention_factor=optional("attention_factor"),
-        mscale=optional("mscale"),
-        mscale_all_dim=optional("mscale_all_dim"),
-        truncate=flag(raw_rope, "truncate", origin, True),
-        low_freq_factor=positive_number(raw_rope, "low_freq_factor", origin, 1.0),
-        high_freq_factor=positive_number(raw_rope, "high_freq_factor", origin, 4.0),
+        original_max_positions=original_max_positions,
+        has_original_max_positions=raw_rope.get("original_max_position_embeddings") is not None,
+        beta_fast=read_positive_number(raw_rope, "beta_fast", origin, 32.0),
+        beta_slow=read_positive_number(raw_rope, "beta_slow", origin, 1.0),
+        attention_factor=read_optional("attention_factor"),
+        mscale=read_optional("mscale"),
+        mscale_all_dim=read_optional("mscale_all_dim"),
+        truncate=read_bool(raw_rope, "truncate", origin, True),
+        low_freq_factor=read_positive_number(raw_rope, "low_freq_factor", origin, 1.0),
+        high_freq_factor=read_positive_number(raw_rope, "high_freq_factor", origin, 4.0),
         sections=sections,
     )
     if kind == "yarn":
@@ -267,7 +275,7 @@ def _check_yarn(config: RopeConfig, origin: object) -> None:
         )
 
 
-def _rope_object(raw: Mapping[str, Any], key: str, origin: object) -> dict[str, Any]:
+def _read_rope_object(raw: Mapping[str, Any], key: str, origin: object) -> dict[str, Any]:
     value = raw.get(key) or {}
     if not isinstance(value, dict):
         raise ModelError(f"{origin}: {key} must be an object, got {value!r}")
@@ -276,7 +284,7 @@ def _rope_object(raw: Mapping[str, Any], key: str, origin: object) -> dict[str, 
     return value
 
 
-def _refuse_unknown(raw: Mapping[str, Any], config: ModelConfig, origin: object) -> None:
+def _check_supported(raw: Mapping[str, Any], config: ModelConfig, origin: object) -> None:
     if raw.get("hidden_act", "silu") != "silu":
         raise UnsupportedModel(
             f"{origin}: hidden_act is {raw['hidden_act']!r}, but only silu is supported"
@@ -288,13 +296,14 @@ def _refuse_unknown(raw: Mapping[str, Any], config: ModelConfig, origin: object)
     kinds = raw.get("layer_types") or []
     if not isinstance(kinds, list):
         raise ModelError(f"{origin}: layer_types must be a list, got {kinds!r:.50}")
-    sliding = [kind for kind in kinds if kind != "full_attention"]
-    if sliding:
+    unsupported = [kind for kind in kinds if kind != "full_attention"]
+    if unsupported:
         raise UnsupportedModel(
-            f"{origin}: layer_types contains {sliding[0]!r}, but only 'full_attention' is supported"
+            f"{origin}: layer_types contains {unsupported[0]!r}, but only 'full_attention' is "
+            "supported"
         )
-    for part in (raw, *(_rope_object(raw, key, origin) for key in _ROPE_OBJECTS)):
-        if part.get("partial_rotary_factor") not in (None, 1):
+    for section in (raw, *(_read_rope_object(raw, key, origin) for key in _ROPE_OBJECTS)):
+        if section.get("partial_rotary_factor") not in (None, 1):
             raise UnsupportedModel(
                 f"{origin}: a partial_rotary_factor other than 1 is not supported"
             )

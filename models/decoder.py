@@ -33,9 +33,9 @@ log = logging.getLogger("nanoactor.runner")
 def _prefix(family: str, weights: Weights) -> str:
     """Return the prefix of the decoder's weight names, including the dot; empty for a checkpoint of
     only the decoder, as saved by `AutoModel`."""
-    named = f"{family}."
-    bare = f"{named}{_EMBEDDING}" not in weights and _EMBEDDING in weights
-    return "" if bare else named
+    prefix = f"{family}."
+    is_bare = f"{prefix}{_EMBEDDING}" not in weights and _EMBEDDING in weights
+    return "" if is_bare else prefix
 
 
 class Decoder:
@@ -70,13 +70,16 @@ class Decoder:
         norm = specs[0].norm if specs else NormSpec(config.rms_norm_eps)
         self._norm = RMSNorm(norm, context, f"{prefix}norm", config.hidden_size)
         self._head = device.linear(Dense(self._head_weight(weights, headless)))
-        rotary = {spec.mixer.rotary_dim for spec in specs if isinstance(spec.mixer, AttentionSpec)}
-        if len(rotary) > 1:
+        rotary_dims = {
+            spec.mixer.rotary_dim for spec in specs if isinstance(spec.mixer, AttentionSpec)
+        }
+        if len(rotary_dims) > 1:
             raise UnsupportedModel(
-                f"layers with different numbers of rotary dimensions, {rotary}, are not supported"
+                f"layers with different numbers of rotary dimensions, {rotary_dims}, are not "
+                "supported"
             )
-        dims = next(iter(rotary), None) or config.head_dim
-        rope = RotaryEmbedding(config.rope, dims, max_positions)
+        rotary_dim = next(iter(rotary_dims), None) or config.head_dim
+        rope = RotaryEmbedding(config.rope, rotary_dim, max_positions)
         self._rope = rope.to(weights.device, weights.dtype)
 
     def _head_weight(self, weights: Weights, headless: bool = False) -> torch.Tensor:
@@ -105,8 +108,8 @@ class Decoder:
         return [layer.state for layer in self._layers]
 
     def forward(self, inputs: ForwardInputs) -> torch.Tensor:
-        """Return the hidden states, (tokens, hidden), or only those of `batch.final` if it is set,
-        and update the layers' states in place."""
+        """Return the hidden states, (tokens, hidden), or only those of `batch.final_rows` if it is
+        set, and update the layers' states in place."""
         batch, scales = inputs.batch, self.config.scales
         x = self._embedding(inputs.token_ids)
         if scales.embedding != 1.0:
@@ -114,17 +117,17 @@ class Decoder:
         step = LayerStep(batch, self._device.rotation(*self._rope(inputs.positions)))
         levels: tuple[torch.Tensor, ...] = ()
         if batch.visual is not None:
-            seen, features = batch.visual.seen, batch.visual.features
+            mask, features = batch.visual.mask, batch.visual.features
             levels = torch.split(features, self.config.hidden_size, dim=1)
-            x[: len(seen)] = torch.where(seen, levels[0], x[: len(seen)])
+            x[: len(mask)] = torch.where(mask, levels[0], x[: len(mask)])
         residual = None
         for index, (layer, state) in enumerate(
             zip(self._layers, inputs.states, strict=True), start=1
         ):
-            if index == len(self._layers) and batch.final is not None:
-                step = dataclasses.replace(step, final=batch.final)
+            if index == len(self._layers) and batch.final_rows is not None:
+                step = dataclasses.replace(step, final_rows=batch.final_rows)
             x, residual = layer(x, residual, state, step)
-            if step.final is not None and not len(x):
+            if step.final_rows is not None and not len(x):
                 return x
             if index < len(levels):  # deepstack, arXiv:2406.04334
                 x, residual = residual + x, None
@@ -133,9 +136,9 @@ class Decoder:
 
     def weights(self) -> ModelWeights | None:
         """Return all tensors; None if `ModelWeights` cannot fully describe the model."""
-        found = [layer.weights() for layer in self._layers]
-        layers = [layer for layer in found if layer is not None]
-        if len(layers) < len(found) or not isinstance(self._head, Linear):
+        optional = [layer.weights() for layer in self._layers]
+        layers = [layer for layer in optional if layer is not None]
+        if len(layers) < len(optional) or not isinstance(self._head, Linear):
             return None
         if self.config.scales != Scales():
             return None

@@ -7,26 +7,28 @@ from typing import Any
 
 from nanoactor.models.errors import ModelError
 
-_MOST: dict[str, int] = {"vocab_size": 1 << 24, "max_position_embeddings": 1 << 30}
-_MOST_ELSE = 1 << 20
+_MAX_SIZES: dict[str, int] = {"vocab_size": 1 << 24, "max_position_embeddings": 1 << 30}
+_MAX_OTHER_SIZE = 1 << 20
 """Upper bound on all other sizes: larger ones are corrupt, and could not be allocated."""
-_HUGE = 1e30
+_MAGNITUDE_LIMIT = 1e30
 """Upper bound on the magnitude of numbers that are not sizes."""
 
 
-def positive(raw: Mapping[str, Any], key: str, origin: object, default: int | None = None) -> int:
+def read_positive_int(
+    raw: Mapping[str, Any], key: str, origin: object, default: int | None = None
+) -> int:
     """Return the value of `key`: a positive integer within the upper bound of sizes."""
     value = raw.get(key)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise ModelError(f"{origin}: {key} must be a positive integer, got {value!r}")
-    most = _MOST.get(key, _MOST_ELSE)
-    if value > most:
-        raise ModelError(f"{origin}: {key} must be at most {most}, got {value}")
+    maximum = _MAX_SIZES.get(key, _MAX_OTHER_SIZE)
+    if value > maximum:
+        raise ModelError(f"{origin}: {key} must be at most {maximum}, got {value}")
     return value
 
 
-def flag(raw: Mapping[str, Any], key: str, origin: object, default: bool) -> bool:
+def read_bool(raw: Mapping[str, Any], key: str, origin: object, default: bool) -> bool:
     """Return the boolean value of `key`, or `default` if it is missing."""
     value = raw.get(key)
     if value is None:
@@ -36,29 +38,31 @@ def flag(raw: Mapping[str, Any], key: str, origin: object, default: bool) -> boo
     return value
 
 
-def number(raw: Mapping[str, Any], key: str, origin: object, default: float) -> float:
+def read_number(raw: Mapping[str, Any], key: str, origin: object, default: float) -> float:
     """Return the value of `key`: a finite number."""
     value = raw.get(key, default)
     value = default if value is None and key != "rms_norm_eps" else value
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise ModelError(f"{origin}: {key} must be a number, got {value!r}")
     # Python's JSON parser accepts NaN, Infinity and integers of any length.
-    if not -_HUGE < value < _HUGE:
+    if not -_MAGNITUDE_LIMIT < value < _MAGNITUDE_LIMIT:
         raise ModelError(f"{origin}: {key} must be a finite number, got {value!r:.50}")
     return float(value)
 
 
-def positive_number(raw: Mapping[str, Any], key: str, origin: object, default: float) -> float:
+def read_positive_number(raw: Mapping[str, Any], key: str, origin: object, default: float) -> float:
     """Return the value of `key`: a finite number above 0."""
-    value = number(raw, key, origin, default)
+    value = read_number(raw, key, origin, default)
     if value <= 0:
         raise ModelError(f"{origin}: {key} must be greater than 0, got {value:g}")
     return value
 
 
-def at_least_0(raw: Mapping[str, Any], key: str, origin: object, default: float) -> float:
+def read_non_negative_number(
+    raw: Mapping[str, Any], key: str, origin: object, default: float
+) -> float:
     """Return the value of `key`: a finite number of at least 0."""
-    value = number(raw, key, origin, default)
+    value = read_number(raw, key, origin, default)
     if value < 0:
         raise ModelError(f"{origin}: {key} must be at least 0, got {value:g}")
     return value

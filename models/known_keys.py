@@ -9,7 +9,7 @@ from typing import Any
 from nanoactor.models.errors import UnsupportedModel
 from nanoactor.models.families.family import Family
 
-_READ = frozenset(
+_READ_KEYS = frozenset(
     [
         "architectures",
         "dtype",
@@ -41,7 +41,7 @@ _READ = frozenset(
         "vocab_size",
     ]
 )
-_WITHOUT_EFFECT = frozenset(
+_IGNORED_KEYS = frozenset(
     [
         "add_cross_attention",
         "attention_dropout",
@@ -115,7 +115,7 @@ _WITHOUT_EFFECT = frozenset(
 )
 """Keys about training, returned values and the tokenizer, and generation settings, which
 transformers reads from `generation_config.json`."""
-_NEUTRAL: Mapping[str, Any] = {
+_NEUTRAL_VALUES: Mapping[str, Any] = {
     "embedding_multiplier": 1,
     "logit_scale": 1,
     "logits_scaling": 1,
@@ -123,10 +123,10 @@ _NEUTRAL: Mapping[str, Any] = {
     "scale_emb": 1,
 }
 """Keys of related models, with the value that has no effect."""
-_NOTHING: tuple[Any, ...] = (None, False, "", [], {})
+_EMPTY_VALUES: tuple[Any, ...] = (None, False, "", [], {})
 
 
-_OF_ROPE = frozenset(
+_ROPE_KEYS = frozenset(
     [
         "attention_factor",
         "beta_fast",
@@ -147,7 +147,7 @@ _OF_ROPE = frozenset(
         "type",
     ]
 )
-_OF_VISION = frozenset(
+_VISION_KEYS = frozenset(
     [
         "deepstack_visual_indexes",
         "depth",
@@ -174,26 +174,34 @@ def check_keys(raw: Mapping[str, Any], family: Family, origin: object) -> None:
     Nested objects are checked in the same way.
     """
     options = (getattr(family, field.name) for field in dataclasses.fields(family))
-    known = _READ | {option for option in options if isinstance(option, str)} | family.option_keys
-    _check(raw, known, family, origin)
-    for name, inner in (("rope_parameters", _OF_ROPE), ("rope_scaling", _OF_ROPE)):
-        _check_within(raw, name, inner, family, origin)
-    _check_within(raw, "vision_config", _OF_VISION, family, origin)
+    allowed = (
+        _READ_KEYS | {option for option in options if isinstance(option, str)} | family.option_keys
+    )
+    _check(raw, allowed, family, origin)
+    for name, nested_keys in (("rope_parameters", _ROPE_KEYS), ("rope_scaling", _ROPE_KEYS)):
+        _check_nested(raw, name, nested_keys, family, origin)
+    _check_nested(raw, "vision_config", _VISION_KEYS, family, origin)
 
 
-def _check_within(
-    raw: Mapping[str, Any], name: str, known: frozenset[str], family: Family, origin: object
+def _check_nested(
+    raw: Mapping[str, Any], name: str, allowed: frozenset[str], family: Family, origin: object
 ) -> None:
     if isinstance(raw.get(name), dict):
-        _check(raw[name], known, family, f"{origin}: {name}")
+        _check(raw[name], allowed, family, f"{origin}: {name}")
 
 
-def _check(raw: Mapping[str, Any], read: frozenset[str], family: Family, origin: object) -> None:
-    known = read | _WITHOUT_EFFECT | {"architectures", "dtype", "torch_dtype"}
+def _check(
+    raw: Mapping[str, Any], read_keys: frozenset[str], family: Family, origin: object
+) -> None:
+    allowed = read_keys | _IGNORED_KEYS | {"architectures", "dtype", "torch_dtype"}
     for name, value in raw.items():
-        if name in known or name.startswith("_") or any(value is one for one in _NOTHING[:2]):
+        if (
+            name in allowed
+            or name.startswith("_")
+            or any(value is empty for empty in _EMPTY_VALUES[:2])
+        ):
             continue
-        if value in _NOTHING or (name in _NEUTRAL and value == _NEUTRAL[name]):
+        if value in _EMPTY_VALUES or (name in _NEUTRAL_VALUES and value == _NEUTRAL_VALUES[name]):
             continue
         raise UnsupportedModel(
             f"{origin}: the key {name!r:.100} (value {value!r:.60}) is not known for "

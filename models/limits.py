@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-# A row with a top-k of at most this is truncated from this many candidates, whatever other rows
-# need: the order of equal logits then depends only on the row, not on its batch.
+# Number of candidates that are sorted for a row with a top-k of at most this number. It is the same
+# for all such rows, so that the order of equal logits depends only on the row, not on its batch.
 CANDIDATES = 256
 
 NO_TOKEN = -1
@@ -12,5 +12,5 @@ NOTHING_ALLOWED = -2
 """Result for a row with finite logits if its request's own rules exclude every token id."""
 FROZEN = -3
 """Result for a decode row of a slot that was already frozen."""
-FREEZE_IDS = 8
+MAX_FREEZE_IDS = 8
 """Maximum number of token ids that can freeze a slot."""

@@ -18,7 +18,7 @@ class RopeConfig:
     factor: float = 1.0
     original_max_positions: int = 0
     """Context length in training, before rope scaling; 0 if there is no scaling."""
-    says_original: bool = dataclasses.field(default=False, compare=False)
+    has_original_max_positions: bool = dataclasses.field(default=False, compare=False)
     """Whether the configuration states the original length; otherwise it is
     `max_position_embeddings`."""
     beta_fast: float = 32.0
@@ -93,7 +93,7 @@ class ModelConfig:
     """Options returned by `Family.read_options`, used only by the family."""
 
     @property
-    def longest(self) -> int:
+    def max_context_length(self) -> int:
         """Return the maximum number of positions that the model supports. If rope scaling extends
         the context and `max_position_embeddings` is unchanged, as in YaRN's recipe, this is the
         original length times the factor."""
@@ -103,6 +103,10 @@ class ModelConfig:
         return longest if self.window is None else min(longest, self.window)
 
     @property
-    def default_length(self) -> int:
+    def default_max_length(self) -> int:
         """Return the maximum length of sequences if the engine's options do not set one."""
-        return self.longest if self.rope.says_original else min(self.longest, self.max_positions)
+        return (
+            self.max_context_length
+            if self.rope.has_original_max_positions
+            else min(self.max_context_length, self.max_positions)
+        )

@@ -8,9 +8,9 @@ from typing import Literal
 GRAPH_MODES = ("auto", "eager", "npugraph", "max-autotune", "reduce-overhead")
 ATTENTION_LAYOUTS = ("tnd", "bnsd")
 WEIGHT_FORMATS = ("nd", "nz")
-FusedSampling = Literal["every", "all", "greedy", "none"]
-"""Rows that a device's `sample_rows` handles, except rows with masked ids: every row, all rows but
-those with a top-k above `limits.CANDIDATES`, only greedy rows, or none."""
+FusedSampling = Literal["all", "bounded_top_k", "greedy", "none"]
+"""Rows that a device's `sample_rows` supports: all, those without a top-k above
+`limits.CANDIDATES`, only greedy ones, or none. Rows with masked ids are never supported."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

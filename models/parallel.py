@@ -24,16 +24,16 @@ class Span:
         """Return the number of rows or columns."""
         return self.stop - self.start
 
-    def moved(self, by: int) -> Span:
+    def shifted(self, by: int) -> Span:
         """Return the same range shifted by `by`."""
         return Span(self.start + by, self.stop + by)
 
-    def common(self, other: Span) -> Span:
+    def intersection(self, other: Span) -> Span:
         """Return the intersection, which may be empty."""
         start = max(self.start, other.start)
         return Span(start, max(start, min(self.stop, other.stop)))
 
-    def times(self, factor: int) -> Span:
+    def scaled(self, factor: int) -> Span:
         """Return the same range in units that are `factor` times smaller."""
         return Span(self.start * factor, self.stop * factor)
 
@@ -59,18 +59,18 @@ class Shard:
 def shard_of(config: ModelConfig, rank: int = 0, ranks: int = 1) -> Shard:
     """Return a rank's part of the model. Raises `UnsupportedModel` if it cannot be divided."""
     check_parallel(config, ranks)
-    heads, kv = config.num_heads // ranks, config.num_kv_heads
-    if kv % ranks == 0:
-        kv_heads = Span(rank * kv // ranks, (rank + 1) * kv // ranks)
+    heads_per_rank, num_kv_heads = config.num_heads // ranks, config.num_kv_heads
+    if num_kv_heads % ranks == 0:
+        kv_heads = Span(rank * num_kv_heads // ranks, (rank + 1) * num_kv_heads // ranks)
     else:
-        kv_heads = Span(rank * kv // ranks, rank * kv // ranks + 1)
-    part = -(-config.vocab_size // ranks)
+        kv_heads = Span(rank * num_kv_heads // ranks, rank * num_kv_heads // ranks + 1)
+    ids_per_rank = -(-config.vocab_size // ranks)
     return Shard(
         rank,
         ranks,
-        Span(rank * heads, (rank + 1) * heads),
+        Span(rank * heads_per_rank, (rank + 1) * heads_per_rank),
         kv_heads,
-        Span(rank * part, (rank + 1) * part),
+        Span(rank * ids_per_rank, (rank + 1) * ids_per_rank),
     )
 
 

@@ -17,8 +17,8 @@ class HostSeqLens:
     decode_contexts: list[int]
     """Length of each decode row's sequence, including the new token."""
 
-    def padded(self, rows: int) -> HostSeqLens:
-        """Return the lengths padded to `rows` decode rows; padded rows have a context of 1."""
+    def padded_to(self, rows: int) -> HostSeqLens:
+        """Return the lengths, padded to `rows` decode rows with contexts of length 1."""
         missing = rows - len(self.decode_contexts)
         if not missing or self is NO_SEQ_LENS:
             return self

@@ -156,7 +156,7 @@ def translated(error: BaseException) -> BaseException:
         made: NanoactorError = ours(*error.args)
         made.__cause__ = error.__cause__
         return made.with_traceback(error.__traceback__)
-    if runtime.machine_refuses(error):
+    if runtime.is_out_of_resources(error):
         made = out_of_resources(error)
         made.__cause__ = error
         return made

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-_LOOK, _LONGEST_LOOK = 0.01, 1.0
+_FIRST_POLL_SECONDS, _MAX_POLL_SECONDS = 0.01, 1.0
 """Seconds between two checks of the loop: the first interval and the longest one."""
 
 
@@ -26,13 +26,13 @@ def close_soon(
     """
 
     def watch() -> None:
-        wait = _LOOK
+        interval = _FIRST_POLL_SECONDS
         while not is_closed():
             if loop.is_closed():
                 end()
                 return
-            time.sleep(wait)
-            wait = min(2 * wait, _LONGEST_LOOK)
+            time.sleep(interval)
+            interval = min(2 * interval, _MAX_POLL_SECONDS)
 
     coroutine = close()
     try:

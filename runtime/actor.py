@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from nanoactor.runtime.alarm import Alarm
-from nanoactor.runtime.codec import copied
+from nanoactor.runtime.codec import copy_arrays
 from nanoactor.runtime.errors import RuntimeFault
 from nanoactor.runtime.lease import Lease
 from nanoactor.runtime.outbox import Outbox
@@ -25,13 +25,13 @@ from nanoactor.runtime.tracing import Track
 M = TypeVar("M")
 
 
-class Fresh(enum.Enum):
-    """Result of `Actor.renew` if the actor keeps no state and must be created anew."""
+class Recreate(enum.Enum):
+    """Result of `Actor.reset` if the actor keeps no state and must be created anew."""
 
-    FRESH = enum.auto()
+    RECREATE = enum.auto()
 
 
-FRESH = Fresh.FRESH
+RECREATE = Recreate.RECREATE
 Handler = Callable[[Any], None]
 ReadyInfo = object
 """Record that an actor publishes to all other actors once it is ready: a picklable object, or None.
@@ -65,7 +65,7 @@ class Context:
         self._lease: Lease | None = None
         self.alarm: Alarm | None = None
         """The node's alarm; None if the node neither wakes other nodes early nor is woken early."""
-        self.remind: Callable[[Any], None] = lambda message: None
+        self.send_self: Callable[[Any], None] = lambda message: None
         """Function that puts one of the actor's own messages into its mailbox. It is a no-op in a
         replay, which delivers these messages itself."""
 
@@ -79,16 +79,16 @@ class Context:
                 f"actor {self.name} has no edge {edge!r}; its edges are {sorted(self._outboxes)}"
             ) from None
 
-    def rouse(self) -> None:
+    def wake_others(self) -> None:
         """Wake the other nodes because work is on its way to them. May be called from any
         thread."""
         if self.alarm is not None:
-            self.alarm.rouse()
+            self.alarm.wake_others()
 
-    def rest(self) -> None:
+    def allow_sleep(self) -> None:
         """Allow this node's loop to sleep again: the message that it was woken for has arrived."""
         if self.alarm is not None:
-            self.alarm.rest()
+            self.alarm.allow_sleep()
 
     def new_track(self, name: str) -> Track:
         """Return a new timeline row for a device or thread that works on the actor's behalf."""
@@ -103,24 +103,24 @@ class Context:
     def call_soon(self, function: Callable[..., None], *arguments: Any) -> None:
         """Run a function on the actor's loop. May be called from any thread; an exception ends the
         node."""
-        self.loop.call_soon_threadsafe(self._guarded, function, arguments)
+        self.loop.call_soon_threadsafe(self._run_guarded, function, arguments)
 
     def call_later(self, seconds: float, function: Callable[..., None]) -> asyncio.TimerHandle:
         """Run a function on the actor's loop after a delay. Must be called on the loop."""
-        return self.loop.call_later(seconds, self._guarded, function, ())
+        return self.loop.call_later(seconds, self._run_guarded, function, ())
 
-    def tell_later(self, seconds: float, message: Any) -> None:
+    def send_self_later(self, seconds: float, message: Any) -> None:
         """Send a message to the actor itself after a delay: a timer that a recording can replay.
         Must be called on the loop."""
-        self.call_later(seconds, lambda: self.remind(message))
+        self.call_later(seconds, lambda: self.send_self(message))
 
     def retire(self) -> None:
         """Mark the system as cut: pending calls are dropped."""
         self.retired = True
         self.alarm = None
-        self.remind = lambda message: None
+        self.send_self = lambda message: None
 
-    def _guarded(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    def _run_guarded(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         if self.retired:
             return
         try:
@@ -132,15 +132,15 @@ class Context:
         """End the node because of an error. Must be called on the loop's thread."""
         self._fail(error)
 
-    def enter(self, lease: Lease) -> None:
+    def set_lease(self, lease: Lease) -> None:
         """Set the lease under which the next message is read. Called only by the mailbox."""
         self._lease = lease
 
-    def own(self, message: M) -> M:
+    def owned_copy(self, message: M) -> M:
         """Return the current message, with its arrays copied if they are read in place."""
-        return message if self._lease is None else copied(message)
+        return message if self._lease is None else copy_arrays(message)
 
-    def hold(self) -> Lease | None:
+    def hold_lease(self) -> Lease | None:
         """Return the lease that keeps the current message readable after its handler returns, or
         None if the message owns its memory.
 
@@ -210,13 +210,13 @@ class Actor:
         ahead of work."""
         return iter(())
 
-    def renew(self) -> ReadyInfo | Fresh:
+    def reset(self) -> ReadyInfo | Recreate:
         """Reset the actor after a cut, in which all actors restart and earlier messages that were
         not handled are lost. Discard all work, keep expensive state (a model, a tokenizer), and
         return the record that the actor publishes. Work running elsewhere must have finished when
         this returns. `start` follows, with a new context. By default, a new actor is created
         instead."""
-        return FRESH
+        return RECREATE
 
     def stop(self) -> None:
         """Stop threads and release resources that process exit does not free. Called when the

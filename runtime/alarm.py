@@ -16,10 +16,10 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-_PAUSE = 6
+_MIN_INTERVAL_FACTOR = 6
 """Minimum time between two wake-ups by one node, as a multiple of the time that woken nodes stay
 awake."""
-_OVER = object()
+_EXHAUSTED = object()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,19 +28,19 @@ class AlarmPlan:
 
     bell: int
     """Eventfd that other nodes write to and this node reads."""
-    others: tuple[int, ...]
-    seconds: float
+    other_bells: tuple[int, ...]
+    awake_seconds: float
+    """Time that a woken node stays awake, in seconds."""
 
     @property
     def descriptors(self) -> tuple[int, ...]:
         """The file descriptors that the node's process must inherit."""
-        return (self.bell, *self.others)
+        return (self.bell, *self.other_bells)
 
-    def moved(self, places: Mapping[int, int]) -> AlarmPlan:
-        """Return this plan with its descriptors mapped by `places` to their numbers in another
-        process."""
-        others = tuple(places[other] for other in self.others)
-        return dataclasses.replace(self, bell=places[self.bell], others=others)
+    def remapped(self, mapping: Mapping[int, int]) -> AlarmPlan:
+        """Return a copy for another process, in which descriptor n has the number `mapping[n]`."""
+        other_bells = tuple(mapping[other] for other in self.other_bells)
+        return dataclasses.replace(self, bell=mapping[self.bell], other_bells=other_bells)
 
 
 def create_alarms(nodes: Sequence[str], seconds: float) -> dict[str, AlarmPlan]:
@@ -53,11 +53,11 @@ def create_alarms(nodes: Sequence[str], seconds: float) -> dict[str, AlarmPlan]:
             stack.callback(os.close, bells[name])
         with contextlib.ExitStack() as copies:
             for name in nodes:
-                found = []
+                descriptors = []
                 for other in (name, *(other for other in nodes if other != name)):
-                    found.append(os.dup(bells[other]))
-                    copies.callback(os.close, found[-1])
-                plans[name] = AlarmPlan(found[0], tuple(found[1:]), seconds)
+                    descriptors.append(os.dup(bells[other]))
+                    copies.callback(os.close, descriptors[-1])
+                plans[name] = AlarmPlan(descriptors[0], tuple(descriptors[1:]), seconds)
             copies.pop_all()
     return plans
 
@@ -79,53 +79,55 @@ class Alarm:
         self._loop = loop
         self._may_stay = may_stay
         self._rehearse = rehearse
-        self._parts: Iterator[object] | None = None
-        self._until = self._not_before = 0.0
-        self._ticks = False
+        self._rehearsal: Iterator[object] | None = None
+        self._awake_until = self._next_wake_at = 0.0
+        self._is_ticking = False
         self._closed = False
-        self.roused = self.looks = 0
+        self.wakeups = self.polls = 0
         """Number of times that the node was woken, and number of times that it has polled while
         awake."""
-        loop.add_reader(plan.bell, self._hear)
+        loop.add_reader(plan.bell, self._on_bell)
 
-    def rouse(self) -> None:
+    def wake_others(self) -> None:
         """Wake the other nodes, unless this node did so a moment ago. May be called from any
         thread.
 
         Without this limit, loops would never sleep under load, when work is always on its way.
         """
         now = time.monotonic()
-        if self._closed or now < self._not_before:  # closed: the numbers may be reused
+        if self._closed or now < self._next_wake_at:  # closed: the numbers may be reused
             return
-        self._not_before = now + _PAUSE * self._plan.seconds
-        for bell in self._plan.others:
+        self._next_wake_at = now + _MIN_INTERVAL_FACTOR * self._plan.awake_seconds
+        for bell in self._plan.other_bells:
             # The counter is full only after 2**64 - 2 writes without a read.
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_write(bell, 1)
 
-    def rest(self) -> None:
+    def allow_sleep(self) -> None:
         """Allow the loop to sleep again: the expected message has arrived."""
-        self._until = 0.0
+        self._awake_until = 0.0
 
-    def _hear(self) -> None:
+    def _on_bell(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._plan.bell)
-        self.roused += 1
-        self._until = time.monotonic() + self._plan.seconds
-        if self._parts is None:
-            self._parts = self._rehearse()
-        if not self._ticks:
-            self._ticks = True
+        self.wakeups += 1
+        self._awake_until = time.monotonic() + self._plan.awake_seconds
+        if self._rehearsal is None:
+            self._rehearsal = self._rehearse()
+        if not self._is_ticking:
+            self._is_ticking = True
             self._loop.call_soon(self._tick)  # messages that have arrived go first
 
     def _tick(self) -> None:
         """Make the loop poll its descriptors without blocking."""
-        self._ticks = not self._closed and time.monotonic() < self._until and self._may_stay()
-        if self._ticks:
-            self.looks += 1
+        self._is_ticking = (
+            not self._closed and time.monotonic() < self._awake_until and self._may_stay()
+        )
+        if self._is_ticking:
+            self.polls += 1
             self._loop.call_soon(self._tick)
-            if self._parts is not None and next(self._parts, _OVER) is _OVER:
-                self._parts = None
+            if self._rehearsal is not None and next(self._rehearsal, _EXHAUSTED) is _EXHAUSTED:
+                self._rehearsal = None
 
     def close(self) -> None:
         """Close the descriptors; the loop may no longer run."""

@@ -47,12 +47,12 @@ def main(descriptor: int) -> None:
     assert isinstance(bootstrap, control.Bootstrap)
     die_with_parent(bootstrap.parent_pid, bootstrap.plan.name)
     os.nice(bootstrap.nice)
-    sys.meta_path.insert(0, _Blocker(bootstrap.blocked_modules))
+    sys.meta_path.insert(0, _ImportBlocker(bootstrap.blocked_modules))
     child = _Child(bootstrap, connection)
     child.run()
 
 
-class _Blocker(importlib.abc.MetaPathFinder):
+class _ImportBlocker(importlib.abc.MetaPathFinder):
     """Import hook that refuses the modules that this node blocks."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
@@ -76,7 +76,7 @@ class _Child:
     def __init__(self, bootstrap: control.Bootstrap, connection: Connection) -> None:
         self._connection = connection
         self._lock = threading.Lock()
-        self._culprit = bootstrap.plan.actors[0].name
+        self._current_actor = bootstrap.plan.actors[0].name
         self._loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
         self._node = Node(bootstrap.plan, self._fail)
         self._name = bootstrap.plan.name
@@ -90,17 +90,17 @@ class _Child:
         asyncio.set_event_loop(self._loop)
         try:
             threading.Thread(target=self._listen, name="control", daemon=True).start()
-            ready = self._node.setup(self._note_culprit)
+            ready = self._node.setup(self._set_current_actor)
             # The objects of the setup live on: spare the garbage collector from rescanning them.
             gc.collect()
             gc.freeze()
             self._send(control.Ready(ready, schema_hashes()))
         except BaseException as error:
-            self._fail(self._culprit, error)
+            self._fail(self._current_actor, error)
         self._loop.run_forever()
 
-    def _note_culprit(self, actor: str) -> None:
-        self._culprit = actor
+    def _set_current_actor(self, actor: str) -> None:
+        self._current_actor = actor
 
     def _send(self, message: Any) -> None:
         with self._lock:
@@ -120,7 +120,7 @@ class _Child:
             while True:
                 self._listen_once()
         except Exception as error:  # such as an unreadable message: the parent would wait
-            self._fail(self._culprit, error)
+            self._fail(self._current_actor, error)
 
     def _listen_once(self) -> None:
         try:
@@ -129,35 +129,35 @@ class _Child:
             os._exit(EXIT_ORPHANED)
         if isinstance(message, control.Cut):
             message = self._receive_edges(message)
-        if isinstance(message, control.TellStacks):  # on this thread, as the loop may hang
+        if isinstance(message, control.LogStacks):  # on this thread, as the loop may hang
             self._send(control.Log.of_stacks(self._name))
         else:
-            self._loop.call_soon_threadsafe(self._obey, message)
+            self._loop.call_soon_threadsafe(self._handle, message)
 
     def _receive_edges(self, message: control.Cut) -> control.Cut:
-        numbers = message.plan.descriptors
+        theirs = message.plan.descriptors
         try:
-            found = control.receive_descriptors(self._connection, len(numbers))
+            ours = control.receive_descriptors(self._connection, len(theirs))
         except (EOFError, OSError):
             os._exit(EXIT_ORPHANED)
-        return control.Cut(message.plan.moved(dict(zip(numbers, found, strict=True))))
+        return control.Cut(message.plan.remapped(dict(zip(theirs, ours, strict=True))))
 
-    def _cut(self, plan: NodePlan) -> None:
+    def _cut_node(self, plan: NodePlan) -> None:
         try:
-            ready = self._node.cut(plan, self._note_culprit)
+            ready = self._node.cut(plan, self._set_current_actor)
         except BaseException as error:
-            self._fail(self._culprit, error)
+            self._fail(self._current_actor, error)
         self._send(control.Ready(ready, schema_hashes()))
 
-    def _obey(self, message: Any) -> None:
+    def _handle(self, message: Any) -> None:
         match message:
             case control.Cut(plan):
-                self._cut(plan)
+                self._cut_node(plan)
             case control.Start(ready):
                 try:
                     self._node.start(self._loop, ready)
                 except BaseException as error:
-                    self._fail(self._culprit, error)
+                    self._fail(self._current_actor, error)
                 self._send(control.Started())
             case control.Ping():
                 self._send(control.Pong(self._node.progress()))
@@ -165,7 +165,7 @@ class _Child:
                 try:
                     self._send(control.Reply(getattr(self._node, what)(*arguments)))
                 except BaseException as error:
-                    self._fail(self._culprit, error)
+                    self._fail(self._current_actor, error)
             case control.Stop():
                 # stop() releases everything that must be released; skipping the shutdown of the
                 # interpreter saves half a second in a process that uses torch.

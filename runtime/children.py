@@ -37,12 +37,12 @@ from nanoactor.runtime.topology import NodeSpec
 
 log = logging.getLogger("nanoactor.runtime")
 
-_MOST_UNANSWERED = 64
+_MAX_UNANSWERED_QUERIES = 64
 _SEND_SECONDS = 5
 """Seconds that a message may wait for room in a child's control channel."""
-_END_SECONDS = 0.1
+_EXIT_SECONDS = 0.1
 """Seconds that a process may take to exit after its last message."""
-_FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGQUIT, *GROUP_SIGNALS})
+_EXTERNAL_SIGNALS = frozenset({signal.SIGKILL, signal.SIGQUIT, *GROUP_SIGNALS})
 """Signals not caused by a fault of the program itself: people send them, or the kernel when it is
 out of memory."""
 
@@ -51,14 +51,14 @@ class Children:
     """All child processes, and the thread that starts them, reads their messages, and runs until
     the last one is reaped. There are no children until `launch` is called."""
 
-    def __init__(self, hear: Callable[[ChildProcess, Any], None]) -> None:
-        """`hear` is called on the loop with each message of a child; None means that the child's
-        channel was closed."""
+    def __init__(self, on_message: Callable[[ChildProcess, Any], None]) -> None:
+        """`on_message` is called on the loop with each message of a child; None means that the
+        child's channel was closed."""
         self.by_name: dict[str, ChildProcess] = {}
-        self._hear = hear
+        self._on_message = on_message
         self._loop: asyncio.AbstractEventLoop
         self._thread: threading.Thread | None = None
-        self._gone: asyncio.Future[None]
+        self._all_reaped: asyncio.Future[None]
         """Future that resolves when no child is left."""
         self._open: dict[Any, ChildProcess] = {}
         """Children that may still send messages, by connection."""
@@ -66,8 +66,8 @@ class Children:
         self._wake: tuple[Connection, ...] = ()
         """Socket pair that wakes the thread to start a child or to end."""
         self._to_start: deque[ChildProcess] = deque()
-        self._to_bury: deque[ChildProcess] = deque()
-        self._ending = False
+        self._to_reap: deque[ChildProcess] = deque()
+        self._is_ending = False
 
     def __iter__(self) -> Iterator[ChildProcess]:
         """Iterate over the children in the order in which they are started."""
@@ -80,7 +80,7 @@ class Children:
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         """Start a process for each plan."""
-        self._loop, self._gone = loop, loop.create_future()
+        self._loop, self._all_reaped = loop, loop.create_future()
         self.by_name = {name: ChildProcess(specs[name], plan, loop) for name, plan in plans.items()}
         self._to_start.extend(self)
         if self.by_name:
@@ -102,7 +102,7 @@ class Children:
         signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
         try:
             self._start_all()
-            while self._open or not self._ending:
+            while self._open or not self._is_ending:
                 for connection in wait([*self._open, self._wake[1]]):
                     if connection is self._wake[1]:
                         self._wake[1].recv_bytes()
@@ -114,18 +114,18 @@ class Children:
             for child in self._open.values():
                 child.failure = child.failure or control.Failed.of("supervisor", error)
         finally:
-            unheard = list(self._open.values())
+            orphaned = list(self._open.values())
             for child in self:
-                if unheard:  # this thread failed, and no other reads their messages
+                if orphaned:  # this thread failed, and no other reads their messages
                     child.kill()
                 child.reap(None)
-            for child in unheard:
-                self._tell(self._hear, child, None)
-            self._tell(_resolve, self._gone, None)
+            for child in orphaned:
+                self._call_on_loop(self._on_message, child, None)
+            self._call_on_loop(_resolve, self._all_reaped, None)
 
     def _start_all(self) -> None:
-        while self._to_bury:
-            child = self._to_bury.popleft()
+        while self._to_reap:
+            child = self._to_reap.popleft()
             self._open.pop(child.connection, None)
             child.reap(None)
             child.close()
@@ -133,9 +133,9 @@ class Children:
             child = self._to_start.popleft()
             self._open[child.connection] = child
             child.spawn()
-            self._tell(_resolve, child.introduced, None)
+            self._call_on_loop(_resolve, child.bootstrapped, None)
 
-    def _rouse(self) -> None:
+    def _wake_thread(self) -> None:
         if self._wake:
             with contextlib.suppress(OSError):
                 self._wake[0].send_bytes(b"!")
@@ -145,9 +145,9 @@ class Children:
         old, new = self.by_name[spec.name], ChildProcess(spec, plan, self._loop)
         old.kill()
         self.by_name[spec.name] = new
-        self._to_bury.append(old)
+        self._to_reap.append(old)
         self._to_start.append(new)
-        self._rouse()
+        self._wake_thread()
 
     def _receive(self, child: ChildProcess) -> None:
         try:
@@ -161,29 +161,29 @@ class Children:
             control.replay(message, child.name)
             self._replaying_since = 0.0
         else:
-            self._tell(self._hear, child, message)
+            self._call_on_loop(self._on_message, child, message)
 
-    def _tell(self, function: Callable[..., None], *arguments: Any) -> None:
+    def _call_on_loop(self, function: Callable[..., None], *arguments: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the user's loop is closed
             self._loop.call_soon_threadsafe(function, *arguments)
 
-    def is_deaf(self, seconds: float) -> bool:
+    def is_blocked(self, seconds: float) -> bool:
         """Return True if one of the user's logging handlers has blocked the thread for longer than
         `seconds`, so that no replies are received."""
         since = self._replaying_since
         return bool(since) and time.monotonic() - since > seconds
 
-    def late(self) -> list[ChildProcess]:
+    def pending(self) -> list[ChildProcess]:
         """Return the children that startup waits for: those that are not ready or, once all are
         ready, those that have not started."""
         unready = [child for child in self if not child.is_ready]
         return unready or [child for child in self if not child.started.done()]
 
-    async def have_ended(self, some: Sequence[ChildProcess], seconds: float) -> bool:
+    async def wait_ended(self, children: Sequence[ChildProcess], seconds: float) -> bool:
         """Wait until the deaths of these children are recorded; return False on timeout."""
-        if some:
-            await asyncio.wait([child.noted for child in some], timeout=seconds)
-        return all(child.is_over for child in some)
+        if children:
+            await asyncio.wait([child.end_recorded for child in children], timeout=seconds)
+        return all(child.has_ended for child in children)
 
     def send(self, message: Any) -> None:
         """Send a message to all children."""
@@ -197,8 +197,8 @@ class Children:
             child.kill()
 
     def _end_thread(self) -> None:
-        self._ending = True
-        self._rouse()
+        self._is_ending = True
+        self._wake_thread()
 
     def _stop(self) -> None:
         self._end_thread()
@@ -211,10 +211,10 @@ class Children:
         self._stop()
         if self._thread is not None:
             try:
-                await asyncio.wait_for(asyncio.shield(self._gone), seconds)
+                await asyncio.wait_for(asyncio.shield(self._all_reaped), seconds)
             except TimeoutError:
                 self.kill()
-                await self._gone
+                await self._all_reaped
             self._thread.join()
 
     def end_without_loop(self, seconds: float) -> None:
@@ -243,21 +243,21 @@ class ChildProcess:
         self.ready: asyncio.Future[control.Ready] = loop.create_future()
         self.started: asyncio.Future[None] = loop.create_future()
         self.failure: control.Failed | None = None
-        self.hangs = ""
+        self.hang_description = ""
         """Description of the hang for which the process is killed; empty if there is none."""
-        self.is_innocent = False
+        self.is_collateral = False
         """Whether the process is killed only because another node has died."""
-        self._began = 0.0
+        self._started_at = 0.0
         self.start_seconds = 0.0
         """Seconds that the process took to become ready; 0 until it is ready."""
-        self.noted: asyncio.Future[None] = loop.create_future()
+        self.end_recorded: asyncio.Future[None] = loop.create_future()
         """Future that resolves once the end of the process is recorded."""
         self.pidfd = -1
         self.process: subprocess.Popen[bytes] | None = None
-        self.introduced: asyncio.Future[None] = loop.create_future()
+        self.bootstrapped: asyncio.Future[None] = loop.create_future()
         """Future that resolves once the `Bootstrap` message is sent; no other message may precede
         it."""
-        self._asked: deque[asyncio.Future[Any]] = deque()
+        self._pending_replies: deque[asyncio.Future[Any]] = deque()
         """Futures of pending queries; replies come in the order of the queries."""
         self._spec = spec
         self._plan = plan
@@ -282,7 +282,7 @@ class ChildProcess:
         """Start the process and close this process's copies of the child's descriptors. Runs on the
         library's thread."""
         path = [entry for entry in sys.path if isinstance(entry, str)]  # Python ignores others, too
-        self._began = time.monotonic()
+        self._started_at = time.monotonic()
         program = (
             f"import sys; sys.path[:] = {path!r}; "
             f"from nanoactor.runtime.child import main; main({self._theirs.fileno()})"
@@ -297,10 +297,10 @@ class ChildProcess:
             )
             self.pidfd = os.pidfd_open(self.process.pid)
         except (OSError, ValueError) as error:
-            told = os_refuses(error) if isinstance(error, OSError) else error
-            self.failure = control.Failed.of(self.name, told)
+            cause = resource_error(error) if isinstance(error, OSError) else error
+            self.failure = control.Failed.of(self.name, cause)
         finally:  # without our copies, our end reports at once that the child has ended
-            self._let_go()
+            self._close_inherited()
         level = logging.getLogger("nanoactor").getEffectiveLevel()
         blocked, nice = self._spec.blocked_modules, self._spec.nice
         self.send(control.Bootstrap(self._plan, os.getpid(), level, blocked, nice))
@@ -311,16 +311,16 @@ class ChildProcess:
         with self._lock, contextlib.suppress(OSError):
             self.connection.send(message)
 
-    def hear(self, message: Any) -> None:
+    def on_message(self, message: Any) -> None:
         """Handle a message from the child. Runs on the loop."""
         match message:
             case control.Ready():
-                self.start_seconds = self.start_seconds or time.monotonic() - self._began
+                self.start_seconds = self.start_seconds or time.monotonic() - self._started_at
                 _resolve(self.ready, message)
             case control.Started():
                 _resolve(self.started, None)
             case control.Reply(answer):
-                _resolve(self._asked.popleft(), answer)
+                _resolve(self._pending_replies.popleft(), answer)
             case control.Failed():
                 self.failure = message
 
@@ -342,10 +342,10 @@ class ChildProcess:
         """Send a query and return a future for the reply. Returns None if the process has not been
         started, or if too many queries are unanswered: more of them would fill the channel of a
         hanging node and block this process, too."""
-        if len(self._asked) >= _MOST_UNANSWERED or not self.introduced.done():
+        if len(self._pending_replies) >= _MAX_UNANSWERED_QUERIES or not self.bootstrapped.done():
             return None
         answer = asyncio.get_running_loop().create_future()
-        self._asked.append(answer)
+        self._pending_replies.append(answer)
         self.send(query)
         return answer
 
@@ -376,23 +376,23 @@ class ChildProcess:
                 self.process.wait(timeout)
 
     @property
-    def is_over(self) -> bool:
+    def has_ended(self) -> bool:
         """Return True if the end of the process was recorded."""
-        return self.noted.done()
+        return self.end_recorded.done()
 
-    def note_end(self) -> None:
+    def record_end(self) -> None:
         """Record the end of the process."""
-        _resolve(self.noted, None)
+        _resolve(self.end_recorded, None)
 
     def kill(self) -> None:
         """Kill the process if it is running."""
         if self.process is not None and self.process.returncode is None:
             self.process.kill()
 
-    def give_up(self, why: BaseException | None = None) -> BaseException:
+    def fail_start(self, cause: BaseException | None = None) -> BaseException:
         """Fail the futures of a start that waits for the process; return the error that describes
         its end."""
-        error = why or self._describe_end()
+        error = cause or self._describe_end()
         for future in (self.ready, self.started):
             if not future.done():
                 future.set_exception(error)
@@ -401,15 +401,15 @@ class ChildProcess:
 
     def death(self) -> Death:
         """Return the cause of the death, once the process has ended."""
-        if self.hangs:
+        if self.hang_description:
             return Death(self.name, "it hung", is_evidence=True)
-        if self.is_innocent:
+        if self.is_collateral:
             return Death(self.name, "it was killed together with its group", is_evidence=False)
         if self.failure is not None:
-            return Death(self.name, self.failure.summary, not self.failure.is_refusal)
+            return Death(self.name, self.failure.summary, not self.failure.is_resource_failure)
         code = self._exit_code()
-        outside = code is not None and -code in _FROM_OUTSIDE
-        return Death(self.name, _ending(code), not outside)
+        is_external = code is not None and -code in _EXTERNAL_SIGNALS
+        return Death(self.name, _describe_exit(code), not is_external)
 
     def _exit_code(self) -> int | None:
         """Return the exit code, as in `Popen.returncode`, if the process has ended or ends within a
@@ -418,15 +418,17 @@ class ChildProcess:
         if self.process is None:
             return None
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return self.process.wait(_END_SECONDS)
+            return self.process.wait(_EXIT_SECONDS)
         return None
 
     def _describe_end(self) -> BaseException:
-        if self.hangs:
-            return NodeStalled(self.hangs)
+        if self.hang_description:
+            return NodeStalled(self.hang_description)
         if self.failure is None:
-            how = _ending(self._exit_code())
-            return NodeDied(f"node {self.name} (pid {self.pid}) ended unexpectedly: {how}")
+            exit_description = _describe_exit(self._exit_code())
+            return NodeDied(
+                f"node {self.name} (pid {self.pid}) ended unexpectedly: {exit_description}"
+            )
         original = self.failure.original()
         described = StartupFailed(self.failure.summary)
         described.add_note(f"In the process of node {self.name}:\n{self.failure.trace}")
@@ -435,8 +437,8 @@ class ChildProcess:
         original.__cause__ = described
         return original
 
-    def _let_go(self) -> None:
-        """Close our copies of the child's descriptors."""
+    def _close_inherited(self) -> None:
+        """Close this process's copies of the descriptors that the child inherits."""
         self._theirs.close()
         for descriptor in self._descriptors:
             os.close(descriptor)
@@ -444,14 +446,14 @@ class ChildProcess:
 
     def close(self) -> None:
         """Close the descriptors."""
-        self._let_go()
+        self._close_inherited()
         self.connection.close()
         if self.pidfd >= 0:
             os.close(self.pidfd)
             self.pidfd = -1
 
 
-def _ending(code: int | None) -> str:
+def _describe_exit(code: int | None) -> str:
     if code is None:
         return "its control channel was closed, but the process is still running"
     if code >= 0:
@@ -462,7 +464,7 @@ def _ending(code: int | None) -> str:
         return f"signal {-code}"
 
 
-def check_surroundings() -> None:
+def check_environment() -> None:
     """Raise `UnsupportedPlatform` if child processes cannot be started or their messages cannot be
     received."""
     interpreter()
@@ -480,7 +482,7 @@ def _threads_are_replaced() -> bool:
     return _thread.start_new_thread.__module__ != "_thread"
 
 
-def os_refuses(error: OSError) -> StartupFailed:
+def resource_error(error: OSError) -> StartupFailed:
     """Return an error that describes the resource that the operating system refused."""
     import resource
 
@@ -500,9 +502,9 @@ def _children_of(pid: int) -> list[int]:
     """Return the process ids of the living children of `pid`, whichever thread started them."""
     found: list[int] = []
     with contextlib.suppress(OSError):  # for example, if no descriptors are left
-        for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+        for path in Path(f"/proc/{pid}/task").glob("*/children"):
             with contextlib.suppress(OSError):
-                found += [int(child) for child in listed.read_text().split()]
+                found += [int(child) for child in path.read_text().split()]
     return found
 
 

@@ -100,10 +100,10 @@ def message(number: int, by: str = "") -> Callable[[type[M]], type[M]]:
             raise CodecError(
                 f"message number {number} is already used by {_SCHEMAS[number].cls.__name__}"
             )
-        made = dataclasses.dataclass(frozen=True, slots=True, eq=False)(cls)
-        schema = _describe(number, made, by)
-        _SCHEMAS[number], _NUMBERS[made] = schema, number
-        return made
+        decorated = dataclasses.dataclass(frozen=True, slots=True, eq=False)(cls)
+        schema = _describe(number, decorated, by)
+        _SCHEMAS[number], _NUMBERS[decorated] = schema, number
+        return decorated
 
     return register
 
@@ -214,11 +214,11 @@ class Encoded:
         start, meta = offset + HEADER.size, self.meta
         target[start : start + len(meta)] = meta
         if self.arrays:
-            at = offset + _aligned(HEADER.size + len(meta))
+            position = offset + _aligned(HEADER.size + len(meta))
             for array in self.arrays:
                 size = array.nbytes
-                target[at : at + size] = array.reshape(-1).view(np.uint8).data
-                at += _aligned(size)
+                target[position : position + size] = array.reshape(-1).view(np.uint8).data
+                position += _aligned(size)
         crc = zlib.crc32(target[start : offset + self.nbytes]) if checksum else 0
         kind = KIND_ARRAYS if self.arrays else KIND_PLAIN
         sent = time.monotonic_ns()
@@ -378,7 +378,7 @@ def _read_array(description: Any, record: Any, at: int) -> tuple[Array, int]:
     return (array.reshape(description[1:]) if shape else array), at
 
 
-def copied(value: M) -> M:
+def copy_arrays(value: M) -> M:
     """Return the message with its arrays copied, for use after its lease has ended."""
     schema = _SCHEMAS[_NUMBERS[type(value)]]
     fields = []
@@ -389,9 +389,9 @@ def copied(value: M) -> M:
         elif kind == "named":
             field = {key: array.copy() for key, array in field.items()}
         elif kind == "message" or (kind == "optional" and field is not None):
-            field = copied(field)
+            field = copy_arrays(field)
         elif kind == "messages":
-            field = tuple(copied(item) for item in field)
+            field = tuple(copy_arrays(item) for item in field)
         fields.append(field)
     return typing.cast(M, schema.cls(*fields))
 

@@ -10,12 +10,12 @@ T = TypeVar("T")
 
 
 async def run_all(
-    calls: Sequence[Callable[[], Awaitable[T]]], at_once: int | None = None
+    calls: Sequence[Callable[[], Awaitable[T]]], max_concurrent: int | None = None
 ) -> list[T]:
     """Run all calls and return their results, in the order of the calls.
 
-    Calls start in order, with at most `at_once` (default: all) running at a time. The first call
-    that raises cancels the running ones; its error is raised once they have ended.
+    Calls start in order, with at most `max_concurrent` (default: all) running at a time. The first
+    call that raises cancels the running ones; its error is raised once they have ended.
     """
     results: dict[int, T] = {}
     numbered = iter(enumerate(calls))
@@ -24,7 +24,7 @@ async def run_all(
         for number, call in numbered:
             results[number] = await call()
 
-    count = len(calls) if at_once is None else min(at_once, len(calls))
+    count = len(calls) if max_concurrent is None else min(max_concurrent, len(calls))
     workers = [asyncio.ensure_future(work()) for _ in range(count)]
     try:
         await asyncio.gather(*workers)

@@ -22,10 +22,10 @@ from multiprocessing.reduction import recvfds, sendfds
 from typing import Any, Literal
 
 from nanoactor.runtime.actor import Progress, ReadyInfo
-from nanoactor.runtime.errors import machine_refuses
+from nanoactor.runtime.errors import is_out_of_resources
 from nanoactor.runtime.node import NodePlan
 
-_LONGEST_SUMMARY = 500
+_MAX_SUMMARY = 500
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Pong:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class TellStacks:
+class LogStacks:
     """Parent to child: log the stacks of all threads."""
 
 
@@ -101,7 +101,7 @@ class Started:
     """Child to parent: the node has started and receives messages."""
 
 
-def _said(error: BaseException) -> str:
+def _text_of(error: BaseException) -> str:
     try:
         return str(error)
     except Exception:
@@ -118,20 +118,20 @@ class Failed:
     trace: str
     exception: bytes
     """The pickled exception if its class sets `picklable = True`, else empty."""
-    is_refusal: bool
+    is_resource_failure: bool
     """Whether the cause is that the machine is out of a resource."""
 
     @classmethod
     def of(cls, actor: str, error: BaseException) -> Failed:
         """Describe an exception so that another process can raise it, or at least report it."""
         trace = "".join(traceback.format_exception(error))
-        line = " ".join(f"{type(error).__name__}: {_said(error)}".split())[:_LONGEST_SUMMARY]
+        line = " ".join(f"{type(error).__name__}: {_text_of(error)}".split())[:_MAX_SUMMARY]
         pickled = b""
         if getattr(type(error), "picklable", False):
             with contextlib.suppress(Exception):  # then only its text is sent
                 pickled = pickle.dumps(error)
         summary = f"actor {actor} failed: {line}"
-        return cls(actor, summary, trace, pickled, machine_refuses(error))
+        return cls(actor, summary, trace, pickled, is_out_of_resources(error))
 
     def original(self) -> BaseException | None:
         """Return the original exception if it was pickled and can be unpickled, else None."""
@@ -171,15 +171,15 @@ class Log:
         return cls(f"nanoactor.{node}", logging.ERROR, text, time.time(), os.getpid())
 
 
-_AT_ONCE = 200
+_MAX_DESCRIPTORS_PER_MESSAGE = 200
 """Number of descriptors sent in one kernel message, which may hold up to 253."""
 
 
 def send_descriptors(connection: Connection, descriptors: Sequence[int]) -> None:
     """Send copies of descriptors after the data sent so far."""
     with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as channel:
-        for at in range(0, len(descriptors), _AT_ONCE):
-            sendfds(channel, list(descriptors[at : at + _AT_ONCE]))
+        for start in range(0, len(descriptors), _MAX_DESCRIPTORS_PER_MESSAGE):
+            sendfds(channel, list(descriptors[start : start + _MAX_DESCRIPTORS_PER_MESSAGE]))
 
 
 def receive_descriptors(connection: Connection, count: int) -> list[int]:
@@ -188,7 +188,7 @@ def receive_descriptors(connection: Connection, count: int) -> list[int]:
     found: list[int] = []
     with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as channel:
         while len(found) < count:
-            found += recvfds(channel, min(_AT_ONCE, count - len(found)))
+            found += recvfds(channel, min(_MAX_DESCRIPTORS_PER_MESSAGE, count - len(found)))
     for descriptor in found:
         os.set_inheritable(descriptor, False)
     return found

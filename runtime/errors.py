@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import errno
 
-_REFUSALS = frozenset({errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOSPC})
+_RESOURCE_ERRNOS = frozenset({errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOSPC})
 
 
 class RuntimeFault(Exception):
@@ -71,10 +71,10 @@ class NotUsableHere(RuntimeFault):
     in."""
 
 
-def machine_refuses(error: BaseException) -> bool:
+def is_out_of_resources(error: BaseException) -> bool:
     """Return True if an error means that the machine is out of a resource: memory, threads,
     processes, descriptors or disk space. A later attempt may succeed."""
     if isinstance(error, OSError):
-        return error.errno in _REFUSALS
+        return error.errno in _RESOURCE_ERRNOS
     no_thread = isinstance(error, RuntimeError) and "start new thread" in str(error)
     return no_thread or isinstance(error, MemoryError)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nanoactor.runtime.actor import Context, Handler
-from nanoactor.runtime.codec import copied, linked_by
+from nanoactor.runtime.codec import copy_arrays, linked_by
 from nanoactor.runtime.errors import RuntimeFault
 from nanoactor.runtime.lease import Lease
 from nanoactor.runtime.tracing import Track
@@ -73,9 +73,9 @@ class Mailbox:
         if lease is None:
             self.handle(port, message, sent)
             return False
-        self._context.enter(lease)
+        self._context.set_lease(lease)
         self.handle(port, message, sent)
-        return self._context.hold() is None
+        return self._context.hold_lease() is None
 
     def handle(self, port: Port, message: Any, sent: int) -> None:
         """Call the message's handler and record its span."""
@@ -128,18 +128,18 @@ class Port:
 
     def kind_of(self, cls: type) -> int:
         """Return the kind of the spans that handle messages of this class."""
-        return self._of(cls)[0]
+        return self._kind_and_reader(cls)[0]
 
     def number_of(self, message: Any) -> int:
         """Return the number that links the message's span to others."""
-        return self._of(type(message))[1](message)
+        return self._kind_and_reader(type(message))[1](message)
 
-    def _of(self, cls: type) -> tuple[int, Callable[[Any], int]]:
+    def _kind_and_reader(self, cls: type) -> tuple[int, Callable[[Any], int]]:
         known = self._kinds.get(cls)
         if known is None:
-            by, number = linked_by(cls)
+            by, read_number = linked_by(cls)
             kind = self._track.kind(self._mailbox.span_name(cls), by, self._source)
-            known = self._kinds[cls] = kind, number
+            known = self._kinds[cls] = kind, read_number
         return known
 
 
@@ -165,7 +165,7 @@ class DelayedDelivery:
         """Queue a message. Arrays that are read in place are copied, as the message outlives its
         record."""
         if lease is not None:
-            message = copied(message)
+            message = copy_arrays(message)
         due = self._loop.time() + self._random.random() ** 3 * self._seconds
         self._waiting.append((due, message, sent))
         if len(self._waiting) == 1:

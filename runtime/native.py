@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import Iterator
 
-_NOT_THEIRS = (Exception, asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
+_PASSED_THROUGH = (Exception, asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
 
 
 class NativePanic(Exception):
@@ -23,7 +23,7 @@ def native_calls() -> Iterator[None]:
     `Exception`."""
     try:
         yield
-    except _NOT_THEIRS:
+    except _PASSED_THROUGH:
         raise
     except BaseException as error:
         raise NativePanic(f"{type(error).__name__}: {error}") from error

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoactor.runtime.actor import FRESH, Actor, Context, Progress, ReadyInfo
+from nanoactor.runtime.actor import RECREATE, Actor, Context, Progress, ReadyInfo
 from nanoactor.runtime.alarm import Alarm, AlarmPlan
 from nanoactor.runtime.mailbox import DelayedDelivery, Mailbox
 from nanoactor.runtime.outbox import LocalOutbox, Outbox, RemoteOutbox
@@ -48,15 +48,14 @@ class NodePlan:
         alarm = self.alarm.descriptors if self.alarm else ()
         return (*(fd for end in ends for fd in end.descriptors), *alarm)
 
-    def moved(self, places: Mapping[int, int]) -> NodePlan:
-        """Return this plan with its descriptors mapped by `places` to their numbers in another
-        process."""
-        receivers = [(edge, name, end.moved(places)) for edge, name, end in self.receivers]
+    def remapped(self, mapping: Mapping[int, int]) -> NodePlan:
+        """Return a copy for another process, in which descriptor n has the number `mapping[n]`."""
+        receivers = [(edge, name, end.remapped(mapping)) for edge, name, end in self.receivers]
         return dataclasses.replace(
             self,
-            senders={edge: end.moved(places) for edge, end in self.senders.items()},
+            senders={edge: end.remapped(mapping) for edge, end in self.senders.items()},
             receivers=receivers,
-            alarm=self.alarm.moved(places) if self.alarm else None,
+            alarm=self.alarm.remapped(mapping) if self.alarm else None,
         )
 
 
@@ -80,21 +79,21 @@ class Node:
         self._unopened = set(plan.descriptors)
         """Descriptors that no sender or receiver has taken over."""
         self._ready: dict[str, ReadyInfo] = {}
-        self._runs = False
+        self._is_running = False
         """Whether the actors have been started; until then they have nothing to report."""
 
-    def setup(self, on_culprit: Callable[[str], None] = lambda name: None) -> dict[str, ReadyInfo]:
+    def setup(self, on_actor: Callable[[str], None] = lambda name: None) -> dict[str, ReadyInfo]:
         """Import, create and set up every actor; return the records that the actors publish, by
         actor."""
         for spec in self.plan.actors:
-            on_culprit(spec.name)
+            on_actor(spec.name)
             actor = spec.create()
             self.actors[spec.name] = actor
             self._ready[spec.name] = actor.setup()
         return self._ready
 
     def cut(
-        self, plan: NodePlan, on_culprit: Callable[[str], None] = lambda name: None
+        self, plan: NodePlan, on_actor: Callable[[str], None] = lambda name: None
     ) -> dict[str, ReadyInfo]:
         """Restart on new edges after another node has died: close the current edges and reset every
         actor. Returns the records that the actors publish, by actor; `start` must be called
@@ -103,12 +102,12 @@ class Node:
             if hasattr(actor, "context"):
                 actor.context.retire()
         self._close_edges()
-        self._failed = self._runs = False
+        self._failed = self._is_running = False
         self.plan, self._unopened = plan, set(plan.descriptors)
         for spec in plan.actors:
-            on_culprit(spec.name)
-            ready = self.actors[spec.name].renew()
-            if ready is FRESH:
+            on_actor(spec.name)
+            ready = self.actors[spec.name].reset()
+            if ready is RECREATE:
                 self.actors[spec.name].stop()
                 self.actors[spec.name] = spec.create()
                 ready = self.actors[spec.name].setup()
@@ -125,7 +124,7 @@ class Node:
         self._cpu_before = time.process_time()
         for actor in self.actors.values():
             actor.start(actor.context, ready)
-        self._runs = True
+        self._is_running = True
         self._receive(loop)
 
     def _open_alarm(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -161,20 +160,20 @@ class Node:
             self._recorders[name] = Recorder(self.plan.record_dir, spec, ready)
             handlers = self._recorders[name].handlers(handlers)
         mailbox = Mailbox(actor.context, handlers, fatal, actor.span_names())
-        actor.context.remind = mailbox.port(name).put
+        actor.context.send_self = mailbox.port(name).put
         self._mailboxes[name] = mailbox
 
     def _open_outbox(self, edge: EdgeSpec, loop: asyncio.AbstractEventLoop) -> Outbox:
         recorder = self._recorders.get(edge.source)
         outbox: Outbox
         if edge in self.plan.senders:
-            outbox = self._open_remote(edge, loop, recorder)
+            outbox = self._open_remote_outbox(edge, loop, recorder)
         else:
             puts = [self._local_put(edge, target, loop) for target in edge.targets]
             outbox = LocalOutbox(edge.label, puts)
         return outbox if recorder is None else RecordedOutbox(outbox, recorder)
 
-    def _open_remote(
+    def _open_remote_outbox(
         self, edge: EdgeSpec, loop: asyncio.AbstractEventLoop, recorder: Recorder | None
     ) -> RemoteOutbox:
         actor, end = self.actors[edge.source], self.plan.senders[edge]
@@ -196,7 +195,7 @@ class Node:
     def _receive(self, loop: asyncio.AbstractEventLoop) -> None:
         inputs: dict[str, list[Receiver]] = {}
         for source, outbox in self._remote:
-            outbox.follow(inputs.setdefault(source, []))
+            outbox.set_inputs(inputs.setdefault(source, []))
         for edge, target, end in self.plan.receivers:
             receiver = end.open()
             self._unopened -= set(end.descriptors)
@@ -237,12 +236,12 @@ class Node:
 
         return fail
 
-    def break_off(self, reason: str) -> None:
+    def break_edges(self, reason: str) -> None:
         """Break the edges to other nodes after a death: sending on them raises `PeerBroken` from
         now on."""
         self._failed = True
         for _, outbox in self._remote:
-            outbox.break_off(reason)
+            outbox.mark_broken(reason)
 
     def statistics(self) -> dict[str, dict[str, Any]]:
         """Return, for each actor, the statistics of its node, of the actor itself, and of its
@@ -250,8 +249,8 @@ class Node:
         figures: dict[str, dict[str, Any]] = {}
         node = {"name": self.plan.name, "cpu_seconds": time.process_time()}
         if self._alarm is not None:
-            node |= {"roused": self._alarm.roused, "looks": self._alarm.looks}
-        for name, actor in self._running:
+            node |= {"roused": self._alarm.wakeups, "looks": self._alarm.polls}
+        for name, actor in self._started_actors:
             outboxes = self._outboxes.get(name, {})
             figures[name] = {
                 "node": node,
@@ -269,7 +268,7 @@ class Node:
     def progress(self) -> dict[str, Progress]:
         """Return, by actor, the progress of work that is not visible from outside; actors that
         report none are left out."""
-        found = {name: actor.progress() for name, actor in self._running}
+        found = {name: actor.progress() for name, actor in self._started_actors}
         return {name: progress for name, progress in found.items() if progress is not None}
 
     def trace(self, since: int = 0) -> NodeTrace:
@@ -286,13 +285,13 @@ class Node:
 
     def _tracks(self) -> list[Track]:
         """Return all tracks, including the spans of unfinished work."""
-        for _, actor in self._running:
+        for _, actor in self._started_actors:
             actor.before_trace()
-        return [track for _, actor in self._running for track in actor.context.tracks]
+        return [track for _, actor in self._started_actors for track in actor.context.tracks]
 
     @property
-    def _running(self) -> list[tuple[str, Actor]]:
-        return list(self.actors.items()) if self._runs else []
+    def _started_actors(self) -> list[tuple[str, Actor]]:
+        return list(self.actors.items()) if self._is_running else []
 
     def stop(self) -> None:
         """Stop the actors in reverse order, then close the edges."""

@@ -68,12 +68,12 @@ class RemoteOutbox:
         self._kinds: dict[type, tuple[int, Callable[[Any], int]]] = {}
         """By message class: the kind of its spans, and the function that reads the number that
         links them."""
-        self._waiting: deque[tuple[Encoded, int, int, int]] = deque()
+        self._queued: deque[tuple[Encoded, int, int, int]] = deque()
         """Queued messages: (message, kind, number and begin of its span)."""
         self._high_water = 0
         self._broken = ""
 
-    def follow(self, inputs: list[Receiver]) -> None:
+    def set_inputs(self, inputs: list[Receiver]) -> None:
         """Set the receivers of the same actor: a paced outbox is not ready while they have a
         backlog."""
         self._inputs = inputs
@@ -91,7 +91,7 @@ class RemoteOutbox:
             )
         kind, number_of = self._kinds.get(type(message)) or self._kind_of(type(message))
         number = number_of(message)
-        if not self._waiting:
+        if not self._queued:
             if self._sender.try_send(encoded):
                 self._track.add(kind, number, begin, self._sender.sent_ns)
                 return
@@ -99,8 +99,8 @@ class RemoteOutbox:
         # Arrays of a queued message may be views of a record that is read in place: copy them.
         arrays = [array.copy() for array in encoded.arrays]
         copy = Encoded(encoded.meta, arrays, encoded.nbytes)
-        self._waiting.append((copy, kind, number, begin))
-        depth = len(self._waiting)
+        self._queued.append((copy, kind, number, begin))
+        depth = len(self._queued)
         self._high_water = max(self._high_water, depth)
         if self._bound is not None and depth > self._bound:
             raise OutboxOverflow(
@@ -116,50 +116,50 @@ class RemoteOutbox:
     def ready(self) -> bool:
         """Return True if nothing is queued and, on a paced edge, every record was read and no
         further message has arrived for the actor."""
-        if self._waiting:
+        if self._queued:
             return False
-        return not self._paced or bool(self._broken) or self._is_time()
+        return not self._paced or bool(self._broken) or self._has_caught_up()
 
-    def _is_time(self) -> bool:
+    def _has_caught_up(self) -> bool:
         for receiver in self._inputs:
             if receiver.backlog:
                 receiver.when_drained(self._flush)
                 return False
-        if self._sender.unread():
+        if self._sender.has_unread():
             self._sender.when_writable(self._loop, self._flush)
             return False
         return True
 
     def _flush(self) -> None:
         try:
-            while self._waiting:
-                encoded, kind, number, begin = self._waiting[0]
+            while self._queued:
+                encoded, kind, number, begin = self._queued[0]
                 if not self._sender.try_send(encoded):
                     self._sender.when_writable(self._loop, self._flush)
                     return
-                self._waiting.popleft()
+                self._queued.popleft()
                 self._track.add(kind, number, begin, self._sender.sent_ns)
             self._on_ready(self)
         except BaseException as error:
             self._fatal(error)
 
-    def break_off(self, reason: str) -> None:
+    def mark_broken(self, reason: str) -> None:
         """Drop queued messages; later sends raise `PeerBroken`."""
         self._broken = reason
-        self._waiting.clear()
+        self._queued.clear()
 
     def close(self) -> None:
         """Drop queued messages and close the transport's end."""
-        self.break_off("the system is closed")
+        self.mark_broken("the system is closed")
         self._sender.close()
 
     def statistics(self) -> dict[str, int]:
         """Return the numbers of messages, bytes and waits, the current depth, and the highest
         depth."""
-        return _figures(self._sender.statistics, len(self._waiting), self._high_water)
+        return _as_dict(self._sender.statistics, len(self._queued), self._high_water)
 
 
-def _figures(statistics: EdgeStatistics, depth: int, high_water: int) -> dict[str, int]:
+def _as_dict(statistics: EdgeStatistics, depth: int, high_water: int) -> dict[str, int]:
     return {
         "messages": statistics.messages,
         "bytes": statistics.bytes,
@@ -187,4 +187,4 @@ class LocalOutbox:
 
     def statistics(self) -> dict[str, int]:
         """Return the number of messages sent; the mailbox counts queued messages."""
-        return _figures(self._statistics, 0, 0)
+        return _as_dict(self._statistics, 0, 0)

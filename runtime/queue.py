@@ -38,10 +38,9 @@ class QueueSenderEnd:
         """The pipes' writing ends."""
         return self.pipes
 
-    def moved(self, places: Mapping[int, int]) -> QueueSenderEnd:
-        """Return this end with its descriptors mapped by `places` to their numbers in another
-        process."""
-        return dataclasses.replace(self, pipes=tuple(places[pipe] for pipe in self.pipes))
+    def remapped(self, mapping: Mapping[int, int]) -> QueueSenderEnd:
+        """Return a copy for another process, in which descriptor n has the number `mapping[n]`."""
+        return dataclasses.replace(self, pipes=tuple(mapping[pipe] for pipe in self.pipes))
 
     def open(self) -> QueueSender:
         """Start the writing threads; the sender takes over the descriptors."""
@@ -60,10 +59,9 @@ class QueueReceiverEnd:
         """The pipe's reading end."""
         return (self.pipe,)
 
-    def moved(self, places: Mapping[int, int]) -> QueueReceiverEnd:
-        """Return this end with its descriptors mapped by `places` to their numbers in another
-        process."""
-        return dataclasses.replace(self, pipe=places[self.pipe])
+    def remapped(self, mapping: Mapping[int, int]) -> QueueReceiverEnd:
+        """Return a copy for another process, in which descriptor n has the number `mapping[n]`."""
+        return dataclasses.replace(self, pipe=mapping[self.pipe])
 
     def open(self) -> QueueReceiver:
         """Return a receiver, which takes over the descriptor."""
@@ -79,8 +77,8 @@ def create_queue(
     bounds a ring.
     """
     pairs = [os.pipe() for _ in range(readers)]
-    receivers = [QueueReceiverEnd(read, debug) for read, _ in pairs]
-    return QueueSenderEnd(tuple(write for _, write in pairs), capacity, debug), receivers
+    receivers = [QueueReceiverEnd(reading, debug) for reading, _ in pairs]
+    return QueueSenderEnd(tuple(writing for _, writing in pairs), capacity, debug), receivers
 
 
 class QueueSender:
@@ -121,7 +119,7 @@ class QueueSender:
         self.statistics.bytes += encoded.nbytes
         return True
 
-    def unread(self) -> bool:
+    def has_unread(self) -> bool:
         """Return True if records are queued for a pipe; records inside a pipe count as read."""
         return any(writer.waiting for writer in self._writers)
 
@@ -189,8 +187,8 @@ class QueueReceiver:
         self._lock = threading.Lock()
         self._records: deque[bytes] = deque()
         self._backlog = 0
-        self._drained: list[Callable[[], None]] = []
-        self._woken = False
+        self._drain_callbacks: list[Callable[[], None]] = []
+        self._is_drain_scheduled = False
         """Whether a scheduled call of `_drain` will process newly appended records."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._deliver: Deliver
@@ -210,8 +208,8 @@ class QueueReceiver:
 
     def when_drained(self, callback: Callable[[], None]) -> None:
         """Call `callback` once the backlog is read."""
-        if callback not in self._drained:
-            self._drained.append(callback)
+        if callback not in self._drain_callbacks:
+            self._drain_callbacks.append(callback)
 
     def _run(self) -> None:
         with contextlib.suppress(EOFError, OSError):
@@ -219,7 +217,7 @@ class QueueReceiver:
                 record = self._pipe.recv_bytes()
                 with self._lock:
                     self._records.append(record)
-                    wake, self._woken = not self._woken, True
+                    wake, self._is_drain_scheduled = not self._is_drain_scheduled, True
                 if wake and not self._wake():
                     break
         self._pipe.close()
@@ -239,12 +237,12 @@ class QueueReceiver:
             self.statistics.waits += 1
             with self._lock:
                 records, self._records = self._records, deque()
-                self._woken = False
+                self._is_drain_scheduled = False
             while records and self._loop is not None:
                 record = records.popleft()
                 self._backlog = len(records)
                 self._read(record)
-            callbacks, self._drained = self._drained, []
+            callbacks, self._drain_callbacks = self._drain_callbacks, []
             for callback in callbacks if self._loop is not None else ():
                 callback()
         except BaseException as error:

@@ -29,7 +29,7 @@ from nanoactor.runtime.topology import ActorSpec
 
 _ENTRY = struct.Struct("<BBI")
 HANDLED, SENT, READY, NOT_READY, ON_READY, END = range(6)
-_NAMES = ("handles", "sends", "finds room", "finds no room", "is notified of room", "ends")
+_KIND_NAMES = ("handles", "sends", "finds room", "finds no room", "is notified of room", "ends")
 
 Entry = tuple[int, str, bytes]
 """(kind, edge label, encoded message)."""
@@ -63,11 +63,11 @@ class Recorder:
     def on_ready(self, call: Callable[[Outbox], None]) -> Callable[[Outbox], None]:
         """Return the same callback, wrapped to record each call before it is made."""
 
-        def told(outbox: Outbox) -> None:
+        def recorded(outbox: Outbox) -> None:
             self.write(ON_READY, outbox.label)
             call(outbox)
 
-        return told
+        return recorded
 
     def close(self) -> None:
         """Append the end entry and close the file."""
@@ -131,15 +131,15 @@ def replay(path: Path) -> int:
     loop = asyncio.new_event_loop()  # a context needs one; an actor that uses it cannot be replayed
     try:
         actor.start(Context(spec.name, loop, script, _raise), ready)
-        return _play(script, actor)
+        return _replay_entries(script, actor)
     finally:
         loop.close()
 
 
-def _play(script: _Script, actor: Actor) -> int:
+def _replay_entries(script: _Script, actor: Actor) -> int:
     handlers = actor.handlers()
     handled = 0
-    with contextlib.suppress(_CutOff):
+    with contextlib.suppress(_RecordingEnded):
         while (entry := script.next())[0] != END:
             kind, label, body = entry
             if kind == HANDLED:
@@ -162,10 +162,10 @@ def _raise(error: BaseException) -> None:
 def _describe(entry: Entry) -> str:
     kind, label, body = entry
     what = f" {decode(body, 0)!r}" if body else ""
-    return f"{_NAMES[kind]}{' ' + label if label else ''}{what}"
+    return f"{_KIND_NAMES[kind]}{' ' + label if label else ''}{what}"
 
 
-class _CutOff(Exception):
+class _RecordingEnded(Exception):
     """The recording ends early, for example because its process was killed."""
 
 
@@ -183,18 +183,18 @@ class _Script(dict[str, Outbox]):
     def next(self) -> Entry:
         entry = next(self._entries, None)
         if entry is None:
-            raise _CutOff
+            raise _RecordingEnded
         return entry
 
     def expect(self, *entries: Entry) -> Entry:
         """Return the next entry. Raises `ReplayDiverged` unless it equals one of `entries`, apart
         from times and sequence numbers."""
-        due = self.next()
+        actual = self.next()
         for entry in entries:
-            if due[:2] == entry[:2] and due[2][HEADER.size :] == entry[2][HEADER.size :]:
-                return due
+            if actual[:2] == entry[:2] and actual[2][HEADER.size :] == entry[2][HEADER.size :]:
+                return actual
         raise ReplayDiverged(
-            f"{self.name} {_describe(entries[0])}, but in the recording it {_describe(due)}"
+            f"{self.name} {_describe(entries[0])}, but in the recording it {_describe(actual)}"
         )
 
 
@@ -208,8 +208,8 @@ class _ScriptedOutbox:
 
     @property
     def ready(self) -> bool:
-        found = self._script.expect((READY, self.label, b""), (NOT_READY, self.label, b""))
-        return found[0] == READY
+        entry = self._script.expect((READY, self.label, b""), (NOT_READY, self.label, b""))
+        return entry[0] == READY
 
     def statistics(self) -> dict[str, int]:
         return {}

@@ -7,18 +7,18 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 
-from nanoactor.runtime.stall import is_computing, patience
+from nanoactor.runtime.stall import is_computing, silence_divisor
 
 log = logging.getLogger("nanoactor.system")
 
 DIED = "node %s has died and is being replaced: %s"
 """Log message for each death."""
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
-_EXPECTED = 8
+_FIRST_DELAY, _MAX_DELAY = 0.1, 5.0
+_EXPECTED_BUDGET_FACTOR = 8
 """Factor on the restart budget while the cause of the deaths is being searched for."""
-_TIMES, _AT_LEAST = 5.0, 10.0
-"""Time limit for a node's restart: `_TIMES` times its own start time, plus `_AT_LEAST` seconds or,
-if shorter, `stall_timeout`."""
+_START_TIME_FACTOR, _MIN_START_SECONDS = 5.0, 10.0
+"""Time limit for a node's restart: `_START_TIME_FACTOR` times its own start time, plus
+`_MIN_START_SECONDS` or, if shorter, `stall_timeout`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Death:
     """The end of a node that was still needed."""
 
     node: str
-    how: str
+    cause: str
     """One line for humans: the signal, the exit status, or an actor's exception."""
     is_evidence: bool
     """Whether the node's own work may have caused the death: no other process killed the node, and
@@ -34,82 +34,82 @@ class Death:
 
     def __str__(self) -> str:
         """Return the node's name and the cause of death."""
-        return f"{self.node} ({self.how})"
+        return f"{self.node} ({self.cause})"
 
 
 class RestartBudget:
     """Budget of restarts within a time window. The first restart is not delayed; each later one is
     delayed twice as long as the one before, up to a limit."""
 
-    def __init__(self, most: int, window: float) -> None:
-        """Create a budget of `most` restarts in `window` seconds."""
-        self._most, self._window = most, window
+    def __init__(self, limit: int, window: float) -> None:
+        """Create a budget of `limit` restarts in `window` seconds."""
+        self._limit, self._window = limit, window
         self._deaths: deque[float] = deque()
 
     def spend(self, now: float) -> bool:
         """Record a death at `now`, in seconds; return False if it exceeds the budget."""
         while self._deaths and self._deaths[0] <= now - self._window:
             self._deaths.popleft()
-        if len(self._deaths) >= self._most:
+        if len(self._deaths) >= self._limit:
             return False
         self._deaths.append(now)
         return True
 
-    def refund(self, most: int) -> int:
-        """Remove up to `most` of the latest deaths from the budget, as their cause is gone; return
+    def refund(self, limit: int) -> int:
+        """Remove up to `limit` of the latest deaths from the budget, as their cause is gone; return
         the number removed."""
-        found = min(most, len(self._deaths))
-        for _ in range(found):
+        count = min(limit, len(self._deaths))
+        for _ in range(count):
             self._deaths.pop()
-        return found
+        return count
 
     @property
     def spent(self) -> int:
         """Return the number of deaths in the window that ended with the latest death."""
         return len(self._deaths)
 
-    def pause(self) -> float:
+    def delay(self) -> float:
         """Return the delay before the next start, in seconds."""
         if len(self._deaths) < 2:
             return 0.0
-        return min(_FIRST_PAUSE * 2.0 ** (len(self._deaths) - 2), _LONGEST_PAUSE)
+        return min(_FIRST_DELAY * 2.0 ** (len(self._deaths) - 2), _MAX_DELAY)
 
 
 class Deaths:
     """The deaths of a system's nodes: those to recover from, those to report, and the remaining
     budget."""
 
-    def __init__(self, most: int, window: float) -> None:
+    def __init__(self, limit: int, window: float) -> None:
         """Create the budgets; see `RestartBudget`."""
-        self._budget = RestartBudget(most, window)
-        self._expected = RestartBudget(_EXPECTED * most, window)
+        self._budget = RestartBudget(limit, window)
+        self._expected = RestartBudget(_EXPECTED_BUDGET_FACTOR * limit, window)
         self.victims: dict[str, BaseException] = {}
         """Errors of the nodes that have died and are not replaced yet, by node."""
-        self._untold: list[Death] = []
+        self._unreported: list[Death] = []
         self.restarts: Counter[str] = Counter()
         """Number of times that each node was replaced."""
 
-    def note(self, death: Death, error: BaseException, now: float, *, expected: bool) -> bool:
+    def record(self, death: Death, error: BaseException, now: float, *, expected: bool) -> bool:
         """Record a death at `now`, in seconds; return False if it exceeds the budget. `expected` is
         True if the cause of the deaths is being searched for."""
         if not (self._expected if expected else self._budget).spend(now):
             return False
         self.victims[death.node] = error
-        self._untold.append(death)
+        self._unreported.append(death)
         return True
 
-    def tell(self, on_cut: Callable[[Sequence[Death]], int]) -> None:
+    def report(self, on_cut: Callable[[Sequence[Death]], int]) -> None:
         """Report the deaths that were not reported yet to `on_cut`, and refund as many as it
         returns, as their cause is gone."""
-        deaths, self._untold = self._untold, []
+        deaths, self._unreported = self._unreported, []
         explained = on_cut(deaths)
         self._budget.refund(explained - self._expected.refund(explained))
 
-    def pause(self) -> float:
+    def delay(self) -> float:
         """Return the delay before the next start, in seconds."""
-        return self._budget.pause()
+        return self._budget.delay()
 
-    def take_victims(self) -> dict[str, BaseException]:
+    def pop_victims(self) -> dict[str, BaseException]:
         """Return the errors of the nodes that have died so far, by node; log each death and count a
         restart for it."""
         victims, self.victims = self.victims, {}
@@ -128,8 +128,10 @@ def details(error: BaseException) -> str:
 def start_limit(own_start: float, stall_timeout: float | None) -> float:
     """Return the time limit, in seconds, for a node to restart without computing, given that its
     first start took `own_start` seconds."""
-    least = _AT_LEAST if stall_timeout is None else min(stall_timeout, _AT_LEAST)
-    return least + _TIMES * own_start
+    minimum = (
+        _MIN_START_SECONDS if stall_timeout is None else min(stall_timeout, _MIN_START_SECONDS)
+    )
+    return minimum + _START_TIME_FACTOR * own_start
 
 
 class StartWatch:
@@ -152,11 +154,11 @@ class StartWatch:
         that is not ready. Returns the nodes that have exceeded their limit, each only once."""
         passed = min(passed, 2 * self.interval)  # a longer time means that we were paused
         late = []
-        for node, used in cpu_seconds.items():
+        for node, cpu in cpu_seconds.items():
             if node not in self._limits:
                 continue
-            computes = is_computing(used - self._cpu.get(node, used), passed)
-            self._waited[node] += passed / patience(computes)
+            is_busy = is_computing(cpu - self._cpu.get(node, cpu), passed)
+            self._waited[node] += passed / silence_divisor(is_busy)
             if self._waited[node] > self._limits[node]:
                 late.append(node)
                 del self._limits[node]

@@ -63,11 +63,10 @@ class RingSenderEnd:
         """The memory's descriptor and every reader's items and space eventfds."""
         return (self.memory, *(fd for pair in self.events for fd in pair))
 
-    def moved(self, places: Mapping[int, int]) -> RingSenderEnd:
-        """Return this end with its descriptors mapped by `places` to their numbers in another
-        process."""
-        events = tuple((places[items], places[space]) for items, space in self.events)
-        return dataclasses.replace(self, memory=places[self.memory], events=events)
+    def remapped(self, mapping: Mapping[int, int]) -> RingSenderEnd:
+        """Return a copy for another process, in which descriptor n has the number `mapping[n]`."""
+        events = tuple((mapping[items], mapping[space]) for items, space in self.events)
+        return dataclasses.replace(self, memory=mapping[self.memory], events=events)
 
     def open(self) -> RingSender:
         """Map the memory; the sender takes over the descriptors."""
@@ -90,10 +89,9 @@ class RingReceiverEnd:
         """The memory's descriptor and this reader's items and space eventfds."""
         return (self.memory, self.items, self.space)
 
-    def moved(self, places: Mapping[int, int]) -> RingReceiverEnd:
-        """Return this end with its descriptors mapped by `places` to their numbers in another
-        process."""
-        memory, items, space = (places[number] for number in self.descriptors)
+    def remapped(self, mapping: Mapping[int, int]) -> RingReceiverEnd:
+        """Return a copy for another process, in which descriptor n has the number `mapping[n]`."""
+        memory, items, space = (mapping[number] for number in self.descriptors)
         return dataclasses.replace(self, memory=memory, items=items, space=space)
 
     def open(self) -> RingReceiver:
@@ -169,7 +167,7 @@ class RingSender:
         padding = room if nbytes > room else 0
         end = self._written + padding + nbytes
         if end > self._reusable:
-            self._collect()
+            self._collect_credits()
             if end > self._reusable:
                 self.statistics.waits += 1
                 return False
@@ -186,7 +184,7 @@ class RingSender:
         statistics.bytes += nbytes
         return True
 
-    def _collect(self) -> None:
+    def _collect_credits(self) -> None:
         """Collect the readers' credits; in debug mode, overwrite the space that has become
         reusable."""
         for index, space in enumerate(self._spaces):
@@ -204,10 +202,10 @@ class RingSender:
             self._view[at : at + size] = bytes([POISON]) * size
             start += size
 
-    def unread(self) -> bool:
+    def has_unread(self) -> bool:
         """Return True if some reader has not yet credited all records."""
         if min(self._credited) < self._written:
-            self._collect()
+            self._collect_credits()
         return min(self._credited) < self._written
 
     def when_writable(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
@@ -215,11 +213,11 @@ class RingSender:
         if self._waiting is None:
             self._waiting = (loop, callback)
             for space in self._spaces:
-                loop.add_reader(space, self._writable)
+                loop.add_reader(space, self._on_writable)
 
-    def _writable(self) -> None:
+    def _on_writable(self) -> None:
         callback = self._stop_waiting()
-        self._collect()
+        self._collect_credits()
         if callback is not None:
             callback()
 
@@ -251,15 +249,15 @@ class RingReceiver:
         self._view = memoryview(self._memory)
         self._position = 0
         self._sequence = 0
-        self._due = 0
+        self._unread_records = 0
         """Number of records that the writer has published and that have not been read yet."""
         self._held: deque[list[int]] = deque()
         """[end position, 1 once released, else 0] of each record whose space is not credited
         yet."""
-        self._free = 0
+        self._released_until = 0
         """Position up to which no record is held."""
         self._credited = 0
-        self._drained: list[Callable[[], None]] = []
+        self._drain_callbacks: list[Callable[[], None]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._deliver: Deliver
         self._fatal: Fatal
@@ -272,44 +270,44 @@ class RingReceiver:
     @property
     def backlog(self) -> int:
         """Number of records that are published and not read yet."""
-        return self._due
+        return self._unread_records
 
     def when_drained(self, callback: Callable[[], None]) -> None:
         """Call `callback` once the backlog is read."""
-        if callback not in self._drained:
-            self._drained.append(callback)
+        if callback not in self._drain_callbacks:
+            self._drain_callbacks.append(callback)
 
     def _on_items(self) -> None:
         """Drain the ring. An exception is reported as fatal, because the loop would only log it."""
         try:
             self.statistics.waits += 1
-            self._take_count()
+            self._read_count()
             deadline = 0.0
             while True:
-                while self._due and self._loop is not None:
+                while self._unread_records and self._loop is not None:
                     self._read_one()
                     deadline = 0.0
                 self._credit()
-                self._tell_drained()
+                self._notify_drained()
                 if self._end.spin_us <= 0 or self._loop is None:
                     return
                 deadline = deadline or time.perf_counter() + self._end.spin_us * 1e-6
-                while not self._take_count():
+                while not self._read_count():
                     if time.perf_counter() > deadline:
                         return
                 self.statistics.spins += 1
         except BaseException as error:
             self._fatal(error)
 
-    def _tell_drained(self) -> None:
-        if self._drained and self._loop is not None:
-            callbacks, self._drained = self._drained, []
+    def _notify_drained(self) -> None:
+        if self._drain_callbacks and self._loop is not None:
+            callbacks, self._drain_callbacks = self._drain_callbacks, []
             for callback in callbacks:
                 callback()
 
-    def _take_count(self) -> bool:
+    def _read_count(self) -> bool:
         try:
-            self._due += os.eventfd_read(self._end.items)
+            self._unread_records += os.eventfd_read(self._end.items)
         except BlockingIOError:
             return False
         return True
@@ -324,7 +322,7 @@ class RingReceiver:
         nbytes, kind, _, sent, _, _ = header
         if not 0 < nbytes <= self._capacity // 2:
             raise RingCorrupted(f"record {self._sequence} claims a length of {nbytes} bytes")
-        self._due -= 1
+        self._unread_records -= 1
         self._position += nbytes
         statistics = self.statistics
         statistics.messages += 1
@@ -348,17 +346,17 @@ class RingReceiver:
         if self._held:
             self._held.append([self._position, 1])
         else:
-            self._free = self._position
+            self._released_until = self._position
 
     def _deliver_leased(self, at: int, nbytes: int, entry: list[int], sent: int) -> None:
         buffer = self._buffer(at, nbytes)
         value = decode(buffer, self._sequence, self._end.debug)
         self._sequence += 1
-        lease = Lease(buffer, lambda: self._retire(entry))
+        lease = Lease(buffer, lambda: self._release_record(entry))
         del buffer
-        kept = self._deliver(value, lease, sent)
+        keeps_lease = self._deliver(value, lease, sent)
         del value
-        if not kept:
+        if not keeps_lease:
             lease.release()
 
     def _buffer(self, at: int, nbytes: int) -> Any:
@@ -370,16 +368,16 @@ class RingReceiver:
         size = 1 << (nbytes - 1).bit_length()
         return (ctypes.c_char * size).from_buffer(self._memory, at)
 
-    def _retire(self, entry: list[int]) -> None:
+    def _release_record(self, entry: list[int]) -> None:
         entry[1] = 1
-        if self._held and self._held[0] is entry and not self._due:
+        if self._held and self._held[0] is entry and not self._unread_records:
             self._credit()
 
     def _credit(self) -> None:
         """Credit the writer with all space up to the first record that is still held."""
-        credited = self._free
+        credited = self._released_until
         while self._held and self._held[0][1]:
-            credited = self._free = self._held.popleft()[0]
+            credited = self._released_until = self._held.popleft()[0]
         if credited != self._credited and self._loop is not None:
             os.eventfd_write(self._end.space, credited - self._credited)
             self._credited = credited

@@ -20,25 +20,25 @@ from nanoactor.runtime.actor import Progress
 
 _TICKS = 10
 """Number of checks per timeout."""
-_SHARE = 0.7
+_SILENT_FRACTION = 0.7
 """Fraction of the timeout that may pass in silence; the rest is for reporting what happened."""
-_FRESH = 2
+_MAX_PROGRESS_AGE = 2
 """Number of checks after which a node's reported progress is out of date."""
-_PATIENCE = 10.0
+_COMPUTING_FACTOR = 10.0
 """Factor by which a node that is computing may be silent for longer."""
-_COMPUTING = 0.05
+_COMPUTING_CPU_SHARE = 0.05
 """Fraction of a CPU above which a node counts as computing."""
 
 
 def is_computing(used: float, passed: float) -> bool:
     """Return True if a process that used `used` seconds of CPU time in `passed` seconds is
     computing."""
-    return used > _COMPUTING * passed
+    return used > _COMPUTING_CPU_SHARE * passed
 
 
-def patience(computes: bool) -> float:
+def silence_divisor(computes: bool) -> float:
     """Return the number by which a node's silent time is divided before it is counted."""
-    return _PATIENCE if computes else 1.0
+    return _COMPUTING_FACTOR if computes else 1.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Stall:
     """A stall: the stalled node and the symptom."""
 
     node: str
-    what: str
+    symptom: str
 
 
 @dataclasses.dataclass(slots=True)
@@ -66,47 +66,49 @@ class StallDetector:
         reported as stalled."""
         self.interval = timeout / _TICKS
         """Seconds between two calls of `tick`."""
-        self._limit = _SHARE * timeout
+        self._limit = _SILENT_FRACTION * timeout
         self._silence = dict.fromkeys(nodes, 0.0)
         self._work: dict[str, dict[str, _Work]] = {}
-        self._told: dict[str, int] = {}
+        self._progress_age: dict[str, int] = {}
         """Number of checks since each node last reported its work."""
         self._cpu: dict[str, float] = {}
-        self._ticked_at: float | None = None
+        self._last_tick: float | None = None
 
-    def rest(self) -> None:
+    def reset(self) -> None:
         """Discard all observations, as there is no work."""
         self._silence = dict.fromkeys(self._silence, 0.0)
         self._work.clear()
         self._cpu.clear()
-        self._ticked_at = None
+        self._last_tick = None
 
-    def heard(self, node: str, progress: Mapping[str, Progress]) -> None:
+    def record_reply(self, node: str, progress: Mapping[str, Progress]) -> None:
         """Record an answer to a ping: a node's progress, by actor."""
-        self._silence[node], self._told[node] = 0.0, 0
+        self._silence[node], self._progress_age[node] = 0.0, 0
         before = self._work.get(node, {})
         self._work[node] = {
             actor: before[actor]
-            if actor in before and before[actor].progress[0] == told[0]
-            else _Work(told)
-            for actor, told in progress.items()
+            if actor in before and before[actor].progress[0] == reported[0]
+            else _Work(reported)
+            for actor, reported in progress.items()
         }
 
     def tick(self, now: float, cpu_seconds: Mapping[str, float]) -> Stall | None:
         """Advance time to `now`, in seconds; the caller pings every node afterwards. `cpu_seconds`
         holds the CPU times of the nodes' processes. Returns a `Stall` if a node has stalled."""
         # More than two intervals mean that this process was paused.
-        since = now if self._ticked_at is None else self._ticked_at
+        since = now if self._last_tick is None else self._last_tick
         passed = min(now - since, 2 * self.interval)
-        self._ticked_at = now
+        self._last_tick = now
         for node in self._silence:
             used = cpu_seconds.get(node, 0.0) - self._cpu.get(node, cpu_seconds.get(node, 0.0))
-            self._silence[node] += passed / patience(is_computing(used, passed))
-            self._told[node] = self._told.get(node, 0) + 1
-            if self._told[node] <= _FRESH:
+            self._silence[node] += passed / silence_divisor(is_computing(used, passed))
+            self._progress_age[node] = self._progress_age.get(node, 0) + 1
+            if self._progress_age[node] <= _MAX_PROGRESS_AGE:
                 for work in self._work.get(node, {}).values():
-                    own = len(work.progress) > 2 and work.progress[2]
-                    work.seconds += passed / patience(own and is_computing(used, passed))
+                    on_own_cpu = len(work.progress) > 2 and work.progress[2]
+                    work.seconds += passed / silence_divisor(
+                        on_own_cpu and is_computing(used, passed)
+                    )
         self._cpu = dict(cpu_seconds)
         return self._verdict()
 

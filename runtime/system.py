@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from nanoactor.runtime import control
 from nanoactor.runtime.abandoning import close_soon
 from nanoactor.runtime.actor import Actor, ReadyInfo
-from nanoactor.runtime.children import ChildProcess, Children, check_surroundings, os_refuses
+from nanoactor.runtime.children import ChildProcess, Children, check_environment, resource_error
 from nanoactor.runtime.codec import check_schema
 from nanoactor.runtime.errors import NotUsableHere, RuntimeFault, StartupFailed
 from nanoactor.runtime.node import Node
@@ -27,17 +27,17 @@ from nanoactor.runtime.process import occupy_standard_descriptors
 from nanoactor.runtime.recovery import Death, Deaths, details, start_limit
 from nanoactor.runtime.topology import NodeSpec, Topology
 from nanoactor.runtime.tracing import NodeTrace
-from nanoactor.runtime.watchdog import Watchdog, end_late
+from nanoactor.runtime.watchdog import Watchdog, kill_late
 from nanoactor.runtime.wiring import Options, wire
 
 log = logging.getLogger("nanoactor.system")
 
-_LATE = 30.0
+_LATE_WARNING_SECONDS = 30.0
 """Seconds after which a warning lists the nodes that startup still waits for."""
-_PATIENCE, _STALLED = 2.0, 60.0
-"""A surviving node may take `_PATIENCE` times `stall_timeout` to restart, or `_PATIENCE` times
-`_STALLED` seconds if `stall_timeout` is None."""
-_BURIAL = 5.0
+_RESTART_FACTOR, _DEFAULT_STALL_SECONDS = 2.0, 60.0
+"""A surviving node may take `_RESTART_FACTOR` times `stall_timeout` to restart;
+`_DEFAULT_STALL_SECONDS` replaces a `stall_timeout` of None."""
+_KILL_SECONDS = 5.0
 """Seconds that a killed process may take to end."""
 
 
@@ -84,16 +84,16 @@ class System:
         in progress."""
         self.restart_seconds = 0.0
         """Total time in seconds spent on recoveries."""
-        self._runs = False
+        self._is_running = False
         self._watchdog: Watchdog | None = None
-        self._children = Children(self._hear)
+        self._children = Children(self._on_message)
         self._node: Node | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pid = 0
         self._dead: BaseException | None = None
         self._closing = False
         self._stopped = False
-        self._end: asyncio.Future[None] | None = None
+        self._closed: asyncio.Future[None] | None = None
         """Future that resolves when the system has closed; None until `close` is called."""
         self.ready: dict[str, ReadyInfo] = {}
         """Record that each actor published when it became ready, by actor."""
@@ -107,13 +107,13 @@ class System:
         """
         if self._loop is not None:
             raise RuntimeFault("a system can start only once; create a new one")
-        check_surroundings()
+        check_environment()
         self._loop, self._pid = asyncio.get_running_loop(), os.getpid()
-        late = self._loop.call_later(_LATE, self._tell_late)
+        late = self._loop.call_later(_LATE_WARNING_SECONDS, self._warn_late)
         try:
             await asyncio.wait_for(self._start(), self._options.start_timeout)
         except TimeoutError:
-            waited_for = self._late()
+            waited_for = self._describe_pending()
             await self.close()
             raise StartupFailed(
                 f"the engine was not ready after {self._options.start_timeout:.0f} s: it waited "
@@ -125,11 +125,11 @@ class System:
             if self._dead is not None and error is not self._dead:
                 raise self._dead from None  # the first failure; it ended the other nodes
             if isinstance(error, OSError):
-                raise os_refuses(error) from error
+                raise resource_error(error) from error
             raise
         finally:
             late.cancel()
-        self._runs = True
+        self._is_running = True
         self._watch()
 
     def _watch(self) -> None:
@@ -139,17 +139,17 @@ class System:
                 self._children, self._running_node, timeout, self._has_work, self._stalled
             )
 
-    def _late(self) -> str:
+    def _describe_pending(self) -> str:
         """Describe the nodes that are not ready, each with the state of its process."""
-        late = self._children.late()
+        late = self._children.pending()
         return ", ".join(f"{child.name} ({child.condition()})" for child in late)
 
-    def _tell_late(self) -> None:
-        if (late := self._late()) and not self._closing and self._dead is None:
+    def _warn_late(self) -> None:
+        if (late := self._describe_pending()) and not self._closing and self._dead is None:
             log.warning(
                 "the engine is not ready after %.0f s: it waits for node(s) %s, up to %.0f s in "
                 "total",
-                _LATE,
+                _LATE_WARNING_SECONDS,
                 late,
                 self._options.start_timeout,
             )
@@ -162,9 +162,9 @@ class System:
         self._node = Node(local, self._local_failed)
         self._children.launch(self._specs, plans, self._loop)
         self.ready |= self._node.setup()
-        await self._begin()
+        await self._begin_flow()
 
-    def use(self, topology: Topology) -> None:
+    def set_topology(self, topology: Topology) -> None:
         """Use another topology of the same shape for nodes started from now on."""
         self._topology = topology
 
@@ -172,7 +172,7 @@ class System:
     def _specs(self) -> dict[str, NodeSpec]:
         return {node.name: node for node in self._topology.nodes}
 
-    async def _begin(self) -> None:
+    async def _begin_flow(self) -> None:
         """Wait until all nodes are ready, and start the message flow."""
         assert self._loop is not None
         waiting = list(self._children)
@@ -195,90 +195,93 @@ class System:
         begin = time.monotonic()
         while self._deaths.victims and self._dead is None and not self._closing:
             self.recovering = ", ".join(self._deaths.victims), begin
-            if self._told(lambda: self._deaths.tell(self._on_cut)):
-                await asyncio.sleep(self._deaths.pause())
+            if self._run_callback(lambda: self._deaths.report(self._on_cut)):
+                await asyncio.sleep(self._deaths.delay())
                 await self._replace_victims()
         self._recovery, self.recovering = None, None
         if self._dead is None and not self._closing:
             seconds = time.monotonic() - begin
             self.restart_seconds += seconds
             log.warning("all nodes are running again after %.1f s", seconds)
-            if self._told(self._on_recovered):
+            if self._run_callback(self._on_recovered):
                 self._watch()
 
     async def _replace_victims(self) -> None:
         victims: dict[str, BaseException] = {}
         try:
-            await self._ask_user()
+            await self._call_before_restart()
             async with asyncio.timeout(self._options.start_timeout):
-                await asyncio.gather(*(child.introduced for child in self._children))
+                await asyncio.gather(*(child.bootstrapped for child in self._children))
                 # No await until all survivors are notified: a death recorded earlier is among these
                 # victims, and one recorded later makes the awaits below fail.
-                victims = self._deaths.take_victims()
-                await self._begin_anew(victims)
+                victims = self._deaths.pop_victims()
+                await self._restart_nodes(victims)
         except TimeoutError:
-            await self._end_all_late(bool(victims))
+            await self._kill_all_late(bool(victims))
         except Exception as error:
             if not victims or not self._deaths.victims:  # no other death, so a retry would not help
-                self._die(os_refuses(error) if isinstance(error, OSError) else error)
+                self._die(resource_error(error) if isinstance(error, OSError) else error)
 
-    async def _ask_user(self) -> None:
+    async def _call_before_restart(self) -> None:
         """Await `before_restart` for all victims, including those that die in the meantime."""
-        asked: set[str] = set()
-        while self._before_restart is not None and (new := self._deaths.victims.keys() - asked):
-            asked |= new
+        notified: set[str] = set()
+        while self._before_restart is not None and (new := self._deaths.victims.keys() - notified):
+            notified |= new
             await self._before_restart(new)
 
-    async def _end_all_late(self, may_go_on: bool) -> None:
+    async def _kill_all_late(self, can_continue: bool) -> None:
         """Kill the nodes that are not ready when the restart timeout expires, so that they are
-        replaced like any dead node. The system dies if `may_go_on` is False or one of them does not
-        end."""
-        late, limit = self._children.late(), self._options.start_timeout
-        told = f"not ready again after {limit:.0f} s: the engine waited for node(s) {self._late()}"
-        for child in late if may_go_on else ():
-            self._give_up_on(child, told)
-        if not may_go_on or not await self._children.have_ended(late, _BURIAL):
-            self._die(StartupFailed(told))
+        replaced like any dead node. The system dies if `can_continue` is False or one of them
+        does not end."""
+        late, limit = self._children.pending(), self._options.start_timeout
+        message = (
+            f"not ready again after {limit:.0f} s: the engine waited for node(s) "
+            f"{self._describe_pending()}"
+        )
+        for child in late if can_continue else ():
+            self._kill_hung(child, message)
+        if not can_continue or not await self._children.wait_ended(late, _KILL_SECONDS):
+            self._die(StartupFailed(message))
 
-    def _told(self, what: Callable[[], None]) -> bool:
-        """Call `what`, a callback of the system's user. If it raises, the system dies and False is
-        returned."""
+    def _run_callback(self, callback: Callable[[], None]) -> bool:
+        """Call a callback of the system's user and return True. If it raises, the system dies and
+        False is returned."""
         try:
-            what()
+            callback()
         except Exception as error:
             self._die(error)
             return False
         return True
 
-    async def _begin_anew(self, victims: Collection[str]) -> None:
+    async def _restart_nodes(self, victims: Collection[str]) -> None:
         plans = wire(self._topology, self._options)
         self.ready |= self._running_node.cut(plans.pop(self._topology.local))
         specs, survivors = self._specs, []
         for child in list(self._children):
             if child.name in victims:
-                self._forget(child)
+                self._stop_watching_pid(child)
                 self._children.replace(specs[child.name], plans[child.name])
             else:
                 child.cut(plans[child.name])
                 survivors.append(child)
         stall = self._options.stall_timeout
-        limits = dict.fromkeys(specs, _PATIENCE * (stall or _STALLED))
+        limits = dict.fromkeys(specs, _RESTART_FACTOR * (stall or _DEFAULT_STALL_SECONDS))
         for name in victims:
             limits[name] = start_limit(self._start_seconds.get(name, 0.0), stall)
-        watch = asyncio.ensure_future(end_late(self._children, limits, self._give_up_on))
+        watch = asyncio.ensure_future(kill_late(self._children, limits, self._kill_hung))
         try:
-            await self._begin()
+            await self._begin_flow()
         finally:
             watch.cancel()
 
-    def _give_up_on(self, child: ChildProcess, why: str) -> None:
+    def _kill_hung(self, child: ChildProcess, reason: str) -> None:
         """Kill a node that hangs; its death is reported as a hang and handled like any other
         death."""
-        log.error("%s", why)
-        child.hangs = why
+        log.error("%s", reason)
+        child.hang_description = reason
         child.kill()
 
-    def _forget(self, child: ChildProcess) -> None:
+    def _stop_watching_pid(self, child: ChildProcess) -> None:
         if child.pidfd >= 0 and self._loop is not None:
             self._loop.remove_reader(child.pidfd)
 
@@ -288,32 +291,34 @@ class System:
         if child is None or not self._options.max_restarts:
             self._die(error)
         else:
-            self._give_up_on(child, str(error))
+            self._kill_hung(child, str(error))
 
-    def _is_made_good(self, child: ChildProcess, error: BaseException) -> bool:
+    def _try_recover(self, child: ChildProcess, error: BaseException) -> bool:
         """Record a death and start a recovery; return False if the system cannot recover from the
         death."""
         expected, now = self._running_node.expects_death(), time.monotonic()
-        if not self._runs or not self._deaths.note(child.death(), error, now, expected=expected):
+        if not self._is_running or not self._deaths.record(
+            child.death(), error, now, expected=expected
+        ):
             return False
-        self._end_groups(child)
+        self._kill_groups(child)
         self._stop_watching()
         if self._recovery is None:
             self._recovery = asyncio.ensure_future(self._recover())
         return True
 
-    def _end_groups(self, dead: ChildProcess) -> None:
+    def _kill_groups(self, dead: ChildProcess) -> None:
         """Kill all nodes that belong to a group, whichever node has died: they may wait for one
         another and could not stop by themselves. They are not at fault."""
         for child in self._children:
-            if child.group and not child.is_over:
-                child.is_innocent = True
-                child.note_end()
+            if child.group and not child.has_ended:
+                child.is_collateral = True
+                child.record_end()
                 child.kill()
                 error = RuntimeFault(
                     f"node {dead.name} has died, so its group {child.group} was ended"
                 )
-                child.give_up(error)
+                child.fail_start(error)
                 self._deaths.victims.setdefault(child.name, error)
 
     def actor(self, name: str) -> Actor:
@@ -398,31 +403,31 @@ class System:
             await asyncio.wait(answers, timeout=seconds)
         return [answer.result() for answer in answers if answer.done()]
 
-    def _hear(self, child: ChildProcess, message: Any) -> None:
+    def _on_message(self, child: ChildProcess, message: Any) -> None:
         """Handle a control message from a child. Runs on the event loop."""
         match message:
             case _ if self._children.by_name.get(child.name) is not child:
                 pass  # the child was replaced
             case control.Pong(progress):
                 if self._watchdog is not None:
-                    self._watchdog.heard(child.name, progress)
+                    self._watchdog.record_reply(child.name, progress)
             case None:  # the channel is closed, and all of its messages have been handled
                 self._child_ended(child)
             case _:
-                child.hear(message)
+                child.on_message(message)
 
     def _child_ended(self, child: ChildProcess) -> None:
-        if child.is_over or self._children.by_name.get(child.name) is not child:
+        if child.has_ended or self._children.by_name.get(child.name) is not child:
             return  # already recorded
-        child.note_end()
-        error = child.give_up()
-        if self._dead is None and not self._closing and not self._is_made_good(child, error):
+        child.record_end()
+        error = child.fail_start()
+        if self._dead is None and not self._closing and not self._try_recover(child, error):
             self._die(error)
 
     def _child_died(self, child: ChildProcess) -> None:
         """Handle a readable pidfd: the process has exited, perhaps with a last message still in its
         channel."""
-        self._forget(child)
+        self._stop_watching_pid(child)
         if not self._closing and self._loop is not None:
             self._loop.call_later(0.02, self._child_ended, child)
 
@@ -436,10 +441,10 @@ class System:
         if self._dead is not None or self._closing:
             return
         self._dead = error
-        if self._runs:
+        if self._is_running:
             log.error("the system has died: %s%s", error, details(error))
         if self._node is not None:
-            self._node.break_off(str(error))
+            self._node.break_edges(str(error))
         self._stop_watching()
         self._children.kill()
         self._on_death(error)
@@ -458,16 +463,16 @@ class System:
         if not self.is_here:
             await asyncio.to_thread(self.end)
             return
-        if self._end is None:
+        if self._closed is None:
             self._closing = True
-            self._end = asyncio.ensure_future(self._close())
-        await asyncio.shield(self._end)
+            self._closed = asyncio.ensure_future(self._close())
+        await asyncio.shield(self._closed)
 
     def end(self) -> None:
         """End every node without the event loop, which no longer runs. Blocks until no node is
         left."""
-        waits = self._closing and self._end is None
-        if os.getpid() != self._pid or waits or self._stopped:
+        is_closing_elsewhere = self._closing and self._closed is None
+        if os.getpid() != self._pid or is_closing_elsewhere or self._stopped:
             return
         self._closing = True
         self._stop_watching()
@@ -476,7 +481,7 @@ class System:
 
     def abandon(self) -> None:
         """End every node without waiting for them. May be called from any thread."""
-        if self._loop is None or os.getpid() != self._pid or self._end is not None:
+        if self._loop is None or os.getpid() != self._pid or self._closed is not None:
             return
         self._children.kill()
         close_soon(self._loop, self.close, self.end, lambda: self._stopped)
@@ -486,7 +491,7 @@ class System:
             self._recovery.cancel()
         self._stop_watching()
         for child in self._children:
-            self._forget(child)
+            self._stop_watching_pid(child)
         try:
             await self._children.end(self._options.stop_timeout)
         except asyncio.CancelledError:  # the loop ends and cancels its tasks
@@ -512,9 +517,9 @@ async def run_on(
 ) -> bool:
     """Run a coroutine function to completion on another thread's loop; return False if that loop
     stops first."""
-    ending = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(function(), loop))
-    while not (await asyncio.wait((ending,), timeout=0.1))[0]:
+    future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(function(), loop))
+    while not (await asyncio.wait((future,), timeout=0.1))[0]:
         if not loop.is_running():
             return False
-    await ending
+    await future
     return True

@@ -54,7 +54,7 @@ class NodeSpec:
     the caller."""
     nice: int = 0
     """Niceness of the process, as in `os.nice`."""
-    roused: bool = False
+    wakes_early: bool = False
     """Whether the node can be woken ahead of work, and then stays awake for a moment."""
     group: str = ""
     """Name of the group; empty if there is none. Nodes of a group wait for one another without
@@ -99,11 +99,11 @@ class Topology:
     def validate(self) -> None:
         """Raise a `TopologyError` that names the first error, if there is one."""
         names = [actor.name for actor in self.actors]
-        _refuse_duplicates("actor", names)
-        _refuse_duplicates("node", [node.name for node in self.nodes])
-        _refuse_duplicates("edge", [f"{edge.source} -> {edge.label}" for edge in self.edges])
+        _check_unique("actor", names)
+        _check_unique("node", [node.name for node in self.nodes])
+        _check_unique("edge", [f"{edge.source} -> {edge.label}" for edge in self.edges])
         placed = [actor for node in self.nodes for actor in node.actors]
-        _refuse_duplicates("placement of actor", placed)
+        _check_unique("placement of actor", placed)
         if set(placed) != set(names):
             raise TopologyError(
                 f"actors without a node or unknown actors: {set(placed) ^ set(names)}"
@@ -112,18 +112,18 @@ class Topology:
             raise TopologyError(f"the local node {self.local!r} is not declared")
         for edge in self.edges:
             _check_edge(edge, set(names))
-            self._check_one_way_out(edge)
+            self._check_targets_on_one_side(edge)
         self._check_cycles()
 
-    def _check_one_way_out(self, edge: EdgeSpec) -> None:
+    def _check_targets_on_one_side(self, edge: EdgeSpec) -> None:
         """Check that the targets of an edge are either all in the source's node or all in other
         nodes: a mixed edge would need two outboxes."""
-        away = [target for target in edge.targets if self.crosses_nodes(edge.source, target)]
-        if away and len(away) < len(edge.targets):
+        remote = [target for target in edge.targets if self.crosses_nodes(edge.source, target)]
+        if remote and len(remote) < len(edge.targets):
             raise TopologyError(
                 f"edge {edge.source} -> {edge.label} has targets in the same node and in other "
-                f"nodes ({', '.join(away)}): give each group of targets its own edge, or place all "
-                "targets on one side"
+                f"nodes ({', '.join(remote)}): give each group of targets its own edge, or place "
+                "all targets on one side"
             )
 
     def _check_cycles(self) -> None:
@@ -149,7 +149,7 @@ class Topology:
         return self.node_of(source) != self.node_of(target)
 
 
-def _refuse_duplicates(what: str, names: list[str]) -> None:
+def _check_unique(what: str, names: list[str]) -> None:
     for name in names:
         if names.count(name) > 1:
             raise TopologyError(f"{what} {name!r} is declared twice")

@@ -77,7 +77,7 @@ class Track:
         self._buffer = bytearray(self._size)
         self._at = 0
         self._pack = _SPAN.pack_into
-        self._rounds = 0
+        self._wraps = 0
 
     def kind(self, name: str, by: str = "", source: str = "") -> int:
         """Register a kind of span and return its number, which callers should store."""
@@ -95,7 +95,7 @@ class Track:
         at += 40
         if at == self._size:
             at = 0
-            self._rounds += 1
+            self._wraps += 1
         self._at = at
 
     def close(self) -> None:
@@ -105,19 +105,19 @@ class Track:
     def spans(self, since: int = 0) -> NDArray[np.void]:
         """Return a copy of the recorded spans that ended after `since`, oldest first."""
         spans = np.frombuffer(self._buffer, SPAN_DTYPE)
-        cut = self._at // _SPAN.size
-        older = spans[cut:] if self._rounds else spans[:0]
-        parts = (older, spans[:cut])
+        next_index = self._at // _SPAN.size
+        older = spans[next_index:] if self._wraps else spans[:0]
+        parts = (older, spans[:next_index])
         # Spans are added when they end, so each part is sorted by end.
         return np.concatenate([p[np.searchsorted(p["end"], since, "right") :] for p in parts])
 
     def trace(self, node: str, since: int = 0) -> TrackTrace:
         """Return a snapshot of the spans that ended after `since`."""
         spans = self.spans(since)
-        capacity, cut = self._size // _SPAN.size, self._at // _SPAN.size
+        capacity, next_index = self._size // _SPAN.size, self._at // _SPAN.size
         lost = 0
         if len(spans) == capacity or not since:
-            lost = max(0, self._rounds - 1) * capacity + (cut if self._rounds else 0)
+            lost = max(0, self._wraps - 1) * capacity + (next_index if self._wraps else 0)
         return TrackTrace(self.name, node, list(self._kinds), spans, lost)
 
     def activity(self, begin: int, width: int, bins: int) -> NDArray[np.float32]:
@@ -125,8 +125,8 @@ class Track:
         `begin` on."""
         spans = self.spans(begin)
         edges = begin + width * np.arange(bins + 1, dtype=np.int64)
-        until = IntervalSet(spans["begin"], spans["end"]).until(edges)
-        return (np.diff(until) / width).astype(np.float32)
+        covered = IntervalSet(spans["begin"], spans["end"]).covered_before(edges)
+        return (np.diff(covered) / width).astype(np.float32)
 
 
 class IntervalSet:
@@ -134,34 +134,34 @@ class IntervalSet:
 
     def __init__(self, begins: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
         order = np.argsort(begins, kind="stable")
-        begins, reached = begins[order], np.maximum.accumulate(ends[order])
+        begins, latest_end = begins[order], np.maximum.accumulate(ends[order])
         # An interval opens a new stretch if it begins after all earlier ones have ended.
-        opens = np.ones(len(begins), np.bool_)
-        opens[1:] = begins[1:] > reached[:-1]
-        closes = np.append(opens[1:], True)[: len(begins)]
-        self.begins, self.ends = begins[opens], reached[closes]
+        starts_stretch = np.ones(len(begins), np.bool_)
+        starts_stretch[1:] = begins[1:] > latest_end[:-1]
+        ends_stretch = np.append(starts_stretch[1:], True)[: len(begins)]
+        self.begins, self.ends = begins[starts_stretch], latest_end[ends_stretch]
         lengths = self.ends - self.begins
-        self._knots = np.stack((self.begins, self.ends), 1).ravel()
+        self._boundaries = np.stack((self.begins, self.ends), 1).ravel()
         before = np.cumsum(lengths) - lengths
-        self._measure = np.stack((before, before + lengths), 1).ravel()
+        self._covered = np.stack((before, before + lengths), 1).ravel()
 
     @property
     def length(self) -> int:
         """Return the total length."""
-        return int(self._measure[-1]) if len(self._measure) else 0
+        return int(self._covered[-1]) if len(self._covered) else 0
 
-    def until(self, times: Any) -> NDArray[np.float64]:
+    def covered_before(self, times: Any) -> NDArray[np.float64]:
         """Return the total length covered before each of `times`."""
-        if not len(self._knots):
+        if not len(self._boundaries):
             return np.zeros(np.shape(times))
-        values: NDArray[np.float64] = np.interp(times, self._knots, self._measure)
+        values: NDArray[np.float64] = np.interp(times, self._boundaries, self._covered)
         return values
 
     def overlap(self, other: IntervalSet) -> float:
         """Return the length of the intersection with another set."""
-        return float((self.until(other.ends) - self.until(other.begins)).sum())
+        return float((self.covered_before(other.ends) - self.covered_before(other.begins)).sum())
 
-    def within(self, begin: int, end: int) -> IntervalSet:
+    def clip(self, begin: int, end: int) -> IntervalSet:
         """Return the part of the set between two times."""
         begins, ends = self.begins.clip(begin, end), self.ends.clip(begin, end)
         kept = ends > begins

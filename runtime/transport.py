@@ -61,7 +61,7 @@ class Sender(Protocol):
         Raises `RecordTooLarge` if there can never be room for it.
         """
 
-    def unread(self) -> bool:
+    def has_unread(self) -> bool:
         """Return True if some reader has not read all records that were sent."""
 
     def when_writable(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
@@ -99,9 +99,8 @@ class SenderEnd(Protocol):
     def descriptors(self) -> tuple[int, ...]:
         """The file descriptors that the opening process must inherit."""
 
-    def moved(self, places: Mapping[int, int]) -> SenderEnd:
-        """Return this end with its descriptors mapped by `places` to their numbers in another
-        process."""
+    def remapped(self, mapping: Mapping[int, int]) -> SenderEnd:
+        """Return a copy for another process, in which descriptor n has the number `mapping[n]`."""
 
     def open(self) -> Sender:
         """Open the end in this process, which takes over the descriptors."""
@@ -114,9 +113,8 @@ class ReceiverEnd(Protocol):
     def descriptors(self) -> tuple[int, ...]:
         """The file descriptors that the opening process must inherit."""
 
-    def moved(self, places: Mapping[int, int]) -> ReceiverEnd:
-        """Return this end with its descriptors mapped by `places` to their numbers in another
-        process."""
+    def remapped(self, mapping: Mapping[int, int]) -> ReceiverEnd:
+        """Return a copy for another process, in which descriptor n has the number `mapping[n]`."""
 
     def open(self) -> Receiver:
         """Open the end in this process, which takes over the descriptors."""

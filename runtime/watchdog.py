@@ -20,11 +20,11 @@ from nanoactor.runtime.stall import Stall, StallDetector
 
 log = logging.getLogger("nanoactor.system")
 
-_LAST_WORDS = 0.25
+_STACKS_FRACTION = 0.25
 """Fraction of the stall timeout that the stacks of all nodes may take to arrive."""
 
 
-async def end_late(
+async def kill_late(
     children: Children, limits: Mapping[str, float], give_up: Callable[[ChildProcess, str], None]
 ) -> None:
     """Give up on nodes that do not restart within their limits (`StartWatch`): they hang, and
@@ -33,7 +33,7 @@ async def end_late(
     while True:
         await asyncio.sleep(watch.interval)
         now = time.monotonic()
-        cpu = {child.name: child.cpu_seconds() for child in children.late()}
+        cpu = {child.name: child.cpu_seconds() for child in children.pending()}
         for name in watch.tick(now - before, cpu):
             child = children.by_name[name]
             give_up(child, f"node {name} ({child.condition()}) has not restarted in time")
@@ -70,9 +70,9 @@ class Watchdog:
         """Stop watching."""
         self._timer.cancel()
 
-    def heard(self, node: str, progress: Mapping[str, Progress]) -> None:
+    def record_reply(self, node: str, progress: Mapping[str, Progress]) -> None:
         """Record a node's reply to a ping: its progress, by actor."""
-        self._detector.heard(node, progress)
+        self._detector.record_reply(node, progress)
 
     def _check(self) -> None:
         try:
@@ -84,16 +84,16 @@ class Watchdog:
             self._timer = self._loop.call_later(self._detector.interval, self._check)
         else:
             error = self._report(stall)
-            last_words = _LAST_WORDS * self._timeout
-            self._timer = self._loop.call_later(last_words, self._give_up, error, stall.node)
+            delay = _STACKS_FRACTION * self._timeout
+            self._timer = self._loop.call_later(delay, self._give_up, error, stall.node)
 
     def _judge(self) -> Stall | None:
         """Check the replies so far for a stall; if there is none, ping again."""
-        if self._children.is_deaf(self._detector.interval) or not self._has_work():
-            self._detector.rest()
+        if self._children.is_blocked(self._detector.interval) or not self._has_work():
+            self._detector.reset()
             return None
         # This process's own node has the empty name. Its loop runs, as it runs this code.
-        self._detector.heard("", self._node.progress())
+        self._detector.record_reply("", self._node.progress())
         cpu = {child.name: child.cpu_seconds() for child in self._children}
         stall = self._detector.tick(time.monotonic(), cpu)
         if stall is None:
@@ -104,11 +104,11 @@ class Watchdog:
         """Log the state and the stacks of all nodes; return the error that describes the stall."""
         culprit = self._children.by_name.get(stall.node)
         where = f"node {stall.node} ({culprit.condition()})" if culprit else "this process"
-        error = NodeStalled(f"{where} has stalled: {stall.what}")
+        error = NodeStalled(f"{where} has stalled: {stall.symptom}")
         log.error("%s; the stacks of all nodes follow", error)
         here = self._node.plan.name
         control.replay(control.Log.of_stacks(here), here)
         for child in self._children:
-            child.send(control.TellStacks())
+            child.send(control.LogStacks())
             log.error("node %s: %s", child.name, child.condition())
         return error

@@ -68,7 +68,7 @@ def wire(topology: Topology, options: Options) -> dict[str, NodePlan]:
             source = topology.node_of(edge.source)
             plans[source].edges.append(edge)
             if topology.crosses_nodes(edge.source, edge.targets[0]):
-                plans[source].senders[edge], receivers = _create(edge, options)
+                plans[source].senders[edge], receivers = _create_edge(edge, options)
                 for target, end in zip(edge.targets, receivers, strict=True):
                     plans[topology.node_of(target)].receivers.append((edge, target, end))
     except BaseException:
@@ -80,13 +80,13 @@ def wire(topology: Topology, options: Options) -> dict[str, NodePlan]:
 
 
 def _create_alarms(topology: Topology, options: Options) -> dict[str, AlarmPlan]:
-    roused = [node.name for node in topology.nodes if node.roused]
-    if len(roused) < 2 or not options.awake_seconds:
+    woken = [node.name for node in topology.nodes if node.wakes_early]
+    if len(woken) < 2 or not options.awake_seconds:
         return {}
-    return create_alarms(roused, options.awake_seconds)
+    return create_alarms(woken, options.awake_seconds)
 
 
-def _create(edge: EdgeSpec, options: Options) -> tuple[SenderEnd, Sequence[ReceiverEnd]]:
+def _create_edge(edge: EdgeSpec, options: Options) -> tuple[SenderEnd, Sequence[ReceiverEnd]]:
     readers = len(edge.targets)
     if options.transport == "ring":
         return create_ring(readers, edge.capacity, options.debug, options.spin_us)

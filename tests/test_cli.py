@@ -16,7 +16,7 @@ import pytest
 
 from nanoactor import cli
 from nanoactor.cli import stream
-from nanoactor.cli.options import add_options, descriptions, values
+from nanoactor.cli.options import add_options, descriptions, given_values
 from nanoactor.options.config import EngineConfig
 from nanoactor.requests.outputs import RequestOutputKind
 from nanoactor.requests.params import SamplingParams
@@ -222,7 +222,7 @@ def test_every_field_of_a_plain_type_is_an_option(command, config):
             continue
         option = f"--{field.name.replace('_', '-')}"
         args = cli._parse([command, "demo", option, *given[0]])
-        assert values(args, config)[field.name] == given[1], field.name
+        assert given_values(args, config)[field.name] == given[1], field.name
     # A secret has no place in a command line.
     assert left_out <= {"output_kind", "logits_processors", "model", "seed", "prefix_salt"}
 
@@ -248,7 +248,7 @@ def test_an_option_is_made_of_a_field_alone():
     assert "--mode {slow,fast} Default: slow." in text
     for left_out in ("needed", "kind", "table", "nested"):
         assert left_out not in text
-    assert values(parser.parse_args([]), Params) == {}
+    assert given_values(parser.parse_args([]), Params) == {}
     said = [
         "--novelty",
         "none",
@@ -263,7 +263,7 @@ def test_an_option_is_made_of_a_field_alone():
         "x",
     ]
     expected = {"novelty": None, "marks": (1, 2), "loud": False, "mode": "fast", "words": ("x",)}
-    assert values(parser.parse_args(said), Params) == expected
+    assert given_values(parser.parse_args(said), Params) == expected
 
 
 def test_the_command_line_names_no_sampling_parameter():
@@ -282,8 +282,8 @@ def test_the_command_line_names_no_sampling_parameter():
 def test_a_seed_is_the_requests_own():
     args = cli._parse(["generate", "demo", "--seed", "7", "hello"])
     assert args.prompt == "hello"
-    assert values(args, SamplingParams) == {"seed": 7}
-    assert values(args, EngineConfig) == {}
+    assert given_values(args, SamplingParams) == {"seed": 7}
+    assert given_values(args, EngineConfig) == {}
 
 
 @pytest.mark.parametrize(

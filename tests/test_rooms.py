@@ -62,7 +62,7 @@ HOT = [
 ]
 WAITS = {"item", "tolist", "cpu", "numpy", "synchronize", "nonzero"}
 # What runs on the waiting thread, at the start, or on the host's own memory.
-MAY_WAIT = {"__init__", "begin", "collect", "wait", "synchronize", "reset_peak", "_warm_up"}
+MAY_WAIT = {"__init__", "begin", "collect", "wait", "synchronize", "reset_peak_memory", "_warm_up"}
 MAY_WAIT |= {
     "_run_once",
     "_decode_once",

@@ -71,8 +71,8 @@ HELD_OUT = 0.1
 def read_corpus() -> tuple[str, str]:
     """Return the corpus as (training text, held-out text): the last tenth is held out."""
     text = lzma.decompress((Path(__file__).parent / "tinyshakespeare.txt.xz").read_bytes()).decode()
-    cut = text.index("\n\n", int(len(text) * (1 - HELD_OUT))) + 2
-    return text[:cut], text[cut:]
+    split = text.index("\n\n", int(len(text) * (1 - HELD_OUT))) + 2
+    return text[:split], text[split:]
 
 
 def train_tokenizer(text: str) -> Tokenizer:
@@ -94,21 +94,21 @@ def chat_stream(text: str, tokenizer: Tokenizer, rng: random.Random) -> list[int
     """Return the token ids of the plays as conversations: each speech answers the previous one."""
     speeches = text.split("\n\n")
     ids: list[int] = []
-    at = 0
-    while at < len(speeches):
+    start = 0
+    while start < len(speeches):
         turns = rng.choice((2, 2, 4, 6))
         chat = ""
-        for index, speech in enumerate(speeches[at : at + turns]):
+        for index, speech in enumerate(speeches[start : start + turns]):
             role = "assistant" if index % 2 else "user"
             if role == "user":
                 speech = speech.partition("\n")[2] or speech
             chat += f"{TURN_START}{role}\n{speech.strip()}{TURN_END}\n"
         ids += tokenizer.encode(chat + END_OF_TEXT).ids
-        at += turns
+        start += turns
     return ids
 
 
-def batches(
+def sample_batch(
     text: torch.Tensor, chat: torch.Tensor, size: int, length: int, rng: torch.Generator
 ) -> torch.Tensor:
     """Return one batch of token ids, (size, length): 2/3 running text, 1/3 conversations."""
@@ -210,13 +210,13 @@ def main() -> None:
         betas=(0.9, 0.98),
     )
     rng = torch.Generator().manual_seed(0)
-    best, best_weights = math.inf, None
+    best_loss, best_weights = math.inf, None
     for step in range(args.steps):
-        warm = min(1.0, (step + 1) / 100)
+        warmup = min(1.0, (step + 1) / 100)
         cosine = 0.5 * (1 + math.cos(math.pi * step / args.steps))
         for group in optimizer.param_groups:
-            group["lr"] = args.rate * warm * (0.02 + 0.98 * cosine)
-        rows = batches(text, chat, args.batch, args.length, rng).to(args.device)
+            group["lr"] = args.rate * warmup * (0.02 + 0.98 * cosine)
+        rows = sample_batch(text, chat, args.batch, args.length, rng).to(args.device)
         with torch.autocast(args.device, torch.bfloat16):
             logits = model(rows).logits[:, :-1]
         loss = F.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten())
@@ -225,14 +225,17 @@ def main() -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % 100 == 99:
-            held = held_out_loss(model, test, args.length, args.device)
-            print(f"step {step + 1}: training {loss.item():.3f}, held out {held:.3f}", flush=True)
-            if held < best:
-                best, best_weights = held, {k: v.clone() for k, v in model.state_dict().items()}
+            test_loss = held_out_loss(model, test, args.length, args.device)
+            print(
+                f"step {step + 1}: training {loss.item():.3f}, held out {test_loss:.3f}", flush=True
+            )
+            if test_loss < best_loss:
+                best_loss = test_loss
+                best_weights = {k: v.clone() for k, v in model.state_dict().items()}
     assert best_weights is not None
     model.load_state_dict(best_weights)
-    per_byte = best * len(test) / len(test_text.encode()) / math.log(2)
-    print(f"held-out loss {best:.3f} nats per token, {per_byte:.3f} bits per byte")
+    per_byte = best_loss * len(test) / len(test_text.encode()) / math.log(2)
+    print(f"held-out loss {best_loss:.3f} nats per token, {per_byte:.3f} bits per byte")
     save(model, tokenizer, args.out)
 
 

@@ -22,9 +22,9 @@ from torch.utils.hooks import RemovableHandle
 from nanoactor.models.demo_vl.evaluate import (
     Questions,
     Reader,
+    fraction_true,
     held_out,
     held_out_pairs,
-    share,
 )
 from nanoactor.models.demo_vl.layout import HELD_OUT_SEED
 from nanoactor.models.demo_vl.render import Renderer
@@ -59,23 +59,23 @@ def exact(reader: Reader, groups: Sequence[Questions]) -> float:
     flags = []
     for group in groups:
         answers = reader(group.pictures, group.prompt)
-        flags += [a == wanted for a, wanted in zip(answers, group.wanted, strict=True)]
-    return share(flags)
+        flags += [a == expected for a, expected in zip(answers, group.expected, strict=True)]
+    return fraction_true(flags)
 
 
 def swap_pictures(reader: Reader, groups: Sequence[Questions]) -> dict[str, float]:
     """Ask about two pictures before and after swapping them; return the share of answers that
     changed, and the share of pairs with two exact answers."""
-    changed, followed = [], []
+    changed, both_exact = [], []
     for group in groups:
         before = reader(group.pictures, group.prompt)
         after = reader(group.pictures[::-1], group.prompt)
         texts = [pictures.texts() for pictures in group.pictures]
-        for old, new, wanted, one, two in zip(before, after, group.wanted, *texts, strict=True):
+        for old, new, expected, one, two in zip(before, after, group.expected, *texts, strict=True):
             if one != two:
                 changed.append(old != new)
-                followed.append(old == wanted and new == (two if wanted == one else one))
-    return {"changed": share(changed), "both_exact": share(followed)}
+                both_exact.append(old == expected and new == (two if expected == one else one))
+    return {"changed": fraction_true(changed), "both_exact": fraction_true(both_exact)}
 
 
 def ablate(reader: Reader, device: str, count: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from nanoactor.models.demo_vl.layout import (
     END_OF_TEXT,
     HELD_OUT_SEED,
     IMAGE,
-    MOST_DIGITS,
+    MAX_DIGITS,
     PAIR,
     READ,
     TURN_END,
@@ -39,12 +39,12 @@ def decode_answers(ids: torch.Tensor) -> list[str]:
 
 
 @torch.no_grad()
-def read(model: Model, pictures: Sequence[Pictures], prompt: Sequence[int]) -> list[str]:
+def read_greedily(model: Model, pictures: Sequence[Pictures], prompt: Sequence[int]) -> list[str]:
     """Return greedy answers, computed by the training code's forward pass."""
     count, device = len(pictures[0].digits), pictures[0].digits.device
     answers = torch.empty(count, 0, dtype=torch.int64, device=device)
     chosen = torch.zeros(count, dtype=torch.int64, device=device)
-    for _ in range(MOST_DIGITS + 1):
+    for _ in range(MAX_DIGITS + 1):
         logits, _ = run_model(model, make_batch(pictures, [prompt], chosen, answers))
         answers = torch.cat((answers, logits[:, -1:].argmax(-1)), dim=1)
     return decode_answers(answers)
@@ -77,7 +77,7 @@ class Reader:
             mm_token_type_ids=(ids == IMAGE).int(),
             pixel_values=inputs["pixel_values"],
             image_grid_thw=inputs["image_grid_thw"],
-            max_new_tokens=MOST_DIGITS + 1,
+            max_new_tokens=MAX_DIGITS + 1,
             do_sample=False,
         )
         return decode_answers(output[:, ids.shape[1] :])
@@ -89,33 +89,33 @@ class Questions:
 
     pictures: list[Pictures]
     prompt: tuple[int, ...]
-    wanted: list[str]
+    expected: list[str]
 
 
 def held_out(
     renderer: Renderer,
     count: int,
     *,
-    most: int = MOST_DIGITS,
+    max_digits: int = MAX_DIGITS,
     plain: bool = False,
     chat: bool = False,
 ) -> Iterator[Questions]:
     """Yield questions about one picture, in groups of 25 pictures of equal size."""
     for _ in range(count // 25):
-        pictures = renderer.draw(25, most, plain=plain)
+        pictures = renderer.draw(25, max_digits, plain=plain)
         yield Questions([pictures], encode_prompt(1, READ[0], chat), pictures.texts())
 
 
 def held_out_pairs(renderer: Renderer, count: int, chat: bool = False) -> Iterator[Questions]:
     """Yield questions about the first or the second of two pictures, in groups of 25."""
     for index in range(count // 25):
-        pictures = [renderer.draw(25, MOST_DIGITS, plain=False) for _ in PAIR]
-        asked = index % 2
-        wanted = pictures[asked].texts()
-        yield Questions(pictures, encode_prompt(2, PAIR[asked], chat), wanted)
+        pictures = [renderer.draw(25, MAX_DIGITS, plain=False) for _ in PAIR]
+        asked_index = index % 2
+        expected = pictures[asked_index].texts()
+        yield Questions(pictures, encode_prompt(2, PAIR[asked_index], chat), expected)
 
 
-def share(flags: Sequence[bool]) -> float:
+def fraction_true(flags: Sequence[bool]) -> float:
     """Return the share of true flags, rounded to four decimal places."""
     return round(sum(flags) / max(len(flags), 1), 4)
 
@@ -124,36 +124,39 @@ def evaluate(reader: Reader, device: str) -> dict[str, Any]:
     """Measure the share of exact answers in transformers on held-out pictures, and how often the
     training code's forward pass gives the same answers."""
     renderer = Renderer(HELD_OUT_SEED, device)
-    same: list[bool] = []
+    same_answers: list[bool] = []
 
     def ask(groups: Iterator[Questions]) -> list[tuple[int, bool]]:
         """Return the length of each answer, and whether it was exact."""
         marks = []
         for group in groups:
             answers = reader(group.pictures, group.prompt)
-            ours = read(reader.model, group.pictures, group.prompt)
-            same.extend(a == b for a, b in zip(answers, ours, strict=True))
-            pairs = zip(answers, group.wanted, strict=True)
-            marks += [(len(wanted), answer == wanted) for answer, wanted in pairs]
+            training_answers = read_greedily(reader.model, group.pictures, group.prompt)
+            same_answers.extend(a == b for a, b in zip(answers, training_answers, strict=True))
+            pairs = zip(answers, group.expected, strict=True)
+            marks += [(len(expected), answer == expected) for answer, expected in pairs]
         return marks
 
     marks = ask(held_out(renderer, 500))
     sets = {
-        "one_white_digit": ask(held_out(renderer, 100, most=1, plain=True)),
+        "one_white_digit": ask(held_out(renderer, 100, max_digits=1, plain=True)),
         "white_digits_in_cells": ask(held_out(renderer, 100, plain=True)),
         "chat": ask(held_out(renderer, 100, chat=True)),
         "two_pictures": ask(held_out_pairs(renderer, 200)),
         "two_pictures_chat": ask(held_out_pairs(renderer, 100, chat=True)),
     }
     return {
-        "exact": share([exact for _, exact in marks]),
+        "exact": fraction_true([exact for _, exact in marks]),
         "pictures": len(marks),
         "exact_by_digits": {
-            size: share([exact for n, exact in marks if n == size])
-            for size in range(1, MOST_DIGITS + 1)
+            size: fraction_true([exact for n, exact in marks if n == size])
+            for size in range(1, MAX_DIGITS + 1)
         },
-        **{name: share([exact for _, exact in found]) for name, found in sets.items()},
-        "same_answers_as_in_training": share(same),
+        **{
+            name: fraction_true([exact for _, exact in set_marks])
+            for name, set_marks in sets.items()
+        },
+        "same_answers_as_in_training": fraction_true(same_answers),
     }
 
 

@@ -15,10 +15,10 @@ from nanoactor.models.demo_vl.render import merge_order
 
 
 @functools.cache
-def patch_places(rows: int, columns: int, device: str) -> torch.Tensor:
+def patch_coordinates(rows: int, columns: int, device: str) -> torch.Tensor:
     """Return the row and column of each patch in merge order, float32 (patches, 2)."""
-    places = torch.cartesian_prod(torch.arange(float(rows)), torch.arange(float(columns)))
-    return merge_order(places.view(1, rows, columns, 2))[0].to(device)
+    coordinates = torch.cartesian_prod(torch.arange(float(rows)), torch.arange(float(columns)))
+    return merge_order(coordinates.view(1, rows, columns, 2))[0].to(device)
 
 
 @functools.cache
@@ -35,7 +35,7 @@ def tower_rotation(
     """Return cosines and sines, float32 (patches, head_size): half of each head is rotated by row,
     half by column."""
     rates = VISION_THETA ** -(torch.arange(0, head_size // 2, 2, device=device) / (head_size // 2))
-    angles = (patch_places(rows, columns, device)[..., None] * rates).flatten(1).repeat(1, 2)
+    angles = (patch_coordinates(rows, columns, device)[..., None] * rates).flatten(1).repeat(1, 2)
     return angles.cos(), angles.sin()
 
 
@@ -53,13 +53,13 @@ def embed_patches(visual: Any, pixels: torch.Tensor) -> torch.Tensor:
     """
     count, height, width, _ = pixels.shape
     rows, columns = height // PATCH, width // PATCH
-    cut = (pixels / 127.5 - 1).view(count, rows, PATCH, columns, PATCH, 3)
-    patches = merge_order(cut.permute(0, 1, 3, 5, 2, 4).reshape(count, rows, columns, -1))
+    blocks = (pixels / 127.5 - 1).view(count, rows, PATCH, columns, PATCH, 3)
+    patches = merge_order(blocks.permute(0, 1, 3, 5, 2, 4).reshape(count, rows, columns, -1))
     weight = visual.patch_embed.proj.weight.sum(2).flatten(1)
     side = math.isqrt(visual.pos_embed.num_embeddings)
     table = visual.pos_embed.weight.view(side, side, -1)
-    taps = [table_weights(size, side, str(pixels.device)) for size in (rows, columns)]
-    positions = merge_order(torch.einsum("ri,cj,ijh->rch", *taps, table)[None])
+    axis_weights = [table_weights(size, side, str(pixels.device)) for size in (rows, columns)]
+    positions = merge_order(torch.einsum("ri,cj,ijh->rch", *axis_weights, table)[None])
     return F.linear(patches, weight, visual.patch_embed.proj.bias) + positions
 
 
@@ -95,12 +95,12 @@ def run_model(model: Model, batch: Batch) -> tuple[torch.Tensor, list[torch.Tens
     """Return the logits, (prompts, length, vocabulary), and the rows of the tower's last block for
     each placeholder, (prompts, patches, hidden)."""
     text: Any = model.model.language_model
-    seen = [run_tower(model.model.visual, pictures.pixels) for pictures in batch.pictures]
+    towers = [run_tower(model.model.visual, pictures.pixels) for pictures in batch.pictures]
     x = text.embed_tokens(batch.ids)
-    levels = len(seen[0][1]) - 1
+    levels = len(towers[0][1]) - 1
     extra = [torch.zeros_like(x) for _ in range(levels)]
     x = x.clone()
-    for span, (_, features) in zip(batch.spans, seen, strict=True):
+    for span, (_, features) in zip(batch.spans, towers, strict=True):
         x[:, span] = features[0]
         for level in range(levels):
             extra[level][:, span] = features[1 + level]
@@ -109,15 +109,15 @@ def run_model(model: Model, batch: Batch) -> tuple[torch.Tensor, list[torch.Tens
         x = layer(x, position_embeddings=rotation, attention_mask=None)
         if index < levels:
             x = x + extra[index]
-    return model.lm_head(text.norm(x)), [rows for rows, _ in seen]
+    return model.lm_head(text.norm(x)), [rows for rows, _ in towers]
 
 
 def losses(model: Model, head: torch.nn.Linear, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the mean cross-entropy of the answers' tokens, and that of the patches' classes."""
     logits, rows = run_model(model, batch)
-    answer = F.cross_entropy(
+    answer_loss = F.cross_entropy(
         logits[:, :-1].flatten(0, 1), batch.targets[:, 1:].flatten(), ignore_index=IGNORED
     )
     classes = torch.cat([pictures.classes.flatten() for pictures in batch.pictures])
-    seen = torch.cat([head(r).flatten(0, 1) for r in rows])
-    return answer, F.cross_entropy(seen, classes)
+    patch_logits = torch.cat([head(r).flatten(0, 1) for r in rows])
+    return answer_loss, F.cross_entropy(patch_logits, classes)

@@ -31,13 +31,13 @@ class Phase:
     """One part of the curriculum."""
 
     name: str
-    most: int
+    max_digits: int
     """Maximum number of digits in a picture."""
     plain: float
     """Share of batches with one white digit in each black cell of 32 pixels."""
     until: float
     """Share of the total time after which the phase ends in any case."""
-    passed: float
+    pass_loss: float
     """Mean loss per answer token below which the phase ends early."""
     pairs: float = 0.0
     """Share of prompts with two pictures."""
@@ -86,15 +86,15 @@ class Layout:
         """Return the positions in time, row and column of the first `length` tokens, int64
         (3, length); text continues after the prompt."""
         positions = torch.empty(3, length, dtype=torch.int64)
-        at = place = 0
+        index = position = 0
         for span, (rows, columns) in zip(self.spans, self.sizes, strict=True):
-            positions[:, at : span.start] = torch.arange(place, place + span.start - at)
-            place += span.start - at
-            positions[0, span] = place
-            positions[1, span] = place + torch.arange(rows).repeat_interleave(columns)
-            positions[2, span] = place + torch.arange(columns).repeat(rows)
-            place, at = place + max(rows, columns), span.stop
-        positions[:, at:] = torch.arange(place, place + length - at)
+            positions[:, index : span.start] = torch.arange(position, position + span.start - index)
+            position += span.start - index
+            positions[0, span] = position
+            positions[1, span] = position + torch.arange(rows).repeat_interleave(columns)
+            positions[2, span] = position + torch.arange(columns).repeat(rows)
+            position, index = position + max(rows, columns), span.stop
+        positions[:, index:] = torch.arange(position, position + length - index)
         return positions
 
 
@@ -154,21 +154,21 @@ def make_batch(
 
 def answer_ids(digits: torch.Tensor) -> torch.Tensor:
     """Return the token ids of digits, int64 (rows, 3), and of the end of turn: int64 (rows, 4)."""
-    ends = (digits != NO_DIGIT).sum(1, keepdim=True)
-    ids = torch.cat((digits + ord("0"), torch.zeros_like(ends)), dim=1)
+    end = (digits != NO_DIGIT).sum(1, keepdim=True)
+    ids = torch.cat((digits + ord("0"), torch.zeros_like(end)), dim=1)
     column = torch.arange(ids.shape[1], device=digits.device)
-    return ids.where(column < ends, IGNORED).where(column != ends, TURN_END)
+    return ids.where(column < end, IGNORED).where(column != end, TURN_END)
 
 
 def sample_batch(renderer: Renderer, phase: Phase, count: int) -> Batch:
     """Draw a batch for a phase, with one or two pictures for each prompt."""
-    pair = renderer.chance() < phase.pairs
-    chat = renderer.chance() < phase.chats
-    bare = chat and renderer.chance() < 0.5
+    has_pair = renderer.chance() < phase.pairs
+    is_chat = renderer.chance() < phase.chats
+    is_stripped = is_chat and renderer.chance() < 0.5
     plain = renderer.chance() < phase.plain
-    pictures = [renderer.draw(count, phase.most, plain=plain) for _ in range(1 + pair)]
-    questions = [q.strip() if bare else q for q in (PAIR if pair else READ)]
-    prompts = [encode_prompt(len(pictures), question, chat) for question in questions]
+    pictures = [renderer.draw(count, phase.max_digits, plain=plain) for _ in range(1 + has_pair)]
+    questions = [q.strip() if is_stripped else q for q in (PAIR if has_pair else READ)]
+    prompts = [encode_prompt(len(pictures), question, is_chat) for question in questions]
     device = pictures[0].digits.device
     rows = torch.arange(count, device=device)
     chosen = rows % len(pictures)

@@ -12,8 +12,8 @@ from nanoactor.models.demo_vl.layout import (
     CELL,
     FONT_SIZES,
     HEIGHTS,
-    LEAST_CONTRAST,
-    MOST_DIGITS,
+    MAX_DIGITS,
+    MIN_CONTRAST,
     NO_DIGIT,
     PATCH,
     PLAIN_FONT_SIZE,
@@ -94,39 +94,40 @@ class Renderer:
         """Draw a random number from 0 to 1."""
         return float(self._rand())
 
-    def draw(self, count: int, most: int, *, plain: bool) -> Pictures:
-        """Draw pictures of one random size with up to `most` digits; more digits are likelier.
+    def draw(self, count: int, max_digits: int, *, plain: bool) -> Pictures:
+        """Draw pictures of one random size with up to `max_digits` digits; more digits are
+        likelier.
 
         `plain` pictures have one digit in each cell, white on black.
         """
-        height, width = self._size(most, plain)
-        digits = self._digits(count, min(most, width // CELL))
-        place = self._in_cells if plain else self._anywhere
-        sizes, pens = place(digits, height, width)
+        height, width = self._size(max_digits, plain)
+        digits = self._digits(count, min(max_digits, width // CELL))
+        place_digits = self._in_cells if plain else self._anywhere
+        sizes, pens = place_digits(digits, height, width)
         boxes = self._glyphs.boxes[sizes[:, None], digits]
         corners = pens + boxes[:, :, :2]
-        ink = self._compose(sizes, digits, corners, height, width)
-        front, paper = self._colours(count, plain)
-        pixels = (paper + (front - paper) * ink[..., None] / 255).round()
+        coverage = self._compose(sizes, digits, corners, height, width)
+        ink_color, paper_color = self._colors(count, plain)
+        pixels = (paper_color + (ink_color - paper_color) * coverage[..., None] / 255).round()
         classes = patch_classes(digits, corners + boxes[:, :, 2:] // 2, height, width)
         return Pictures(digits.to(self._device), pixels, classes.to(self._device))
 
     def _rand(self, *shape: int) -> torch.Tensor:
         return torch.rand(shape, generator=self._generator)
 
-    def _size(self, most: int, plain: bool) -> tuple[int, int]:
+    def _size(self, max_digits: int, plain: bool) -> tuple[int, int]:
         """Choose the height and width in pixels."""
         if plain:
-            return CELL, CELL * most
+            return CELL, CELL * max_digits
         width = torch.multinomial(torch.tensor(WIDTH_SHARES), 1, generator=self._generator)
         return HEIGHTS[int(self.chance() * len(HEIGHTS))], WIDTHS[int(width)]
 
-    def _digits(self, count: int, most: int) -> torch.Tensor:
+    def _digits(self, count: int, max_digits: int) -> torch.Tensor:
         """Draw each picture's digits, with `NO_DIGIT` after the last, int64 (count, 3)."""
-        shares = torch.arange(1.0, most + 1)
-        numbers = 1 + torch.multinomial(shares, count, replacement=True, generator=self._generator)
-        digits = torch.randint(10, (count, MOST_DIGITS), generator=self._generator)
-        return digits.where(torch.arange(MOST_DIGITS) < numbers[:, None], NO_DIGIT)
+        weights = torch.arange(1.0, max_digits + 1)
+        counts = 1 + torch.multinomial(weights, count, replacement=True, generator=self._generator)
+        digits = torch.randint(10, (count, MAX_DIGITS), generator=self._generator)
+        return digits.where(torch.arange(MAX_DIGITS) < counts[:, None], NO_DIGIT)
 
     def _in_cells(
         self, digits: torch.Tensor, height: int, width: int
@@ -136,8 +137,8 @@ class Renderer:
         sizes = torch.full((count,), FONT_SIZES.index(PLAIN_FONT_SIZE))
         boxes = self._glyphs.boxes[sizes[:, None], digits]
         pens = (CELL - boxes[:, :, 2:]) // 2 - boxes[:, :, :2]
-        pens += (self._rand(count, MOST_DIGITS, 2) * 5).long() - 2
-        pens[:, :, 0] += torch.arange(MOST_DIGITS) * CELL
+        pens += (self._rand(count, MAX_DIGITS, 2) * 5).long() - 2
+        pens[:, :, 0] += torch.arange(MAX_DIGITS) * CELL
         return sizes, pens
 
     def _anywhere(
@@ -148,17 +149,17 @@ class Renderer:
         Return the index of the font size, int64 (count,), and the pen positions, int64 (count, 3,
         2), x before y. Without extra spacing, Pillow would draw the same line.
         """
-        count, numbers = len(digits), (digits != NO_DIGIT).sum(1)
+        count, counts = len(digits), (digits != NO_DIGIT).sum(1)
         boxes, advances = self._glyphs.boxes[:, :NO_DIGIT], self._glyphs.advances
         tops = boxes[:, :, 1].amin(1)
         heights = (boxes[:, :, 1] + boxes[:, :, 3]).amax(1) - tops
-        fits = (numbers[:, None] * advances <= width) & (heights <= height)
+        fits = (counts[:, None] * advances <= width) & (heights <= height)
         sizes = self._rand(count, len(FONT_SIZES)).where(fits, -1.0).argmax(1)
-        free = width - numbers * advances[sizes]
-        spacing = (self._rand(count) * ((free // numbers).clamp(max=4) + 1)).long()
-        x = (self._rand(count) * (free - spacing * (numbers - 1) + 1)).long()
+        free = width - counts * advances[sizes]
+        spacing = (self._rand(count) * ((free // counts).clamp(max=4) + 1)).long()
+        x = (self._rand(count) * (free - spacing * (counts - 1) + 1)).long()
         y = (self._rand(count) * (height - heights[sizes] + 1)).long() - tops[sizes]
-        steps = torch.arange(MOST_DIGITS) * (advances[sizes] + spacing)[:, None]
+        steps = torch.arange(MAX_DIGITS) * (advances[sizes] + spacing)[:, None]
         pens = x[:, None] + steps
         return sizes, torch.stack((pens, y[:, None].expand_as(pens)), dim=2)
 
@@ -174,7 +175,7 @@ class Renderer:
         side = self._masks.shape[-1]
         sizes, digits, corners = (t.to(self._device) for t in (sizes, digits, corners))
         ink = torch.zeros(len(digits), height, width, device=self._device)
-        for index in range(MOST_DIGITS):
+        for index in range(MAX_DIGITS):
             x = torch.arange(width, device=self._device) - corners[:, index, :1]
             y = torch.arange(height, device=self._device) - corners[:, index, 1:]
             inside = ((y >= 0) & (y < side))[:, :, None] & ((x >= 0) & (x < side))[:, None]
@@ -183,32 +184,32 @@ class Renderer:
             ink = torch.maximum(ink, glyph * inside)
         return ink
 
-    def _colours(self, count: int, plain: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def _colors(self, count: int, plain: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose the colors of ink and paper, float32 (count, 1, 1, 3) each. One picture in five is
         white on black or black on white; plain pictures are white on black."""
         paper = (self._rand(count, 1, 3) * 256).floor()
         inks = (self._rand(count, 8, 3) * 256).floor()
         brightness = torch.tensor([0.299, 0.587, 0.114])
-        contrast = ((inks - paper) @ brightness).abs().clamp(max=LEAST_CONTRAST)
-        front = inks[torch.arange(count), contrast.argmax(1)][:, None]
-        dice = torch.zeros(count, 1, 1) if plain else self._rand(count, 1, 1)
-        white = torch.where(dice < 0.1, 255.0, 0.0)
-        front = front.where(dice >= 0.2, white)[:, None]
-        paper = paper.where(dice >= 0.2, 255.0 - white)[:, None]
-        return front.to(self._device), paper.to(self._device)
+        contrast = ((inks - paper) @ brightness).abs().clamp(max=MIN_CONTRAST)
+        ink = inks[torch.arange(count), contrast.argmax(1)][:, None]
+        chance = torch.zeros(count, 1, 1) if plain else self._rand(count, 1, 1)
+        white = torch.where(chance < 0.1, 255.0, 0.0)
+        ink = ink.where(chance >= 0.2, white)[:, None]
+        paper = paper.where(chance >= 0.2, 255.0 - white)[:, None]
+        return ink.to(self._device), paper.to(self._device)
 
 
 def patch_classes(
-    digits: torch.Tensor, centres: torch.Tensor, height: int, width: int
+    digits: torch.Tensor, centers: torch.Tensor, height: int, width: int
 ) -> torch.Tensor:
-    """Return the digit whose center, in `centres` int64 (pictures, 3, 2), is in each patch, or
+    """Return the digit whose center, in `centers` int64 (pictures, 3, 2), is in each patch, or
     `NO_DIGIT`: int64 (pictures, patches). Of two digits in a patch, the first one counts."""
     rows, columns = height // PATCH, width // PATCH
     classes = torch.full((len(digits), rows, columns), NO_DIGIT)
     picture = torch.arange(len(digits))
-    for index in reversed(range(MOST_DIGITS)):
-        column = (centres[:, index, 0] // PATCH).clamp(0, columns - 1)
-        row = (centres[:, index, 1] // PATCH).clamp(0, rows - 1)
+    for index in reversed(range(MAX_DIGITS)):
+        column = (centers[:, index, 0] // PATCH).clamp(0, columns - 1)
+        row = (centers[:, index, 1] // PATCH).clamp(0, rows - 1)
         classes[picture, row, column] = digits[:, index]
     return merge_order(classes[..., None])[..., 0]
 

@@ -46,11 +46,11 @@ from nanoactor.models.demo_vl.prompts import Phase, make_tokenizer, sample_batch
 from nanoactor.models.demo_vl.render import Renderer
 
 PHASES = (
-    Phase("one white digit", most=1, plain=1.0, until=0.15, passed=0.15),
-    Phase("white digits in cells", most=3, plain=1.0, until=0.25, passed=0.1),
-    Phase("one digit anywhere", most=1, plain=0.1, until=0.35, passed=0.15),
-    Phase("two digits anywhere", most=2, plain=0.1, until=0.5, passed=0.15),
-    Phase("all", most=3, plain=0.1, until=1.0, passed=0.0, pairs=0.35, chats=0.25),
+    Phase("one white digit", max_digits=1, plain=1.0, until=0.15, pass_loss=0.15),
+    Phase("white digits in cells", max_digits=3, plain=1.0, until=0.25, pass_loss=0.1),
+    Phase("one digit anywhere", max_digits=1, plain=0.1, until=0.35, pass_loss=0.15),
+    Phase("two digits anywhere", max_digits=2, plain=0.1, until=0.5, pass_loss=0.15),
+    Phase("all", max_digits=3, plain=0.1, until=1.0, pass_loss=0.0, pairs=0.35, chats=0.25),
 )
 
 
@@ -104,13 +104,13 @@ class Trainer:
         self._optimizer = make_optimizer((self.model, self._head), args.rate)
         self._phases = PHASES[: args.phases]
         self._args = args
-        self._began = time.monotonic()
+        self._start_time = time.monotonic()
         self.steps = 0
 
     @property
     def spent(self) -> float:
         """Return the elapsed share of the time limit, from 0 to 1."""
-        return (time.monotonic() - self._began) / (60 * float(self._args.minutes))
+        return (time.monotonic() - self._start_time) / (60 * float(self._args.minutes))
 
     def run(self) -> None:
         """Train through all phases."""
@@ -118,27 +118,27 @@ class Trainer:
             last = phase is self._phases[-1]
             self._run_phase(phase, 1.0 if last else phase.until, last)
 
-    def _run_phase(self, phase: Phase, until: float, last: bool) -> None:
+    def _run_phase(self, phase: Phase, until: float, is_last: bool) -> None:
         """Train until the phase is passed or its time is up; the last phase decays the rate."""
         start = self.spent
         parameters = [*self.model.parameters(), *self._head.parameters()]
         window: list[torch.Tensor] = []
         while (spent := self.spent) < until:
-            left = (until - spent) / max(until - start, 1e-9)
-            self._set_rate(min(1.0, 2 * left) if last else 1.0)
+            remaining = (until - spent) / max(until - start, 1e-9)
+            self._set_rate(min(1.0, 2 * remaining) if is_last else 1.0)
             batch = sample_batch(self._renderer, phase, self._args.batch)
-            answer, seen = losses(self.model, self._head, batch)
+            answer_loss, patch_loss = losses(self.model, self._head, batch)
             self._optimizer.zero_grad(set_to_none=True)
-            torch.autograd.backward(answer + seen)
+            torch.autograd.backward(answer_loss + patch_loss)
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             self._optimizer.step()
             self.steps += 1
-            window.append(torch.stack((answer.detach(), seen.detach())))
+            window.append(torch.stack((answer_loss.detach(), patch_loss.detach())))
             if self.steps % 50 == 0:
-                mean, classes = torch.stack(window).mean(0).tolist()
+                answer_mean, patch_mean = torch.stack(window).mean(0).tolist()
                 window.clear()
-                self._show(phase, mean, classes)
-                if mean < phase.passed and not last:
+                self._show(phase, answer_mean, patch_mean)
+                if answer_mean < phase.pass_loss and not is_last:
                     break
 
     def _set_rate(self, factor: float) -> None:
@@ -146,9 +146,9 @@ class Trainer:
         for group in self._optimizer.param_groups:
             group["lr"] = rate
 
-    def _show(self, phase: Phase, answer: float, classes: float) -> None:
-        seconds = time.monotonic() - self._began
-        figures = f"answers {answer:.3f}, patches {classes:.3f}"
+    def _show(self, phase: Phase, answer_loss: float, patch_loss: float) -> None:
+        seconds = time.monotonic() - self._start_time
+        figures = f"answers {answer_loss:.3f}, patches {patch_loss:.3f}"
         print(f"{seconds:6.0f} s, step {self.steps}, {phase.name}: {figures}", flush=True)
 
 

@@ -11,7 +11,7 @@ from nanoactor.models.devices.protocols import Device
 from nanoactor.models.errors import UnsupportedModel
 from nanoactor.models.options import DeviceOptions
 
-KNOWN = ("cpu", "cuda", "npu")
+SUPPORTED_DEVICES = ("cpu", "cuda", "npu")
 
 log = logging.getLogger("nanoactor.models.devices")
 
@@ -24,7 +24,7 @@ def open_device(name: str, rank: int = 0, options: DeviceOptions | None = None) 
     Raises `UnsupportedModel`, which lists the supported names, for any other name.
     """
     if name == "auto":
-        name = _found()
+        name = _detect_device()
     kind, _, index = name.partition(":")
     if kind == "npu" and (not index or index.isdecimal()):
         from nanoactor.models.devices.npu.device import NPUDevice
@@ -36,16 +36,17 @@ def open_device(name: str, rank: int = 0, options: DeviceOptions | None = None) 
     if kind == "cuda" and (not index or index.isdecimal()):
         from nanoactor.models.devices.cuda.device import HAS_TRITON, CUDADevice, PortableCUDADevice
 
-        number = int(index) if index else rank
+        device_index = int(index) if index else rank
         if HAS_TRITON:
-            return CUDADevice(number)
+            return CUDADevice(device_index)
         log.warning(
             "Triton is not installed (pip install triton): steps run operator by operator and are "
             "not captured, so they are several times slower"
         )
-        return PortableCUDADevice(number)
+        return PortableCUDADevice(device_index)
     raise UnsupportedModel(
-        f"device {name!r} is not supported; the supported devices are {', '.join(KNOWN)}"
+        f"device {name!r} is not supported; the supported devices are "
+        f"{', '.join(SUPPORTED_DEVICES)}"
     )
 
 
@@ -60,7 +61,7 @@ def _open_cpu() -> Device:
     return CompiledCPUDevice()
 
 
-def _found() -> str:
+def _detect_device() -> str:
     """Return the fastest kind of device that this process can use."""
     if torch.cuda.is_available():
         return "cuda"
@@ -69,8 +70,8 @@ def _found() -> str:
     from nanoactor.models.devices.npu.runtime import load_torch_npu
 
     try:
-        found = load_torch_npu().npu.is_available()
+        is_available = load_torch_npu().npu.is_available()
     except UnsupportedModel as error:
         log.warning("falling back to the CPU, which is many times slower: %s", error)
         return "cpu"
-    return "npu" if found else "cpu"
+    return "npu" if is_available else "cpu"

@@ -1,4 +1,5 @@
-"""The operators in plain PyTorch: they run wherever PyTorch does, and serve as the reference."""
+"""Operators in plain PyTorch, for any device that PyTorch supports. They are also the reference for
+other devices' operators."""
 
 from __future__ import annotations
 
@@ -16,16 +17,16 @@ from nanoactor.models.batch import (
     AttentionBatch,
     DecodeRows,
     ForwardInputs,
+    FusedSamplingInputs,
     HeadTransform,
     KVCache,
     RowBuffers,
-    RowChoice,
     SamplingBatch,
     SlotTables,
 )
 from nanoactor.models.devices.protocols import (
-    Captured,
     CapturedFunction,
+    CapturedStep,
     ExpertsOperator,
     ForwardFunction,
     Linear,
@@ -101,7 +102,9 @@ class PortableOperators:
         """Run the step operator by operator."""
         return forward(inputs)
 
-    def capture(self, function: CapturedFunction, lengths: HostSeqLens, in_flight: int) -> Captured:
+    def capture(
+        self, function: CapturedFunction, lengths: HostSeqLens, in_flight: int
+    ) -> CapturedStep:
         """Raise `RuntimeError`: capture is not supported."""
         raise RuntimeError("this device runs steps operator by operator and does not capture them")
 
@@ -123,39 +126,39 @@ class PortableOperators:
         """Return None: the operators allocate their own memory."""
 
     def advance(
-        self, tables: SlotTables, rows: DecodeRows, into: RowBuffers, ids: torch.Tensor
+        self, tables: SlotTables, rows: DecodeRows, buffers: RowBuffers, ids: torch.Tensor
     ) -> None:
         """Advance with small operators, none of which reads anything back to the host."""
-        self._advance(tables, rows, into, ids)
+        self._advance(tables, rows, buffers, ids)
 
     def _advance(
-        self, tables: SlotTables, rows: DecodeRows, into: RowBuffers, ids: torch.Tensor
+        self, tables: SlotTables, rows: DecodeRows, buffers: RowBuffers, ids: torch.Tensor
     ) -> torch.Tensor:
         """Advance, and return the slot that each row writes to, int32 (rows,): the dummy slot if
         the row is frozen."""
-        slots, follows = rows.slots, rows.positions < 0
+        slots, continues = rows.slots, rows.positions < 0
         if not len(slots):
             return slots
         lengths = tables.lengths.index_select(0, slots)
         last_tokens = tables.last_tokens.index_select(0, slots)
-        torch.where(follows, lengths, rows.positions, out=into.positions)
-        torch.where(follows, last_tokens, rows.token_ids, out=into.token_ids)
-        torch.add(into.positions, 1, out=into.contexts)
+        torch.where(continues, lengths, rows.positions, out=buffers.positions)
+        torch.where(continues, last_tokens, rows.token_ids, out=buffers.token_ids)
+        torch.add(buffers.positions, 1, out=buffers.contexts)
         frozen = (tables.freeze_ids.index_select(1, slots) == last_tokens).any(0)
-        frozen = follows & (frozen | (tables.frozen.index_select(0, slots) > 0))
-        placed = torch.where(frozen, len(tables.lengths) - 1, slots)
-        positions = torch.where(frozen, 0, into.positions)
-        self.locate(tables, placed, positions, into.slot_mapping)
-        ids.index_copy_(0, into.slot_mapping, into.token_ids)
-        every = slots.long()
-        tables.frozen.index_copy_(0, every, frozen.int())
-        tables.lengths.index_copy_(0, every, lengths + (follows ^ frozen))
+        frozen = continues & (frozen | (tables.frozen.index_select(0, slots) > 0))
+        target_slots = torch.where(frozen, len(tables.lengths) - 1, slots)
+        positions = torch.where(frozen, 0, buffers.positions)
+        self.fill_slot_mapping(tables, target_slots, positions, buffers.slot_mapping)
+        ids.index_copy_(0, buffers.slot_mapping, buffers.token_ids)
+        slot_indices = slots.long()
+        tables.frozen.index_copy_(0, slot_indices, frozen.int())
+        tables.lengths.index_copy_(0, slot_indices, lengths + (continues ^ frozen))
         if tables.rope_deltas is not None:
-            into.positions.add_(tables.rope_deltas.index_select(0, slots))
+            buffers.positions.add_(tables.rope_deltas.index_select(0, slots))
         tables.lengths[-1:].zero_()  # the dummy slot keeps length 0
-        return placed
+        return target_slots
 
-    def locate(
+    def fill_slot_mapping(
         self,
         tables: SlotTables,
         slots: torch.Tensor,
@@ -164,8 +167,8 @@ class PortableOperators:
     ) -> None:
         """Fill `slot_mapping` with block * block_size + offset for each position."""
         size, width = tables.block_size, tables.blocks.shape[1]
-        at = slots * width + torch.div(positions, size, rounding_mode="floor")
-        blocks = tables.blocks.view(-1).index_select(0, at)
+        table_indices = slots * width + torch.div(positions, size, rounding_mode="floor")
+        blocks = tables.blocks.view(-1).index_select(0, table_indices)
         slot_mapping.copy_(blocks.long() * size + positions % size)
 
     def plan(self, scratch: Any, batch: AttentionBatch) -> AttentionBatch:
@@ -186,13 +189,13 @@ class PortableOperators:
     def _plan_decodes(self, batch: AttentionBatch) -> Any:
         """Return the decode rows' block tables, padded to the longest row with arbitrary table
         entries."""
-        most = -(-max(batch.lengths.decode_contexts) // batch.block_size)
-        return batch.tables[:, :most].index_select(0, batch.decode_slots)
+        max_blocks = -(-max(batch.lengths.decode_contexts) // batch.block_size)
+        return batch.tables[:, :max_blocks].index_select(0, batch.decode_slots)
 
-    def sample_rows(self, rows: RowChoice) -> None:
+    def sample_rows(self, inputs: FusedSamplingInputs) -> None:
         """Do nothing: this device has no fused sampling."""
 
-    def sample_masked_rows(self, rows: RowChoice, masks: torch.Tensor) -> None:
+    def sample_masked_rows(self, inputs: FusedSamplingInputs, masks: torch.Tensor) -> None:
         """Raise `NotImplementedError`: no logits are kept."""
         raise NotImplementedError(f"{type(self).__name__} does not keep logits")
 
@@ -212,46 +215,53 @@ class PortableOperators:
 
     def route(self, x: torch.Tensor, router: Router) -> tuple[torch.Tensor, torch.Tensor]:
         """Route in float32 with a stable sort."""
-        likely = F.linear(x.float(), router.weight).softmax(-1)
-        shares, ids = likely.sort(stable=True, dim=-1, descending=True)
-        shares, ids = shares[:, : router.chosen], ids[:, : router.chosen]
-        if router.normalizes:
-            shares = shares / shares.sum(-1, keepdim=True)
-        return ids.int().contiguous(), shares.to(x.dtype).float().contiguous()
+        probabilities = F.linear(x.float(), router.weight).softmax(-1)
+        topk_weights, ids = probabilities.sort(stable=True, dim=-1, descending=True)
+        topk_weights, ids = topk_weights[:, : router.top_k], ids[:, : router.top_k]
+        if router.renormalize:
+            topk_weights = topk_weights / topk_weights.sum(-1, keepdim=True)
+        return ids.int().contiguous(), topk_weights.to(x.dtype).float().contiguous()
 
     def experts(self, weights: ExpertWeights) -> ExpertsOperator:
         """Run one expert after the other with unpacked weights. The number of tokens of each expert
         is read back to the host."""
         dense = dense_experts_of(weights)
-        pairs, downs = ([Linear(one, None) for one in of] for of in (dense.gate_up, dense.down))
-        return self.one_by_one(pairs, downs)
+        gates_and_ups, downs = (
+            [Linear(matrix, None) for matrix in matrices]
+            for matrices in (dense.gate_up, dense.down)
+        )
+        return self.sequential_experts(gates_and_ups, downs)
 
-    def one_by_one(
+    def sequential_experts(
         self, gates_and_ups: Iterable[LinearOperator], downs: Iterable[LinearOperator]
     ) -> ExpertsOperator:
         """Create a mixture-of-experts operator from the linear operators of each expert."""
-        pairs, back = [*gates_and_ups], [*downs]
+        gate_up_operators, down_operators = [*gates_and_ups], [*downs]
 
-        def operator(x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-            chosen = ids.shape[1]
+        def operator(
+            x: torch.Tensor, ids: torch.Tensor, topk_weights: torch.Tensor
+        ) -> torch.Tensor:
+            top_k = ids.shape[1]
             order = ids.flatten().long().argsort(stable=True)
-            counts = ids.flatten().long().bincount(minlength=len(back)).tolist()
+            counts = ids.flatten().long().bincount(minlength=len(down_operators)).tolist()
             y = x.new_empty(len(order), x.shape[1])
             for expert, rows in enumerate(torch.split(order, counts)):
                 if len(rows):
-                    y[rows] = back[expert](self.swiglu(pairs[expert](x[rows // chosen])))
-            weighted = y.view(-1, chosen, x.shape[1]).float() * shares[..., None]
+                    y[rows] = down_operators[expert](
+                        self.swiglu(gate_up_operators[expert](x[rows // top_k]))
+                    )
+            weighted = y.view(-1, top_k, x.shape[1]).float() * topk_weights[..., None]
             return weighted.sum(1).to(x.dtype)
 
         return operator
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Normalize in float32, as transformers does; the result has the dtype of `x`."""
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        normed = x.float()
+        normed = normed * torch.rsqrt(normed.pow(2).mean(-1, keepdim=True) + eps)
         if weight.dtype == x.dtype:
-            return weight * wide.to(x.dtype)
-        return (weight * wide).to(x.dtype)
+            return weight * normed.to(x.dtype)
+        return (weight * normed).to(x.dtype)
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
@@ -262,11 +272,11 @@ class PortableOperators:
 
     def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Rotate each pair of dimensions (i, i + pairs)."""
-        rotated, rest = x[..., : 2 * cos.shape[-1]], x[..., 2 * cos.shape[-1] :]
-        first, second = rotated.chunk(2, dim=-1)
+        pairs, rest = x[..., : 2 * cos.shape[-1]], x[..., 2 * cos.shape[-1] :]
+        first, second = pairs.chunk(2, dim=-1)
         cos, sin = cos[:, None], sin[:, None]
-        turned = (first * cos - second * sin, second * cos + first * sin, rest)
-        return torch.cat(turned, dim=-1).to(x.dtype)
+        rotated = (first * cos - second * sin, second * cos + first * sin, rest)
+        return torch.cat(rotated, dim=-1).to(x.dtype)
 
     def rotation(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tables unchanged."""
@@ -278,23 +288,30 @@ class PortableOperators:
         return F.silu(gate) * up
 
     def write_kv(
-        self, keys: torch.Tensor, values: torch.Tensor, cache: KVCache, slots: torch.Tensor
+        self, keys: torch.Tensor, values: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor
     ) -> None:
         """Scatter keys and values into the cache."""
-        for stored, new in ((cache.keys, keys), (cache.values, values)):
+        for cached, new in ((cache.keys, keys), (cache.values, values)):
             finite = torch.nan_to_num(new, 0.0, 0.0, 0.0)
-            stored.view(-1, *stored.shape[2:]).index_copy_(0, slots, finite)
+            cached.view(-1, *cached.shape[2:]).index_copy_(0, slot_mapping, finite)
 
     def norm_rotate_store(
-        self, qkv: torch.Tensor, how: HeadTransform, cache: KVCache, slots: torch.Tensor
+        self,
+        qkv: torch.Tensor,
+        transform: HeadTransform,
+        cache: KVCache,
+        slot_mapping: torch.Tensor,
     ) -> torch.Tensor:
         """Run the individual operators one after the other."""
         kv_heads = cache.keys.shape[2]
         q, k, v = torch.split(qkv, [qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
-        if how.norms is not None:
-            q, k = (self.rms_norm(x, w, how.eps) for x, w in zip((q, k), how.norms, strict=True))
-        q, k = self.rotary(q, *how.rotation), self.rotary(k, *how.rotation)
-        self.write_kv(k, v, cache, slots)
+        if transform.norms is not None:
+            q, k = (
+                self.rms_norm(x, w, transform.eps)
+                for x, w in zip((q, k), transform.norms, strict=True)
+            )
+        q, k = self.rotary(q, *transform.rotation), self.rotary(k, *transform.rotation)
+        self.write_kv(k, v, cache, slot_mapping)
         return q
 
     def attention(
@@ -319,21 +336,21 @@ class PortableOperators:
         values = cache.values.index_select(0, row.blocks).flatten(0, 1)
         values = values[: row.context].transpose(0, 1)
         mask = None
-        whole = row.tokens == row.context
-        if not whole and row.tokens > 1:
+        is_whole_prompt = row.tokens == row.context
+        if not is_whole_prompt and row.tokens > 1:
             # Query i is at position context - tokens + i and sees all positions up to its own.
             mask = torch.ones(row.tokens, row.context, dtype=torch.bool, device=queries.device)
             mask = mask.tril(row.context - row.tokens)
-        attended = F.scaled_dot_product_attention(
+        output = F.scaled_dot_product_attention(
             queries.transpose(0, 1)[None],
             keys[None],
             values[None],
             attn_mask=mask,
-            is_causal=whole,
+            is_causal=is_whole_prompt,
             scale=scale,
             enable_gqa=True,
         )
-        return attended[0].transpose(0, 1)
+        return output[0].transpose(0, 1)
 
     def _decode(
         self, queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float
@@ -343,7 +360,7 @@ class PortableOperators:
         values = cache.values[tables].flatten(1, 2).transpose(1, 2)
         positions = torch.arange(keys.shape[2], device=queries.device)
         mask = positions[None] < batch.decode_contexts[:, None]
-        attended = F.scaled_dot_product_attention(
+        output = F.scaled_dot_product_attention(
             queries[:, :, None],
             keys,
             values,
@@ -351,21 +368,21 @@ class PortableOperators:
             scale=scale,
             enable_gqa=True,
         )
-        return attended[:, :, 0]
+        return output[:, :, 0]
 
     def segment_attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Sequence[int]
     ) -> torch.Tensor:
         """Compute attention of consecutive segments of equal length in one call."""
-        parts, at = [], 0
+        parts, start = [], 0
         for length, equal in itertools.groupby(segments):
             count = len(list(equal))
-            span = slice(at, at + count * length)
+            span = slice(start, start + count * length)
             shape = count, length, *q.shape[1:]
             views = [part[span].reshape(shape).transpose(1, 2) for part in (q, k, v)]
-            attended = F.scaled_dot_product_attention(views[0], views[1], views[2])
-            parts.append(attended.transpose(1, 2).flatten(0, 1))
-            at = span.stop
+            output = F.scaled_dot_product_attention(views[0], views[1], views[2])
+            parts.append(output.transpose(1, 2).flatten(0, 1))
+            start = span.stop
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:

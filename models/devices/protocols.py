@@ -16,10 +16,10 @@ from nanoactor.models.batch import (
     AttentionBatch,
     DecodeRows,
     ForwardInputs,
+    FusedSamplingInputs,
     HeadTransform,
     KVCache,
     RowBuffers,
-    RowChoice,
     SamplingBatch,
     SlotTables,
 )
@@ -57,8 +57,8 @@ LinearOperator = Callable[[torch.Tensor], torch.Tensor]
 
 
 ExpertsOperator = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Maps hidden states (tokens, hidden), expert ids int32 (tokens, chosen) and routing weights
-float32 (tokens, chosen) to (tokens, hidden)."""
+"""Maps hidden states (tokens, hidden), expert ids int32 (tokens, top_k) and routing weights
+float32 (tokens, top_k) to (tokens, hidden)."""
 
 
 @runtime_checkable
@@ -112,17 +112,17 @@ class WholeSteps(Protocol):
 
     def run(
         self,
-        rows: RowBuffers,
+        buffers: RowBuffers,
         slots: torch.Tensor,
         tables: torch.Tensor,
         caches: Sequence[KVCache],
-        into: torch.Tensor | None,
+        logits_out: torch.Tensor | None,
     ) -> WholeStep | None:
-        """Queue a decode step for `rows`, as filled in by `BatchOperators.advance`, with their
-        `slots`, int32 (rows,). Logits are written to `into` if it is given. Return None if there is
-        no operator for this number of rows. The next step overwrites the results."""
+        """Queue a decode step for `buffers`, as filled in by `BatchOperators.advance`, with their
+        `slots`, int32 (rows,). Logits are written to `logits_out` if it is given. Return None if
+        there is no operator for this number of rows. The next step overwrites the results."""
 
-    def check(self) -> None:
+    def raise_if_stopped(self) -> None:
         """Raise an error that describes the failure if a step has stopped itself."""
 
 
@@ -134,7 +134,7 @@ CapturedFunction = Callable[[HostSeqLens], torch.Tensor]
 from one replay to the next."""
 
 
-class Captured(Protocol):
+class CapturedStep(Protocol):
     """Captured work that is queued as a unit."""
 
     def replay(self, lengths: HostSeqLens) -> torch.Tensor:
@@ -159,20 +159,20 @@ class DeviceTraits:
     asynchronous: bool = True
     """Whether calls only queue work. If False, calls return only when their work is complete, and
     the warm-up runs a smaller step because one of maximum size may take minutes."""
-    any_thread: bool = False
+    allows_any_thread: bool = False
     """Whether any thread may queue work, as long as only one does so at a time."""
     captures_graphs: bool = False
     """Whether `Runtime.capture` speeds up decode steps."""
     captures_prompts: bool = False
     """Whether `Runtime.capture` also speeds up steps with prompts."""
     narrows_last_layer: bool = True
-    """Whether steps that are not captured may set `AttentionBatch.final`."""
+    """Whether steps that are not captured may set `AttentionBatch.final_rows`."""
     needs_host_seq_lens: bool = True
     """Whether `BatchOperators.plan` reads `AttentionBatch.lengths`."""
-    runs_as_rows_from: int = 1 << 30
-    """Minimum number of rows for a decode step to contain several rows of one slot, at distinct
-    positions. Each of these rows reads the keys and values that the others write in the same
-    step."""
+    min_rows_for_runs: int = 1 << 30
+    """Minimum number of rows of a decode step that may contain a run: several rows of one slot, at
+    distinct positions. Each row of a run reads keys and values that other rows of the run write in
+    the same step."""
     deep_pipeline: bool = False
     """Whether each additional step in flight costs only negligible memory."""
     keeps_logits: bool = False
@@ -181,7 +181,7 @@ class DeviceTraits:
     publishes_ids: bool = False
     """Whether a step can write token ids to host memory itself."""
     fused_sampling: FusedSampling = "none"
-    fused_sampling_of_ranks: FusedSampling = "none"
+    sharded_fused_sampling: FusedSampling = "none"
     """The value of `fused_sampling` if the vocabulary is sharded across ranks: each rank samples
     from the logits of all ranks."""
 
@@ -198,14 +198,14 @@ class Runtime(Protocol):
     def memory(self) -> Memory:
         """Return the device's total and currently free memory."""
 
-    def reset_peak(self) -> None:
+    def reset_peak_memory(self) -> None:
         """Start tracking peak allocation."""
 
-    def peak(self) -> int:
-        """Return the peak number of bytes allocated since `reset_peak`, minus the number allocated
-        at that call."""
+    def peak_memory(self) -> int:
+        """Return the peak number of bytes allocated since `reset_peak_memory`, minus the number
+        allocated at that call."""
 
-    def pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+    def empty_pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """Allocate a host tensor for asynchronous copies to and from the device."""
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -225,7 +225,9 @@ class Runtime(Protocol):
     def run(self, forward: ForwardFunction, inputs: ForwardInputs) -> torch.Tensor:
         """Queue a model's forward pass, possibly a compiled one."""
 
-    def capture(self, function: CapturedFunction, lengths: HostSeqLens, in_flight: int) -> Captured:
+    def capture(
+        self, function: CapturedFunction, lengths: HostSeqLens, in_flight: int
+    ) -> CapturedStep:
         """Capture the work that `function` queues, for sequence lengths up to `lengths`. Call this
         within `stream`, after `function` has run once. Captures share memory, so the largest must
         be captured first. Up to `in_flight` replays may be in flight at once. Raises `RuntimeError`
@@ -247,8 +249,8 @@ class Operators(Protocol):
         are unpacked."""
 
     def route(self, x: torch.Tensor, router: Router) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each token's top-k experts, int32 (tokens, chosen), most likely first and ties to
-        the lower id, and their routing weights, float32 (tokens, chosen), rounded to the dtype of
+        """Return each token's top-k experts, int32 (tokens, top_k), most likely first and ties to
+        the lower id, and their routing weights, float32 (tokens, top_k), rounded to the dtype of
         `x`."""
 
     def experts(self, weights: ExpertWeights) -> ExpertsOperator:
@@ -276,17 +278,21 @@ class Operators(Protocol):
         """Compute silu(first half of the last dimension) * second half (arXiv:2002.05202)."""
 
     def write_kv(
-        self, keys: torch.Tensor, values: torch.Tensor, cache: KVCache, slots: torch.Tensor
+        self, keys: torch.Tensor, values: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor
     ) -> None:
-        """Store keys and values, (tokens, kv_heads, head_dim), at the flat positions `slots` of the
-        cache.
+        """Store keys and values, (tokens, kv_heads, head_dim), at the flat positions `slot_mapping`
+        of the cache.
 
         Non-finite numbers are stored as 0: attention may read whole blocks and mask the positions
         past a sequence's end, and even a masked NaN would corrupt the next sequence in the block.
         """
 
     def norm_rotate_store(
-        self, qkv: torch.Tensor, how: HeadTransform, cache: KVCache, slots: torch.Tensor
+        self,
+        qkv: torch.Tensor,
+        transform: HeadTransform,
+        cache: KVCache,
+        slot_mapping: torch.Tensor,
     ) -> torch.Tensor:
         """Normalize and rotate the query and key heads, store keys and values as `write_kv` does,
         and return the queries.
@@ -329,9 +335,9 @@ class BatchOperators(Protocol):
         """Allocate the kernels' workspace for `rows` decode rows."""
 
     def advance(
-        self, tables: SlotTables, rows: DecodeRows, into: RowBuffers, ids: torch.Tensor
+        self, tables: SlotTables, rows: DecodeRows, buffers: RowBuffers, ids: torch.Tensor
     ) -> None:
-        """Fill in `into` for each row, and store the row's token at its cache position in `ids`,
+        """Fill in `buffers` for each row, and store the row's token at its cache position in `ids`,
         int32 (places,). A row without a position of its own continues its slot: it adds one to the
         slot's length, unless the slot is the dummy.
 
@@ -339,7 +345,7 @@ class BatchOperators(Protocol):
         that continue a frozen slot get the dummy slot's cache position and do not change the
         length."""
 
-    def locate(
+    def fill_slot_mapping(
         self,
         tables: SlotTables,
         slots: torch.Tensor,
@@ -352,14 +358,13 @@ class BatchOperators(Protocol):
     def plan(self, scratch: Any, batch: AttentionBatch) -> AttentionBatch:
         """Return the batch with `plan` set to the state that the attention of all layers shares."""
 
-    def sample_rows(self, rows: RowChoice) -> None:
-        """Choose a token for each row by its slot's sampling parameters.
-        `DeviceTraits.fused_sampling` specifies the supported rows: greedy ones, those that sample
-        from the whole vocabulary, or those with a top-k of at most `limits.CANDIDATES`. Results for
-        other rows are ignored. Ids are written to `chosen` and to the table of last tokens; for
-        frozen slots, `chosen` gets `limits.FROZEN`."""
+    def sample_rows(self, inputs: FusedSamplingInputs) -> None:
+        """Sample a token for each row with its slot's parameters. `DeviceTraits.fused_sampling`
+        specifies the supported rows; results for other rows are ignored. Ids are written to
+        `inputs.sampled_ids` and to the table of last tokens; for frozen slots, `sampled_ids` gets
+        `limits.FROZEN`."""
 
-    def sample_masked_rows(self, rows: RowChoice, masks: torch.Tensor) -> None:
+    def sample_masked_rows(self, inputs: FusedSamplingInputs, masks: torch.Tensor) -> None:
         """Choose tokens as `sample_rows` does, but from kept logits, (slots, vocabulary), under bit
         masks of the allowed ids, int32 (rows, words). Rows whose mask allows no id get
         `limits.NOTHING_ALLOWED`. Called only if `DeviceTraits.keeps_logits`."""
@@ -368,9 +373,10 @@ class BatchOperators(Protocol):
         """Return token ids, int64 (rows,), sampled from logits (rows, vocabulary)."""
 
     def publish(self, ids: torch.Tensor, ring: torch.Tensor, count: torch.Tensor) -> None:
-        """Write the step number, which `count`, int32 (1,), holds, followed by `ids`, int32
-        (rows,), to the next entry of `ring`, int32 (places, 1 + maximum number of rows), which
-        `pinned` allocated. Called only if `DeviceTraits.publishes_ids`."""
+        """Write the step number and then `ids`, int32 (rows,), to the next entry of `ring`, and
+        increment the step number. `ring`, int32 (entries, 1 + maximum number of rows), was
+        allocated by `empty_pinned`; `count`, int32 (1,), holds the step number. Called only if
+        `DeviceTraits.publishes_ids`."""
 
 
 class Device(Runtime, Operators, BatchOperators, Protocol):

@@ -12,7 +12,7 @@ from nanoactor.models.model_config import ModelConfig
 Option = bool | str
 """A fixed value for a family, or the name of a flag in `config.json`, which is false if missing."""
 
-LayersOf = Callable[[ModelConfig], tuple[LayerSpec, ...]]
+LayerFactory = Callable[[ModelConfig], tuple[LayerSpec, ...]]
 
 
 def dense_layers(config: ModelConfig) -> tuple[LayerSpec, ...]:
@@ -35,7 +35,7 @@ class Family:
 
     architecture: str
     """First entry of `architectures` in `config.json`."""
-    layers: LayersOf = dense_layers
+    layers: LayerFactory = dense_layers
     """Function that describes the layers of a model."""
     head_dim: int | None = None
     """Head size if the file omits it; None means hidden_size / num_attention_heads."""

@@ -13,36 +13,36 @@ from typing import Any
 from nanoactor.models.errors import UnsupportedModel
 from nanoactor.models.families.qwen2 import QWEN2
 from nanoactor.models.families.qwen3_moe import (
-    EXPERT_KEYS,
+    EXPERT_OPTION_KEYS,
     ExpertOptions,
-    read_experts,
-    sparse_layers,
+    make_sparse_layers,
+    read_expert_options,
 )
-from nanoactor.models.fields import flag, positive
+from nanoactor.models.fields import read_bool, read_positive_int
 from nanoactor.models.layers.kinds import SharedExpertSpec
 
 # Defaults of transformers' configuration.
 _EXPERTS, _EXPERTS_PER_TOKEN, _INNER, _SHARED_INNER = 60, 4, 1408, 5632
 
 
-def _read(raw: Mapping[str, Any], origin: object) -> ExpertOptions:
-    if not flag(raw, "qkv_bias", origin, True):
+def _read_options(raw: Mapping[str, Any], origin: object) -> ExpertOptions:
+    if not read_bool(raw, "qkv_bias", origin, True):
         raise UnsupportedModel(f"{origin}: qkv_bias must be true; Qwen2 has biases there")
     defaults = {
         "num_experts": _EXPERTS,
         "num_experts_per_tok": _EXPERTS_PER_TOKEN,
         "moe_intermediate_size": _INNER,
     }
-    given = {key: value for key, value in raw.items() if value is not None}
-    options = read_experts(defaults | given, origin, normalizes=False, transposed=False)
-    shared = positive(raw, "shared_expert_intermediate_size", origin, _SHARED_INNER)
+    present = {key: value for key, value in raw.items() if value is not None}
+    options = read_expert_options(defaults | present, origin, renormalize=False, transposed=False)
+    shared = read_positive_int(raw, "shared_expert_intermediate_size", origin, _SHARED_INNER)
     return dataclasses.replace(options, spec=SharedExpertSpec(options.spec, shared))
 
 
 QWEN2_MOE = dataclasses.replace(
     QWEN2,
     architecture="Qwen2MoeForCausalLM",
-    layers=sparse_layers,
-    read_options=_read,
-    option_keys=EXPERT_KEYS | {"qkv_bias", "shared_expert_intermediate_size"},
+    layers=make_sparse_layers,
+    read_options=_read_options,
+    option_keys=EXPERT_OPTION_KEYS | {"qkv_bias", "shared_expert_intermediate_size"},
 )

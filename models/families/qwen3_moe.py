@@ -15,7 +15,7 @@ from nanoactor.models.errors import ModelError
 from nanoactor.models.families.family import dense_layers
 from nanoactor.models.families.qwen3 import QWEN3
 from nanoactor.models.families.qwen3_vl import QWEN3_VL
-from nanoactor.models.fields import flag, positive
+from nanoactor.models.fields import read_bool, read_positive_int
 from nanoactor.models.layers.kinds import ExpertsSpec, FeedForwardSpec, LayerSpec
 from nanoactor.models.model_config import ModelConfig
 
@@ -32,19 +32,19 @@ class ExpertOptions:
     """Layers without experts."""
 
 
-def read_experts(
-    raw: Mapping[str, Any], origin: object, *, normalizes: bool, transposed: bool
+def read_expert_options(
+    raw: Mapping[str, Any], origin: object, *, renormalize: bool, transposed: bool
 ) -> ExpertOptions:
-    """Read the options. `normalizes` is the default of `norm_topk_prob`; `transposed` is that of
+    """Read the options. `renormalize` is the default of `norm_topk_prob`; `transposed` is that of
     `ExpertsSpec`. Raises `ModelError`."""
     counts = [key for key in ("num_experts", "num_local_experts") if raw.get(key) is not None]
     if len({raw[key] for key in counts}) > 1:
         raise ModelError(f"{origin}: num_experts and num_local_experts contradict each other")
-    experts = positive(raw, counts[0] if counts else "num_experts", origin, 128)
-    chosen = positive(raw, "num_experts_per_tok", origin, 8)
-    if chosen > experts:
+    experts = read_positive_int(raw, counts[0] if counts else "num_experts", origin, 128)
+    top_k = read_positive_int(raw, "num_experts_per_tok", origin, 8)
+    if top_k > experts:
         raise ModelError(
-            f"{origin}: num_experts_per_tok {chosen} exceeds the number of experts, {experts}"
+            f"{origin}: num_experts_per_tok {top_k} exceeds the number of experts, {experts}"
         )
     dense = raw.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
@@ -53,15 +53,17 @@ def read_experts(
         )
     spec = ExpertsSpec(
         experts,
-        chosen,
-        positive(raw, "moe_intermediate_size", origin, 768),
-        flag(raw, "norm_topk_prob", origin, normalizes),
+        top_k,
+        read_positive_int(raw, "moe_intermediate_size", origin, 768),
+        read_bool(raw, "norm_topk_prob", origin, renormalize),
         transposed,
     )
-    return ExpertOptions(spec, positive(raw, "decoder_sparse_step", origin, 1), tuple(dense))
+    return ExpertOptions(
+        spec, read_positive_int(raw, "decoder_sparse_step", origin, 1), tuple(dense)
+    )
 
 
-def sparse_layers(config: ModelConfig) -> tuple[LayerSpec, ...]:
+def make_sparse_layers(config: ModelConfig) -> tuple[LayerSpec, ...]:
     """Return the descriptions of a model's layers, some of which have experts."""
     options = config.family_options
     assert isinstance(options, ExpertOptions)
@@ -73,7 +75,7 @@ def sparse_layers(config: ModelConfig) -> tuple[LayerSpec, ...]:
     )
 
 
-EXPERT_KEYS = frozenset(
+EXPERT_OPTION_KEYS = frozenset(
     [
         "decoder_sparse_step",
         "mlp_only_layers",
@@ -91,14 +93,14 @@ EXPERT_KEYS = frozenset(
 QWEN3_MOE = dataclasses.replace(
     QWEN3,
     architecture="Qwen3MoeForCausalLM",
-    layers=sparse_layers,
-    read_options=functools.partial(read_experts, normalizes=False, transposed=False),
-    option_keys=EXPERT_KEYS,
+    layers=make_sparse_layers,
+    read_options=functools.partial(read_expert_options, renormalize=False, transposed=False),
+    option_keys=EXPERT_OPTION_KEYS,
 )
 QWEN3_VL_MOE = dataclasses.replace(
     QWEN3_VL,
     architecture="Qwen3VLMoeForConditionalGeneration",
-    layers=sparse_layers,
-    read_options=functools.partial(read_experts, normalizes=True, transposed=True),
-    option_keys=EXPERT_KEYS,
+    layers=make_sparse_layers,
+    read_options=functools.partial(read_expert_options, renormalize=True, transposed=True),
+    option_keys=EXPERT_OPTION_KEYS,
 )

@@ -30,11 +30,11 @@ FAMILIES: dict[str, Family] = {
     )
 }
 
-_HEAD = "ForCausalLM"
-BARE: dict[str, Family] = {
-    f"{name.removesuffix(_HEAD)}Model": family
+_HEAD_SUFFIX = "ForCausalLM"
+HEADLESS_FAMILIES: dict[str, Family] = {
+    f"{name.removesuffix(_HEAD_SUFFIX)}Model": family
     for name, family in FAMILIES.items()
-    if name.endswith(_HEAD)
+    if name.endswith(_HEAD_SUFFIX)
 }
 """Families by the architecture name of decoders without a head, as saved by `AutoModel`."""
 
@@ -42,8 +42,8 @@ BARE: dict[str, Family] = {
 def family_of(architecture: str) -> Family:
     """Return the family of an architecture. Raises `UnsupportedModel`, which lists the supported
     architectures, for any other."""
-    if architecture in BARE:
-        return BARE[architecture]
+    if architecture in HEADLESS_FAMILIES:
+        return HEADLESS_FAMILIES[architecture]
     if architecture not in FAMILIES:
         raise UnsupportedModel(
             f"architecture {architecture!r} is not supported; supported architectures: "
@@ -58,5 +58,5 @@ def layers_of(config: ModelConfig) -> tuple[LayerSpec, ...]:
 
 
 def keeps_slot_state(config: ModelConfig) -> bool:
-    """Return True if a layer keeps an array for each sequence, with or without pages."""
+    """Return True if any layer keeps arrays for each sequence, whatever the other layers keep."""
     return any(layer.mixer.keeps_slot_state for layer in layers_of(config))

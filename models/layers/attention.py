@@ -6,7 +6,7 @@ import torch
 
 from nanoactor.models.batch import HeadTransform, KVCache
 from nanoactor.models.layers.kinds import AttentionSpec
-from nanoactor.models.layers.linear import ColumnParallel, RowParallel, part_of
+from nanoactor.models.layers.linear import ColumnParallel, RowParallel, columns_of_rank
 from nanoactor.models.layers.norm import norm_weight
 from nanoactor.models.layers.state import LayerState, PagedKV
 from nanoactor.models.layers.step import LayerContext, LayerStep
@@ -25,20 +25,24 @@ class Attention:
         self.is_plain = spec.scale is None and spec.rotary_dim is None
         """Whether `LayerWeights` can describe this attention."""
         inner = config.num_heads * size
-        parts = _separate(context, name) if spec.qkv == "separate" else _fused(spec, context, name)
+        parts = (
+            _separate_parts(context, name)
+            if spec.qkv == "separate"
+            else _fused_parts(spec, context, name)
+        )
         self.qkv = ColumnParallel(
             context, Projection(parts, config.hidden_size, bias=spec.qkv_bias)
         )
-        mine = part_of(inner, shard.heads.times(size))
-        out = Part(f"{name}.o_proj", config.hidden_size)
+        columns = columns_of_rank(inner, shard.heads.scaled(size))
+        output_part = Part(f"{name}.o_proj", config.hidden_size)
         self.out = RowParallel(
-            context, Projection((out,), inner, columns=mine, bias=spec.output_bias)
+            context, Projection((output_part,), inner, columns=columns, bias=spec.output_bias)
         )
         self.norms: tuple[torch.Tensor, torch.Tensor] | None = None
         self._eps = config.rms_norm_eps
         if spec.qk_norm is not None:
             names = f"{name}.q_norm", f"{name}.k_norm"
-            q, k = (norm_weight(spec.qk_norm, context, one, size) for one in names)
+            q, k = (norm_weight(spec.qk_norm, context, weight_name, size) for weight_name in names)
             self.norms, self._eps = (q, k), spec.qk_norm.eps
             self.is_plain &= self._eps == config.rms_norm_eps and not spec.qk_norm.in_float32
         self.state = PagedKV(self._kv_heads, size, context.weights.dtype)
@@ -46,21 +50,21 @@ class Attention:
     def __call__(self, x: torch.Tensor, state: LayerState, step: LayerStep) -> torch.Tensor:
         """Map (tokens, hidden) to the same shape, or to (final rows, hidden) if they are set."""
         assert isinstance(state, KVCache)
-        batch, final = step.batch, step.final
+        batch, final_rows = step.batch, step.final_rows
         heads = self.qkv(x).view(len(x), self._heads + 2 * self._kv_heads, self._head_dim)
-        how = HeadTransform(self.norms, self._eps, step.rotation)
-        q = self._device.norm_rotate_store(heads, how, state, batch.slot_mapping)
-        if final is not None:
-            if not len(final.index):
+        transform = HeadTransform(self.norms, self._eps, step.rotation)
+        q = self._device.norm_rotate_store(heads, transform, state, batch.slot_mapping)
+        if final_rows is not None:
+            if not len(final_rows.indices):
                 return x[:0]
-            q, batch = q.index_select(0, final.index), final.plan()
+            q, batch = q.index_select(0, final_rows.indices), final_rows.plan()
         return self.out(self._device.attention(q, state, batch, self.scale).flatten(1))
 
 
-def _separate(context: LayerContext, name: str) -> tuple[Part, ...]:
+def _separate_parts(context: LayerContext, name: str) -> tuple[Part, ...]:
     config, shard, size = context.config, context.shard, context.config.head_dim
     inner, kv = config.num_heads * size, config.num_kv_heads * size
-    queries, keys = shard.heads.times(size), shard.kv_heads.times(size)
+    queries, keys = shard.heads.scaled(size), shard.kv_heads.scaled(size)
     return (
         Part(f"{name}.q_proj", inner, (queries,)),
         Part(f"{name}.k_proj", kv, (keys,)),
@@ -68,19 +72,25 @@ def _separate(context: LayerContext, name: str) -> tuple[Part, ...]:
     )
 
 
-def _fused(spec: AttentionSpec, context: LayerContext, name: str) -> tuple[Part, ...]:
+def _fused_parts(spec: AttentionSpec, context: LayerContext, name: str) -> tuple[Part, ...]:
     """Return the queries, keys and values as parts of one tensor."""
     config, shard, size = context.config, context.shard, context.config.head_dim
     heads, kv_heads = config.num_heads, config.num_kv_heads
     outputs, group = (heads + 2 * kv_heads) * size, heads // kv_heads
     if spec.qkv == "stacked":
         queries = [shard.heads]
-        keys, values = ([shard.kv_heads.moved(heads + n * kv_heads)] for n in range(2))
+        keys, values = ([shard.kv_heads.shifted(heads + n * kv_heads)] for n in range(2))
     else:
-        each = group + 2  # heads of the tensor that belong to one key-value head
-        mine = range(shard.kv_heads.start, shard.kv_heads.stop)
-        wanted = (Span(n * group, (n + 1) * group).common(shard.heads).moved(2 * n) for n in mine)
-        queries = list(wanted)
-        keys, values = ([Span(0, 1).moved(n * each + group + of) for n in mine] for of in range(2))
-    spans = (tuple(span.times(size) for span in part) for part in (queries, keys, values))
+        heads_per_group = group + 2  # heads of the tensor that belong to one key-value head
+        rank_kv_heads = range(shard.kv_heads.start, shard.kv_heads.stop)
+        query_spans = (
+            Span(n * group, (n + 1) * group).intersection(shard.heads).shifted(2 * n)
+            for n in rank_kv_heads
+        )
+        queries = list(query_spans)
+        keys, values = (
+            [Span(0, 1).shifted(n * heads_per_group + group + offset) for n in rank_kv_heads]
+            for offset in range(2)
+        )
+    spans = (tuple(span.scaled(size) for span in part) for part in (queries, keys, values))
     return tuple(Part(f"{name}.qkv_proj", outputs, part) for part in spans)

@@ -43,8 +43,8 @@ class DecoderLayer:
         else:
             x, residual = self._input_norm.add(x, residual)
         x = self._mixer(x, state, step)
-        if step.final is not None:
-            residual = residual.index_select(0, step.final.index)
+        if step.final_rows is not None:
+            residual = residual.index_select(0, step.final_rows.indices)
             if not len(x):
                 return x, residual
         x, residual = self._post_norm.add(self._scaled(x), residual)
@@ -56,54 +56,57 @@ class DecoderLayer:
     def weights(self) -> LayerWeights | None:
         """Return the layer's tensors; None if `LayerWeights` cannot fully describe the layer: some
         parts, device-specific layouts of matrices and some biases have no field there."""
-        attention, inner = self._mixer, self._feed_forward
+        attention, feed_forward = self._mixer, self._feed_forward
         if not isinstance(attention, Attention) or not attention.is_plain or not self._is_plain:
             return None
-        mixer, fed = _pair_of(attention.qkv, attention.out), _feed_forward_of(inner)
-        if mixer is None or fed is None:
+        projections = _projections_of(attention.qkv, attention.out)
+        feed_forward_projections = _feed_forward_of(feed_forward)
+        if projections is None or feed_forward_projections is None:
             return None
         q_norm, k_norm = attention.norms or (None, None)
         return LayerWeights(
             norm1=self._input_norm.weight,
-            qkv=mixer.into,
-            bias=mixer.bias,
+            qkv=projections.first,
+            bias=projections.bias,
             q_norm=q_norm,
             k_norm=k_norm,
-            o=mixer.out,
+            o=projections.second,
             norm2=self._post_norm.weight,
-            gate_up=fed.into,
-            down=fed.out,
-            router=inner.router if isinstance(inner, Experts) else None,
+            gate_up=feed_forward_projections.first,
+            down=feed_forward_projections.second,
+            router=feed_forward.router if isinstance(feed_forward, Experts) else None,
         )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Pair:
+class _ProjectionPair:
     """The matrices of a mixer or a feed-forward part."""
 
-    into: Matrix
-    out: Matrix
+    first: Matrix
+    second: Matrix
     bias: torch.Tensor | None = None
-    """Bias of `into`."""
+    """Bias of `first`."""
 
 
-def _pair_of(into: ColumnParallel, out: RowParallel) -> _Pair | None:
+def _projections_of(
+    first_layer: ColumnParallel, second_layer: RowParallel
+) -> _ProjectionPair | None:
     """Return the matrices of two consecutive projections and the bias of the first; None if either
     matrix is not exposed or if the second projection has a bias."""
-    first, second = into.operator, out.operator
+    first, second = first_layer.operator, second_layer.operator
     if not isinstance(first, HasMatrix) or not isinstance(second, HasMatrix):
         return None
     matrices = first.matrix(), second.matrix()
     if second.bias is not None or matrices[0] is None or matrices[1] is None:
         return None
-    return _Pair(matrices[0], matrices[1], first.bias)
+    return _ProjectionPair(matrices[0], matrices[1], first.bias)
 
 
-def _feed_forward_of(part: FeedForward) -> _Pair | None:
-    """Return the projections of a feed-forward part or of its experts, like `_pair_of`."""
+def _feed_forward_of(part: FeedForward) -> _ProjectionPair | None:
+    """Return the projections of a feed-forward part or of its experts, like `_projections_of`."""
     if isinstance(part, Experts):
         operator = part.operator
-        found = operator.matrices() if isinstance(operator, HasExpertMatrices) else None
-        return None if found is None else _Pair(*found)
-    pair = _pair_of(part.gate_up, part.down) if isinstance(part, MLP) else None
+        matrices = operator.matrices() if isinstance(operator, HasExpertMatrices) else None
+        return None if matrices is None else _ProjectionPair(*matrices)
+    pair = _projections_of(part.gate_up, part.down) if isinstance(part, MLP) else None
     return None if pair is None or pair.bias is not None else pair

@@ -22,6 +22,6 @@ class Embedding:
         if self._group.size == 1:
             return F.embedding(token_ids, self.weight)
         local = token_ids - self._start
-        foreign = (local < 0) | (local >= len(self.weight))
-        x = F.embedding(local.masked_fill(foreign, 0), self.weight)
-        return self._group.all_reduce(x.masked_fill(foreign[:, None], 0.0))
+        is_remote = (local < 0) | (local >= len(self.weight))
+        x = F.embedding(local.masked_fill(is_remote, 0), self.weight)
+        return self._group.all_reduce(x.masked_fill(is_remote[:, None], 0.0))

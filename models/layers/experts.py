@@ -6,7 +6,7 @@ import torch
 
 from nanoactor.models.errors import UnsupportedModel
 from nanoactor.models.layers.kinds import ExpertsSpec
-from nanoactor.models.layers.linear import part_of
+from nanoactor.models.layers.linear import columns_of_rank
 from nanoactor.models.layers.step import LayerContext, LayerStep
 from nanoactor.models.parallel import Span
 from nanoactor.models.weights.checkpoint import Weights
@@ -20,7 +20,7 @@ class Experts:
     def __init__(self, spec: ExpertsSpec, context: LayerContext, prefix: str) -> None:
         """Load the experts. Raises `UnsupportedModel` if they are too small to be divided."""
         name, hidden = f"{prefix}.{spec.name}", context.config.hidden_size
-        mine = context.shard.part(spec.inner)
+        span = context.shard.part(spec.inner)
         if spec.inner < context.shard.ranks:
             raise UnsupportedModel(
                 f"tensor_parallel_size {context.shard.ranks} is too large for experts with a "
@@ -29,44 +29,61 @@ class Experts:
         gate = context.weights.load(
             f"{name}.gate.weight", spec.experts, hidden, dtype=torch.float32
         )
-        self.router = Router(gate, spec.chosen, spec.normalizes)
+        self.router = Router(gate, spec.top_k, spec.renormalize)
         self._device, self._group = context.device, context.group
-        read = _fused if f"{name}.experts.gate_up_proj" in context.weights else _separate
-        experts = read(spec, context.weights, f"{name}.experts", hidden, mine)
+        read_experts = (
+            _read_fused if f"{name}.experts.gate_up_proj" in context.weights else _read_separate
+        )
+        experts = read_experts(spec, context.weights, f"{name}.experts", hidden, span)
         self.operator = context.device.experts(experts)
 
     def __call__(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
         """Map (tokens, hidden) to the same shape."""
-        ids, shares = self._device.route(x, self.router)
-        return self._group.all_reduce(self.operator(x, ids, shares))
+        ids, topk_weights = self._device.route(x, self.router)
+        return self._group.all_reduce(self.operator(x, ids, topk_weights))
 
 
-def _separate(
-    spec: ExpertsSpec, weights: Weights, name: str, hidden: int, mine: Span
+def _read_separate(
+    spec: ExpertsSpec, weights: Weights, name: str, hidden: int, span: Span
 ) -> ExpertWeights:
     """Read experts that are stored as one tensor for each projection of each expert."""
-    pairs, downs = [], []
-    for number in range(spec.experts):
-        kinds = (f"{name}.{number}.{kind}_proj" for kind in ("gate", "up"))
-        pairs.append(Projection(tuple(Part(one, spec.inner, (mine,)) for one in kinds), hidden))
-        down = Part(f"{name}.{number}.down_proj", hidden)
-        downs.append(Projection((down,), spec.inner, columns=part_of(spec.inner, mine)))
-    return ExpertWeights(weights.stacked(pairs), weights.stacked(downs))
+    gate_ups, downs = [], []
+    for expert in range(spec.experts):
+        tensor_names = (f"{name}.{expert}.{kind}_proj" for kind in ("gate", "up"))
+        gate_ups.append(
+            Projection(
+                tuple(Part(tensor_name, spec.inner, (span,)) for tensor_name in tensor_names),
+                hidden,
+            )
+        )
+        down = Part(f"{name}.{expert}.down_proj", hidden)
+        downs.append(Projection((down,), spec.inner, columns=columns_of_rank(spec.inner, span)))
+    return ExpertWeights(weights.load_stacked(gate_ups), weights.load_stacked(downs))
 
 
-def _fused(
-    spec: ExpertsSpec, weights: Weights, name: str, hidden: int, mine: Span
+def _read_fused(
+    spec: ExpertsSpec, weights: Weights, name: str, hidden: int, rank_span: Span
 ) -> ExpertWeights:
     """Read experts that are stored as one tensor of gates and ups, and one of down projections."""
-    pair, down = f"{name}.gate_up_proj", f"{name}.down_proj"
-    experts, inner, up = spec.experts, spec.inner, mine.moved(spec.inner)
-    plain, turned = (experts, 2 * inner, hidden), (experts, hidden, 2 * inner)
-    transposed = spec.transposed if plain == turned else weights.shape_of(pair) == turned
-    if transposed:
-        parts = [weights.load(pair, *turned, spans=(None, None, span)) for span in (mine, up)]
+    gate_up_name, down_name = f"{name}.gate_up_proj", f"{name}.down_proj"
+    experts, inner, up_span = spec.experts, spec.inner, rank_span.shifted(spec.inner)
+    shape, transposed_shape = (experts, 2 * inner, hidden), (experts, hidden, 2 * inner)
+    is_transposed = (
+        spec.transposed
+        if shape == transposed_shape
+        else weights.shape_of(gate_up_name) == transposed_shape
+    )
+    if is_transposed:
+        parts = [
+            weights.load(gate_up_name, *transposed_shape, spans=(None, None, span))
+            for span in (rank_span, up_span)
+        ]
         gate_up = torch.cat(parts, -1).transpose(1, 2).contiguous()
-        back = weights.load(down, experts, inner, hidden, spans=(None, mine, None))
-        return ExpertWeights(Dense(gate_up), Dense(back.transpose(1, 2).contiguous()))
-    parts = [weights.load(pair, *plain, spans=(None, span, None)) for span in (mine, up)]
-    back = weights.load(down, experts, hidden, inner, spans=(None, None, mine))
-    return ExpertWeights(Dense(torch.cat(parts, 1)), Dense(back))
+        down_weight = weights.load(down_name, experts, inner, hidden, spans=(None, rank_span, None))
+        return ExpertWeights(Dense(gate_up), Dense(down_weight.transpose(1, 2).contiguous()))
+    parts = [
+        weights.load(gate_up_name, *shape, spans=(None, span, None))
+        for span in (rank_span, up_span)
+    ]
+    down_weight = weights.load(down_name, experts, hidden, inner, spans=(None, None, rank_span))
+    return ExpertWeights(Dense(torch.cat(parts, 1)), Dense(down_weight))

@@ -83,11 +83,11 @@ class ExpertsSpec(FeedForwardSpec):
 
     implementation: ClassVar[str] = "nanoactor.models.layers.experts:Experts"
     experts: int
-    chosen: int
+    top_k: int
     """Number of experts chosen for each token."""
     inner: int
     """Inner dimension of an expert, between its projections."""
-    normalizes: bool
+    renormalize: bool
     """Whether the weights of a token's experts are scaled to a sum of 1."""
     transposed: bool = False
     """Whether a file with all experts of a layer in one tensor stores inputs before outputs. Used
@@ -108,7 +108,8 @@ class SharedExpertSpec(FeedForwardSpec):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """A mixer and a feed-forward part; each follows a norm and is added to the residual stream."""
+    """A mixer and a feed-forward part. Each is preceded by a norm, and its output is added to the
+    residual stream."""
 
     mixer: MixerSpec
     feed_forward: FeedForwardSpec

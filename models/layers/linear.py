@@ -30,11 +30,11 @@ class RowParallel:
     def __init__(self, context: LayerContext, projection: Projection) -> None:
         """Load `projection`, whose columns are this rank's part of the inputs."""
         self._group = context.group
-        read = context.weights.linear(projection)
+        weights = context.weights.linear(projection)
         self._bias = None
         if self._group.size > 1:  # the bias is added once, to the sum
-            self._bias, read = read.bias, read.without_bias()
-        self.operator = context.device.linear(read)
+            self._bias, weights = weights.bias, weights.without_bias()
+        self.operator = context.device.linear(weights)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Map (tokens, this rank's inputs) to (tokens, outputs)."""
@@ -42,6 +42,7 @@ class RowParallel:
         return y if self._bias is None else y + self._bias
 
 
-def part_of(inputs: int, mine: Span) -> Span | None:
-    """Return the columns of a rank; None if they are all columns."""
-    return None if mine.size == inputs else mine
+def columns_of_rank(inputs: int, span: Span) -> Span | None:
+    """Return the columns that a rank loads of a matrix with `inputs` columns; None if it loads
+    all."""
+    return None if span.size == inputs else span

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from nanoactor.models.layers.kinds import MLPSpec
-from nanoactor.models.layers.linear import ColumnParallel, RowParallel, part_of
+from nanoactor.models.layers.linear import ColumnParallel, RowParallel, columns_of_rank
 from nanoactor.models.layers.step import LayerContext, LayerStep
 from nanoactor.models.weights.linear import Part, Projection
 
@@ -15,17 +15,19 @@ class MLP:
 
     def __init__(self, spec: MLPSpec, context: LayerContext, prefix: str) -> None:
         name, inner, hidden = f"{prefix}.{spec.name}", spec.inner, context.config.hidden_size
-        mine = context.shard.part(inner)
+        span = context.shard.part(inner)
         if spec.fused:
-            both = f"{name}.gate_up_proj"
-            parts = tuple(Part(both, 2 * inner, (mine.moved(at),)) for at in (0, inner))
+            fused_name = f"{name}.gate_up_proj"
+            parts = tuple(
+                Part(fused_name, 2 * inner, (span.shifted(offset),)) for offset in (0, inner)
+            )
         else:
             names = f"{name}.gate_proj", f"{name}.up_proj"
-            parts = tuple(Part(one, inner, (mine,)) for one in names)
+            parts = tuple(Part(tensor_name, inner, (span,)) for tensor_name in names)
         self.gate_up = ColumnParallel(context, Projection(parts, hidden, bias=spec.bias))
         down = (Part(f"{name}.down_proj", hidden),)
         self.down = RowParallel(
-            context, Projection(down, inner, columns=part_of(inner, mine), bias=spec.bias)
+            context, Projection(down, inner, columns=columns_of_rank(inner, span), bias=spec.bias)
         )
         self._device = context.device
 

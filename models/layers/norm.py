@@ -29,8 +29,9 @@ def norm_weight(spec: NormSpec, context: LayerContext, name: str, size: int) -> 
     """Return the weight of the norm called `name`, (size,): the stored tensor, plus 1 if the norm
     adds one."""
     weights = context.weights
-    wide = spec.in_float32 or spec.adds_one  # in a narrower type, 1 + w would lose bits of w
-    weight = weights.load(f"{name}.weight", size, dtype=torch.float32 if wide else None)
+    # In a narrower type, 1 + w would lose bits of w.
+    load_float32 = spec.in_float32 or spec.adds_one
+    weight = weights.load(f"{name}.weight", size, dtype=torch.float32 if load_float32 else None)
     if spec.adds_one:
         weight = weight + 1
     return weight if spec.in_float32 else weight.to(weights.dtype)

@@ -39,8 +39,8 @@ class RotaryEmbedding:
         if positions.dim() == 1:
             return self.cos[positions], self.sin[positions]
         assert self._axes is not None
-        of_frequencies = positions.index_select(0, self._axes).T  # (tokens, head_dim / 2)
-        return self.cos.gather(0, of_frequencies), self.sin.gather(0, of_frequencies)
+        indices = positions.index_select(0, self._axes).T  # (tokens, head_dim / 2)
+        return self.cos.gather(0, indices), self.sin.gather(0, indices)
 
 
 def interleaved_axes(sections: tuple[int, int, int], frequencies: int) -> torch.Tensor:
@@ -68,10 +68,10 @@ def _frequencies(config: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float
 def _llama3(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
     """Scale as in Llama 3.1 (arXiv:2407.21783): divide low frequencies by the factor, keep high
     ones, and blend in between by the number of periods over the original length."""
-    turns = config.original_max_positions * frequencies / (2 * math.pi)
-    span = config.high_freq_factor - config.low_freq_factor
-    keep = ((turns - config.low_freq_factor) / span).clamp(0, 1)
-    return frequencies / config.factor * (1 - keep) + frequencies * keep
+    periods = config.original_max_positions * frequencies / (2 * math.pi)
+    width = config.high_freq_factor - config.low_freq_factor
+    kept_fraction = ((periods - config.low_freq_factor) / width).clamp(0, 1)
+    return frequencies / config.factor * (1 - kept_fraction) + frequencies * kept_fraction
 
 
 def _yarn(
@@ -91,8 +91,8 @@ def _yarn(
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
-    keep = 1 - ramp.clamp(0, 1)
-    blended = frequencies / config.factor * (1 - keep) + frequencies * keep
+    kept_fraction = 1 - ramp.clamp(0, 1)
+    blended = frequencies / config.factor * (1 - kept_fraction) + frequencies * kept_fraction
     return blended, _yarn_attention_factor(config)
 
 

@@ -96,7 +96,7 @@ StateSpec = PagedKV | SlotState
 LayerState = KVCache | SlotArrays
 
 
-def paged(states: Sequence[LayerState]) -> list[KVCache] | None:
+def paged_caches(states: Sequence[LayerState]) -> list[KVCache] | None:
     """Return all layers' states if every layer keeps keys and values, else None."""
     caches = [state for state in states if isinstance(state, KVCache)]
     return caches if len(caches) == len(states) else None

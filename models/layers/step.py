@@ -35,5 +35,5 @@ class LayerStep:
     """Rows of the step, their positions in the cache and their contexts."""
     rotation: Rotation
     """Cosines and sines of the tokens' positions, as returned by `Operators.rotation`."""
-    final: FinalRows | None = None
+    final_rows: FinalRows | None = None
     """Set in the last layer if the results of only some tokens are read."""

@@ -47,7 +47,7 @@ NEUTRAL: dict[str, float] = {field.name: field.metadata["neutral"] for field in 
 """For each column, the value that has no effect."""
 DEFAULTS = {name: neutral for name, neutral in NEUTRAL.items() if name != "seed"}
 """Columns that a model's `generation_config.json` may set, with their neutral values."""
-NOT_FUSED = tuple(field.name for field in _FIELDS if not field.metadata["fused"])
+UNFUSED = tuple(field.name for field in _FIELDS if not field.metadata["fused"])
 
 
 def pack(values: Mapping[str, float]) -> bytes:
@@ -55,9 +55,9 @@ def pack(values: Mapping[str, float]) -> bytes:
     return _ROW.pack(*(values.get(name, neutral) for name, neutral in NEUTRAL.items()))
 
 
-def rows_of(packed: bytes) -> list[bytes]:
+def split_rows(packed: bytes) -> list[bytes]:
     """Split the concatenated bytes of packed rows into rows."""
-    return [packed[at : at + _ROW.size] for at in range(0, len(packed), _ROW.size)]
+    return [packed[start : start + _ROW.size] for start in range(0, len(packed), _ROW.size)]
 
 
 def unpack(row: bytes) -> SamplingColumns[float]:
@@ -65,14 +65,14 @@ def unpack(row: bytes) -> SamplingColumns[float]:
     return SamplingColumns(*_ROW.unpack(row))
 
 
-def columns_of(words: T, float32: Any) -> SamplingColumns[T]:
+def column_views(words: T, float32: Any) -> SamplingColumns[T]:
     """Return views of int32 words, (WORDS, rows), by column; `float32` is the dtype of that name in
     NumPy or torch."""
     source: Any = words
-    views, at = [], 0
+    views, word = [], 0
     for field in _FIELDS:
         size = struct.calcsize(_FORMATS[field.metadata["dtype"]]) // 4
-        view = source[at] if size == 1 else source[at : at + size]
+        view = source[word] if size == 1 else source[word : word + size]
         views.append(view.view(float32) if field.metadata["dtype"] == "float32" else view)
-        at += size
+        word += size
     return SamplingColumns(*views)

@@ -33,11 +33,11 @@ class TokenIds:
     """Number of prompt tokens in each slot, int32 (slots,); the output starts after them."""
     tables: SlotTables
 
-    def write(self, places: torch.Tensor, token_ids: torch.Tensor) -> None:
+    def write(self, slot_mapping: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Store a step's token ids, int32, at their cache positions, int64."""
-        self.ids.index_copy_(0, places, token_ids)
+        self.ids.index_copy_(0, slot_mapping, token_ids)
 
-    def at(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def gather(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the token ids, int64 (rows, n), at positions (rows, n) of slots (rows,)."""
         size = self.tables.block_size
         blocks = self.tables.blocks[slots[:, None], positions // size].long()
@@ -45,7 +45,7 @@ class TokenIds:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Local:
+class _LocalVocabulary:
     """A rank's part of the vocabulary, and one more column for all other ids."""
 
     start: int
@@ -68,26 +68,28 @@ def apply_rules(
     """Return the logits with their rules applied, float32 (rows, ids). The rows belong to `slots`,
     int64 (rows,), with the parameters in `sampling`; the first id is `start`."""
     width = logits.shape[-1]
-    local = _Local(start, width)
+    local = _LocalVocabulary(start, width)
     logits = F.pad(logits.float(), (0, 1))
     if rules.allowed.numel():
         _keep_allowed(logits, rules, local)
     if rules.word_rows.numel():
         _ban_words(logits, rules, slots, tokens, local)
     if rules.biased_rows.numel():
-        at = rules.biased_rows, local.column(rules.biased_ids)
-        logits.index_put_(at, rules.biases, accumulate=True)
+        index = rules.biased_rows, local.column(rules.biased_ids)
+        logits.index_put_(index, rules.biases, accumulate=True)
     if rules.penalized.numel():
         rows = rules.penalized
         logits[rows] = _penalize(logits[rows], rules, sampling, slots[rows], tokens, local)
     return logits[:, :width].contiguous()
 
 
-def _keep_allowed(logits: torch.Tensor, rules: LogitRules[torch.Tensor], local: _Local) -> None:
-    at = rules.allowed_rows, local.column(rules.allowed_ids)
-    kept = logits[at]
+def _keep_allowed(
+    logits: torch.Tensor, rules: LogitRules[torch.Tensor], local: _LocalVocabulary
+) -> None:
+    index = rules.allowed_rows, local.column(rules.allowed_ids)
+    allowed_logits = logits[index]
     logits[rules.allowed] = float("-inf")
-    logits[at] = kept
+    logits[index] = allowed_logits
 
 
 def _ban_words(
@@ -95,17 +97,17 @@ def _ban_words(
     rules: LogitRules[torch.Tensor],
     slots: torch.Tensor,
     tokens: TokenIds,
-    local: _Local,
+    local: _LocalVocabulary,
 ) -> None:
-    slots, before = slots[rules.word_rows], rules.words[:, :-1]
+    slots, prefixes = slots[rules.word_rows], rules.words[:, :-1]
     lengths = tokens.tables.lengths[slots].long()[:, None]
-    positions = lengths - torch.arange(before.shape[1], 0, -1, device=logits.device)
-    said = positions >= tokens.prompt_lengths[slots][:, None]
-    same = said & (tokens.at(slots, positions.clamp_min(0)) == before)
-    banned = (same | (before < 0)).all(-1)
+    positions = lengths - torch.arange(prefixes.shape[1], 0, -1, device=logits.device)
+    in_output = positions >= tokens.prompt_lengths[slots][:, None]
+    matches = in_output & (tokens.gather(slots, positions.clamp_min(0)) == prefixes)
+    banned = (matches | (prefixes < 0)).all(-1)
     # Accumulated, because another word of the row may end with the same id.
-    ban = torch.where(banned, float("-inf"), 0.0)
-    logits.index_put_((rules.word_rows, local.column(rules.words[:, -1])), ban, accumulate=True)
+    penalty = torch.where(banned, float("-inf"), 0.0)
+    logits.index_put_((rules.word_rows, local.column(rules.words[:, -1])), penalty, accumulate=True)
 
 
 def _penalize(
@@ -114,7 +116,7 @@ def _penalize(
     sampling: SamplingColumns[torch.Tensor],
     slots: torch.Tensor,
     tokens: TokenIds,
-    local: _Local,
+    local: _LocalVocabulary,
 ) -> torch.Tensor:
     """Return `logits`, whose rows are `rules.penalized` and belong to `slots`, with penalties."""
 
@@ -123,22 +125,24 @@ def _penalize(
 
     positions = torch.arange(rules.longest, device=logits.device)[None]
     lengths = tokens.tables.lengths[slots][:, None]
-    ids = tokens.at(slots, torch.where(positions < lengths, positions, 0))
+    ids = tokens.gather(slots, torch.where(positions < lengths, positions, 0))
     # Positions past a sequence's end repeat its first token: the same id gets the same value,
     # however often it is written.
-    output = (positions < lengths) & (positions >= tokens.prompt_lengths[slots][:, None])
-    counts = _counts(ids, output)
-    at = local.column(ids)
-    found = logits.gather(1, at)
+    in_output = (positions < lengths) & (positions >= tokens.prompt_lengths[slots][:, None])
+    counts = _counts(ids, in_output)
+    columns = local.column(ids)
+    seen_logits = logits.gather(1, columns)
     repetition = column(sampling.repetition_penalty)
-    found = torch.where(found > 0, found / repetition, found * repetition)
-    found = found - counts * column(sampling.frequency_penalty)
-    found = found - (counts > 0) * column(sampling.presence_penalty)
-    return logits.scatter(1, at, found)
+    seen_logits = torch.where(seen_logits > 0, seen_logits / repetition, seen_logits * repetition)
+    seen_logits = seen_logits - counts * column(sampling.frequency_penalty)
+    seen_logits = seen_logits - (counts > 0) * column(sampling.presence_penalty)
+    return logits.scatter(1, columns, seen_logits)
 
 
-def _counts(ids: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-    """Return how often each of `ids`, (rows, n), occurs among the `counted` ids of its row."""
-    ordered = torch.where(counted, ids, torch.iinfo(torch.int64).max).sort(-1).values
-    after = torch.searchsorted(ordered, ids, right=True)
-    return after - torch.searchsorted(ordered, ids)
+def _counts(ids: torch.Tensor, is_counted: torch.Tensor) -> torch.Tensor:
+    """Return how often each of `ids`, (rows, n), occurs in its row at positions that are counted.
+
+    `is_counted` is bool (rows, n)."""
+    sorted_ids = torch.where(is_counted, ids, torch.iinfo(torch.int64).max).sort(-1).values
+    end = torch.searchsorted(sorted_ids, ids, right=True)
+    return end - torch.searchsorted(sorted_ids, ids)

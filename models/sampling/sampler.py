@@ -13,7 +13,7 @@ from nanoactor.models.batch import SamplingBatch
 from nanoactor.models.limits import CANDIDATES, NO_TOKEN
 from nanoactor.models.sampling.philox import gumbel_noise, gumbel_noise_at
 
-_MOST_IDS = 0xFFFFFFFF
+_ID_MASK = 0xFFFFFFFF
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
@@ -26,7 +26,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         logits[groups.masked_rows, groups.masked_ids] = float("-inf")
     highest, chosen = logits.max(-1)  # NaN propagates, and the first of equal logits wins
     if groups.greedy.numel() == len(logits):
-        return where_finite(highest, chosen)
+        return mask_non_finite(highest, chosen)
     if groups.plain.numel():
         chosen[groups.plain] = _sample_plain(logits, batch, groups.plain)
     if groups.limited.numel():
@@ -35,10 +35,10 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     for rows in (groups.unlimited, groups.nucleus):
         if rows.numel():
             chosen[rows] = _sample_truncated(logits, batch, rows, logits.shape[-1])
-    return where_finite(highest, chosen)
+    return mask_non_finite(highest, chosen)
 
 
-def where_finite(highest: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+def mask_non_finite(highest: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     """Return the chosen ids of rows with a finite highest logit, `limits.NO_TOKEN` for others."""
     return torch.where(highest.isfinite(), chosen, NO_TOKEN)
 
@@ -60,7 +60,7 @@ def _sample_truncated(
     scores = scores_of(logits[rows], batch.sampling.temperature[rows])
     ids = torch.arange(scores.shape[-1], device=scores.device)
     keys = sort_keys(scores, ids).topk(candidates).values
-    return choose_truncated(*from_keys(keys), batch, rows)
+    return sample_truncated_rows(*from_keys(keys), batch, rows)
 
 
 def sort_keys(scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -71,28 +71,28 @@ def sort_keys(scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """
     bits = (scores + 0.0).view(torch.int32)  # the addition makes -0.0 equal 0.0
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
-    return (ordered << 32) | (_MOST_IDS - ids)
+    return (ordered << 32) | (_ID_MASK - ids)
 
 
 def from_keys(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the (scores, ids) from which `sort_keys` made the keys."""
     ordered = (keys >> 32).int()
     bits = torch.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered)
-    return bits.view(torch.float32), _MOST_IDS - (keys & _MOST_IDS)
+    return bits.view(torch.float32), _ID_MASK - (keys & _ID_MASK)
 
 
-def choose_truncated(
+def sample_truncated_rows(
     scores: torch.Tensor, ids: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor
 ) -> torch.Tensor:
     """Choose ids (rows,) from the highest scores (rows, candidates), descending, and their ids."""
-    by = batch.sampling
-    keep = truncation(scores, by.top_k[rows], by.top_p[rows], by.min_p[rows])
+    params = batch.sampling
+    mask = truncation_mask(scores, params.top_k[rows], params.top_p[rows], params.min_p[rows])
     noise = gumbel_noise_at(batch.seeds[rows], batch.positions[rows], ids)
-    best = (scores + noise).masked_fill(~keep, float("-inf")).argmax(-1, keepdim=True)
+    best = (scores + noise).masked_fill(~mask, float("-inf")).argmax(-1, keepdim=True)
     return ids.gather(-1, best).squeeze(-1)
 
 
-def truncation(
+def truncation_mask(
     scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
     """Return which scores (rows, candidates), sorted descending, are kept: bool, same shape."""
@@ -102,8 +102,8 @@ def truncation(
     probabilities = scores.masked_fill(~keep, float("-inf")).softmax(-1)
     # A token is kept if the more likely ones do not reach top_p. A top_p of 1 excludes no token,
     # however the sum is rounded.
-    before = probabilities.cumsum(-1) - probabilities
-    keep &= (before < top_p[:, None]) | (top_p >= 1)[:, None]
+    mass_before = probabilities.cumsum(-1) - probabilities
+    keep &= (mass_before < top_p[:, None]) | (top_p >= 1)[:, None]
     keep &= probabilities >= min_p[:, None] * probabilities[:, :1]
     keep[:, 0] = True
     return keep

@@ -16,10 +16,15 @@ from nanoactor.models.batch import SamplingBatch
 from nanoactor.models.collective import Group
 from nanoactor.models.limits import CANDIDATES
 from nanoactor.models.sampling.philox import gumbel_noise_at
-from nanoactor.models.sampling.sampler import choose_truncated, from_keys, sort_keys, where_finite
+from nanoactor.models.sampling.sampler import (
+    from_keys,
+    mask_non_finite,
+    sample_truncated_rows,
+    sort_keys,
+)
 
 
-def whole_logits(group: Group, logits: torch.Tensor, vocabulary: int) -> torch.Tensor:
+def gather_logits(group: Group, logits: torch.Tensor, vocabulary: int) -> torch.Tensor:
     """Gather the logits of all ranks, (rows, ids) each, into (rows, vocabulary)."""
     return group.all_gather(logits).permute(1, 0, 2).flatten(1)[:, :vocabulary]
 
@@ -36,44 +41,48 @@ class ShardedSampler:
     def __call__(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         """Return ids, int64 (rows,), chosen from this rank's logits (rows, ids), which may be
         overwritten."""
-        logits = self._masked(logits.float(), batch)
-        best, chosen = self._best(logits, torch.arange(logits.shape[-1], device=logits.device))
+        logits = self._mask_excluded(logits.float(), batch)
+        best, chosen = self._global_argmax(
+            logits, torch.arange(logits.shape[-1], device=logits.device)
+        )
         groups = batch.groups
         if groups.plain.numel():
-            chosen[groups.plain] = self._plain(logits, best, batch)
+            chosen[groups.plain] = self._sample_plain(logits, best, batch)
         for rows, candidates in (
             (groups.limited, min(CANDIDATES, self._vocabulary)),
             (groups.unlimited, self._vocabulary),
             (groups.nucleus, self._vocabulary),
         ):
             if rows.numel():
-                chosen[rows] = self._truncated(logits[rows], best[rows], batch, rows, candidates)
-        return where_finite(best, chosen)
+                chosen[rows] = self._sample_truncated(
+                    logits[rows], best[rows], batch, rows, candidates
+                )
+        return mask_non_finite(best, chosen)
 
-    def _masked(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    def _mask_excluded(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         """Set the logits of padding and of ids excluded by `min_tokens` to minus infinity."""
-        mine = max(0, min(logits.shape[-1], self._vocabulary - self._start))
-        logits[:, mine:] = float("-inf")
+        valid = max(0, min(logits.shape[-1], self._vocabulary - self._start))
+        logits[:, valid:] = float("-inf")
         masked_rows, masked_ids = batch.groups.masked_rows, batch.groups.masked_ids
         if masked_rows.numel():
             local, width = masked_ids - self._start, logits.shape[-1]
-            here = (local >= 0) & (local < width)
+            is_local = (local >= 0) & (local < width)
             # Other ranks' ids go to an extra column: filtering them out would wait for the device.
             logits = F.pad(logits, (0, 1))
-            logits[masked_rows, torch.where(here, local, width)] = float("-inf")
+            logits[masked_rows, torch.where(is_local, local, width)] = float("-inf")
             logits = logits[:, :width]
         return logits
 
-    def _best(
+    def _global_argmax(
         self, scores: torch.Tensor, local_ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (the highest score of each row over all ranks, the lowest id that has it)."""
-        values, at = scores.max(-1)
+        values, local_indices = scores.max(-1)
         # One collective with one integer for both score and id; NPUs have no float64.
-        keys = self._group.all_gather(sort_keys(values, local_ids[at] + self._start))
+        keys = self._group.all_gather(sort_keys(values, local_ids[local_indices] + self._start))
         return from_keys(keys.amax(0))
 
-    def _plain(
+    def _sample_plain(
         self, logits: torch.Tensor, best: torch.Tensor, batch: SamplingBatch
     ) -> torch.Tensor:
         rows = batch.groups.plain
@@ -81,14 +90,14 @@ class ShardedSampler:
         scores = self._scores(logits[rows], best[rows], batch.sampling.temperature[rows])
         all_ids = (ids + self._start).expand(len(rows), -1)
         noise = gumbel_noise_at(batch.seeds[rows], batch.positions[rows], all_ids)
-        return self._best(scores + noise, ids)[1]
+        return self._global_argmax(scores + noise, ids)[1]
 
     def _scores(
         self, logits: torch.Tensor, best: torch.Tensor, temperature: torch.Tensor
     ) -> torch.Tensor:
         return (logits - best[:, None]) / temperature[:, None]
 
-    def _truncated(
+    def _sample_truncated(
         self,
         logits: torch.Tensor,
         best: torch.Tensor,
@@ -99,7 +108,9 @@ class ShardedSampler:
         """Choose from all ranks' best candidates, which include the best of all ids."""
         scores = self._scores(logits, best, batch.sampling.temperature[rows])
         ids = torch.arange(scores.shape[-1], device=scores.device) + self._start
-        mine = sort_keys(scores, ids).topk(min(candidates, len(ids))).values
+        local_keys = sort_keys(scores, ids).topk(min(candidates, len(ids))).values
         # (ranks, rows, candidates) to (rows, candidates of all ranks).
-        keys = self._group.all_gather(mine).permute(1, 0, 2).flatten(1).topk(candidates).values
-        return choose_truncated(*from_keys(keys), batch, rows)
+        keys = (
+            self._group.all_gather(local_keys).permute(1, 0, 2).flatten(1).topk(candidates).values
+        )
+        return sample_truncated_rows(*from_keys(keys), batch, rows)

@@ -24,23 +24,28 @@ class TokenScorer:
         self._start = start
         self._vocabulary = vocabulary
 
-    def __call__(self, logits: torch.Tensor, targets: torch.Tensor, most: int) -> torch.Tensor:
+    def __call__(self, logits: torch.Tensor, targets: torch.Tensor, num_top: int) -> torch.Tensor:
         """Score targets, int64 (rows,), with this rank's logits (rows, ids), which are overwritten.
 
         Returns int32 (rows, 2 + 2 * most): the bits of the target's float32 log-probability, its
-        rank starting at 1, the ids of the `most` most likely tokens, and the bits of their
+        rank starting at 1, the ids of the `num_top` most likely tokens, and the bits of their
         log-probabilities. Of equal logits, the lower id comes first; which of them are cut off at
         the end is unspecified.
         """
         logits = logits.float()
-        mine = max(0, min(logits.shape[-1], self._vocabulary - self._start))
-        logits[:, mine:] = float("-inf")  # padding; all ranks' parts are equally wide
-        total = self._log_sum(logits)
-        found = self._logits_of(logits, targets)
-        above = self._group.all_gather((logits > found[:, None]).sum(-1)).sum(0)
-        scores, ids = self._best(logits, min(most, self._vocabulary))
-        columns = [(found - total)[:, None], above[:, None] + 1, ids, scores - total[:, None]]
-        return torch.cat([_words(column) for column in columns], dim=1)
+        valid = max(0, min(logits.shape[-1], self._vocabulary - self._start))
+        logits[:, valid:] = float("-inf")  # padding; all ranks' parts are equally wide
+        log_sum = self._log_sum(logits)
+        target_logits = self._logits_of(logits, targets)
+        num_higher = self._group.all_gather((logits > target_logits[:, None]).sum(-1)).sum(0)
+        scores, ids = self._top_logits(logits, min(num_top, self._vocabulary))
+        columns = [
+            (target_logits - log_sum)[:, None],
+            num_higher[:, None] + 1,
+            ids,
+            scores - log_sum[:, None],
+        ]
+        return torch.cat([_as_int32(column) for column in columns], dim=1)
 
     def _log_sum(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the log-sum-exp of all ranks' logits, (rows,)."""
@@ -49,17 +54,17 @@ class TokenScorer:
 
     def _logits_of(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         local = targets - self._start
-        here = (local >= 0) & (local < logits.shape[-1])
-        found = logits.gather(1, torch.where(here, local, 0)[:, None])[:, 0]
-        return self._group.all_gather(torch.where(here, found, float("-inf"))).amax(0)
+        is_local = (local >= 0) & (local < logits.shape[-1])
+        local_logits = logits.gather(1, torch.where(is_local, local, 0)[:, None])[:, 0]
+        return self._group.all_gather(torch.where(is_local, local_logits, float("-inf"))).amax(0)
 
-    def _best(self, logits: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _top_logits(self, logits: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the highest logits of all ranks, (rows, most), and their ids."""
-        values, at = logits.topk(min(most, logits.shape[-1]))
-        keys = self._group.all_gather(sort_keys(values, at + self._start))
+        values, local_ids = logits.topk(min(num_top, logits.shape[-1]))
+        keys = self._group.all_gather(sort_keys(values, local_ids + self._start))
         # (ranks, rows, candidates) to (rows, candidates of all ranks).
-        return from_keys(keys.permute(1, 0, 2).flatten(1).topk(most).values)
+        return from_keys(keys.permute(1, 0, 2).flatten(1).topk(num_top).values)
 
 
-def _words(values: torch.Tensor) -> torch.Tensor:
+def _as_int32(values: torch.Tensor) -> torch.Tensor:
     return values.view(torch.int32) if values.is_floating_point() else values.int()

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanoactor.models.errors import ModelError, UnsupportedModel
-from nanoactor.models.fields import positive, positive_number
+from nanoactor.models.fields import read_positive_int, read_positive_number
 
 _KEY = "vision_config"
 
@@ -41,7 +41,7 @@ class VisionConfig:
     end_token_id: int
 
     @property
-    def row_size(self) -> int:
+    def patch_values(self) -> int:
         """Return the number of values in a patch: channels x frames x side x side."""
         return self.channels * self.temporal_patch_size * self.patch_size**2
 
@@ -60,64 +60,66 @@ def parse_vision(raw: Mapping[str, Any], origin: object) -> VisionConfig:
     section = raw.get(_KEY)
     if not isinstance(section, dict):
         raise ModelError(f"{origin}: {_KEY} must be an object, got {section!r:.50}")
-    where = f"{origin}: {_KEY}"
+    section_origin = f"{origin}: {_KEY}"
     if section.get("hidden_act", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
         raise UnsupportedModel(
-            f"{where}: hidden_act is {section['hidden_act']!r}, but only gelu_pytorch_tanh is "
-            "supported"
+            f"{section_origin}: hidden_act is {section['hidden_act']!r}, but only "
+            "gelu_pytorch_tanh is supported"
         )
-    depth = positive(section, "depth", where, 27)
-    positions = positive(section, "num_position_embeddings", where, 2304)
+    depth = read_positive_int(section, "depth", section_origin, 27)
+    positions = read_positive_int(section, "num_position_embeddings", section_origin, 2304)
     config = VisionConfig(
         depth=depth,
-        hidden_size=positive(section, "hidden_size", where, 1152),
-        intermediate_size=positive(section, "intermediate_size", where, 4304),
-        num_heads=positive(section, "num_heads", where, 16),
-        channels=positive(section, "in_channels", where, 3),
-        patch_size=positive(section, "patch_size", where, 16),
-        temporal_patch_size=positive(section, "temporal_patch_size", where, 2),
-        merge_size=positive(section, "spatial_merge_size", where, 2),
-        out_hidden_size=positive(section, "out_hidden_size", where, 3584),
+        hidden_size=read_positive_int(section, "hidden_size", section_origin, 1152),
+        intermediate_size=read_positive_int(section, "intermediate_size", section_origin, 4304),
+        num_heads=read_positive_int(section, "num_heads", section_origin, 16),
+        channels=read_positive_int(section, "in_channels", section_origin, 3),
+        patch_size=read_positive_int(section, "patch_size", section_origin, 16),
+        temporal_patch_size=read_positive_int(section, "temporal_patch_size", section_origin, 2),
+        merge_size=read_positive_int(section, "spatial_merge_size", section_origin, 2),
+        out_hidden_size=read_positive_int(section, "out_hidden_size", section_origin, 3584),
         table_side=math.isqrt(positions),
-        deepstack_layers=_read_layers(section.get("deepstack_visual_indexes"), depth, where),
-        rope_theta=_read_theta(section, where),
-        image_token_id=positive(raw, "image_token_id", origin, 151655),
-        video_token_id=positive(raw, "video_token_id", origin, 151656),
-        start_token_id=positive(raw, "vision_start_token_id", origin, 151652),
-        end_token_id=positive(raw, "vision_end_token_id", origin, 151653),
+        deepstack_layers=_read_layers(
+            section.get("deepstack_visual_indexes"), depth, section_origin
+        ),
+        rope_theta=_read_theta(section, section_origin),
+        image_token_id=read_positive_int(raw, "image_token_id", origin, 151655),
+        video_token_id=read_positive_int(raw, "video_token_id", origin, 151656),
+        start_token_id=read_positive_int(raw, "vision_start_token_id", origin, 151652),
+        end_token_id=read_positive_int(raw, "vision_end_token_id", origin, 151653),
     )
-    _check(config, positions, where)
+    _check(config, positions, section_origin)
     return config
 
 
-def _check(config: VisionConfig, positions: int, where: str) -> None:
+def _check(config: VisionConfig, positions: int, section_origin: str) -> None:
     if config.table_side**2 != positions:
         raise ModelError(
-            f"{where}: num_position_embeddings must be a square number, got {positions}"
+            f"{section_origin}: num_position_embeddings must be a square number, got {positions}"
         )
     if config.hidden_size % (4 * config.num_heads):
         raise ModelError(
-            f"{where}: hidden_size {config.hidden_size} must be a multiple of 4 * num_heads "
-            f"({config.num_heads}), because each head is rotated by rows and by columns"
+            f"{section_origin}: hidden_size {config.hidden_size} must be a multiple of 4 * "
+            f"num_heads ({config.num_heads}), because each head is rotated by rows and by columns"
         )
 
 
-def _read_layers(value: Any, depth: int, where: str) -> tuple[int, ...]:
+def _read_layers(value: Any, depth: int, section_origin: str) -> tuple[int, ...]:
     layers = [] if value is None else value
-    whole = isinstance(layers, list) and all(type(layer) is int for layer in layers)
-    if not whole or len({*layers}) < len(layers) or not all(0 <= n < depth for n in layers):
+    is_int_list = isinstance(layers, list) and all(type(layer) is int for layer in layers)
+    if not is_int_list or len({*layers}) < len(layers) or not all(0 <= n < depth for n in layers):
         raise ModelError(
-            f"{where}: deepstack_visual_indexes must be a list of distinct integers from 0 to "
-            f"{depth - 1}, got {value!r}"
+            f"{section_origin}: deepstack_visual_indexes must be a list of distinct integers from "
+            f"0 to {depth - 1}, got {value!r}"
         )
     return tuple(layers)
 
 
-def _read_theta(section: Mapping[str, Any], where: str) -> float:
+def _read_theta(section: Mapping[str, Any], section_origin: str) -> float:
     rope = section.get("rope_parameters") or {}
     if not isinstance(rope, dict) or rope.get("rope_type", "axial") != "axial":
         raise UnsupportedModel(
-            f"{where}: rope_parameters {rope!r} are not supported; the only supported rope_type is "
-            "'axial'"
+            f"{section_origin}: rope_parameters {rope!r} are not supported; the only supported "
+            "rope_type is 'axial'"
         )
-    return positive_number(rope, "rope_theta", where, 10_000.0)
+    return read_positive_number(rope, "rope_theta", section_origin, 10_000.0)

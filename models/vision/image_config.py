@@ -13,14 +13,19 @@ from numpy.typing import NDArray
 
 from nanoactor.models.config import read_json
 from nanoactor.models.errors import ModelError, UnsupportedModel
-from nanoactor.models.fields import at_least_0, flag, number, positive
+from nanoactor.models.fields import (
+    read_bool,
+    read_non_negative_number,
+    read_number,
+    read_positive_int,
+)
 from nanoactor.models.vision.config import VisionConfig
 
-MOST_ASPECT = 200
+MAX_ASPECT_RATIO = 200
 """Maximum ratio of a picture's longer side to its shorter one, as in transformers."""
 _FILE = "preprocessor_config.json"
 _BICUBIC = 3
-_MOST_PIXELS = 1 << 40
+_MAX_PIXELS = 1 << 40
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,13 +46,13 @@ class ImageConfig:
         """Return the height and width to which a picture is resized (`smart_resize` of
         transformers): multiples of `factor` with about the picture's aspect ratio.
 
-        Raises ValueError if one side is more than `MOST_ASPECT` times the other.
+        Raises ValueError if one side is more than `MAX_ASPECT_RATIO` times the other.
         """
-        long, short = max(height, width), min(height, width)
-        if short < 1 or long > MOST_ASPECT * short:
+        longer, shorter = max(height, width), min(height, width)
+        if shorter < 1 or longer > MAX_ASPECT_RATIO * shorter:
             raise ValueError(
                 f"a picture of {width} x {height} pixels is too narrow: its longer side may be "
-                f"at most {MOST_ASPECT} times the shorter one"
+                f"at most {MAX_ASPECT_RATIO} times the shorter one"
             )
         factor, area = self.factor, height * width
         rounded = tuple(round(side / factor) * factor for side in (height, width))
@@ -93,49 +98,55 @@ def parse_image_config(
     if not isinstance(size, dict):
         raise ModelError(f"{origin}: size must be an object, got {size!r}")
     # There are no defaults: those of transformers' classes are meant for other families.
-    least = _area(raw.get("min_pixels"), size, "shortest_edge", origin)
-    most = _area(raw.get("max_pixels"), size, "longest_edge", origin)
-    if least > most:
+    min_pixels = _read_area(raw.get("min_pixels"), size, "shortest_edge", origin)
+    max_pixels = _read_area(raw.get("max_pixels"), size, "longest_edge", origin)
+    if min_pixels > max_pixels:
         raise ModelError(
-            f"{origin}: the minimum area of {least} pixels exceeds the maximum area of {most}"
+            f"{origin}: the minimum area of {min_pixels} pixels exceeds the maximum area of "
+            f"{max_pixels}"
         )
     for key in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
-        if not flag(raw, key, origin, True):
+        if not read_bool(raw, key, origin, True):
             raise UnsupportedModel(f"{origin}: {key} must be true; false is not supported")
     if raw.get("resample", _BICUBIC) != _BICUBIC:
         raise UnsupportedModel(
             f"{origin}: resample is {raw['resample']!r}, but only 3 (bicubic) is supported"
         )
-    for key, ours in (
+    for key, expected in (
         ("patch_size", vision.patch_size),
         ("temporal_patch_size", vision.temporal_patch_size),
         ("merge_size", vision.merge_size),
     ):
-        if positive(raw, key, origin, ours) != ours:
-            raise ModelError(f"{origin}: {key} is {raw[key]}, but the vision tower requires {ours}")
+        if read_positive_int(raw, key, origin, expected) != expected:
+            raise ModelError(
+                f"{origin}: {key} is {raw[key]}, but the vision tower requires {expected}"
+            )
     return ImageConfig(
-        min_pixels=least,
-        max_pixels=most,
+        min_pixels=min_pixels,
+        max_pixels=max_pixels,
         factor=vision.patch_size * vision.merge_size,
-        rescale=at_least_0(raw, "rescale_factor", origin, 1 / 255),
-        mean=_channels(raw, "image_mean", vision.channels, origin),
-        std=_channels(raw, "image_std", vision.channels, origin),
+        rescale=read_non_negative_number(raw, "rescale_factor", origin, 1 / 255),
+        mean=_read_channels(raw, "image_mean", vision.channels, origin),
+        std=_read_channels(raw, "image_std", vision.channels, origin),
     )
 
 
-def _area(older: Any, size: Mapping[str, Any], name: str, origin: object) -> int:
-    """Return an area in pixels; `older`, min_pixels or max_pixels, takes precedence over `size`."""
-    value = size.get(name) if older is None else older
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < _MOST_PIXELS:
+def _read_area(override: Any, size: Mapping[str, Any], name: str, origin: object) -> int:
+    """Return an area in pixels; `override`, min_pixels or max_pixels, takes precedence over
+    `size`."""
+    value = size.get(name) if override is None else override
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < _MAX_PIXELS:
         raise ModelError(f"{origin}: {name} must be a positive integer, got {value!r}")
     return value
 
 
-def _channels(raw: Mapping[str, Any], key: str, channels: int, origin: object) -> tuple[float, ...]:
+def _read_channels(
+    raw: Mapping[str, Any], key: str, channels: int, origin: object
+) -> tuple[float, ...]:
     values = raw.get(key)
     if not isinstance(values, list) or len(values) != channels:
         raise ModelError(f"{origin}: {key} must be a list of {channels} numbers, got {values!r}")
-    found = tuple(number({key: value}, key, origin, 0.0) for value in values)
-    if key == "image_std" and 0.0 in found:
+    numbers = tuple(read_number({key: value}, key, origin, 0.0) for value in values)
+    if key == "image_std" and 0.0 in numbers:
         raise ModelError(f"{origin}: image_std must not contain 0")
-    return found
+    return numbers

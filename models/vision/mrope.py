@@ -38,14 +38,14 @@ def rope_positions(length: int, spans: Sequence[VisualSpan]) -> tuple[NDArray[np
     for span in spans:
         if span.start < index or span.stop > length:
             raise ValueError(f"{span} begins before index {index} or ends after {length}")
-        text = span.start - index
-        positions[:, index : span.start] = position + np.arange(text, dtype=np.int32)
-        position += text
-        at = slice(span.start, span.stop)
+        num_text_tokens = span.start - index
+        positions[:, index : span.start] = position + np.arange(num_text_tokens, dtype=np.int32)
+        position += num_text_tokens
+        span_slice = slice(span.start, span.stop)
         rows, columns = np.indices((span.height, span.width), dtype=np.int32).reshape(2, -1)
-        positions[0, at] = position
-        positions[1, at] = position + rows
-        positions[2, at] = position + columns
+        positions[0, span_slice] = position
+        positions[1, span_slice] = position + rows
+        positions[2, span_slice] = position + columns
         position += max(span.height, span.width)
         index = span.stop
     positions[:, index:] = position + np.arange(length - index, dtype=np.int32)

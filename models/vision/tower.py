@@ -45,7 +45,7 @@ class TowerState:
     rotation: Rotation
     segments: list[int]
     """Numbers of consecutive patches that attend to each other."""
-    levels: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    deepstack_features: list[torch.Tensor] = dataclasses.field(default_factory=list)
     """Features of the deepstack levels that have been computed so far."""
 
 
@@ -65,7 +65,7 @@ class VisionTower:
             for index in range(config.depth)
         ]
         self._merger = _Merger(config, weights, device, f"{prefix}.merger", norm_merged=False)
-        self._levels = {
+        self._deepstack_mergers = {
             layer: _Merger(
                 config, weights, device, f"{prefix}.deepstack_merger_list.{index}", norm_merged=True
             )
@@ -73,66 +73,66 @@ class VisionTower:
         }
 
     def __call__(self, patches: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
-        """Map the patches of consecutive grids, (patches, row_size), to (tokens, feature_size): the
-        embedding, then the features of the deepstack levels in the order of their blocks."""
+        """Map the patches of consecutive grids, (patches, patch_values), to (tokens, feature_size):
+        the embedding, then the features of the deepstack levels in the order of their blocks."""
         state = self.begin(patches, grids)
         self.run(state, range(len(self._blocks)))
         return self.finish(state)
 
     def begin(self, patches: torch.Tensor, grids: Sequence[Grid]) -> TowerState:
         """Embed patches. Call `run` next, for all blocks in order, and then `finish`."""
-        places = torch.cat([self._places(grid) for grid in grids])
-        x = self._patch(patches) + self._positions(places, grids).to(patches.dtype)
+        coordinates = torch.cat([self._patch_coordinates(grid) for grid in grids])
+        x = self._patch(patches) + self._positions(coordinates, grids).to(patches.dtype)
         segments = [grid.height * grid.width for grid in grids for _ in range(grid.frames)]
-        return TowerState(x, self._rotation(places), segments)
+        return TowerState(x, self._rotation(coordinates), segments)
 
     def run(self, state: TowerState, blocks: range) -> None:
         """Run the pictures through some of the blocks."""
         for index in blocks:
             state.x = self._blocks[index](state.x, state.rotation, state.segments)
-            if index in self._levels:
-                state.levels.append(self._levels[index](state.x))
+            if index in self._deepstack_mergers:
+                state.deepstack_features.append(self._deepstack_mergers[index](state.x))
 
     def finish(self, state: TowerState) -> torch.Tensor:
         """Merge patches after the last block, and return the rows, (tokens, feature_size)."""
-        return torch.cat((self._merger(state.x), *state.levels), dim=1)
+        return torch.cat((self._merger(state.x), *state.deepstack_features), dim=1)
 
-    def _places(self, grid: Grid) -> torch.Tensor:
+    def _patch_coordinates(self, grid: Grid) -> torch.Tensor:
         """Return the row and column of each patch, int64 (patches, 2), grouped by merged square."""
-        m, device = self._config.merge_size, self._table.device
-        rows = torch.arange(grid.height, device=device).view(-1, 1, m, 1)
-        columns = torch.arange(grid.width, device=device).view(1, -1, 1, m)
-        shape = grid.height // m, grid.width // m, m, m
-        places = torch.stack((rows.expand(shape), columns.expand(shape)), dim=-1).view(-1, 2)
-        return places.repeat(grid.frames, 1)
+        merge, device = self._config.merge_size, self._table.device
+        rows = torch.arange(grid.height, device=device).view(-1, 1, merge, 1)
+        columns = torch.arange(grid.width, device=device).view(1, -1, 1, merge)
+        shape = grid.height // merge, grid.width // merge, merge, merge
+        coordinates = torch.stack((rows.expand(shape), columns.expand(shape)), dim=-1).view(-1, 2)
+        return coordinates.repeat(grid.frames, 1)
 
-    def _positions(self, places: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
+    def _positions(self, coordinates: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
         """Return position embeddings, (patches, hidden): the table, bilinearly interpolated with
         aligned corners."""
         side = self._config.table_side
         counts = [grid.patches for grid in grids]
-        taps, weights = [], []
+        neighbors, weights = [], []
         for axis, sizes in enumerate(([g.height for g in grids], [g.width for g in grids])):
             # Created on the device: a copy from the host would wait for all earlier steps.
-            spans = [
-                torch.full((count,), max(1, size - 1), device=places.device)
+            intervals = [
+                torch.full((count,), max(1, size - 1), device=coordinates.device)
                 for count, size in zip(counts, sizes, strict=True)
             ]
-            source = places[:, axis].float() * (side - 1) / torch.cat(spans)
-            low = source.floor()
-            near = torch.stack((low, low + 1), dim=1)
-            taps.append(near.long().clamp(max=side - 1))
-            weights.append((1 - (source[:, None] - near).abs()).clamp(min=0))
-        index = (taps[0][:, :, None] * side + taps[1][:, None, :]).flatten(1)
+            source = coordinates[:, axis].float() * (side - 1) / torch.cat(intervals)
+            lower = source.floor()
+            nearest = torch.stack((lower, lower + 1), dim=1)
+            neighbors.append(nearest.long().clamp(max=side - 1))
+            weights.append((1 - (source[:, None] - nearest).abs()).clamp(min=0))
+        index = (neighbors[0][:, :, None] * side + neighbors[1][:, None, :]).flatten(1)
         weight = (weights[0][:, :, None] * weights[1][:, None, :]).flatten(1)
         return (F.embedding(index, self._table) * weight[:, :, None]).sum(1)
 
-    def _rotation(self, places: torch.Tensor) -> Rotation:
+    def _rotation(self, coordinates: torch.Tensor) -> Rotation:
         """Return (cos, sin), float32 (patches, head_dim / 2): for rows first, then for columns."""
         config = self._config
         size = config.hidden_size // config.num_heads // 2
-        exponents = torch.arange(0, size, 2, dtype=torch.float32, device=places.device) / size
-        angles = places[..., None].float() * (1.0 / config.rope_theta**exponents)
+        exponents = torch.arange(0, size, 2, dtype=torch.float32, device=coordinates.device) / size
+        angles = coordinates[..., None].float() * (1.0 / config.rope_theta**exponents)
         angles = angles.flatten(1)
         return angles.cos(), angles.sin()
 
@@ -166,7 +166,8 @@ class _LayerNorm:
 
 
 class _Block:
-    """Attention and an MLP; each follows a norm and is added to the residual stream."""
+    """Attention and an MLP. Each is preceded by a norm, and its output is added to the residual
+    stream."""
 
     def __init__(
         self, config: VisionConfig, weights: Weights, device: Operators, prefix: str

@@ -10,9 +10,9 @@ from typing import Any
 
 from nanoactor.models.config import read_json
 from nanoactor.models.errors import ModelError, UnsupportedModel
-from nanoactor.models.fields import flag, positive
+from nanoactor.models.fields import read_bool, read_positive_int
 from nanoactor.models.vision.config import VisionConfig
-from nanoactor.models.vision.image_config import MOST_ASPECT, ImageConfig, parse_image_config
+from nanoactor.models.vision.image_config import MAX_ASPECT_RATIO, ImageConfig, parse_image_config
 
 _FILE = "video_preprocessor_config.json"
 
@@ -27,54 +27,54 @@ class VideoConfig:
     """Maximum total area of the frames in pixels; larger videos are reduced."""
     factor: int
     """Side of a token in pixels; sides of resized frames are multiples of it."""
-    together: int
+    temporal_patch_size: int
     """Number of frames in a temporal patch."""
     max_frames: int
-    frame_tokens: int | None = None
+    max_frame_tokens: int | None = None
     """Maximum number of tokens of a frame; None if only the total area is limited."""
 
     @property
-    def max_rows(self) -> int:
+    def max_tokens_per_patch(self) -> int:
         """Return the maximum number of tokens of a temporal patch."""
-        if self.frame_tokens is None:
-            return self.max_pixels // self.together // self.factor**2
-        return int(self.max_pixels * 1.05) // self.factor**2  # 5 percent: see `_most`
+        if self.max_frame_tokens is None:
+            return self.max_pixels // self.temporal_patch_size // self.factor**2
+        return int(self.max_pixels * 1.05) // self.factor**2  # 5 percent: see `_max_area`
 
     def fit(self, frames: int, height: int, width: int) -> tuple[int, int]:
         """Return the height and width to which frames are resized (`smart_resize` of transformers'
         `Qwen3VLVideoProcessor`). Raises ValueError if there are too few or too many frames, or if
-        one side is more than `MOST_ASPECT` times the other."""
-        if not self.together <= frames <= self.max_frames:
+        one side is more than `MAX_ASPECT_RATIO` times the other."""
+        if not self.temporal_patch_size <= frames <= self.max_frames:
             raise ValueError(
-                f"a video must have {self.together} to {self.max_frames} frames, but this one "
-                f"has {frames}"
+                f"a video must have {self.temporal_patch_size} to {self.max_frames} frames, but "
+                f"this one has {frames}"
             )
-        factor, shown = self.factor, (height, width)
+        factor, original = self.factor, (height, width)
         if min(height, width) < factor:
             scale = max(factor / height, factor / width)
             height, width = int(height * scale), int(width * scale)
-        if max(height, width) > MOST_ASPECT * min(height, width):
+        if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
             raise ValueError(
-                f"a video of {shown[1]} x {shown[0]} pixels is too narrow: its longer side may "
-                f"be at most {MOST_ASPECT} times the shorter one"
+                f"a video of {original[1]} x {original[0]} pixels is too narrow: its longer side "
+                f"may be at most {MAX_ASPECT_RATIO} times the shorter one"
             )
-        most, area = self._most(frames), frames * height * width
-        counted = round(frames / self.together) * self.together
+        max_area, area = self._max_area(frames), frames * height * width
+        padded_frames = round(frames / self.temporal_patch_size) * self.temporal_patch_size
         rounded = tuple(round(side / factor) * factor for side in (height, width))
-        if counted * rounded[0] * rounded[1] > most:
-            shrink = math.sqrt(area / most)
+        if padded_frames * rounded[0] * rounded[1] > max_area:
+            shrink = math.sqrt(area / max_area)
             sides = (math.floor(side / shrink / factor) * factor for side in (height, width))
             rounded = tuple(max(factor, side) for side in sides)
-        elif counted * rounded[0] * rounded[1] < self.min_pixels:
+        elif padded_frames * rounded[0] * rounded[1] < self.min_pixels:
             grow = math.sqrt(self.min_pixels / area)
             rounded = tuple(math.ceil(side * grow / factor) * factor for side in (height, width))
         return rounded[0], rounded[1]
 
-    def _most(self, frames: int) -> int:
-        if self.frame_tokens is None:
+    def _max_area(self, frames: int) -> int:
+        if self.max_frame_tokens is None:
             return self.max_pixels
-        cap = min(self.frame_tokens * self.factor**2, self.max_pixels // frames)
-        return max(cap, int(self.min_pixels * 1.05)) * frames
+        frame_area = min(self.max_frame_tokens * self.factor**2, self.max_pixels // frames)
+        return max(frame_area, int(self.min_pixels * 1.05)) * frames
 
 
 def read_video_config(
@@ -107,17 +107,18 @@ def parse_video_config(
         raise UnsupportedModel(
             f"{origin}: rescale_factor, image_mean and image_std must be the same as for pictures"
         )
-    capped = flag(raw, "cap_pixels_per_frame", origin, False)
-    max_frames = positive(raw, "max_frames", origin, 768)
+    capped = read_bool(raw, "cap_pixels_per_frame", origin, False)
+    max_frames = read_positive_int(raw, "max_frames", origin, 768)
     if max_frames < vision.temporal_patch_size:
         raise ModelError(
             f"{origin}: max_frames is {max_frames}, but a temporal patch has more frames"
         )
+    max_frame_tokens = read_positive_int(raw, "max_video_tokens", origin, 768) if capped else None
     return VideoConfig(
         min_pixels=areas.min_pixels,
         max_pixels=areas.max_pixels,
         factor=areas.factor,
-        together=vision.temporal_patch_size,
+        temporal_patch_size=vision.temporal_patch_size,
         max_frames=max_frames,
-        frame_tokens=positive(raw, "max_video_tokens", origin, 768) if capped else None,
+        max_frame_tokens=max_frame_tokens,
     )

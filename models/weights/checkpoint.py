@@ -23,14 +23,14 @@ from nanoactor.models.weights.linear import Dense, LinearWeights, Projection
 log = logging.getLogger("nanoactor.weights")
 
 INDEX = "model.safetensors.index.json"
-_FLOATING = ("F64", "F32", "BF16", "F16")
+_FLOAT_TYPES = ("F64", "F32", "BF16", "F16")
 """Safetensors types of unpacked weights."""
-_WIDE = {"I32": 4, "I64": 8, "I16": 2, "U16": 2, "U32": 4, "U64": 8}
+_INTEGER_SIZES = {"I32": 4, "I64": 8, "I16": 2, "U16": 2, "U32": 4, "U64": 8}
 """Sizes in bytes of the other multi-byte types."""
-_SPARE = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
+_UNUSED_SUFFIXES = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
 """Name suffixes of unused buffers in older checkpoints."""
-_MOST_NAMED = 5
-_NAMES = {
+_MAX_LISTED_NAMES = 5
+_STORED_TYPE_NAMES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.int8: "I8",
     torch.int32: "I32",
@@ -47,7 +47,7 @@ Rows = Span | Sequence[Span]
 class Format(Protocol):
     """Reader of packed weights, created from a `Quantization`; it refuses unknown options."""
 
-    def has(self, projection: Projection) -> bool:
+    def is_quantized(self, projection: Projection) -> bool:
         """Return True if a projection is quantized; other projections are read unchanged."""
 
     def read(self, weights: Weights, projection: Projection) -> LinearWeights:
@@ -77,11 +77,11 @@ class Weights:
         self.device = device
         self._check = check
         self._format = packed
-        self._taken: set[str] = set()
+        self._loaded_names: set[str] = set()
         self._directory = directory
-        self._open = contextlib.ExitStack()
+        self._exit_stack = contextlib.ExitStack()
         self._files: dict[str, Any] = {}
-        self._home = self._read_index() if (directory / INDEX).exists() else self._scan()
+        self._file_of = self._read_index() if (directory / INDEX).exists() else self._scan()
 
     def __enter__(self) -> Weights:
         """Return self: the files are already open."""
@@ -90,7 +90,7 @@ class Weights:
     def __exit__(self, *_: object) -> None:
         """Close the files."""
         self._files.clear()
-        self._open.close()
+        self._exit_stack.close()
 
     def _read_index(self) -> dict[str, str]:
         path = self._directory / INDEX
@@ -100,22 +100,22 @@ class Weights:
             raise WeightsError(str(error)) from error
         if not isinstance(mapping, dict) or not all(isinstance(f, str) for f in mapping.values()):
             raise WeightsError(f"{path} has no weight_map that maps tensor names to file names")
-        named = sorted(set(mapping.values()))
-        for name in named:
+        file_names = sorted(set(mapping.values()))
+        for name in file_names:
             if not name or Path(name).name != name:
                 raise WeightsError(
                     f"{path} names the file {name!r}, which is not in the same directory: file "
                     "names must not contain a path"
                 )
-        for name in named:
+        for name in file_names:
             self._open_file(name)
-        others = {f.name for f in self._directory.glob("*.safetensors")} - set(named)
-        if others:
+        unlisted = {f.name for f in self._directory.glob("*.safetensors")} - set(file_names)
+        if unlisted:
             log.warning(
                 "%s: %s does not list these files, which are ignored: %s",
                 self._directory,
                 INDEX,
-                _listed(others),
+                _list_names(unlisted),
             )
         return mapping
 
@@ -125,15 +125,15 @@ class Weights:
             raise WeightsError(
                 f"{self._directory} contains no .safetensors files; convert the checkpoint first"
             )
-        home: dict[str, str] = {}
+        file_of: dict[str, str] = {}
         for key, name in ((key, f.name) for f in files for key in self._keys(f.name)):
-            if key in home:
+            if key in file_of:
                 raise WeightsError(
-                    f"{self._directory}: both {home[key]} and {name} contain {key!r}; remove the "
-                    f"file that does not belong here, or add {INDEX}"
+                    f"{self._directory}: both {file_of[key]} and {name} contain {key!r}; remove "
+                    f"the file that does not belong here, or add {INDEX}"
                 )
-            home[key] = name
-        return home
+            file_of[key] = name
+        return file_of
 
     def _open_file(self, name: str) -> Any:
         path = self._directory / name
@@ -144,7 +144,7 @@ class Weights:
         if not path.is_file():
             raise WeightsError(f"{path} is not a regular file")
         try:
-            self._files[name] = self._open.enter_context(safe_open(path, framework="pt"))
+            self._files[name] = self._exit_stack.enter_context(safe_open(path, framework="pt"))
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic in the library is not an `Exception`
@@ -156,7 +156,7 @@ class Weights:
 
     def __contains__(self, name: str) -> bool:
         """Return True if the checkpoint has a tensor with this name."""
-        return name in self._home
+        return name in self._file_of
 
     def load(
         self,
@@ -178,42 +178,42 @@ class Weights:
 
         Raises `WeightsError` if the tensor is missing, has another shape or type, or is unreadable.
         """
-        home = self._home.get(name)
-        if home is None:
+        file_name = self._file_of.get(name)
+        if file_name is None:
             raise WeightsError(
                 f"{self._directory} has no weight {name!r}: check that config.json belongs to "
                 "this checkpoint"
             )
-        self._taken.add(name)
-        path = self._directory / home
+        self._loaded_names.add(name)
+        path = self._directory / file_name
         try:
-            found = self._files[home].get_slice(name)
-            if tuple(found.get_shape()) != shape:
+            tensor_slice = self._files[file_name].get_slice(name)
+            if tuple(tensor_slice.get_shape()) != shape:
                 raise WeightsError(
-                    f"{path}: {name} has shape {tuple(found.get_shape())}, but config.json "
+                    f"{path}: {name} has shape {tuple(tensor_slice.get_shape())}, but config.json "
                     f"requires {shape}"
                 )
-            wanted = _FLOATING if stored is None else (_NAMES[stored],)
-            if found.get_dtype() not in wanted:
+            allowed_types = _FLOAT_TYPES if stored is None else (_STORED_TYPE_NAMES[stored],)
+            if tensor_slice.get_dtype() not in allowed_types:
                 raise WeightsError(
-                    f"{path}: {name} has dtype {found.get_dtype()}, but for this tensor "
-                    f"config.json allows only {', '.join(wanted)}"
+                    f"{path}: {name} has dtype {tensor_slice.get_dtype()}, but for this tensor "
+                    f"config.json allows only {', '.join(allowed_types)}"
                 )
             if spans:
                 index = tuple(slice(s.start, s.stop) if s else slice(None) for s in spans)
-                tensor: torch.Tensor = found[index]
+                tensor: torch.Tensor = tensor_slice[index]
             else:
-                tensor = self._read(home, name, shape, rows, columns)
+                tensor = self._read(file_name, name, shape, rows, columns)
         except SafetensorError as error:
             raise WeightsError(f"{path}: {name}: {error}") from error
         dtype = stored or dtype or self.dtype
         if self._check and tensor.is_floating_point():
             self._check_values(tensor, dtype, f"{path}: {name}")
-        moved = tensor.to(self.device, dtype)
+        converted = tensor.to(self.device, dtype)
         # A tensor that was not converted still maps the file, which may change at any time.
-        return moved.clone() if moved.data_ptr() == tensor.data_ptr() else moved
+        return converted.clone() if converted.data_ptr() == tensor.data_ptr() else converted
 
-    def _check_values(self, tensor: torch.Tensor, dtype: torch.dtype, where: str) -> None:
+    def _check_values(self, tensor: torch.Tensor, dtype: torch.dtype, origin: str) -> None:
         """Raise `WeightsError` if a value is not finite, or is too large for `dtype`."""
         if not tensor.numel():
             return
@@ -222,64 +222,69 @@ class Weights:
         low, high = (float(value) for value in torch.aminmax(tensor))  # NaN propagates
         if not math.isfinite(low) or not math.isfinite(high):
             raise WeightsError(
-                f"{where} contains values that are not finite (NaN or infinity): the file is "
+                f"{origin} contains values that are not finite (NaN or infinity): the file is "
                 "damaged, or the training diverged (check_weights=False loads it anyway)"
             )
-        most = torch.finfo(dtype).max
-        if max(-low, high) > most:
+        largest = torch.finfo(dtype).max
+        if max(-low, high) > largest:
             raise WeightsError(
-                f"{where} contains {low if -low > high else high:g}, which {dtype} cannot "
-                f"represent, because its largest number is {most:g}; choose another dtype"
+                f"{origin} contains {low if -low > high else high:g}, which {dtype} cannot "
+                f"represent, because its largest number is {largest:g}; choose another dtype"
             )
 
-    def warn_of_unused(self, spare: Collection[str] = ()) -> None:
+    def warn_about_unused(self, ignored: Collection[str] = ()) -> None:
         """Log a warning if tensors were never loaded: the checkpoint may belong to another model.
-        Names in `spare` are exempt; a name that ends with a dot exempts a whole module."""
-        modules = tuple(name for name in spare if name.endswith("."))
-        spare = {
+        Names in `ignored` are exempt; a name that ends with a dot exempts a whole module."""
+        modules = tuple(name for name in ignored if name.endswith("."))
+        ignored = {
             name
-            for name in self._home
-            if name in spare or name.endswith(_SPARE) or name.startswith(modules)
+            for name in self._file_of
+            if name in ignored or name.endswith(_UNUSED_SUFFIXES) or name.startswith(modules)
         }
-        unused = self._home.keys() - self._taken - spare
+        unused = self._file_of.keys() - self._loaded_names - ignored
         if unused:
             log.warning(
                 "%s contains %d tensors that the model does not use and that have no effect: %s",
                 self._directory,
                 len(unused),
-                _listed(unused),
+                _list_names(unused),
             )
 
     def _read(
-        self, home: str, name: str, shape: tuple[int, ...], rows: Rows | None, columns: Span | None
+        self,
+        file_name: str,
+        name: str,
+        shape: tuple[int, ...],
+        rows: Rows | None,
+        columns: Span | None,
     ) -> torch.Tensor:
-        file = self._files[home]
+        file = self._files[file_name]
         tensor: torch.Tensor
         if rows is None and columns is None:
             tensor = file.get_tensor(name)
             return tensor
-        part = file.get_slice(name)
+        tensor_slice = file.get_slice(name)
         if columns is not None:
             assert rows is None
-            tensor = part[:, columns.start : columns.stop]
+            tensor = tensor_slice[:, columns.start : columns.stop]
             return tensor
         assert rows is not None
         if not isinstance(rows, Span):
-            return torch.cat([part[span.start : span.stop] for span in rows])
+            return torch.cat([tensor_slice[span.start : span.stop] for span in rows])
         stop = min(rows.stop, shape[0])
-        there = max(0, stop - rows.start)
-        tensor = part[rows.start : stop] if there else torch.empty(0, *shape[1:])
-        if there < rows.size:
-            tensor = torch.cat((tensor, tensor.new_zeros(rows.size - there, *shape[1:])))
+        available = max(0, stop - rows.start)
+        tensor = tensor_slice[rows.start : stop] if available else torch.empty(0, *shape[1:])
+        if available < rows.size:
+            tensor = torch.cat((tensor, tensor.new_zeros(rows.size - available, *shape[1:])))
         return tensor
 
     def linear(self, projection: Projection) -> LinearWeights:
         """Return the weights of a projection, in the checkpoint's format.
 
         Raises `WeightsError` as `load` does."""
-        if self._format is not None and self._format.has(projection):
+        if self._format is not None and self._format.is_quantized(projection):
             return self._format.read(self, projection)
-        weight = [
+        matrices = [
             self.load(
                 f"{part.name}.weight",
                 *(part.outputs, projection.inputs),
@@ -288,16 +293,16 @@ class Weights:
             )
             for part in projection.parts
         ]
-        return Dense(_joined(weight), self.bias_of(projection))
+        return Dense(_concatenate(matrices), self.load_bias(projection))
 
-    def bias_of(self, projection: Projection) -> torch.Tensor | None:
+    def load_bias(self, projection: Projection) -> torch.Tensor | None:
         """Return the bias of a projection's outputs; None if the projection has no bias."""
         if not projection.bias:
             return None
         parts = projection.parts
-        return _joined([self.load(f"{p.name}.bias", p.outputs, rows=p.rows) for p in parts])
+        return _concatenate([self.load(f"{p.name}.bias", p.outputs, rows=p.rows) for p in parts])
 
-    def stacked(
+    def load_stacked(
         self,
         projections: Sequence[Projection],
     ) -> LinearWeights:
@@ -306,40 +311,42 @@ class Weights:
         copy of the whole stack.
 
         Raises `WeightsError` as `load` does, and if the projections have different formats."""
-        whole: LinearWeights | None = None
-        for at, projection in enumerate(projections):
-            one = self.linear(projection)
-            whole = one.room(len(projections)) if whole is None else whole
-            if type(one) is not type(whole):
+        stack: LinearWeights | None = None
+        for index, projection in enumerate(projections):
+            weights = self.linear(projection)
+            stack = weights.empty_stack(len(projections)) if stack is None else stack
+            if type(weights) is not type(stack):
                 raise WeightsError(
                     f"{self._directory}: {projection.parts[0].name} has the format "
-                    f"{type(one).__name__}, but other experts of its layer have the format "
-                    f"{type(whole).__name__}; all experts of a layer must have the same format"
+                    f"{type(weights).__name__}, but other experts of its layer have the format "
+                    f"{type(stack).__name__}; all experts of a layer must have the same format"
                 )
-            whole.put(at, one)
-        assert whole is not None, "nothing to stack"
-        return whole
+            stack.copy_into(index, weights)
+        assert stack is not None, "nothing to stack"
+        return stack
 
-    def least_bytes(self, spare: Collection[str] = ()) -> int:
+    def min_bytes(self, ignored: Collection[str] = ()) -> int:
         """Return the minimum size of all ranks' weights in bytes: unpacked tensors in the model's
-        type, packed ones as stored. Tensors named in `spare` are not counted."""
-        own = torch.empty(0, dtype=self.dtype).element_size()
+        type, packed ones as stored. Tensors named in `ignored` are not counted."""
+        own_size = torch.empty(0, dtype=self.dtype).element_size()
         total = 0
-        for name, home in self._home.items():
-            if name in spare:
+        for name, file_name in self._file_of.items():
+            if name in ignored:
                 continue
-            found = self._files[home].get_slice(name)
-            stored = found.get_dtype()
-            each = own if stored in _FLOATING else _WIDE.get(stored, 1)
-            total += math.prod(found.get_shape()) * each
+            tensor_slice = self._files[file_name].get_slice(name)
+            stored_type = tensor_slice.get_dtype()
+            element_size = (
+                own_size if stored_type in _FLOAT_TYPES else _INTEGER_SIZES.get(stored_type, 1)
+            )
+            total += math.prod(tensor_slice.get_shape()) * element_size
         return total
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Return the shape of an existing tensor."""
-        return tuple(self._files[self._home[name]].get_slice(name).get_shape())
+        return tuple(self._files[self._file_of[name]].get_slice(name).get_shape())
 
 
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+def _concatenate(parts: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
@@ -349,14 +356,14 @@ def format_of(quantization: Quantization | None) -> Format | None:
     if quantization is None:
         return None
     module, _, name = FORMATS[quantization.method].partition(":")
-    made: Format = getattr(importlib.import_module(module), name)(quantization)
-    return made
+    reader: Format = getattr(importlib.import_module(module), name)(quantization)
+    return reader
 
 
-def _listed(names: set[str]) -> str:
+def _list_names(names: set[str]) -> str:
     """Return the first few names in sorted order, as one string."""
-    listed = ", ".join(sorted(names)[:_MOST_NAMED])
-    return listed + ", ..." * (len(names) > _MOST_NAMED)
+    listed = ", ".join(sorted(names)[:_MAX_LISTED_NAMES])
+    return listed + ", ..." * (len(names) > _MAX_LISTED_NAMES)
 
 
 class RandomWeights(Weights):
@@ -381,10 +388,10 @@ class RandomWeights(Weights):
     def __exit__(self, *_: object) -> None:
         """Do nothing: no file is open."""
 
-    def warn_of_unused(self, spare: Collection[str] = ()) -> None:
+    def warn_about_unused(self, ignored: Collection[str] = ()) -> None:
         """Do nothing: there are no unused tensors."""
 
-    def least_bytes(self, spare: Collection[str] = ()) -> int:
+    def min_bytes(self, ignored: Collection[str] = ()) -> int:
         """Return 0: without files the size is unknown."""
         return 0
 
@@ -415,7 +422,9 @@ class RandomWeights(Weights):
         dtype = stored or dtype or self.dtype
         if len(shape) == 1 and "norm" in name:
             return torch.ones(sizes, dtype=dtype, device=self.device)
-        floating = dtype.is_floating_point and dtype.itemsize > 1
-        drawn = torch.empty(sizes, dtype=dtype if floating else torch.float32, device=self.device)
-        drawn.normal_(0.0, 0.02 if dtype.is_floating_point else 20.0, generator=self._generator)
-        return drawn.to(dtype)
+        is_wide_float = dtype.is_floating_point and dtype.itemsize > 1
+        values = torch.empty(
+            sizes, dtype=dtype if is_wide_float else torch.float32, device=self.device
+        )
+        values.normal_(0.0, 0.02 if dtype.is_floating_point else 20.0, generator=self._generator)
+        return values.to(dtype)

@@ -20,9 +20,9 @@ from nanoactor.models.weights.checkpoint import Weights
 from nanoactor.models.weights.linear import Part, Projection
 
 E4M3 = torch.float8_e4m3fn
-_AT_ONCE = 1024
+_OUTPUTS_AT_ONCE = 1024
 """Number of outputs that are unpacked together, to bound the float32 memory."""
-_KNOWN = {
+_SUPPORTED_OPTIONS = {
     "quant_method": ("fp8",),
     "activation_scheme": ("dynamic",),
     "fmt": ("e4m3",),
@@ -52,37 +52,37 @@ class Fp8Blocks:
 
     def dequantize(self) -> torch.Tensor:
         """Return the matrix in the model's type."""
-        whole = torch.empty(self.weight.shape, dtype=self.dtype, device=self.weight.device)
+        unpacked = torch.empty(self.weight.shape, dtype=self.dtype, device=self.weight.device)
         packed, scales = self.weight.flatten(0, -2), self.scales_of_outputs().flatten(0, -2)
-        for at in range(0, len(packed), _AT_ONCE):
-            some = slice(at, at + _AT_ONCE)
-            each = scales[some].repeat_interleave(self.block, 1)
-            each = each[:, self.offset : self.offset + packed.shape[1]]
-            whole.view(packed.shape)[some] = packed[some].float() * each
-        return whole
+        for start in range(0, len(packed), _OUTPUTS_AT_ONCE):
+            chunk = slice(start, start + _OUTPUTS_AT_ONCE)
+            column_scales = scales[chunk].repeat_interleave(self.block, 1)
+            column_scales = column_scales[:, self.offset : self.offset + packed.shape[1]]
+            unpacked.view(packed.shape)[chunk] = packed[chunk].float() * column_scales
+        return unpacked
 
     def scales_of_outputs(self) -> torch.Tensor:
         """Return the scales of each output, float32 (..., outputs, blocks)."""
-        each = self.scales.repeat_interleave(self.group, -2)
-        return each[..., : self.weight.shape[-2], :]
+        scales = self.scales.repeat_interleave(self.group, -2)
+        return scales[..., : self.weight.shape[-2], :]
 
     def without_bias(self) -> Fp8Blocks:
         """Return the same matrix without its bias."""
         return dataclasses.replace(self, bias=None)
 
-    def room(self, count: int) -> Fp8Blocks:
+    def empty_stack(self, count: int) -> Fp8Blocks:
         """Allocate memory for `count` matrices of this shape, without biases."""
         weight = self.weight.new_empty(count, *self.weight.shape)
         scales = self.scales.new_empty(count, *self.scales.shape)
         return dataclasses.replace(self, weight=weight, scales=scales, bias=None)
 
-    def put(self, at: int, matrix: Fp8Blocks) -> None:
-        """Copy a matrix to index `at` of the stack."""
-        self.weight[at].copy_(matrix.weight)
-        self.scales[at].copy_(matrix.scales)
+    def copy_into(self, index: int, matrix: Fp8Blocks) -> None:
+        """Copy a matrix into the stack, at `index`."""
+        self.weight[index].copy_(matrix.weight)
+        self.scales[index].copy_(matrix.scales)
 
 
-def experts_of(weights: Fp8Blocks) -> Iterator[Fp8Blocks]:
+def iter_experts(weights: Fp8Blocks) -> Iterator[Fp8Blocks]:
     """Yield each matrix of a stack."""
     for weight, scales in zip(weights.weight, weights.scales, strict=True):
         yield dataclasses.replace(weights, weight=weight, scales=scales)
@@ -98,67 +98,75 @@ class Fp8Format:
         for key, value in raw.items():
             if key in ("weight_block_size", "modules_to_not_convert") or value is None:
                 continue
-            if key not in _KNOWN or value not in _KNOWN[key]:
-                known = f"; only {_KNOWN[key][0]!r} is" if key in _KNOWN else ""
+            if key not in _SUPPORTED_OPTIONS or value not in _SUPPORTED_OPTIONS[key]:
+                supported = (
+                    f"; only {_SUPPORTED_OPTIONS[key][0]!r} is" if key in _SUPPORTED_OPTIONS else ""
+                )
                 raise UnsupportedModel(
-                    f"quantization_config: {key} {value!r:.50} is not supported{known}"
+                    f"quantization_config: {key} {value!r:.50} is not supported{supported}"
                 )
         sizes = raw.get("weight_block_size")
-        pair = sizes if isinstance(sizes, list) else []
-        if len(pair) != 2 or not all(type(size) is int and size > 0 for size in pair):
+        block_shape = sizes if isinstance(sizes, list) else []
+        if len(block_shape) != 2 or not all(type(size) is int and size > 0 for size in block_shape):
             raise UnsupportedModel(
                 "quantization_config: weight_block_size must be a list of two positive integers, "
                 f"got {sizes!r:.50}; FP8 without blocks is not supported"
             )
-        self._rows, self._columns = pair
-        spared = raw.get("modules_to_not_convert") or []
-        if not isinstance(spared, list) or not all(isinstance(name, str) for name in spared):
+        self._block_rows, self._block_columns = block_shape
+        unquantized_names = raw.get("modules_to_not_convert") or []
+        if not isinstance(unquantized_names, list) or not all(
+            isinstance(name, str) for name in unquantized_names
+        ):
             raise ModelError(
                 "quantization_config: modules_to_not_convert must be a list of names, got "
-                f"{spared!r:.50}"
+                f"{unquantized_names!r:.50}"
             )
-        self._spared = tuple(spared)
+        self._unquantized_names = tuple(unquantized_names)
 
-    def has(self, projection: Projection) -> bool:
+    def is_quantized(self, projection: Projection) -> bool:
         """Return True if a projection is quantized. Raises `ModelError` if only some of its parts
         are quantized, since they are computed as one matrix product."""
-        packed = {part.name: not self._is_spared(part.name) for part in projection.parts}
-        if len({*packed.values()}) > 1:
-            apart = ", ".join(name for name, there in packed.items() if not there)
-            raise ModelError(
-                f"quantization_config: modules_to_not_convert lists {apart} but not all of "
-                f"{', '.join(packed)}, which are fused and must have the same format"
+        quantized_parts = {part.name: not self._is_excluded(part.name) for part in projection.parts}
+        if len({*quantized_parts.values()}) > 1:
+            excluded = ", ".join(
+                name for name, quantized in quantized_parts.items() if not quantized
             )
-        return all(packed.values())
+            raise ModelError(
+                f"quantization_config: modules_to_not_convert lists {excluded} but not all of "
+                f"{', '.join(quantized_parts)}, which are fused and must have the same format"
+            )
+        return all(quantized_parts.values())
 
-    def _is_spared(self, name: str) -> bool:
+    def _is_excluded(self, name: str) -> bool:
         return any(
-            name == one or name.startswith(f"{one}.") or name.endswith(f".{one}")
-            for one in self._spared
+            name == excluded or name.startswith(f"{excluded}.") or name.endswith(f".{excluded}")
+            for excluded in self._unquantized_names
         )
 
     def read(self, weights: Weights, projection: Projection) -> Fp8Blocks:
         """Return this rank's part of a projection. Raises `WeightsError` if tensors do not fit."""
         inputs, columns = projection.inputs, projection.columns or Span(0, projection.inputs)
-        first, last = columns.start // self._columns, -(-columns.stop // self._columns)
-        parts, scales, rows, above = [], [], [], 0
+        first, last = columns.start // self._block_columns, -(-columns.stop // self._block_columns)
+        parts, scales, scale_indices, scale_rows = [], [], [], 0
         for part in projection.parts:
             parts.append(self._matrix(weights, part, projection))
-            shape = -(-part.outputs // self._rows), -(-inputs // self._columns)
-            given = weights.load(f"{part.name}.weight_scale_inv", *shape, dtype=torch.float32)
-            scales.append(given[:, first:last])
-            rows.append(_numbers(part, given.device) // self._rows + above)
-            above += shape[0]
-        of_outputs = _joined(rows)
-        group = _largest_group(of_outputs, self._rows)
+            shape = -(-part.outputs // self._block_rows), -(-inputs // self._block_columns)
+            part_scales = weights.load(f"{part.name}.weight_scale_inv", *shape, dtype=torch.float32)
+            scales.append(part_scales[:, first:last])
+            scale_indices.append(
+                _output_indices(part, part_scales.device) // self._block_rows + scale_rows
+            )
+            scale_rows += shape[0]
+        scale_of_output = _concatenate(scale_indices)
+        group = _largest_group(scale_of_output, self._block_rows)
         return Fp8Blocks(
-            _joined(parts),
-            _joined(scales)[of_outputs[::group]],
-            self._columns,
-            columns.start - first * self._columns,
+            _concatenate(parts),
+            _concatenate(scales)[scale_of_output[::group]],
+            self._block_columns,
+            columns.start - first * self._block_columns,
             weights.dtype,
             group=group,
-            bias=weights.bias_of(projection),
+            bias=weights.load_bias(projection),
         )
 
     @staticmethod
@@ -172,19 +180,24 @@ class Fp8Format:
         )
 
 
-def _numbers(part: Part, device: torch.device) -> torch.Tensor:
+def _output_indices(part: Part, device: torch.device) -> torch.Tensor:
     """Return the indices of the wanted outputs of a part, as an int64 tensor."""
     spans = part.rows or (Span(0, part.outputs),)
     return torch.cat([torch.arange(span.start, span.stop, device=device) for span in spans])
 
 
-def _largest_group(rows: torch.Tensor, most: int) -> int:
-    """Return the largest size of groups of consecutive outputs that share their scales: `most`, or
-    `most` halved repeatedly. `rows` holds the index of each output's scales."""
-    sizes = (most >> halved for halved in range(most.bit_length()))
-    same = (s for s in sizes if torch.equal(rows[::s].repeat_interleave(s)[: len(rows)], rows))
-    return next(same, 1)
+def _largest_group(rows: torch.Tensor, block_rows: int) -> int:
+    """Return the largest size of groups of consecutive outputs that share their scales:
+    `block_rows`, or `block_rows` halved repeatedly. `rows` holds the index of each output's
+    scales."""
+    sizes = (block_rows >> shift for shift in range(block_rows.bit_length()))
+    matching = (
+        size
+        for size in sizes
+        if torch.equal(rows[::size].repeat_interleave(size)[: len(rows)], rows)
+    )
+    return next(matching, 1)
 
 
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+def _concatenate(parts: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(parts) if len(parts) > 1 else parts[0]

@@ -59,11 +59,11 @@ class LinearWeights(Protocol):
     def without_bias(self) -> LinearWeights:
         """Return the same matrix without its bias."""
 
-    def room(self, count: int) -> Self:
+    def empty_stack(self, count: int) -> Self:
         """Allocate memory for `count` matrices of this shape, without biases."""
 
-    def put(self, at: int, matrix: Self) -> None:
-        """Copy a matrix to index `at` of the stack."""
+    def copy_into(self, index: int, matrix: Self) -> None:
+        """Copy a matrix into the stack, at `index`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,13 +82,13 @@ class Dense:
         """Return the same matrix without its bias."""
         return Dense(self.weight)
 
-    def room(self, count: int) -> Dense:
+    def empty_stack(self, count: int) -> Dense:
         """Allocate memory for `count` matrices of this shape, without biases."""
         return Dense(self.weight.new_empty(count, *self.weight.shape))
 
-    def put(self, at: int, matrix: Dense) -> None:
-        """Copy a matrix to index `at` of the stack."""
-        self.weight[at].copy_(matrix.weight)
+    def copy_into(self, index: int, matrix: Dense) -> None:
+        """Copy a matrix into the stack, at `index`."""
+        self.weight[index].copy_(matrix.weight)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -116,28 +116,28 @@ class Router:
 
     weight: torch.Tensor
     """Router weights, float32 (experts, hidden)."""
-    chosen: int
+    top_k: int
     """Number of experts chosen for each token."""
-    normalizes: bool
+    renormalize: bool
     """Whether the weights of a token's experts are scaled to a sum of 1."""
 
 
-def dense_of(weights: LinearWeights, why: str | None = None) -> Dense:
-    """Return the matrix of any format, unpacked; `why`, the reason for that, is logged once."""
+def dense_of(weights: LinearWeights, reason: str | None = None) -> Dense:
+    """Unpack a matrix of any format. Log once why it is unpacked: `reason`, or a default."""
     if isinstance(weights, Dense):
         return weights
     _log_once(
         f"weights in {type(weights).__name__} are unpacked and take as much memory and time as "
         "weights of the model's dtype, because "
-        f"{why or 'this device cannot multiply by packed weights'}"
+        f"{reason or 'this device cannot multiply by packed weights'}"
     )
     return Dense(weights.dequantize(), weights.bias)
 
 
-def dense_experts_of(weights: ExpertWeights, why: str | None = None) -> DenseExperts:
-    """Return experts of any format, unpacked; `why`, the reason for that, is logged once."""
-    pair, down = (dense_of(one, why) for one in (weights.gate_up, weights.down))
-    return DenseExperts(pair.weight, down.weight)
+def dense_experts_of(weights: ExpertWeights, reason: str | None = None) -> DenseExperts:
+    """Unpack the experts' matrices of any format. Log once why: `reason`, or a default."""
+    gate_up, down = (dense_of(projection, reason) for projection in (weights.gate_up, weights.down))
+    return DenseExperts(gate_up.weight, down.weight)
 
 
 @functools.cache

@@ -23,7 +23,7 @@ class PackedMatrix:
 Matrix = torch.Tensor | PackedMatrix
 
 
-def numbers_of(matrix: Matrix) -> torch.Tensor:
+def flat_matrix(matrix: Matrix) -> torch.Tensor:
     """Return a matrix's numbers, (outputs, inputs), without scales; experts are concatenated."""
     return (matrix.weight if isinstance(matrix, PackedMatrix) else matrix).flatten(0, -2)
 
@@ -33,11 +33,11 @@ class Mixture:
     """Sizes and options of a mixture of experts."""
 
     experts: int
-    chosen: int
+    top_k: int
     """Number of experts chosen for each token."""
     inner: int
     """Inner dimension of an expert, between its projections."""
-    normalizes: bool
+    renormalize: bool
     """Whether the weights of a token's experts are scaled to a sum of 1."""
 
 
@@ -67,7 +67,7 @@ class LayerWeights:
             return None
         down = self.down.weight if isinstance(self.down, PackedMatrix) else self.down
         router = self.router
-        return Mixture(len(router.weight), router.chosen, down.shape[-1], router.normalizes)
+        return Mixture(len(router.weight), router.top_k, down.shape[-1], router.renormalize)
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
@@ -90,5 +90,7 @@ class ModelWeights:
     @property
     def is_packed(self) -> bool | None:
         """Return True if all matrices are in FP8, False if none are, and None if only some are."""
-        kinds = {isinstance(one, PackedMatrix) for layer in self.layers for one in layer.matrices}
+        kinds = {
+            isinstance(matrix, PackedMatrix) for layer in self.layers for matrix in layer.matrices
+        }
         return kinds.pop() if len(kinds) == 1 else None

@@ -11,9 +11,9 @@ from nanoactor.messages.engine import Turn
 from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
 from nanoactor.setup.actors import ActorConfig, RunnerReady, encoder_limits
 
-_HASHES_AT_ONCE = 4096
+_MAX_CHANGES = 4096
 """Maximum number of index changes in one message."""
-_SOME_CHANGES = 64
+_MIN_CHANGES = 64
 """Minimum number of index changes in one message; fewer are sent only when a sequence ends, when
 the index is cleared, or when the edge has room again."""
 
@@ -29,23 +29,25 @@ class BlockManagerActor(Actor):
         """By rank: identifier of the KV cache whose contents the manager tracks."""
         self._manager: BlockManager
 
-    def renew(self) -> None:
+    def reset(self) -> None:
         """Keep the manager: if the runners survive, so do the contents of their caches."""
 
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
         """Create the block manager for the cache that the runners have allocated, or keep the
         existing one if the cache has not changed."""
         super().start(context, ready)
-        caches = [of_rank.cache for of_rank in ready.values() if isinstance(of_rank, RunnerReady)]
-        if caches == self._caches:
-            self._manager.begin_anew()
+        cache_ids = [
+            of_rank.cache for of_rank in ready.values() if isinstance(of_rank, RunnerReady)
+        ]
+        if cache_ids == self._caches:
+            self._manager.restart()
         else:
-            self._caches, self._manager = caches, self._new_manager(RunnerReady.find(ready))
+            self._caches, self._manager = cache_ids, self._new_manager(RunnerReady.find(ready))
         self._runners = context.outbox("runners")
         self._scheduler = context.outbox("scheduler")
         if self._config.engine.prefix_salt is not None:
             self._frontend = context.outbox("frontend")
-            self._manager.pool.tell_index()  # messages sent before a death may be lost
+            self._manager.pool.publish_index()  # messages sent before a death may be lost
 
     def _new_manager(self, cache: RunnerReady) -> BlockManager:
         engine = self._config.engine
@@ -53,25 +55,25 @@ class BlockManagerActor(Actor):
             blocks=cache.num_blocks,
             block_size=cache.block_size,
             max_seqs=engine.max_num_seqs,
-            max_model_len=self._config.files.fitted(cache.tokens).max_model_len,
+            max_model_len=self._config.files.fit_to_cache(cache.capacity_tokens).max_model_len,
             salt=self._config.salt,
             prefix_caching=engine.enable_prefix_caching,
             encoder=encoder_limits(self._config, cache),
-            slot_state=self._config.files.has_slot_state,
+            has_slot_state=self._config.files.has_slot_state,
         )
 
     def handlers(self) -> Mapping[type, Handler]:
         """Handle turns, which arrive in the order of the events that caused them."""
-        return {Turn: self._take}
+        return {Turn: self._on_turn}
 
     def span_names(self) -> Mapping[type, str]:
         """Name the spans that bind blocks to a step; the step waits for them."""
         return {Turn: "bind"}
 
-    def _take(self, turn: Turn) -> None:
+    def _on_turn(self, turn: Turn) -> None:
         """Process a turn, and send its step first: a device may be waiting for it."""
-        turn = self.context.own(turn)
-        if (step := self._manager.take(turn)) is not None:
+        turn = self.context.owned_copy(turn)
+        if (step := self._manager.apply_turn(turn)) is not None:
             self._runners.send(step)
             self._step_at = time.monotonic_ns()
         for dropped in (turn.drop_pixels, turn.drop_masks):
@@ -79,24 +81,24 @@ class BlockManagerActor(Actor):
                 self._runners.send(dropped)
         self._manager.index()
         self._send_answer()
-        self._tell_index(1 if len(turn.frees) or turn.forget_index else _SOME_CHANGES)
+        self._publish_index(1 if len(turn.frees) or turn.forget_index else _MIN_CHANGES)
 
     def _send_answer(self) -> None:
         if self._scheduler.ready and (answer := self._manager.take_answer()) is not None:
             self._scheduler.send(answer)
 
-    def _tell_index(self, at_least: int = 1) -> None:
+    def _publish_index(self, at_least: int = 1) -> None:
         """Publish index changes if there are at least `at_least` of them; they are not urgent."""
         changes = self._manager.pool.changes
         if changes is None or len(changes) < at_least:
             return
-        while self._frontend.ready and (events := changes.take(_HASHES_AT_ONCE)) is not None:
+        while self._frontend.ready and (events := changes.drain(_MAX_CHANGES)) is not None:
             self._frontend.send(events)
 
     def on_ready(self, outbox: Any) -> None:
         """Handle an edge that has room again: send what was merged meanwhile."""
         self._send_answer()
-        self._tell_index()
+        self._publish_index()
 
     def statistics(self) -> dict[str, Any]:
         """Return the number of available blocks, and counts of cache hits and evictions.
@@ -109,7 +111,7 @@ class BlockManagerActor(Actor):
             manager.check()
         return {
             "available": manager.pool.available,
-            "held_slots": manager.held,
+            "held_slots": manager.num_held_slots,
             "evictions": manager.pool.evictions,
             "prompt_tokens": manager.hits.prompt_tokens,
             "hit_tokens": manager.hits.hit_tokens,

@@ -1,4 +1,4 @@
-"""Standing orders of an engine's owner to its scheduler, which survive the death of processes."""
+"""Orders to the scheduler: pause planning, clear the prefix index. Sent again after a restart."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class EngineControl:
     def __init__(self) -> None:
         self.is_paused = False
         """Whether no steps are planned, so that requests wait where they are."""
-        self._forgotten = 0
+        self._forget_number = 0
         """Number of orders so far to forget the prefix index."""
         self._scheduler: Any = None
 
@@ -25,18 +25,18 @@ class EngineControl:
 
     def forget_index(self) -> None:
         """Invalidate the prefix cache for later requests."""
-        self._forgotten += 1
+        self._forget_number += 1
         if self._scheduler is not None:
-            self._scheduler.send(ForgetIndex(self._forgotten))
+            self._scheduler.send(ForgetIndex(self._forget_number))
 
-    def cut_off(self) -> None:
+    def detach(self) -> None:
         """Hold back orders until all processes have restarted."""
         self._scheduler = None
 
-    def begin(self, scheduler: Any) -> None:
-        """Send the standing orders to a restarted scheduler, before any request."""
+    def attach(self, scheduler: Any) -> None:
+        """Send the orders that still apply to a restarted scheduler, before any request."""
         self._scheduler = scheduler
         if self.is_paused:
             scheduler.send(Pause(True))
-        if self._forgotten:  # it may have been under way when a process died
-            scheduler.send(ForgetIndex(self._forgotten))
+        if self._forget_number:  # it may have been under way when a process died
+            scheduler.send(ForgetIndex(self._forget_number))

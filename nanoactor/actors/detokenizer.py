@@ -14,10 +14,10 @@ from nanoactor.messages.engine import Open, Stop, Tokens
 from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
 from nanoactor.runtime.codec import encode
 from nanoactor.scheduling.rehearsal import text_messages
-from nanoactor.setup.actors import DELTA_BYTES, ActorConfig
+from nanoactor.setup.actors import MAX_DELTA_BYTES, ActorConfig
 from nanoactor.text.detokenizer import Detokenizer
 
-_made_up = functools.cache(text_messages)
+_dummy_messages = functools.cache(text_messages)
 
 
 class DetokenizerActor(Actor):
@@ -25,7 +25,7 @@ class DetokenizerActor(Actor):
 
     def __init__(self, config: ActorConfig) -> None:
         self._directory = config.files.tokenizer_directory
-        self._delta_bytes = DELTA_BYTES
+        self._delta_bytes = MAX_DELTA_BYTES
         self._step_at = 0
 
     def setup(self) -> None:
@@ -36,12 +36,12 @@ class DetokenizerActor(Actor):
             from nanoactor.text.tokenizer import load_tokenizer
 
             self._decoders = DecoderFactory(load_tokenizer(self._directory))
-        self.renew()
+        self.reset()
 
-    def renew(self) -> None:
+    def reset(self) -> None:
         """Reset the state but keep the tables."""
         self._detokenizer = Detokenizer(self._decoders)
-        self._double = Detokenizer(self._decoders)
+        self._rehearsal_detokenizer = Detokenizer(self._decoders)
 
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
         """Look up the outgoing edges."""
@@ -51,18 +51,18 @@ class DetokenizerActor(Actor):
 
     def handlers(self) -> Mapping[type, Handler]:
         """Handle new requests, and their tokens."""
-        return {Open: self._open, Tokens: self._tokens}
+        return {Open: self._on_open, Tokens: self._on_tokens}
 
     def span_names(self) -> Mapping[type, str]:
         """Name the spans that process a step's tokens."""
         return {Open: "open", Tokens: "detokenize"}
 
-    def _open(self, event: Open) -> None:
+    def _on_open(self, event: Open) -> None:
         self._detokenizer.open(event)
         self._report()
 
-    def _tokens(self, event: Tokens) -> None:
-        self._detokenizer.take(event)
+    def _on_tokens(self, event: Tokens) -> None:
+        self._detokenizer.process(event)
         self._step_at = time.monotonic_ns()
         self._report()
 
@@ -78,7 +78,7 @@ class DetokenizerActor(Actor):
     def _flush(self) -> None:
         # Asking an edge that is not ready requests a callback: ask only if there is output to send.
         while self._detokenizer.pending and self._frontend.ready:
-            chunk = self._detokenizer.take_delta(self._delta_bytes)
+            chunk = self._detokenizer.pop_delta(self._delta_bytes)
             if chunk is not None:
                 self._frontend.send(chunk)
 
@@ -88,12 +88,12 @@ class DetokenizerActor(Actor):
 
     def rehearse(self) -> Iterator[object]:
         """Process a dummy request with a single token, from its prompt to its text."""
-        for message in _made_up():
+        for message in _dummy_messages():
             if isinstance(message, Open):
-                self._double.open(message)
+                self._rehearsal_detokenizer.open(message)
             else:
-                self._double.take(message)
-            encode(self._double.take_delta(self._delta_bytes))
+                self._rehearsal_detokenizer.process(message)
+            encode(self._rehearsal_detokenizer.pop_delta(self._delta_bytes))
             yield message
 
     def statistics(self) -> dict[str, Any]:

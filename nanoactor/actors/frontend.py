@@ -28,12 +28,12 @@ from nanoactor.messages.resuming import Resume
 from nanoactor.messages.vision import ResendMedia
 from nanoactor.recovery.journal import Entry
 from nanoactor.recovery.readmission import Readmission
-from nanoactor.recovery.resuming import CHANGED, LOST, POISON, own_terminal, resumed
+from nanoactor.recovery.resuming import CHANGED, LOST, POISON, local_terminal, resume_submits
 from nanoactor.recovery.suspects import TRIAL_SECONDS
 from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
 from nanoactor.runtime.recovery import Death
 from nanoactor.setup.actors import ActorConfig, RunnerReady
-from nanoactor.text.scores import ToldRun, told_runs
+from nanoactor.text.scores import ReportedRun, reported_runs
 
 log = logging.getLogger("nanoactor.engine")
 
@@ -46,7 +46,7 @@ class FrontendActor(Actor):
 
     def __init__(self, config: ActorConfig) -> None:
         self._config, self._files, self._salt = config.engine, config.files, config.salt
-        self._sees = config.files.images is not None
+        self._has_vision = config.files.images is not None
         self._vocabulary = config.files.config.vocab_size
         self._entries: dict[int, Entry] = {}
         self._by_id: dict[str, Entry] = {}
@@ -58,11 +58,11 @@ class FrontendActor(Actor):
         """By uid of each request that no tokenizer has answered: (tokenizer, charge)."""
         self._load = [0] * self._config.num_tokenizers
         self._next_uid = 0
-        self._paused = False
+        self._is_restarting = False
         """Whether all processes are restarting, so that nothing can be sent."""
         self._readmission = Readmission(config.engine.max_num_seqs)
         self.control = EngineControl()
-        self._direct = 0
+        self._num_direct = 0
         """Number of requests that were admitted without a tokenizer."""
         self._step_at = 0
         self._media = MediaSender(())
@@ -78,28 +78,30 @@ class FrontendActor(Actor):
             context.outbox(f"tokenizer.{index}") for index in range(self._config.num_tokenizers)
         ]
         self._scheduler = context.outbox("scheduler")
-        if not self._paused:
-            self.control.begin(self._scheduler)
+        if not self._is_restarting:
+            self.control.attach(self._scheduler)
         cache = RunnerReady.find(ready)
-        files = self._files.fitted(cache.tokens)
+        files = self._files.fit_to_cache(cache.capacity_tokens)
         self._admission = Admission(files, self._salt, cache.block_size)
-        workers = self._config.num_vision_workers if self._sees else 0
+        workers = self._config.num_vision_workers if self._has_vision else 0
         vision = [context.outbox(f"vision.{index}") for index in range(workers)]
         self._media = MediaSender(vision)
         self._submit_kind = context.track.kind("submit", "uid")
 
-    def pause(self, deaths: Sequence[Death]) -> int:
+    def begin_restart(self, deaths: Sequence[Death]) -> int:
         """Hold back new requests while all processes restart. If a request is found to have caused
         deaths, end it and return the number of these deaths; otherwise return 0."""
-        if self._paused:  # nothing has run since the last death
+        if self._is_restarting:  # nothing has run since the last death
             return 0
-        self._paused = True
-        self.control.cut_off()
+        self._is_restarting = True
+        self.control.detach()
         now = self.context.now()
-        found = self._readmission.note_deaths(deaths, self._each_entry(), self._is_at, now)
-        if found is None:
+        verdict = self._readmission.note_deaths(
+            deaths, self._unique_entries(), self._may_run_on, now
+        )
+        if verdict is None:
             return 0
-        culprit, death, explained = found
+        culprit, death, explained = verdict
         log.error(
             "request %s has been ended, because it killed %s while it ran alone",
             culprit.request_id,
@@ -109,17 +111,17 @@ class FrontendActor(Actor):
         self._end_aborted(culprit)
         return explained
 
-    def _is_at(self, entry: Entry, node: str) -> bool:
+    def _may_run_on(self, entry: Entry, node: str) -> bool:
         """Return True if a request may have been running on a node when the node died."""
         kind, _, number = node.partition(".")
         if kind == "tokenizer":
-            own = int(number)
-            return any(self._untokenized.get(uid, (-1, 0))[0] == own for uid in entry.uids)
+            index = int(number)
+            return any(self._untokenized.get(uid, (-1, 0))[0] == index for uid in entry.uids)
         if kind == "vision":
             return bool(entry.media)
         return kind != "grammar" or bool(entry.submit.spec.grammar)
 
-    def renew(self) -> None:
+    def reset(self) -> None:
         """Reset the state but keep the journal."""
         self._untokenized, self._load = {}, [0] * self._config.num_tokenizers
 
@@ -127,24 +129,24 @@ class FrontendActor(Actor):
         """Return True if a running request is suspected of crashing a process."""
         return self._readmission.is_trial
 
-    def resume(self) -> None:
+    def finish_restart(self) -> None:
         """Send all unfinished requests again, now that all processes have restarted."""
-        self._paused = False
-        for entry in self._each_entry():
+        self._is_restarting = False
+        for entry in self._unique_entries():
             if entry.aborted:
                 self._end_aborted(entry)
             elif entry.submit.spec.held:
-                self._lose(entry)
+                self._fail_lost(entry)
             else:
                 entry.forget_partial_scores()
-        self.control.begin(self._scheduler)
+        self.control.attach(self._scheduler)
         self._scheduler.send(Resume(self._next_uid, np.array([*self._entries], np.int64)))
-        self._go_on(self._readmission.admit(self._each_entry(), self.context.now()))
+        self._readmit(self._readmission.admit(self._unique_entries(), self.context.now()))
 
-    def _each_entry(self) -> list[Entry]:
+    def _unique_entries(self) -> list[Entry]:
         return list({id(entry): entry for entry in self._entries.values()}.values())
 
-    def _go_on(self, entries: Sequence[Entry]) -> None:
+    def _readmit(self, entries: Sequence[Entry]) -> None:
         """Send these requests again; a trial ends after `TRIAL_SECONDS` at the latest."""
         for entry in entries:
             self._send_again(entry)
@@ -155,34 +157,34 @@ class FrontendActor(Actor):
     def _send_again(self, entry: Entry) -> None:
         """Send the unfinished sequences of a request again, to resume after the output that their
         reader has received."""
-        for submit in resumed(entry):
+        for submit in resume_submits(entry):
             # Sequences with output resume at once; requests without output go to the tokenizers.
             self._dispatch(entry, submit, direct=submit.output is not None)
 
-    def _look_at_trial(self) -> None:
-        if self._readmission.is_cleared(self._each_entry(), self.context.now()):
+    def _check_trial(self) -> None:
+        if self._readmission.is_cleared(self._unique_entries(), self.context.now()):
             self._end_trial(self._readmission.trials)
 
     def _end_trial(self, trial: int) -> None:
         if self._readmission.is_trial and trial == self._readmission.trials:
-            self._go_on(self._readmission.admit_next(self.context.now()))
+            self._readmit(self._readmission.admit_next(self.context.now()))
 
     def _end_aborted(self, entry: Entry) -> None:
         """End an aborted request here, as no other process has it any more."""
         for uid in [uid for uid in entry.uids if self._entries.get(uid) is entry]:
-            self._terminal(own_terminal(entry, uid, "abort"))
+            self._on_terminal(local_terminal(entry, uid, "abort"))
 
-    def _lose(self, entry: Entry) -> None:
+    def _fail_lost(self, entry: Entry) -> None:
         entry.aborted = True
         for uid in [uid for uid in entry.uids if self._entries.get(uid) is entry]:
-            self._terminal(own_terminal(entry, uid, "failed", LOST))
+            self._on_terminal(local_terminal(entry, uid, "failed", LOST))
 
     def handlers(self) -> Mapping[type, Handler]:
         """Handle output, requests to resend media, and changes of the prefix index."""
         return {
             OutputDelta: self._deliver,
             ResendMedia: self._resend,
-            IndexEvents: self.index.take,
+            IndexEvents: self.index.forward,
         }
 
     def span_names(self) -> Mapping[type, str]:
@@ -194,7 +196,7 @@ class FrontendActor(Actor):
     def _check_room(self, entries: Sequence[Entry]) -> None:
         """Raise `EngineOverloaded` if the queue has no room for these requests, or `InvalidRequest`
         if there are more of them than may ever wait."""
-        config, requests = self._config, sum(len(entry.places) for entry in entries)
+        config, requests = self._config, sum(len(entry.waiting_uids) for entry in entries)
         charge, media = sum(e.charge for e in entries), sum(e.media_bytes for e in entries)
         if requests > config.max_waiting_requests:
             raise InvalidRequest(
@@ -210,18 +212,18 @@ class FrontendActor(Actor):
                 f"prompts of {self._waiting_tokens} tokens are already waiting "
                 f"(max_waiting_tokens is {config.max_waiting_tokens})"
             )
-        held = self._waiting_media_bytes
-        if held and held + media > config.max_waiting_media_bytes:
+        waiting_media = self._waiting_media_bytes
+        if waiting_media and waiting_media + media > config.max_waiting_media_bytes:
             raise EngineOverloaded(
-                f"pictures of {held} bytes are already waiting (max_waiting_media_bytes is "
-                f"{config.max_waiting_media_bytes})"
+                f"pictures of {waiting_media} bytes are already waiting (max_waiting_media_bytes "
+                f"is {config.max_waiting_media_bytes})"
             )
 
     def announce(self) -> None:
         """Announce that a request is about to be submitted, so that the other processes wake up
         while it is checked. If requests are already waiting, these processes are awake or busy."""
         if not self._waiting_requests:
-            self.context.rouse()
+            self.context.wake_others()
 
     def submit(self, make: Callable[[int], Entry]) -> Entry:
         """Create a request with the next uid, add it to the journal, and dispatch it.
@@ -230,13 +232,13 @@ class FrontendActor(Actor):
         """
         return self.submit_all([make])[0]
 
-    def submit_all(self, makes: Sequence[Callable[[int], Entry]]) -> list[Entry]:
+    def submit_all(self, factories: Sequence[Callable[[int], Entry]]) -> list[Entry]:
         """Submit several requests: all of them, or none if there is no room for all."""
         entries, uid = [], self._next_uid
-        for make in makes:
+        for make in factories:
             entries.append(make(uid))
             uid = entries[-1].uids.stop
-        if not all(entry.moved for entry in entries):  # moved ones were accepted before
+        if not all(entry.is_moved for entry in entries):  # moved ones were accepted before
             self._check_room(entries)
         for entry in entries:
             self._send(entry)
@@ -244,14 +246,14 @@ class FrontendActor(Actor):
 
     def _send(self, entry: Entry) -> None:
         uid, begin = entry.submit.uid, time.monotonic_ns()
-        if not self._paused and not self._readmission.keep(entry):
+        if not self._is_restarting and not self._readmission.defer(entry):
             # If requests are waiting, another hop costs nothing, and the tokenizers have more time
             # than the user's event loop.
             self._dispatch(entry, entry.submit, direct=not self._waiting_requests)
         self._next_uid = entry.uids.stop
         self._entries |= dict.fromkeys(entry.uids, entry)
         self._by_id[entry.request_id] = entry
-        self._waiting_requests.update(entry.places)
+        self._waiting_requests.update(entry.waiting_uids)
         self._waiting_tokens += entry.charge
         self._waiting_media_bytes += entry.media_bytes
         self.context.track.add(self._submit_kind, uid, begin, time.monotonic_ns())
@@ -261,7 +263,7 @@ class FrontendActor(Actor):
         to the scheduler."""
         admit = self._admission.direct(submit) if direct else None
         if admit is not None:
-            self._direct += 1
+            self._num_direct += 1
             self._scheduler.send(admit)
         else:
             self._send_to_tokenizer(entry, submit)
@@ -304,17 +306,17 @@ class FrontendActor(Actor):
         """Abort a request; its entry is kept until terminals confirm the abort."""
         if entry.aborted:
             return
-        if not self._paused and self._readmission.let_go(entry):
+        if not self._is_restarting and self._readmission.remove_deferred(entry):
             self._send_again(entry)  # the scheduler relies on receiving all live requests
         entry.aborted = True
-        if self._paused:
+        if self._is_restarting:
             self._end_aborted(entry)
             return
-        living = [uid for uid in entry.uids if self._entries.get(uid) is entry]
-        for uid in living:
+        live = [uid for uid in entry.uids if self._entries.get(uid) is entry]
+        for uid in live:
             self._scheduler.send(Abort(uid))
         waits = entry.submit.chat is not None or entry.media
-        for uid in living:
+        for uid in live:
             if waits and uid in self._untokenized:
                 self._tokenizers[self._untokenized[uid][0]].send(Abort(uid))
 
@@ -323,27 +325,27 @@ class FrontendActor(Actor):
         engine has released the request."""
         for uid in entry.uids:
             if entry.answer(uid).terminal is None:
-                self._note_end(entry, own_terminal(entry, uid, "abort"))
-        self._forget_name(entry)
+                self._note_end(entry, local_terminal(entry, uid, "abort"))
+        self._forget_id(entry)
 
-    def _forget_name(self, entry: Entry) -> None:
+    def _forget_id(self, entry: Entry) -> None:
         if self._by_id.get(entry.request_id) is entry:  # otherwise the id was reused
             del self._by_id[entry.request_id]
 
-    def go_on(self, entry: Entry, parents: Sequence[int], tokens: Sequence[int]) -> None:
+    def resume_held(self, entry: Entry, parents: Sequence[int], tokens: Sequence[int]) -> None:
         """Resume a paused request. Sequence i becomes a copy of sequence `parents[i]` and continues
         with `tokens[i]`; if its parent is -1, it ends. Raises the error that ended the request, or
         `InvalidRequest` if the request cannot resume."""
         entry.raise_error()
-        if self._paused:
-            self._lose(entry)
+        if self._is_restarting:
+            self._fail_lost(entry)
             entry.raise_error()
-        self._check_turn(entry, parents, tokens)
+        self._check_resume(entry, parents, tokens)
         entry.continued += 1
         rows = np.array(parents, np.int32), np.array(tokens, np.int32)
         self._scheduler.send(Continue(entry.submit.uid, *rows))
 
-    def _check_turn(self, entry: Entry, parents: Sequence[int], tokens: Sequence[int]) -> None:
+    def _check_resume(self, entry: Entry, parents: Sequence[int], tokens: Sequence[int]) -> None:
         answers = entry.answers
         if not entry.is_held or entry.aborted:
             raise InvalidRequest(
@@ -351,15 +353,15 @@ class FrontendActor(Actor):
             )
         if not len(parents) == len(tokens) == len(answers):
             raise InvalidRequest(f"{len(answers)} answers need a parent and a token each")
-        dead = {index for index, answer in enumerate(answers) if answer.terminal is not None}
-        going = [index for index, parent in enumerate(parents) if parent != -1]
-        if dead & {*going, *(parents[index] for index in going)}:
-            raise InvalidRequest(f"answers {sorted(dead)} have ended and cannot be continued")
-        if not all(0 <= parents[index] < len(answers) for index in going):
+        ended = {index for index, answer in enumerate(answers) if answer.terminal is not None}
+        continuing = [index for index, parent in enumerate(parents) if parent != -1]
+        if ended & {*continuing, *(parents[index] for index in continuing)}:
+            raise InvalidRequest(f"answers {sorted(ended)} have ended and cannot be continued")
+        if not all(0 <= parents[index] < len(answers) for index in continuing):
             raise InvalidRequest(f"parents must be from -1 to {len(answers) - 1}")
-        if not all(0 <= tokens[index] < self._vocabulary for index in going):
+        if not all(0 <= tokens[index] < self._vocabulary for index in continuing):
             raise InvalidRequest(f"tokens must be from 0 to {self._vocabulary - 1}")
-        if going and entry.continued + 1 >= entry.submit.spec.stopping.max_tokens:
+        if continuing and entry.continued + 1 >= entry.submit.spec.stopping.max_tokens:
             raise InvalidRequest(
                 "the request cannot continue: no token may follow the last one that max_tokens "
                 "allows"
@@ -367,8 +369,8 @@ class FrontendActor(Actor):
 
     def fail_all(self, error: NanoactorError) -> None:
         """End every unfinished request with an error, because the engine is gone."""
-        for entry in self._each_entry():
-            if not entry.over:
+        for entry in self._unique_entries():
+            if not entry.is_over:
                 entry.error = error
                 entry.end()
         self._entries.clear()
@@ -376,7 +378,7 @@ class FrontendActor(Actor):
         self._by_id.clear()
         self._waiting_requests.clear()
         self._waiting_tokens = self._waiting_media_bytes = 0
-        self._tell_progress()
+        self._notify_progress()
         self.index.end(error)
 
     def entry_of(self, request_id: str) -> Entry | None:
@@ -393,33 +395,33 @@ class FrontendActor(Actor):
     def _deliver(self, chunk: OutputDelta) -> None:
         self._step_at = time.monotonic_ns()
         for opened in chunk.opened:
-            self._opened(opened.uid, opened.prompt_token_ids.tolist())
+            self._on_opened(opened.uid, opened.prompt_token_ids.tolist())
         ids: list[int] = chunk.token_ids.tolist()
-        at = 0
-        runs = [] if chunk.scores is None else list(told_runs(chunk.scores))
+        offset = 0
+        runs = [] if chunk.scores is None else list(reported_runs(chunk.scores))
         logprobs = {run.uid: run for run in runs if not run.is_prompt}
         for run in runs:
-            if run.is_prompt and (entry := self._read_entry(run.uid)) is not None:
-                entry.take_prompt_logprobs(run)
+            if run.is_prompt and (entry := self._unfinished_entry(run.uid)) is not None:
+                entry.add_prompt_logprobs(run)
         for uid, text, count in zip(
             chunk.uids.tolist(), chunk.texts, chunk.counts.tolist(), strict=True
         ):
-            self._delta(uid, text, ids[at : at + count], logprobs.get(uid))
-            at += count
+            self._on_delta(uid, text, ids[offset : offset + count], logprobs.get(uid))
+            offset += count
         if chunk.vectors is not None:
             for uid, vector in zip(
                 chunk.vectors.uids.tolist(), chunk.vectors.values.copy(), strict=True
             ):
-                if (entry := self._read_entry(uid)) is not None:
+                if (entry := self._unfinished_entry(uid)) is not None:
                     entry.answer(uid).vector = vector
         for terminal in chunk.terminals:
-            self._terminal(terminal)
+            self._on_terminal(terminal)
         if self._readmission.is_trial:
-            self._look_at_trial()
+            self._check_trial()
 
-    def _opened(self, uid: int, prompt: list[int]) -> None:
-        self._tokenized(uid)
-        entry = self._read_entry(uid)
+    def _on_opened(self, uid: int, prompt: list[int]) -> None:
+        self._note_tokenized(uid)
+        entry = self._unfinished_entry(uid)
         if entry is not None and prompt:  # only one of several sequences carries the prompt
             if entry.accepted.is_set() and prompt != entry.prompt_token_ids:
                 entry.error = ComputationFailed(CHANGED)
@@ -427,22 +429,22 @@ class FrontendActor(Actor):
                 return
             entry.prompt_token_ids = prompt
             entry.accepted.set()
-            if not entry.is_counted_out:
+            if not entry.has_left_queue:
                 self._waiting_tokens += len(prompt) - entry.charge
                 entry.charge = len(prompt)
 
-    def _tokenized(self, uid: int) -> None:
+    def _note_tokenized(self, uid: int) -> None:
         tokenizer, size = self._untokenized.pop(uid, (0, 0))
         self._load[tokenizer] -= size
 
-    def _read_entry(self, uid: int) -> Entry | None:
+    def _unfinished_entry(self, uid: int) -> Entry | None:
         """Return the entry of a sequence, or None if the sequence has already ended for its reader:
         the engine may emit output for a while after that."""
         entry = self._entries.get(uid)
         return entry if entry is not None and entry.answer(uid).terminal is None else None
 
-    def _delta(self, uid: int, text: str, ids: list[int], logprobs: ToldRun | None) -> None:
-        entry = self._read_entry(uid)
+    def _on_delta(self, uid: int, text: str, ids: list[int], logprobs: ReportedRun | None) -> None:
+        entry = self._unfinished_entry(uid)
         if entry is None:
             return
         answer = entry.answer(uid)
@@ -451,41 +453,41 @@ class FrontendActor(Actor):
             metrics.last_token_time = now
         if metrics.first_token_time is None:
             metrics.first_token_time = now
-            self._no_longer_waiting(entry, uid)
+            self._leave_queue(entry, uid)
         if text:
             answer.text.append(text)
         answer.token_ids += ids
         if logprobs is not None:
-            answer.take_logprobs(logprobs)
+            answer.add_logprob_run(logprobs)
         entry.wake()
 
-    def _no_longer_waiting(self, entry: Entry, uid: int) -> None:
+    def _leave_queue(self, entry: Entry, uid: int) -> None:
         """Stop counting a sequence as waiting, and with the request's first sequence its prompt."""
         self._waiting_requests.discard(uid)
-        if not entry.is_counted_out:
-            entry.is_counted_out = True
+        if not entry.has_left_queue:
+            entry.has_left_queue = True
             self._waiting_tokens -= entry.charge
             self._waiting_media_bytes -= entry.media_bytes
-        self._tell_progress()
+        self._notify_progress()
 
-    def _tell_progress(self) -> None:
+    def _notify_progress(self) -> None:
         if self._progress is not None:
             self._progress.set()
             self._progress = None
 
-    def _terminal(self, terminal: Terminal) -> None:
-        self._tokenized(terminal.uid)
+    def _on_terminal(self, terminal: Terminal) -> None:
+        self._note_tokenized(terminal.uid)
         entry = self._entries.pop(terminal.uid, None)
         if entry is None:
             return
         if terminal.uid in self._waiting_requests:
-            self._no_longer_waiting(entry, terminal.uid)
+            self._leave_queue(entry, terminal.uid)
         if entry.answer(terminal.uid).terminal is None:
             self._note_end(entry, terminal)
         if entry.error is not None:
             self.abort(entry)
         if all(answer.terminal is not None for answer in entry.answers):
-            self._forget_name(entry)
+            self._forget_id(entry)
             entry.end()
 
     def _note_end(self, entry: Entry, terminal: Terminal) -> None:
@@ -497,10 +499,14 @@ class FrontendActor(Actor):
         entry.note_end(terminal.uid, terminal)
 
     def statistics(self) -> dict[str, Any]:
-        """Return the numbers of unfinished sequences and of those without a first token (with their
-        prompt tokens and media bytes), of requests that wait for a trial to end (`kept`), that no
-        tokenizer has answered, and that needed no tokenizer (`direct`), and of media items in
-        transit; and the time of the latest output (`step_at`), in ns of the monotonic clock."""
+        """Return the sizes of the journal and of its queues.
+
+        `entries` counts unfinished sequences. The `waiting_*` figures cover those without a first
+        token: their number, prompt tokens and media bytes. `kept` counts requests that wait for a
+        trial to end, `untokenized` those that no tokenizer has answered, `direct` those that needed
+        no tokenizer, and `media_sending` the media items in transit. `step_at` is the time of the
+        latest output in ns of the monotonic clock.
+        """
         return {
             "entries": len(self._entries),
             "waiting_requests": len(self._waiting_requests),
@@ -508,7 +514,7 @@ class FrontendActor(Actor):
             "waiting_media_bytes": self._waiting_media_bytes,
             "kept": self._readmission.waiting,
             "untokenized": len(self._untokenized),
-            "direct": self._direct,
+            "direct": self._num_direct,
             "media_sending": len(self._media),
             "step_at": self._step_at,
         }

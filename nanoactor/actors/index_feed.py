@@ -19,12 +19,12 @@ class IndexFeed:
         self._readers: dict[IndexChanges, asyncio.Event] = {}
         self._error: NanoactorError | None = None
 
-    def take(self, events: IndexEvents) -> None:
+    def forward(self, events: IndexEvents) -> None:
         """Forward changes from the block manager to all readers."""
-        self._copy.take(events)
+        self._copy.apply(events)
         for changes, news in self._readers.items():
             if events.cleared:
-                changes.begin_anew(())
+                changes.republish(())
             for content in map(bytes, events.forgotten):
                 changes.forget(content)
             for content in map(bytes, events.remembered):
@@ -41,11 +41,11 @@ class IndexFeed:
         """Yield the index and then its changes, until the engine is gone. Raises the error that was
         passed to `end`."""
         changes, news = IndexChanges(), asyncio.Event()
-        changes.begin_anew(self._copy.contents)
+        changes.republish(self._copy.contents)
         self._readers[changes] = news
         try:
             while self._error is None:
-                if (events := changes.take()) is not None:
+                if (events := changes.drain()) is not None:
                     yield events
                 news.clear()
                 if not changes and self._error is None:

@@ -58,21 +58,21 @@ class MediaSender:
 
     def on_ready(self, outbox: Any) -> None:
         """Handle an edge that has room again."""
-        for worker, mine in enumerate(self._workers):
-            if mine is outbox:
+        for worker, own in enumerate(self._workers):
+            if own is outbox:
                 self._send_pieces(worker)
 
     def _send_pieces(self, worker: int) -> None:
         pieces, outbox = self._sending.get(worker, deque()), self._workers[worker]
         while pieces and outbox.ready:
             piece = pieces.popleft()
-            place, end = (piece.uid, piece.item), piece.offset + PIECE_BYTES
-            data = np.frombuffer(self._data[place][piece.offset : end], np.uint8)
+            item_id, end = (piece.uid, piece.item), piece.offset + PIECE_BYTES
+            data = np.frombuffer(self._data[item_id][piece.offset : end], np.uint8)
             outbox.send(dataclasses.replace(piece, data=data))
             if end < piece.size:
                 pieces.appendleft(dataclasses.replace(piece, offset=end))
             else:
-                del self._data[place]
+                del self._data[item_id]
 
     def forget(self) -> None:
         """Cancel all transfers."""

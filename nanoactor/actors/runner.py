@@ -28,20 +28,20 @@ from nanoactor.runtime.actor import Actor, Context, Handler, Progress, ReadyInfo
 from nanoactor.setup.actors import RunnerReady
 
 if TYPE_CHECKING:
-    from nanoactor.runner.protocol import Computed, Executor, Launched
+    from nanoactor.runner.protocol import Executor, LaunchedStep, StepResult
 
 DEVICE = "device"
 """Name of the trace track that shows what the device computes, and when it is idle."""
 
-_LOOK = 0.1
+_POLL_SECONDS = 0.1
 """Seconds between checks for a failed device thread during a wait for it."""
 
 
-class Pause:
+class DrainMarker:
     """Marker that passes through a runner's threads after all launched steps."""
 
     def __init__(self) -> None:
-        self.collected, self.over = threading.Event(), threading.Event()
+        self.collected, self.done = threading.Event(), threading.Event()
         self.error: BaseException | None = None
 
 
@@ -51,29 +51,33 @@ class RunnerActor(Actor):
     def __init__(self, config: RankConfig) -> None:
         self._config = config
         # Whether this rank requests each step from the scheduler.
-        self._asks = config.rank == 0 and config.engine.plan_lead == "late"
-        self._prepared: queue.SimpleQueue[tuple[int, Any] | Pause | None] = queue.SimpleQueue()
-        self._launched: queue.SimpleQueue[tuple[int, Launched] | Pause | None] = queue.SimpleQueue()
+        self._requests_steps = config.rank == 0 and config.engine.plan_lead == "late"
+        self._prepared: queue.SimpleQueue[tuple[int, Any] | DrainMarker | None] = (
+            queue.SimpleQueue()
+        )
+        self._launched: queue.SimpleQueue[tuple[int, LaunchedStep] | DrainMarker | None] = (
+            queue.SimpleQueue()
+        )
         self._threads: list[threading.Thread] = []
         self._stopping = self._discards = False
-        self._broken: BaseException | None = None
+        self._thread_error: BaseException | None = None
         """The error that ended one of the device's threads."""
         self._deadline = StepDeadline()
         self._cache = secrets.randbits(62)
         self._ahead = 0
         """Number of steps that were prepared while an earlier step was queued or running."""
-        self._requests, self._time = StepRequests(), DeviceTime()
-        self._forget()
+        self._requests, self._device_time = StepRequests(), DeviceTime()
+        self._reset_steps()
 
-    def _forget(self) -> None:
+    def _reset_steps(self) -> None:
         """Reset the state of all steps, pixels and masks."""
-        self._beginning: set[int] = set()
+        self._first_token_steps: set[int] = set()
         """Steps that sample after prompt tokens, perhaps a sequence's first token."""
-        self._queued: deque[int] = deque()
+        self._queued_tokens: deque[int] = deque()
         """Number of tokens of each step that is queued or running; if the step encodes pictures,
         the encoder's token budget is included."""
         self._received = self._completed = 0
-        self._requests.forget()
+        self._requests.reset()
         self._pixels = PixelStore()
         self._ready: list[int] = []
         """Numbers of the items whose pixels have arrived but are not reported to the scheduler
@@ -88,9 +92,9 @@ class RunnerActor(Actor):
         self._executor = self._open_on_thread()
         for tokens, seconds in self._executor.warmed_up:
             self._deadline.note(tokens, seconds)
-        return self._what_is_ready()
+        return self._ready_info()
 
-    def _what_is_ready(self) -> RunnerReady:
+    def _ready_info(self) -> RunnerReady:
         return RunnerReady(
             num_blocks=self._executor.num_blocks,
             block_size=self._executor.block_size,
@@ -101,25 +105,25 @@ class RunnerActor(Actor):
             cache=self._cache,
         )
 
-    def renew(self) -> RunnerReady:
+    def reset(self) -> RunnerReady:
         """Keep the model and the KV cache's memory. Return once the device is idle and the executor
         has dropped the state of all sequences."""
         self._discards = True
-        pause = Pause()
-        self._prepared.put(pause)
-        self._wait_for(pause.over)
-        if pause.error is not None:
-            raise pause.error
+        marker = DrainMarker()
+        self._prepared.put(marker)
+        self._wait_for(marker.done)
+        if marker.error is not None:
+            raise marker.error
         self._discards = False
-        self._forget()
-        return self._what_is_ready()
+        self._reset_steps()
+        return self._ready_info()
 
     def _wait_for(self, event: threading.Event) -> None:
         """Wait for an event that a device thread sets. Raises the error that ended such a
         thread."""
-        while not event.wait(_LOOK):
-            if self._broken is not None:
-                raise self._broken
+        while not event.wait(_POLL_SECONDS):
+            if self._thread_error is not None:
+                raise self._thread_error
 
     def _open_on_thread(self) -> Executor:
         """Start the device thread, on which the model is loaded and steps are launched.
@@ -158,10 +162,10 @@ class RunnerActor(Actor):
         self._open_tracks()
 
     def _open_tracks(self) -> None:
-        self._device = self.context.new_track(DEVICE)
+        self._device_track = self.context.new_track(DEVICE)
         names = ("encode", "forward", "sample", "copy")
-        self._spans = [self._device.kind(name, "step") for name in names]
-        self._report = self.context.track.kind("report", "step")
+        self._span_kinds = [self._device_track.kind(name, "step") for name in names]
+        self._report_kind = self.context.track.kind("report", "step")
 
     def handlers(self) -> Mapping[type, Handler]:
         """Handle steps, in order, and pixels and masks, which arrive on separate edges."""
@@ -181,20 +185,20 @@ class RunnerActor(Actor):
     def _on_step(self, step: Step) -> None:
         """Prepare a step, perhaps while the previous one is still running, and launch or queue
         it."""
-        self._ahead += bool(self._queued)
-        pixels, masks = self._pixels.take(step, self._units_of), self._masks.take(step)
+        self._ahead += bool(self._queued_tokens)
+        pixels, masks = self._pixels.consume(step, self._units_of), self._masks.pop_masks(step)
         prepared = self._executor.prepare(step, pixels, masks)
         self._received = step.step
         self._requests.note_prepared(step.step, self.context.now())
         encodes = step.vision is not None and len(step.vision.slices.counts)
         budget = self._config.engine.max_num_batched_tokens if encodes else 0
-        self._queued.append(prepared.rows + budget)
+        self._queued_tokens.append(prepared.rows + budget)
         rows = step.rows
-        first = ((rows.wants & (SAMPLE | DECODE)) == SAMPLE) & (rows.counts > 0)
-        if self._config.rank == 0 and first.any():
-            self._beginning.add(step.step)
-        self.context.rest()  # from here on, other threads need the GIL
-        if len(self._queued) == 1 and self._executor.any_thread:
+        yields_first_token = ((rows.wants & (SAMPLE | DECODE)) == SAMPLE) & (rows.counts > 0)
+        if self._config.rank == 0 and yields_first_token.any():
+            self._first_token_steps.add(step.step)
+        self.context.allow_sleep()  # from here on, other threads need the GIL
+        if len(self._queued_tokens) == 1 and self._executor.allows_any_thread:
             # All earlier steps are done, so the device thread sleeps and the device is idle:
             # waking the thread would only add a delay.
             self._launch_step(self._executor, step.step, prepared)
@@ -212,7 +216,7 @@ class RunnerActor(Actor):
     def _on_pixels(self, event: Pixels) -> None:
         if self._pixels.add(event):
             self._ready.append(event.pixels)
-            self._tell_ready()
+            self._report_ready()
 
     def _on_no_pixels(self, event: NoPixels) -> None:
         for number in event.pixels.tolist():
@@ -222,7 +226,7 @@ class RunnerActor(Actor):
         uids, positions = self._masks.add(event)
         self._masks_ready[0].extend(uids)
         self._masks_ready[1].extend(positions)
-        self._tell_ready()
+        self._report_ready()
 
     def _on_drop(self, event: DropPixels) -> None:
         numbers = event.pixels.tolist()
@@ -230,7 +234,7 @@ class RunnerActor(Actor):
             self._pixels.drop(number)
         self._executor.drop_pixels(numbers)
 
-    def _tell_ready(self) -> None:
+    def _report_ready(self) -> None:
         outbox, rank = self.context.outbox("scheduler"), self._config.rank
         if self._ready and outbox.ready:
             outbox.send(ItemsReady(rank, np.array(self._ready, np.int64)))
@@ -243,37 +247,37 @@ class RunnerActor(Actor):
 
     def on_ready(self, outbox: Any) -> None:
         """Handle the scheduler's edge, which has room again."""
-        self._tell_ready()
+        self._report_ready()
 
     def _launch(self, executor: Executor) -> None:
         """Run the device thread: launch steps on the device, or compute them if the device is the
         host."""
         while (prepared := self._prepared.get()) is not None and not self._stopping:
-            if isinstance(prepared, Pause):
-                self._pause(executor, prepared)
+            if isinstance(prepared, DrainMarker):
+                self._drain(executor, prepared)
             elif not self._discards and not self._launch_step(executor, *prepared):
                 return
 
-    def _pause(self, executor: Executor, pause: Pause) -> None:
+    def _drain(self, executor: Executor, marker: DrainMarker) -> None:
         """Wait for all launched steps, then reset the executor. Runs on the device thread."""
         if executor.asynchronous:
-            self._launched.put(pause)
+            self._launched.put(marker)
         try:
             if executor.asynchronous:
-                self._wait_for(pause.collected)
-            executor.renew()
+                self._wait_for(marker.collected)
+            executor.reset()
         except BaseException as error:
-            pause.error = error
-        pause.over.set()
+            marker.error = error
+        marker.done.set()
 
     def _launch_step(self, executor: Executor, step: int, inputs: Any) -> bool:
         """Hand a step to the device; return False if that fails."""
         if not executor.asynchronous:
-            self._announce(step)
+            self._report_begin(step)
         try:
             launched = executor.launch(inputs)
         except BaseException as error:
-            self._broken = error
+            self._thread_error = error
             self.context.call_soon(self.context.fail, error)
             return False
         if not executor.asynchronous:
@@ -284,58 +288,58 @@ class RunnerActor(Actor):
     def _collect(self) -> None:
         """Run the results thread: wait for each launched step of an asynchronous device."""
         while (launched := self._launched.get()) is not None and not self._stopping:
-            if isinstance(launched, Pause):
+            if isinstance(launched, DrainMarker):
                 launched.collected.set()
                 continue
-            self._announce(launched[0])
+            self._report_begin(launched[0])
             if not self._report_done(*launched):
                 return
 
-    def _announce(self, step: int) -> None:
-        if self._asks:
-            self.context.call_soon(self._begun, step)
+    def _report_begin(self, step: int) -> None:
+        if self._requests_steps:
+            self.context.call_soon(self._on_begun, step)
 
-    def _report_done(self, step: int, launched: Launched) -> bool:
+    def _report_done(self, step: int, launched: LaunchedStep) -> bool:
         """Wait for a step and report its result; return False if the step has failed."""
         try:
             computed = launched.wait()
         except BaseException as error:
-            self._broken = error
+            self._thread_error = error
             self.context.call_soon(self.context.fail, error)
             return False
         if not self._stopping:  # otherwise the event loop may be gone
-            self.context.call_soon(self._done, step, computed)
-            if step in self._beginning:
-                self._beginning.discard(step)
-                self.context.rouse()
+            self.context.call_soon(self._on_done, step, computed)
+            if step in self._first_token_steps:
+                self._first_token_steps.discard(step)
+                self.context.wake_others()
         return True
 
-    def _begun(self, step: int) -> None:
+    def _on_begun(self, step: int) -> None:
         """Handle the start of a step: ask for the next one shortly before this one is expected to
         end."""
-        if (wait := self._requests.wait) > 0:
-            self.context.call_later(wait, lambda: self._ask(step + 1))
+        if (wait := self._requests.delay) > 0:
+            self.context.call_later(wait, lambda: self._request_step(step + 1))
         else:
-            self._ask(step + 1)
+            self._request_step(step + 1)
 
-    def _ask(self, step: int) -> None:
-        if self._requests.ask(step, self._received, self.context.now()):
+    def _request_step(self, step: int) -> None:
+        if self._requests.request(step, self._received, self.context.now()):
             self.context.outbox("scheduler").send(StepWanted(step))
 
-    def _done(self, step: int, computed: Computed) -> None:
+    def _on_done(self, step: int, computed: StepResult) -> None:
         begin, seconds = time.monotonic_ns(), (computed.end - computed.begin) * 1e-9
         if self._config.rank == 0:  # the other ranks have sampled the same tokens
-            self._tell(step, computed, seconds)
+            self._send_done(step, computed, seconds)
         # Report the tokens before the bookkeeping.
         self._trace_device(step, computed)
-        tokens = self._queued.popleft()
+        tokens = self._queued_tokens.popleft()
         self._completed = step
-        self._time.note(computed.begin, computed.end)
+        self._device_time.note(computed.begin, computed.end)
         self._requests.note_done(seconds)
         self._deadline.note(tokens, seconds)
-        self.context.track.add(self._report, step, begin, time.monotonic_ns())
+        self.context.track.add(self._report_kind, step, begin, time.monotonic_ns())
 
-    def _tell(self, step: int, computed: Computed, seconds: float) -> None:
+    def _send_done(self, step: int, computed: StepResult, seconds: float) -> None:
         done = StepDone(
             step,
             computed.counts,
@@ -347,7 +351,7 @@ class RunnerActor(Actor):
         )
         self.context.outbox("scheduler").send(done)
 
-    def _trace_device(self, step: int, computed: Computed) -> None:
+    def _trace_device(self, step: int, computed: StepResult) -> None:
         """Add trace spans for the device's work, with the times that the device reported."""
         times = (
             computed.begin,
@@ -356,26 +360,26 @@ class RunnerActor(Actor):
             computed.sampled,
             computed.end,
         )
-        for kind, begin, end in zip(self._spans, times, times[1:], strict=False):
+        for kind, begin, end in zip(self._span_kinds, times, times[1:], strict=False):
             if end > begin:
-                self._device.add(kind, step, begin, end)
+                self._device_track.add(kind, step, begin, end)
 
     def may_stay_awake(self) -> bool:
         """Return False while a step is queued or running, because its threads need the GIL."""
-        return not self._queued
+        return not self._queued_tokens
 
     def rehearse(self) -> Iterator[object]:
         """Prepare a dummy step, unless real steps are queued or running."""
-        return self._executor.rehearse() if not self._queued else iter(())
+        return self._executor.rehearse() if not self._queued_tokens else iter(())
 
     def progress(self) -> Progress | None:
         """Return the number of the last finished step, and the seconds that the running step may
         take; None if no step is queued or running."""
-        if not self._queued:
+        if not self._queued_tokens:
             return None
         # An asynchronous device computes while this process waits, or spins.
-        own = not self._executor.asynchronous
-        return self._completed, self._deadline.seconds(self._queued[0]), own
+        computes_here = not self._executor.asynchronous
+        return self._completed, self._deadline.seconds(self._queued_tokens[0]), computes_here
 
     def stop(self) -> None:
         """Stop the threads once the current step is done."""
@@ -386,11 +390,13 @@ class RunnerActor(Actor):
             thread.join(timeout=1.0)
 
     def statistics(self) -> dict[str, Any]:
-        """Return the numbers of steps received, done, prepared while the device was busy with an
-        earlier step (`ahead`), launched operator by operator because they could not be captured or
-        were larger than all captured steps, and queued or running; the seconds that the first of
-        the latter may take; the seconds for which the device was busy, and idle between steps; and
-        the end of the latest step (`step_at`), in ns of the monotonic clock."""
+        """Return counters of steps, pixels and masks, and the device's busy and idle time.
+
+        `ahead` counts steps that were prepared while the device was busy with an earlier one,
+        `steps_uncaptured` and `steps_too_large` those launched operator by operator. `queued` is
+        the number of steps queued or running, `step_may_take` the time limit of the first of them
+        in seconds, and `step_at` the end of the latest step in ns of the monotonic clock.
+        """
         may_take = (self.progress() or (0, 0.0))[1]
         return {
             "step_may_take": may_take,
@@ -399,11 +405,11 @@ class RunnerActor(Actor):
             "steps_uncaptured": self._executor.uncaptured,
             "steps_too_large": self._executor.too_large,
             "ahead": self._ahead,
-            "queued": len(self._queued),
+            "queued": len(self._queued_tokens),
             "pixels": len(self._pixels),
             "pixel_bytes": self._pixels.nbytes,
             "masks": len(self._masks),
-            "busy_seconds": self._time.busy * 1e-9,
-            "idle_seconds": self._time.idle * 1e-9,
-            "step_at": self._time.free_at,
+            "busy_seconds": self._device_time.busy * 1e-9,
+            "idle_seconds": self._device_time.idle * 1e-9,
+            "step_at": self._device_time.free_at,
         }

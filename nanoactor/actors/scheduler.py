@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from nanoactor.messages import engine as m
+from nanoactor.messages import engine as messages
 from nanoactor.messages.grammar import MaskClock
 from nanoactor.messages.orders import Pause
 from nanoactor.runtime.actor import Actor, Context, Handler, Progress, ReadyInfo
@@ -32,19 +32,19 @@ class SchedulerActor(Actor):
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
         """Create the scheduler for the cache that the runners have allocated."""
         super().start(context, ready)
-        self._load = context.new_track(LOAD)
-        self._busy = self._load.kind("requests")
-        self._enters = self._load.kind(ENTERS, "uid")
-        self._leaves = self._load.kind(LEAVES, "uid")
-        self._encodes = self._load.kind(ENCODES, "pixels")
+        self._load_track = context.new_track(LOAD)
+        self._busy_kind = self._load_track.kind("requests")
+        self._enter_kind = self._load_track.kind(ENTERS, "uid")
+        self._leave_kind = self._load_track.kind(LEAVES, "uid")
+        self._encode_kind = self._load_track.kind(ENCODES, "pixels")
         self._busy_since = 0
         self._live_since = self._load_ns = self._step_at = self._tokens_at = 0
-        self._clock_runs = False
+        self._mask_clock_runs = False
         """Whether a `MaskClock` tick is pending, by which late masks are detected."""
         self._hold_clock_runs = False
         """Whether a `HoldClock` tick is pending, by which late callers of held sequences are
         detected."""
-        self._scheduler = Scheduler(_limits(self._config, RunnerReady.find(ready)))
+        self._scheduler = Scheduler(_scheduler_config(self._config, RunnerReady.find(ready)))
         self._block_size = RunnerReady.find(ready).block_size
 
     def handlers(self) -> Mapping[type, Handler]:
@@ -53,45 +53,49 @@ class SchedulerActor(Actor):
 
     def span_names(self) -> Mapping[type, str]:
         """Name the spans; the result of a step leads to the next plan."""
-        return {m.StepDone: "schedule", m.StepWanted: "schedule early", m.Admit: "admit"}
+        return {
+            messages.StepDone: "schedule",
+            messages.StepWanted: "schedule early",
+            messages.Admit: "admit",
+        }
 
     def _handle(self, event: Any) -> None:
-        if type(event) is m.StepDone:
+        if type(event) is messages.StepDone:
             self._step_at = time.monotonic_ns()
         elif type(event) is MaskClock:
-            self._clock_runs = False
-        elif type(event) is m.HoldClock:
+            self._mask_clock_runs = False
+        elif type(event) is messages.HoldClock:
             self._hold_clock_runs = False
         elif type(event) is Pause and self._live_since:
             self._live_since = time.monotonic_ns()  # nothing can be late during a pause
         for edge, message in self._scheduler.handle(event):
             self._link_requests(message)
             self.context.outbox(edge).send(message)
-        if self._scheduler.constraints.waits and not self._clock_runs:
-            self._clock_runs = True
-            self.context.tell_later(self._config.engine.mask_timeout / 2, MaskClock())
-        if self._scheduler.holds and not self._hold_clock_runs:
+        if self._scheduler.constraints.is_waiting and not self._mask_clock_runs:
+            self._mask_clock_runs = True
+            self.context.send_self_later(self._config.engine.mask_timeout / 2, MaskClock())
+        if self._scheduler.held_sequences and not self._hold_clock_runs:
             self._hold_clock_runs = True
-            self.context.tell_later(self._config.engine.hold_timeout / 2, m.HoldClock())
+            self.context.send_self_later(self._config.engine.hold_timeout / 2, messages.HoldClock())
         self._note_load()
 
     def _link_requests(self, message: Any) -> None:
         """Record the steps in which requests enter and leave and pictures are encoded, so that
         traces can follow them."""
-        if isinstance(message, m.Turn):
+        if isinstance(message, messages.Turn):
             if (plan := message.plan) is not None:
                 for uid in plan.admissions.uids.tolist():
-                    self._link(self._enters, uid, plan.step)
+                    self._link(self._enter_kind, uid, plan.step)
                 for number in plan.slices.pixels.tolist() if plan.slices else ():
-                    self._link(self._encodes, number, plan.step)
-        elif isinstance(message, m.Tokens):
+                    self._link(self._encode_kind, number, plan.step)
+        elif isinstance(message, messages.Tokens):
             self._tokens_at = time.monotonic_ns()
             for finish in message.finishes:
-                self._link(self._leaves, finish.uid, message.step)
+                self._link(self._leave_kind, finish.uid, message.step)
 
     def _link(self, kind: int, uid: int, step: int) -> None:
         now = time.monotonic_ns()
-        self._load.add(kind, uid, now, now, step)
+        self._load_track.add(kind, uid, now, now, step)
 
     def _note_load(self) -> None:
         """Record the times in which there was work: a device's idle time counts only then."""
@@ -102,7 +106,7 @@ class SchedulerActor(Actor):
             self._busy_since = self._live_since = 0
 
     def _add_load(self, now: int) -> None:
-        self._load.add(self._busy, 0, self._busy_since, now)
+        self._load_track.add(self._busy_kind, 0, self._busy_since, now)
         self._load_ns += now - self._busy_since
 
     def before_trace(self) -> None:
@@ -116,7 +120,7 @@ class SchedulerActor(Actor):
         """Return the number of planned steps if there are sequences but nothing that they wait for
         is in flight, otherwise None."""
         scheduler = self._scheduler
-        return (scheduler.statistics.steps, 0.0) if scheduler.is_waiting else None
+        return (scheduler.statistics.steps, 0.0) if scheduler.is_stalled else None
 
     def rehearse(self) -> Iterator[object]:
         """Rehearse the path of a request through a scheduler and a block manager. It starts only
@@ -125,16 +129,19 @@ class SchedulerActor(Actor):
         while self._scheduler.statistics.steps == before:
             yield None
         yield from (None,) * _HOPS
-        yield from self._rehearsal.play()
+        yield from self._rehearsal.run()
 
     @functools.cached_property
     def _rehearsal(self) -> Rehearsal:
         return Rehearsal(self._block_size)
 
     def statistics(self) -> dict[str, Any]:
-        """Return the scheduler's figures; the seconds in which there was work; and, in ns of the
-        monotonic clock, the start of the current work (`live_since`), the arrival of the latest
-        step's result (`step_at`), and the last time at which tokens were sent on (`tokens_at`)."""
+        """Return the scheduler's figures, and the seconds in which there was work.
+
+        In ns of the monotonic clock, `live_since` is the start of the current work, `step_at` the
+        arrival of the latest step's result, and `tokens_at` the time at which the latest tokens
+        were sent to the detokenizer.
+        """
         scheduler = self._scheduler
         scheduler.check_idle()
         self.before_trace()
@@ -147,7 +154,7 @@ class SchedulerActor(Actor):
         }
 
 
-def _limits(config: ActorConfig, cache: RunnerReady) -> SchedulerConfig:
+def _scheduler_config(config: ActorConfig, cache: RunnerReady) -> SchedulerConfig:
     """Return the scheduler's limits for the cache that the runners have allocated."""
     engine = config.engine
     return SchedulerConfig(
@@ -155,7 +162,7 @@ def _limits(config: ActorConfig, cache: RunnerReady) -> SchedulerConfig:
         block_size=cache.block_size,
         max_num_seqs=engine.max_num_seqs,
         max_num_batched_tokens=engine.max_num_batched_tokens,
-        max_model_len=config.files.fitted(cache.tokens).max_model_len,
+        max_model_len=config.files.fit_to_cache(cache.capacity_tokens).max_model_len,
         depth=engine.pipeline_depth,
         max_depth=cache.max_depth,
         plan_lead=engine.plan_lead,

@@ -13,22 +13,22 @@ import numpy as np
 
 from nanoactor.admission.admission import Admission
 from nanoactor.errors import InvalidRequest, OutOfResources, out_of_resources
-from nanoactor.grammar.freeing import freed
+from nanoactor.grammar.freeing import split_free_text
 from nanoactor.kv.hashing import block_hashes
 from nanoactor.media.prompt import VisualItem, expand_prompt, items_message
 from nanoactor.messages.engine import Abort, Admit, FreeText, Int32, Reject, Submit, TokenRules
 from nanoactor.messages.vision import Items, ItemsRead
-from nanoactor.models.sampling.columns import rows_of
+from nanoactor.models.sampling.columns import split_rows
 from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
-from nanoactor.runtime.errors import machine_refuses
+from nanoactor.runtime.errors import is_out_of_resources
 from nanoactor.runtime.native import native_calls
 from nanoactor.runtime.worker_thread import WorkerThread
 from nanoactor.setup.actors import ActorConfig, RunnerReady, encoder_limits, render_options
-from nanoactor.text.bad_words import check_choice, spellings, with_words
-from nanoactor.text.patterns import LONG_BYTES
+from nanoactor.text.bad_words import check_tokens_remain, spellings, with_bad_words
+from nanoactor.text.patterns import LONG_TEXT
 from nanoactor.text.renderer import Cancelled, RenderQueue
 from nanoactor.text.template import TemplateFacts
-from nanoactor.vision.gather import ItemGathering
+from nanoactor.vision.gather import ItemCollector
 from nanoactor.vision.media import ReadItem, Unusable
 
 if TYPE_CHECKING:
@@ -37,8 +37,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("nanoactor.tokenizer")
 
 # Maximum length of the reason for a rejection; a template's error may quote the prompt.
-_LONGEST_REASON = 2000
-_MADE_UP = "Speak the speech, I pray you, as I pronounced it to you, trippingly on the tongue. " * 8
+_MAX_REASON_CHARS = 2000
+_DUMMY_TEXT = (
+    "Speak the speech, I pray you, as I pronounced it to you, trippingly on the tongue. " * 8
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,16 +66,16 @@ class TokenizerActor(Actor):
         self._config = config
         self._requests = 0
         self._tokens = 0
-        self._lives = 0
+        self._restarts = 0
         """Number of restarts."""
         self._templates: RenderQueue | None = None
         self._facts: TemplateFacts | None = None
         """Facts about the chat template; None if it is broken."""
-        self._items = ItemGathering()
+        self._items = ItemCollector()
         self._tags: dict[str, int | None] = {}
         """Token ids of the tags around free text that were looked up so far; None for a tag that is
         not a single token."""
-        self._held: dict[int, tuple[Submit, Encoded | Exception]] = {}
+        self._awaiting_items: dict[int, tuple[Submit, Encoded | Exception]] = {}
         """Requests that wait for the keys and sizes of their pictures."""
         self._long_texts = WorkerThread("long texts")
         self._workers: dict[int, int] = {}
@@ -100,51 +102,51 @@ class TokenizerActor(Actor):
         elif templates.note:
             log.warning("%s", templates.note)
 
-    def renew(self) -> None:
+    def reset(self) -> None:
         """Keep the tokenizer and the template process; forget all requests."""
         if self._templates is not None:
             self._templates.cancel_all()
-        self._items, self._held, self._workers = ItemGathering(), {}, {}
-        self._lives += 1
+        self._items, self._awaiting_items, self._workers = ItemCollector(), {}, {}
+        self._restarts += 1
 
-    def _number(self, uid: int) -> int:
+    def _queue_number(self, uid: int) -> int:
         """Return a request's number in the template queue, unique across restarts: the queue may
         still have requests from before a restart."""
-        return self._lives << 48 | uid
+        return self._restarts << 48 | uid
 
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
         """Set up admission and the encoder's limits for the cache that the runners have
         allocated."""
         super().start(context, ready)
         cache = RunnerReady.find(ready)
-        files, salt = self._config.files.fitted(cache.tokens), self._config.salt
+        files, salt = self._config.files.fit_to_cache(cache.capacity_tokens), self._config.salt
         self._config = dataclasses.replace(self._config, files=files)
         self._admission = Admission(files, salt, cache.block_size)
         self._limits = encoder_limits(self._config, cache)
 
     def handlers(self) -> Mapping[type, Handler]:
         """Handle requests, aborts, and the keys and sizes of pictures."""
-        return {Submit: self._submit, Abort: self._abort, ItemsRead: self._items_read}
+        return {Submit: self._on_submit, Abort: self._on_abort, ItemsRead: self._on_items_read}
 
     def span_names(self) -> Mapping[type, str]:
         """Name the spans that process a prompt."""
         return {Submit: "tokenize"}
 
-    def _submit(self, event: Submit) -> None:
+    def _on_submit(self, event: Submit) -> None:
         if event.chat is None:
             self._encode_text(event, event.text)
             return
         assert self._templates is not None
-        own = self.context.own(event)  # it outlives this handler
+        own = self.context.owned_copy(event)  # it outlives this handler
         try:
             self._check_options(event.chat_options)
         except InvalidRequest as error:
             self._refuse(own, error)
             return
-        done = functools.partial(self.context.call_soon, self._rendered, own)
+        done = functools.partial(self.context.call_soon, self._on_rendered, own)
         hide = self._encoder.hide_placeholders
         chat, options = hide(event.chat), hide(event.chat_options)
-        self._templates.render(self._number(event.uid), chat, options, done)
+        self._templates.render(self._queue_number(event.uid), chat, options, done)
 
     def _check_options(self, options: str) -> None:
         """Raise `InvalidRequest` if there are options that the template does not read."""
@@ -155,14 +157,14 @@ class TokenizerActor(Actor):
         if self._facts is not None:
             self._facts.check(decoded)
 
-    def _abort(self, event: Abort) -> None:
+    def _on_abort(self, event: Abort) -> None:
         if self._templates is not None:
-            self._templates.cancel(self._number(event.uid))
-        if event.uid in self._held:
-            submit, _ = self._held.pop(event.uid)
+            self._templates.cancel(self._queue_number(event.uid))
+        if event.uid in self._awaiting_items:
+            submit, _ = self._awaiting_items.pop(event.uid)
             self._refuse(submit)
 
-    def _items_read(self, event: ItemsRead) -> None:
+    def _on_items_read(self, event: ItemsRead) -> None:
         for row, (uid, item) in enumerate(
             zip(event.uids.tolist(), event.items.tolist(), strict=True)
         ):
@@ -172,14 +174,16 @@ class TokenizerActor(Actor):
             count = self._items.add(uid, item, unusable or read)
             if count:
                 self._workers[uid] = event.worker
-            if uid in self._held and count == len(self._held[uid][0].item_times):
-                self._answer(*self._held.pop(uid))
+            if uid in self._awaiting_items and count == len(
+                self._awaiting_items[uid][0].item_times
+            ):
+                self._finish(*self._awaiting_items.pop(uid))
 
-    def _rendered(self, event: Submit, result: str | Exception) -> None:
+    def _on_rendered(self, event: Submit, result: str | Exception) -> None:
         if isinstance(result, str):
             self._encode_text(event, result)
         else:
-            self._answer(event, result)
+            self._finish(event, result)
 
     # -- encoding -------------------------------------------------------------------------
 
@@ -189,11 +193,11 @@ class TokenizerActor(Actor):
         bounded, all texts are encoded in a disposable process."""
         own_ids = event.token_ids.copy()
         if text is None and not event.bad_words:  # there may be no tokenizer at all
-            self._answer(event, Encoded(own_ids, {}))
+            self._finish(event, Encoded(own_ids, {}))
             return
         pieces: list[Piece] = []
         if text is not None:
-            pieces = self._encoder.rendered_pieces(text) if event.chat else [(text, True)]
+            pieces = self._encoder.split_rendered(text) if event.chat else [(text, True)]
         words = spellings(event.bad_words)
         every = [*pieces, *((word, False) for word in words)]
 
@@ -202,65 +206,65 @@ class TokenizerActor(Actor):
             if text is None:
                 prompt = own_ids
             elif event.chat:
-                prompt = self._encoder.joined(text, own)
+                prompt = self._encoder.join_pieces(text, own)
             else:
                 prompt = np.array(own[0], np.int32)
             return Encoded(prompt, dict(zip(words, spelt, strict=True)))
 
         if not self._encoder.is_bounded and self._templates is not None:
-            done = self._later(event, encoded)
-            self._templates.encode(self._number(event.uid), every, done)
-        elif len(text or "") > LONG_BYTES:
-            done = self._later(event, lambda found: found)
-            self._put_long(event, lambda: encoded(self._encoder.encode(every)), done)
+            done = self._callback(event, encoded)
+            self._templates.encode(self._queue_number(event.uid), every, done)
+        elif len(text or "") > LONG_TEXT:
+            done = self._callback(event, lambda found: found)
+            self._encode_on_thread(event, lambda: encoded(self._encoder.encode(every)), done)
         else:
-            self._answer(event, _result_of(lambda: encoded(self._encoder.encode(every))))
+            self._finish(event, _result_of(lambda: encoded(self._encoder.encode(every))))
 
-    def _put_long(
+    def _encode_on_thread(
         self, event: Submit, work: Callable[[], Encoded], done: Callable[[Any], None]
     ) -> None:
         try:
             self._long_texts.put(work, done)
         except RuntimeError as error:  # no thread can be started
-            self._answer(event, error)
+            self._finish(event, error)
 
-    def _later(self, event: Submit, made: Callable[[Any], Encoded]) -> Callable[[Any], None]:
+    def _callback(self, event: Submit, convert: Callable[[Any], Encoded]) -> Callable[[Any], None]:
         """Return a callback for another thread, which passes a result to the event loop, where it
         is handled."""
-        own = self.context.own(event)
+        own = self.context.owned_copy(event)
 
         def answer(result: Any) -> None:
             failed = isinstance(result, Exception)
-            self._answer(own, result if failed else _result_of(lambda: made(result)))
+            self._finish(own, result if failed else _result_of(lambda: convert(result)))
 
         return functools.partial(self.context.call_soon, answer)
 
     def _refuse(self, event: Submit, error: Exception | None = None) -> None:
         """Reject a request because of an error, or because it was aborted if `error` is None."""
         self._forget_items(event)
-        if error is not None and machine_refuses(error):
+        if error is not None and is_out_of_resources(error):
             error = out_of_resources(error)
         reason, refused = "", isinstance(error, OutOfResources)
         if isinstance(error, InvalidRequest | OutOfResources):
             reason = str(error)
         elif error is not None:
             reason = f"the prompt cannot be tokenized: {error!r}"
-        answers = len(rows_of(event.spec.sampling))
-        reject = Reject(event.uid, reason[:_LONGEST_REASON], answers, refused)
+        answers = len(split_rows(event.spec.sampling))
+        reject = Reject(event.uid, reason[:_MAX_REASON_CHARS], answers, refused)
         self.context.outbox("scheduler").send(reject)
 
     def _forget_items(self, event: Submit) -> None:
         if event.item_times:
-            self._items.forget(event.uid, len(event.item_times))
+            self._items.finish(event.uid, len(event.item_times))
             self._workers.pop(event.uid, None)
 
-    def _answer(self, event: Submit, result: Encoded | Exception) -> None:
+    def _finish(self, event: Submit, result: Encoded | Exception) -> None:
         if isinstance(result, Cancelled):
             self._refuse(event)
             return
         count = len(event.item_times)
-        if count and not self._items.has(event.uid, count):
-            self._held[event.uid] = self.context.own(event), result
+        if count and not self._items.is_complete(event.uid, count):
+            self._awaiting_items[event.uid] = self.context.owned_copy(event), result
             return
         try:
             with native_calls():
@@ -279,18 +283,18 @@ class TokenizerActor(Actor):
         tokens, items = self._place_items(event, encoded.prompt[-event.keep_last :])
         spec = self._admission.check(tokens, event)
         rules = self._rules(event, encoded.words)
-        grammar, free = self._freed(spec.grammar)
+        grammar, free = self._split_free_text(spec.grammar)
         spec = dataclasses.replace(spec, rules=rules, grammar=grammar)
         return self._admission.admit(event, spec, tokens, items, free)
 
-    def _freed(self, grammar: str) -> tuple[str, FreeText | None]:
+    def _split_free_text(self, grammar: str) -> tuple[str, FreeText | None]:
         """Return a grammar without its leading free text, and the tokens that delimit that text. If
         layers keep states, the grammar is returned unchanged and free text is sampled under masks:
         to reject the end of free text, a sequence would have to go back to a position that the
         device has already computed, and its state would include that position twice."""
         if not grammar or self._config.files.has_slot_state:
             return grammar, None
-        return freed(grammar, self._id_of)
+        return split_free_text(grammar, self._id_of)
 
     def _id_of(self, tag: str) -> int | None:
         if tag not in self._tags:
@@ -308,8 +312,8 @@ class TokenizerActor(Actor):
         Raises `InvalidRequest` if the rules leave no choice for the first token."""
         if event.spec.rules is None:
             return None
-        rules = with_words(event.spec.rules, event.bad_words, words.__getitem__)
-        check_choice(rules, event.spec.stopping)
+        rules = with_bad_words(event.spec.rules, event.bad_words, words.__getitem__)
+        check_tokens_remain(rules, event.spec.stopping)
         return rules
 
     def _place_items(self, event: Submit, tokens: Int32) -> tuple[Int32, Items | None]:
@@ -321,7 +325,9 @@ class TokenizerActor(Actor):
         kinds = ["video" if times else "picture" for times in event.item_times]
         visual = [
             VisualItem(one.key, one.grid[1], one.grid[2], times or None)
-            for one, times in zip(self._items.of(event.uid, kinds), event.item_times, strict=True)
+            for one, times in zip(
+                self._items.collect(event.uid, kinds), event.item_times, strict=True
+            )
         ]
         self._check_room(visual, len(tokens))
         prompt = expand_prompt(tokens, visual, vision, self._encode)
@@ -354,7 +360,7 @@ class TokenizerActor(Actor):
     def rehearse(self) -> Iterator[object]:
         """Tokenize a dummy text, and hash dummy blocks."""
         if self._config.files.tokenizer_directory is not None:
-            yield self._encoder.encode_text(_MADE_UP)
+            yield self._encoder.encode_text(_DUMMY_TEXT)
         yield block_hashes(np.zeros(512, np.int32), self._admission.block_size, bytes(16))
 
     def stop(self) -> None:
@@ -369,5 +375,5 @@ class TokenizerActor(Actor):
         return {
             "requests": self._requests,
             "tokens": self._tokens,
-            "held": len(self._held) + len(self._items),
+            "held": len(self._awaiting_items) + len(self._items),
         }

@@ -33,9 +33,9 @@ from nanoactor.vision.store import MediaStore
 
 T = TypeVar("T")
 
-_IN_ONE_MESSAGE = 256
-_LONGEST_REASON = 300
-_LONGEST_DECODE = 120.0
+_MAX_PER_MESSAGE = 256
+_MAX_REASON_CHARS = 300
+_MAX_DECODE_SECONDS = 120.0
 """Maximum seconds for decoding a picture, or one frame of a video."""
 # Maximum bytes of undecoded items that a worker keeps; it requests dropped items again.
 STORE_BYTES = 256 << 20
@@ -49,7 +49,7 @@ class _Arriving:
     first: MediaPiece
 
 
-class _BrokenOff(Exception):
+class _Cancelled(Exception):
     """The item being decoded is no longer wanted."""
 
 
@@ -69,12 +69,12 @@ class VisionActor(Actor):
         self._config = config
         self._arriving: dict[tuple[int, int], _Arriving] = {}
         self._store = MediaStore(STORE_BYTES)
-        self._wants: dict[int, WantPixels] = {}
+        self._pixel_requests: dict[int, WantPixels] = {}
         """By number: requests for pixels that are not fully sent to the runners."""
         self._waiting: dict[tuple[int, int], list[int]] = {}
         """By (request, item): numbers of the pixels that wait for the item's bytes."""
         self._resends: list[tuple[int, int]] = []
-        self._read: dict[int, list[tuple[int, int, ReadItem | Unusable]]] = {}
+        self._unreported: dict[int, list[tuple[int, int, ReadItem | Unusable]]] = {}
         """By tokenizer: (request, item, result) of each item to report to it; the result is what
         the item is or why it cannot be used."""
         self._failed: list[tuple[int, Unusable]] = []
@@ -84,7 +84,7 @@ class VisionActor(Actor):
         self._sent = 0
         """Number of bytes already sent of the first entry of `_sending`."""
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._naming = 0
+        self._videos_to_read = 0
         """Number of videos whose headers the thread has to read."""
         self._frames = 0
         """Number of frames that were examined or that the thread has started to decode."""
@@ -96,9 +96,9 @@ class VisionActor(Actor):
         """Import Pillow, and start the decoding thread."""
         files = self._config.files
         assert files.images is not None
-        salt, most = self._config.salt, self._config.engine.max_image_pixels
-        self._reader = MediaReader(files.images, salt, most, files.videos)
-        self._thread = threading.Thread(target=self._work_all, name="decode", daemon=True)
+        salt, max_pixels = self._config.salt, self._config.engine.max_image_pixels
+        self._reader = MediaReader(files.images, salt, max_pixels, files.videos)
+        self._thread = threading.Thread(target=self._run_thread, name="decode", daemon=True)
         self._thread.start()
 
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
@@ -115,7 +115,11 @@ class VisionActor(Actor):
 
     def handlers(self) -> Mapping[type, Handler]:
         """Handle media bytes, which arrive unrequested, and requests for pixels."""
-        return {MediaPiece: self._piece, WantPixels: self._want, CancelPixels: self._unwant}
+        return {
+            MediaPiece: self._on_piece,
+            WantPixels: self._on_want,
+            CancelPixels: self._on_cancel,
+        }
 
     def span_names(self) -> Mapping[type, str]:
         """Name the spans that process media bytes. They are named for computing an item's key,
@@ -124,136 +128,138 @@ class VisionActor(Actor):
 
     # -- media bytes ----------------------------------------------------------------------
 
-    def _piece(self, event: MediaPiece) -> None:
-        place = event.uid, event.item
-        if place not in self._arriving:
-            self._arriving[place] = _Arriving(bytearray(event.size), self.context.own(event))
-        arriving = self._arriving[place]
+    def _on_piece(self, event: MediaPiece) -> None:
+        item_id = event.uid, event.item
+        if item_id not in self._arriving:
+            self._arriving[item_id] = _Arriving(
+                bytearray(event.size), self.context.owned_copy(event)
+            )
+        arriving = self._arriving[item_id]
         end = event.offset + len(event.data)
         arriving.data[event.offset : end] = event.data.tobytes()
         if end == event.size:
-            del self._arriving[place]
-            self._complete(place, arriving)
+            del self._arriving[item_id]
+            self._complete(item_id, arriving)
 
-    def _complete(self, place: tuple[int, int], arriving: _Arriving) -> None:
+    def _complete(self, item_id: tuple[int, int], arriving: _Arriving) -> None:
         first = arriving.first
         media = Media(first.form, first.shape, first.area, arriving.data, first.frames)
         if media.frames:  # a video has many headers, some of which must be decoded to be read
-            self._naming += 1
-            self._work.put(functools.partial(self._name_video, place, first, media))
+            self._videos_to_read += 1
+            self._work.put(functools.partial(self._read_video, item_id, first, media))
         else:
-            self._named(place, first, media, self._read_header(media))
+            self._on_read(item_id, first, media, self._read_header(media))
 
     def _read_header(self, media: Media) -> ReadItem | Unusable:
         try:
             with native_calls():
                 return self._reader.read(media, self._note_header)
         except Exception as error:
-            return _why(error)
+            return _unusable(error)
 
-    def _name_video(self, place: tuple[int, int], first: MediaPiece, media: Media) -> None:
+    def _read_video(self, item_id: tuple[int, int], first: MediaPiece, media: Media) -> None:
         """Compute the key and the grid of a video. Runs on the decoding thread."""
         found = self._read_header(media)
         if not self._stopping:
-            self.context.call_soon(self._named_video, place, first, media, found)
+            self.context.call_soon(self._on_video_read, item_id, first, media, found)
 
-    def _named_video(
-        self, place: tuple[int, int], first: MediaPiece, media: Media, found: ReadItem | Unusable
+    def _on_video_read(
+        self, item_id: tuple[int, int], first: MediaPiece, media: Media, found: ReadItem | Unusable
     ) -> None:
-        self._naming -= 1
-        self._named(place, first, media, found)
+        self._videos_to_read -= 1
+        self._on_read(item_id, first, media, found)
 
-    def _named(
-        self, place: tuple[int, int], first: MediaPiece, media: Media, found: ReadItem | Unusable
+    def _on_read(
+        self, item_id: tuple[int, int], first: MediaPiece, media: Media, found: ReadItem | Unusable
     ) -> None:
         if isinstance(found, ReadItem):
             self._store.add(found.key, media)
         if first.tokenizer >= 0:
             self._counts.items += 1
-            self._read.setdefault(first.tokenizer, []).append((*place, found))
-        for number in self._waiting.pop(place, ()):
-            self._start(number, media)
+            self._unreported.setdefault(first.tokenizer, []).append((*item_id, found))
+        for number in self._waiting.pop(item_id, ()):
+            self._start_decoding(number, media)
         self._report()
 
     # -- pixels ---------------------------------------------------------------------------
 
-    def _want(self, event: WantPixels) -> None:
-        self._wants[event.pixels] = event
+    def _on_want(self, event: WantPixels) -> None:
+        self._pixel_requests[event.pixels] = event
         media = self._store.get(event.key)
         if media is not None:
-            self._start(event.pixels, media)
+            self._start_decoding(event.pixels, media)
             return
-        place = event.uid, event.item
-        if place not in self._waiting and place not in self._arriving:
-            self._resends.append(place)
-        self._waiting.setdefault(place, []).append(event.pixels)
+        item_id = event.uid, event.item
+        if item_id not in self._waiting and item_id not in self._arriving:
+            self._resends.append(item_id)
+        self._waiting.setdefault(item_id, []).append(event.pixels)
         self._report()
 
-    def _start(self, number: int, media: Media) -> None:
-        if number in self._wants:
-            self._decode(number, media)
+    def _start_decoding(self, number: int, media: Media) -> None:
+        if number in self._pixel_requests:
+            self._queue_decode(number, media)
 
-    def _decode(self, number: int, media: Media) -> None:
-        self._work.put(functools.partial(self._decode_one, number, media))
+    def _queue_decode(self, number: int, media: Media) -> None:
+        self._work.put(functools.partial(self._decode_item, number, media))
 
-    def _work_all(self) -> None:
+    def _run_thread(self) -> None:
         """Run the decoding thread. Pillow releases the GIL while it works."""
         while (work := self._work.get()) is not None and not self._stopping:
             work()
 
-    def _decode_one(self, number: int, media: Media) -> None:
+    def _decode_item(self, number: int, media: Media) -> None:
         begin = time.monotonic_ns()
         try:
             with native_calls():
                 result: NDArray[np.uint8] | Unusable = self._reader.decode(
                     media, functools.partial(self._note_frame, number)
                 )
-        except _BrokenOff:
+        except _Cancelled:
             return
         except Exception as error:
-            result = _why(error)
+            result = _unusable(error)
         if self._stopping:  # the event loop may be gone
             return
         self.context.call_soon(self._note_decoded, number, begin, time.monotonic_ns())
-        self.context.call_soon(self._decoded, number, result)
+        self.context.call_soon(self._on_decoded, number, result)
 
     def _note_header(self) -> None:
         """Record progress. Called before each frame of a video is examined."""
         self._frames += 1
 
     def _note_frame(self, number: int) -> None:
-        """Count a frame to decode. Raises `_BrokenOff` if its pixels are no longer wanted; the
+        """Count a frame to decode. Raises `_Cancelled` if its pixels are no longer wanted; the
         event loop then informs the runners."""
-        if self._stopping or number not in self._wants:
-            raise _BrokenOff
+        if self._stopping or number not in self._pixel_requests:
+            raise _Cancelled
         self._frames += 1
 
     def _note_decoded(self, number: int, begin: int, end: int) -> None:
         self._counts.decode_seconds += (end - begin) * 1e-9
         self._decode_track.add(self._decode_kind, number, begin, end)
 
-    def _unwant(self, event: CancelPixels) -> None:
-        numbers = [number for number in event.pixels.tolist() if number in self._wants]
+    def _on_cancel(self, event: CancelPixels) -> None:
+        numbers = [number for number in event.pixels.tolist() if number in self._pixel_requests]
         for number in numbers:
-            want = self._wants.pop(number)
-            place = want.uid, want.item
-            waiting = self._waiting.get(place, [])
+            want = self._pixel_requests.pop(number)
+            item_id = want.uid, want.item
+            waiting = self._waiting.get(item_id, [])
             if number in waiting:
                 waiting.remove(number)
                 if not waiting:  # bytes that still arrive only go to the store
-                    del self._waiting[place]
+                    del self._waiting[item_id]
             if self._sending and self._sending[0][0] == number:
                 self._sent = 0
             self._sending = deque(entry for entry in self._sending if entry[0] != number)
         self._absent += numbers
         self._report()
 
-    def _decoded(self, number: int, result: NDArray[np.uint8] | Unusable) -> None:
-        if number not in self._wants:
+    def _on_decoded(self, number: int, result: NDArray[np.uint8] | Unusable) -> None:
+        if number not in self._pixel_requests:
             return
         self._counts.decoded += 1
         if isinstance(result, Unusable):
-            del self._wants[number]
+            del self._pixel_requests[number]
             self._failed.append((number, result))
             self._absent.append(number)
         else:
@@ -268,34 +274,34 @@ class VisionActor(Actor):
 
     def _report(self) -> None:
         """Send as much as the edges have room for; the rest waits, and is merged."""
-        for tokenizer, found in self._read.items():
+        for tokenizer, found in self._unreported.items():
             while found and self._tokenizers[tokenizer].ready:
-                self._tokenizers[tokenizer].send(self._items_read(_first(found)))
+                self._tokenizers[tokenizer].send(self._items_read(_pop_batch(found)))
         while self._resends and self._frontend.ready:
-            uids, items = zip(*_first(self._resends), strict=True)
+            uids, items = zip(*_pop_batch(self._resends), strict=True)
             self._frontend.send(ResendMedia(np.array(uids, np.int64), np.array(items, np.int32)))
         while self._failed and self._scheduler.ready:
-            failed = _first(self._failed)
+            failed = _pop_batch(self._failed)
             numbers = [number for number, _ in failed]
-            refused = [number for number, why in failed if why.is_refused]
-            told = np.array(numbers, np.int64), [why.reason for _, why in failed]
-            self._scheduler.send(ItemsFailed(*told, np.array(refused, np.int64)))
+            refused = [number for number, why in failed if why.is_machine_fault]
+            columns = np.array(numbers, np.int64), [why.reason for _, why in failed]
+            self._scheduler.send(ItemsFailed(*columns, np.array(refused, np.int64)))
         while self._absent and self._runners.ready:
-            self._runners.send(NoPixels(np.array(_first(self._absent), np.int64)))
+            self._runners.send(NoPixels(np.array(_pop_batch(self._absent), np.int64)))
         self._send_pixels()
 
     def _items_read(self, found: list[tuple[int, int, ReadItem | Unusable]]) -> ItemsRead:
-        uids, items, what = zip(*found, strict=True)
+        uids, items, results = zip(*found, strict=True)
         nothing = ReadItem(bytes(16), (0, 0, 0))
-        read = [nothing if isinstance(one, Unusable) else one for one in what]
-        refused = [isinstance(one, Unusable) and one.is_refused for one in what]
+        read = [nothing if isinstance(one, Unusable) else one for one in results]
+        refused = [isinstance(one, Unusable) and one.is_machine_fault for one in results]
         return ItemsRead(
             self._number,
             np.array(uids, np.int64),
             np.array(items, np.int32),
             keys=np.frombuffer(b"".join(one.key for one in read), np.uint8).reshape(-1, 16),
             grids=np.array([one.grid for one in read], np.int32),
-            errors=[one.reason if isinstance(one, Unusable) else "" for one in what],
+            errors=[one.reason if isinstance(one, Unusable) else "" for one in results],
             refused=np.array(refused, np.uint8),
         )
 
@@ -308,13 +314,13 @@ class VisionActor(Actor):
             if self._sent == array.size:
                 self._sending.popleft()
                 self._sent = 0
-                del self._wants[number]
+                del self._pixel_requests[number]
 
     def progress(self) -> Progress | None:
         """Return the number of pictures and frames processed so far while there is work, otherwise
         None; a large picture takes seconds."""
         done = self._counts.decoded + self._frames + self._counts.items
-        return (done, _LONGEST_DECODE) if self._wants or self._naming else None
+        return (done, _MAX_DECODE_SECONDS) if self._pixel_requests or self._videos_to_read else None
 
     def stop(self) -> None:
         """Stop the thread once the current picture is done."""
@@ -324,32 +330,35 @@ class VisionActor(Actor):
             self._thread.join(timeout=1.0)
 
     def statistics(self) -> dict[str, Any]:
-        """Return the numbers of items received, items decoded and frames processed; the seconds of
-        decoding; the bytes kept; and the numbers of unanswered requests for pixels (`wants`), of
-        items that no tokenizer knows yet (`unread`), and of items waited for (`waiting`)."""
+        """Return counts of items and frames, the seconds spent on decoding, and the bytes kept.
+
+        `wants` is the number of unanswered requests for pixels, `unread` the number of items not
+        reported to a tokenizer yet, and `waiting` the number of items whose bytes or headers are
+        still missing.
+        """
         return {
             "items": self._counts.items,
             "decoded": self._counts.decoded,
             "frames": self._frames,
             "decode_seconds": self._counts.decode_seconds,
             "stored_bytes": self._store.nbytes,
-            "wants": len(self._wants),
-            "unread": sum(map(len, self._read.values())) + len(self._arriving),
-            "waiting": len(self._waiting) + self._naming,
+            "wants": len(self._pixel_requests),
+            "unread": sum(map(len, self._unreported.values())) + len(self._arriving),
+            "waiting": len(self._waiting) + self._videos_to_read,
         }
 
 
-def _first(entries: list[T]) -> list[T]:
+def _pop_batch(entries: list[T]) -> list[T]:
     """Remove and return as many entries as fit in one message, the oldest first."""
-    some = entries[:_IN_ONE_MESSAGE]
-    del entries[:_IN_ONE_MESSAGE]
-    return some
+    batch = entries[:_MAX_PER_MESSAGE]
+    del entries[:_MAX_PER_MESSAGE]
+    return batch
 
 
-def _why(error: Exception) -> Unusable:
+def _unusable(error: Exception) -> Unusable:
     """Return the reason why a picture cannot be used; no picture may crash the engine."""
     if isinstance(error, MemoryError):
-        return Unusable("there is not enough memory to decode the picture", is_refused=True)
+        return Unusable("there is not enough memory to decode the picture", is_machine_fault=True)
     known = isinstance(error, InvalidRequest)
     text = str(error) if known else f"the picture cannot be decoded: {error!r}"
-    return Unusable(text[:_LONGEST_REASON])
+    return Unusable(text[:_MAX_REASON_CHARS])

@@ -36,7 +36,7 @@ class Admission:
             return None
         if spec.rules or submit.bad_words or submit.item_times:
             return None
-        if len(tokens) + len(_told(submit)) > DIRECT_TOKENS:
+        if len(tokens) + len(_resumed_tokens(submit)) > DIRECT_TOKENS:
             return None
         if self._placeholders and np.isin(tokens, self._placeholders).any():
             return None
@@ -60,7 +60,7 @@ class Admission:
         return Admit(
             uid=submit.uid,
             spec=spec,
-            token_ids=np.concatenate((tokens, _told(submit))),
+            token_ids=np.concatenate((tokens, _resumed_tokens(submit))),
             prompt_length=len(tokens),
             hashes=block_hashes(tokens, self.block_size, self._salt, extras=extras),
             items=items,
@@ -75,29 +75,29 @@ class Admission:
             raise InvalidRequest("the prompt is empty: it must have at least one token")
         check_length(len(tokens), limit, pools=submit.spec.pools)
         if tokens.min() < 0 or tokens.max() >= self._vocabulary:
-            wrong = int(tokens[(tokens < 0) | (tokens >= self._vocabulary)][0])
+            invalid = int(tokens[(tokens < 0) | (tokens >= self._vocabulary)][0])
             raise InvalidRequest(
-                f"token id {wrong} is outside the vocabulary of {self._vocabulary} ids (0 to "
+                f"token id {invalid} is outside the vocabulary of {self._vocabulary} ids (0 to "
                 f"{self._vocabulary - 1})"
             )
         if submit.spec.pools:
             return submit.spec
         room = limit - len(tokens)
-        if stopping.fewer_will_do:
+        if stopping.clamp_max_tokens:
             stopping = dataclasses.replace(stopping, max_tokens=min(stopping.max_tokens, room))
         for name in ("max_tokens", "min_tokens"):
-            if (wanted := getattr(stopping, name)) > room:
+            if (requested := getattr(stopping, name)) > room:
                 raise InvalidRequest(
-                    f"{name} is {wanted}, but after a prompt of {len(tokens)} tokens "
+                    f"{name} is {requested}, but after a prompt of {len(tokens)} tokens "
                     f"max_model_len ({limit}) leaves room for {room}"
                 )
-        most = stopping.max_tokens or room
-        if (told := len(_told(submit))) > most:
+        max_tokens = stopping.max_tokens or room
+        if (resumed := len(_resumed_tokens(submit))) > max_tokens:
             raise InvalidRequest(
-                f"so_far has {told} tokens, but the output may have at most {most} (the limit is "
-                "max_tokens, or the room that max_model_len leaves)"
+                f"so_far has {resumed} tokens, but the output may have at most {max_tokens} (the "
+                "limit is max_tokens, or the room that max_model_len leaves)"
             )
-        stopping = dataclasses.replace(stopping, max_tokens=most)
+        stopping = dataclasses.replace(stopping, max_tokens=max_tokens)
         return dataclasses.replace(submit.spec, stopping=stopping)
 
 
@@ -106,12 +106,13 @@ def check_length(tokens: int, limit: int, *, pools: bool) -> None:
     room for one output token."""
     if tokens + (not pools) <= limit:
         return
-    most = f"{limit}" if pools else f"{limit - 1}, to leave room for one output token"
+    max_length = f"{limit}" if pools else f"{limit - 1}, to leave room for one output token"
     raise InvalidRequest(
-        f"the prompt has {tokens} tokens, but max_model_len is {limit}: it may have at most {most}"
+        f"the prompt has {tokens} tokens, but max_model_len is {limit}: it may have at most "
+        f"{max_length}"
     )
 
 
-def _told(submit: Submit) -> Int32:
+def _resumed_tokens(submit: Submit) -> Int32:
     """Return the output tokens of a resumed sequence that its reader has already received."""
     return _NO_TOKENS if submit.output is None else submit.output.token_ids

@@ -18,14 +18,14 @@ _WARNED: list[str] = []
 """Id of the request for which the warning was logged; at most one."""
 
 
-class Journal(Protocol):
+class RequestOwner(Protocol):
     """The owner of a request's journal entry: an engine's frontend, or an ingress of several
     engines."""
 
     def abort(self, entry: Entry) -> None:
         """Abort a request that is no longer read."""
 
-    def go_on(self, entry: Entry, parents: Sequence[int], tokens: Sequence[int]) -> None:
+    def resume_held(self, entry: Entry, parents: Sequence[int], tokens: Sequence[int]) -> None:
         """Resume a request's paused sequences with these parents and tokens."""
 
 
@@ -33,12 +33,12 @@ class Request:
     """A request from `AsyncLLM.submit`: an async iterator of outputs. Close it unless it is read to
     the end."""
 
-    def __init__(self, frontend: Journal, entry: Entry, engine: object) -> None:
+    def __init__(self, frontend: RequestOwner, entry: Entry, engine: object) -> None:
         """`engine` is kept alive as long as the request."""
         self._engine = engine
         self._frontend = frontend
         self._entry = entry
-        self._read = False
+        self._is_exhausted = False
 
     @property
     def request_id(self) -> str:
@@ -72,10 +72,10 @@ class Request:
         await self._entry.accepted.wait()
         self._entry.raise_error()
 
-    async def begun(self) -> None:
+    async def wait_for_output(self) -> None:
         """Wait until there is an output to read. Raises the error that ended the request, for
         example if its grammar cannot be compiled."""
-        await self._entry.news()
+        await self._entry.wait_for_news()
         self._entry.raise_error()
 
     def __aiter__(self) -> Request:
@@ -84,31 +84,31 @@ class Request:
 
     async def __anext__(self) -> RequestOutput:
         """Return the next output. Raises the errors of `AsyncLLM.generate`."""
-        if self._read:
+        if self._is_exhausted:
             raise StopAsyncIteration
         output = await self._entry.next()
-        self._read = output.finished
+        self._is_exhausted = output.finished
         if output.finished:
-            self._warn_of_default(output)
+            self._warn_if_default_cut(output)
         return output
 
-    def _warn_of_default(self, output: RequestOutput) -> None:
+    def _warn_if_default_cut(self, output: RequestOutput) -> None:
         """Log a warning, only once, if an output was cut off by the default of `max_tokens`."""
-        most = self._entry.submit.spec.stopping.max_tokens
-        cut = any(answer.finish_reason == "length" for answer in output.outputs)
-        if cut and isinstance(most, DefaultTokens) and not _WARNED:
+        max_tokens = self._entry.submit.spec.stopping.max_tokens
+        was_cut = any(answer.finish_reason == "length" for answer in output.outputs)
+        if was_cut and isinstance(max_tokens, DefaultTokens) and not _WARNED:
             _WARNED.append(self._entry.request_id)
             log.warning(
                 "request %s ended after %d tokens, which is the default max_tokens, as in vLLM; "
                 "max_tokens=None allows as many tokens as fit (logged once)",
                 self._entry.request_id,
-                most,
+                max_tokens,
             )
 
     async def held(self) -> list[Logprobs]:
         """Wait until all sequences are paused; return the log-probabilities of the likely next
         tokens of each sequence. Raises the error that ended the request."""
-        await self._entry.held()
+        await self._entry.wait_until_held()
         return [answer.logprobs[-1] for answer in self._entry.answers if answer.logprobs]
 
     async def vector(self) -> Float32:
@@ -125,13 +125,13 @@ class Request:
         """Return the result of a pooling request without waiting; None if it has not arrived."""
         return self._entry.answers[0].vector
 
-    def go_on(self, parents: Sequence[int], tokens: Sequence[int]) -> None:
+    def resume_held(self, parents: Sequence[int], tokens: Sequence[int]) -> None:
         """Resume the paused sequences. Sequence i becomes a copy of sequence `parents[i]`, which
         may be itself, and continues with `tokens[i]`; if its parent is -1, it ends. Raises the
         errors of `held`, and `InvalidRequest` if the request cannot resume."""
-        self._frontend.go_on(self._entry, parents, tokens)
+        self._frontend.resume_held(self._entry, parents, tokens)
 
     def close(self) -> None:
         """Abort the request unless it is finished."""
-        if not self._entry.over:
+        if not self._entry.is_over:
             self._frontend.abort(self._entry)

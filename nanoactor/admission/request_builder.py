@@ -21,7 +21,7 @@ from nanoactor.messages.resuming import ToldTokens
 from nanoactor.model_files.files import ModelFiles, max_prompt_bytes
 from nanoactor.models.sampling import columns
 from nanoactor.options.config import EngineConfig
-from nanoactor.pooling.requests import check_pooling, kept_tokens, with_prompt
+from nanoactor.pooling.requests import check_pooling, prepend_prompt, truncation_length
 from nanoactor.requests.grammar_spec import MAX_GRAMMAR_BYTES
 from nanoactor.requests.outputs import OutputSoFar
 from nanoactor.requests.params import (
@@ -35,23 +35,23 @@ from nanoactor.requests.structured_outputs import StructuredOutputsParams
 from nanoactor.setup.actors import encoder_pages
 from nanoactor.text.conversation import check_messages
 from nanoactor.vision.media import Media
-from nanoactor.vision.parts import MediaTaker
+from nanoactor.vision.parts import MediaExtractor
 
 log = logging.getLogger("nanoactor")
 
 _NO_TOKENS = np.empty(0, np.int32)
-_MOVED_FIRST = 2**32
-"""Subtracted from a priority; it exceeds the range of priorities, so that requests resumed from
-another engine run before all others."""
+_RESUMED_PRIORITY_OFFSET = 2**32
+"""Subtracted from the priority of a request that is resumed from another engine. It exceeds the
+range of priorities, so such requests run before all others."""
 
 
-def check_name(request_id: object) -> None:
+def check_request_id(request_id: object) -> None:
     """Raise `InvalidRequest` if a request id is not a string."""
     if not isinstance(request_id, str):
         raise InvalidRequest(f"request_id must be a string, got {request_id!r:.100}")
 
 
-def check_numbers(**values: object) -> None:
+def check_uint63(**values: object) -> None:
     """Raise `InvalidRequest` unless all values are integers from 0 to 2^63 - 1, which can be sent
     to other processes."""
     for name, value in values.items():
@@ -59,7 +59,7 @@ def check_numbers(**values: object) -> None:
             raise InvalidRequest(f"{name} must be an integer of at least 0, got {value!r:.100}")
 
 
-def held(params: SamplingParams, submit: Submit, media: Sequence[Media]) -> Submit:
+def as_held(params: SamplingParams, submit: Submit, media: Sequence[Media]) -> Submit:
     """Return the request with sequences that pause after each token. Raises `InvalidRequest` if its
     parameters are incompatible with that."""
     if params.logprobs is None or params.max_tokens is None:
@@ -84,24 +84,24 @@ class RequestBuilder:
     def __init__(self, config: EngineConfig, files: ModelFiles, seeds: random.Random) -> None:
         """`seeds` generates the seeds of requests that have none."""
         self._max_logprobs = config.max_logprobs
-        self._skips_tokenizer = config.skip_tokenizer_init
+        self._skip_tokenizer_init = config.skip_tokenizer_init
         self._files = files
         self._seeds = seeds
-        self._media = MediaTaker(config, files, encoder_pages(config, files))
+        self._media = MediaExtractor(config, files, encoder_pages(config, files))
 
-    def fit(self, tokens: int) -> ModelFiles:
+    def fit_to_cache(self, tokens: int) -> ModelFiles:
         """If `max_model_len` is "auto", lower it to `tokens`, the capacity of the KV cache. Return
         the model files with the resulting `max_model_len`."""
-        fitted = self._files.fitted(tokens)
-        if fitted is not self._files:
+        files = self._files.fit_to_cache(tokens)
+        if files is not self._files:
             log.warning(
                 "max_model_len is %d, because the KV cache has no room for more; the model allows "
                 "%d",
-                fitted.max_model_len,
+                files.max_model_len,
                 self._files.max_model_len,
             )
-        self._files = fitted
-        return fitted
+        self._files = files
+        return files
 
     def build(
         self,
@@ -113,7 +113,7 @@ class RequestBuilder:
         so_far: Any = None,
     ) -> tuple[Submit, tuple[Media, ...]]:
         """Return the request, with uid 0 until the frontend numbers it, and its media. `media` is
-        what `take_media` has returned with the prompt, or None if `take_media` is still to be
+        what `extract_media` has returned with the prompt, or None if `extract_media` is still to be
         called; `so_far` is the output emitted so far."""
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"sampling_params must be SamplingParams, got {params!r}")
@@ -124,10 +124,10 @@ class RequestBuilder:
             )
         priority = _check_priority(priority)
         if media is None:
-            prompt, media = self.take_media(prompt)
+            prompt, media = self.extract_media(prompt)
         keep_last = self._keep_last(params, media)
         text, chat, token_ids = self._read_prompt(prompt, keep_last)
-        options = self._check_options(chat_template_kwargs)
+        options = self._encode_options(chat_template_kwargs)
         if chat_template_kwargs and chat is None:
             raise InvalidRequest("chat_template_kwargs require a list of messages")
         self._check_params(params)
@@ -136,9 +136,9 @@ class RequestBuilder:
             sampling=self._sampling(params),
             stopping=self._stopping(params),
             text_options=_text_options(params),
-            rules=_rules(params),
-            logprobs=_count(params.logprobs),
-            prompt_logprobs=_count(params.prompt_logprobs),
+            rules=_token_rules(params),
+            logprobs=_logprob_count(params.logprobs),
+            prompt_logprobs=_logprob_count(params.prompt_logprobs),
             grammar=self._grammar(params),
         )
         submit = Submit(
@@ -153,7 +153,7 @@ class RequestBuilder:
             keep_last=keep_last,
         )
         if so_far is not None:
-            submit = self._moved(submit, params, so_far)
+            submit = self._with_output(submit, params, so_far)
         return submit, media
 
     def build_pooled(
@@ -162,12 +162,14 @@ class RequestBuilder:
         """Return a pooling request, with uid 0: for a score if `scores`, otherwise for a vector."""
         files = self._files
         pooling = check_pooling(params, files.pooling, files.config.hidden_size)
-        if pooling.scores is not scores:
-            makes = "scores of pairs, not vectors" if pooling.scores else "vectors, not scores"
+        if pooling.returns_scores is not scores:
+            makes = (
+                "scores of pairs, not vectors" if pooling.returns_scores else "vectors, not scores"
+            )
             raise InvalidRequest(f"this model computes {makes}")
-        keep_last = kept_tokens(params, files.max_model_len)
-        behind = with_prompt(prompt, params, pooling)
-        text, _, token_ids = self._read_prompt(behind, keep_last, pools=True)
+        keep_last = truncation_length(params, files.max_model_len)
+        text_with_prompt = prepend_prompt(prompt, params, pooling)
+        text, _, token_ids = self._read_prompt(text_with_prompt, keep_last, pools=True)
         spec = RequestSpec(
             priority=_check_priority(priority),
             sampling=columns.pack({}),
@@ -177,7 +179,7 @@ class RequestBuilder:
         )
         return Submit(0, spec, text, None, "{}", token_ids, keep_last=keep_last)
 
-    def _moved(self, submit: Submit, params: SamplingParams, so_far: Any) -> Submit:
+    def _with_output(self, submit: Submit, params: SamplingParams, so_far: Any) -> Submit:
         """Return the request, changed to resume after `so_far` and to run before new requests."""
         if not isinstance(so_far, OutputSoFar):
             raise InvalidRequest(f"so_far must be OutputSoFar or None, got {so_far!r:.100}")
@@ -200,17 +202,17 @@ class RequestBuilder:
         spec = dataclasses.replace(
             submit.spec,
             text_options=dataclasses.replace(submit.spec.text_options, delivered=characters),
-            priority=submit.spec.priority - _MOVED_FIRST,
+            priority=submit.spec.priority - _RESUMED_PRIORITY_OFFSET,
         )
         output = ToldTokens(ids) if len(ids) else None
         return dataclasses.replace(submit, spec=spec, output=output)
 
-    def chosen(self, params: SamplingParams | None) -> SamplingParams:
+    def params_or_default(self, params: SamplingParams | None) -> SamplingParams:
         """Return a request's sampling parameters, or those that the model recommends if they are
         None."""
         return SamplingParams.for_model() if params is None else params
 
-    def seeded(self, params: Any) -> Any:
+    def with_seed(self, params: Any) -> Any:
         """Return sampling parameters, with a new random seed if they have none. If a request is
         built later, call this method on its arrival, so that requests get the same seeds in each
         run."""
@@ -218,9 +220,9 @@ class RequestBuilder:
             return params
         return dataclasses.replace(params, seed=self._seeds.getrandbits(64))
 
-    def take_media(self, prompt: Any) -> tuple[Any, tuple[Media, ...]]:
+    def extract_media(self, prompt: Any) -> tuple[Any, tuple[Media, ...]]:
         """Return the prompt without its media, and the media. This reads files, and decodes images
-        that Pillow has not decoded yet: on an event loop, call it in a thread if `must_open`
+        that Pillow has not decoded yet: on an event loop, call it in a thread if `needs_opening`
         returns True."""
         if isinstance(prompt, Mapping):
             prompt = dict(prompt)
@@ -233,21 +235,21 @@ class RequestBuilder:
 
     def _keep_last(self, params: SamplingParams, media: tuple[Media, ...]) -> int:
         """Return the number of prompt tokens to keep, counted from the end; 0 to keep all."""
-        asked, limit = params.truncate_prompt_tokens, self._files.max_model_len
-        if asked is None:
+        requested, limit = params.truncate_prompt_tokens, self._files.max_model_len
+        if requested is None:
             return 0
         if media:
             raise InvalidRequest(
                 "truncate_prompt_tokens cannot be combined with pictures and videos: the cut could "
                 "fall inside one of them"
             )
-        if asked >= limit:
+        if requested >= limit:
             raise InvalidRequest(
-                f"truncate_prompt_tokens is {asked}, but max_model_len is {limit}: it may be "
+                f"truncate_prompt_tokens is {requested}, but max_model_len is {limit}: it may be "
                 f"at most {limit - 1}, to leave room for one output token"
             )
         room = max(1, params.max_tokens or params.min_tokens)
-        return asked if asked > 0 else max(1, limit - room)
+        return requested if requested > 0 else max(1, limit - room)
 
     def _read_prompt(
         self, prompt: Any, keep_last: int, *, pools: bool = False
@@ -265,7 +267,7 @@ class RequestBuilder:
                     f"{sorted(map(str, keys))}"
                 )
             prompt = prompt["prompt"]
-        if self._skips_tokenizer:
+        if self._skip_tokenizer_init:
             raise InvalidRequest(
                 "the engine has no tokenizer (skip_tokenizer_init): pass prompt_token_ids instead"
             )
@@ -274,7 +276,7 @@ class RequestBuilder:
                 raise InvalidRequest("the prompt is empty: it must have at least one token")
             return self._check_text(prompt), None, _NO_TOKENS
         if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
-            return None, self._check_chat(list(prompt)), _NO_TOKENS
+            return None, self._encode_chat(list(prompt)), _NO_TOKENS
         raise InvalidRequest(
             "a prompt must be text, {'prompt_token_ids': [...]} or a list of messages, "
             f"got {type(prompt).__name__}"
@@ -297,16 +299,16 @@ class RequestBuilder:
             )
         return text
 
-    def _check_chat(self, messages: list[Any]) -> str:
+    def _encode_chat(self, messages: list[Any]) -> str:
         check_messages(messages)
-        return self._as_json("messages", [dict(message) for message in messages])
+        return self._encode_json("messages", [dict(message) for message in messages])
 
-    def _check_options(self, options: Any) -> str:
+    def _encode_options(self, options: Any) -> str:
         if options is not None and not isinstance(options, Mapping):
             raise InvalidRequest(f"chat_template_kwargs must be a dict, got {options!r}")
-        return self._as_json("chat_template_kwargs", dict(options or {}))
+        return self._encode_json("chat_template_kwargs", dict(options or {}))
 
-    def _as_json(self, name: str, value: Any) -> str:
+    def _encode_json(self, name: str, value: Any) -> str:
         try:
             text = json.dumps(value, ensure_ascii=False)
         except (TypeError, ValueError, RecursionError) as error:
@@ -329,23 +331,23 @@ class RequestBuilder:
                     f"{self._max_logprobs} (max_logprobs)"
                 )
         for name, given in (("stop strings", params.stop), ("bad words", params.bad_words)):
-            if given and self._skips_tokenizer:
+            if given and self._skip_tokenizer_init:
                 raise InvalidRequest(
                     f"{name} require a tokenizer, but the engine has none (skip_tokenizer_init)"
                 )
 
     def _grammar(self, params: SamplingParams) -> str:
         """Return the text of the requested `GrammarSpec`; empty if there is none."""
-        wanted = params.structured_outputs
-        if wanted is None:
+        constraint = params.structured_outputs
+        if constraint is None:
             return ""
-        assert isinstance(wanted, StructuredOutputsParams)
-        if self._skips_tokenizer:
+        assert isinstance(constraint, StructuredOutputsParams)
+        if self._skip_tokenizer_init:
             raise InvalidRequest(
                 "structured_outputs requires a tokenizer, but the engine has none "
                 "(skip_tokenizer_init)"
             )
-        return _grammar_text(wanted)
+        return _grammar_text(constraint)
 
     def _sampling(self, params: SamplingParams) -> bytes:
         given = {name: getattr(params, name) for name in columns.NAMES}
@@ -358,14 +360,16 @@ class RequestBuilder:
 
     def _stopping(self, params: SamplingParams) -> Stopping:
         recommended = self._files.generation.max_new_tokens
-        asked = params.max_tokens is not None and not isinstance(params.max_tokens, DefaultTokens)
+        is_explicit = params.max_tokens is not None and not isinstance(
+            params.max_tokens, DefaultTokens
+        )
         return Stopping(
             # 0 means as many as fit; it is replaced once the prompt's length is known.
             max_tokens=params.max_tokens
             or (max(recommended, params.min_tokens) if recommended else 0),
             min_tokens=params.min_tokens,
-            fewer_will_do=isinstance(params.max_tokens, TokenCap)
-            or (not asked and bool(params.max_tokens or recommended)),
+            clamp_max_tokens=isinstance(params.max_tokens, TokenCap)
+            or (not is_explicit and bool(params.max_tokens or recommended)),
             eos_ids=() if params.ignore_eos else self._files.eos_token_ids,
             stop_ids=tuple(params.stop_token_ids or ()),
         )
@@ -375,8 +379,8 @@ _NO_TEXT = TextOptions((), include_stop=False, skip_special=False, min_tokens=0,
 
 
 @functools.lru_cache(maxsize=8)  # all prompts of a batch have the same specification
-def _grammar_text(wanted: StructuredOutputsParams) -> str:
-    spec = wanted.spec()
+def _grammar_text(constraint: StructuredOutputsParams) -> str:
+    spec = constraint.spec()
     try:
         check_spec(spec)
     except InvalidRequest as error:
@@ -391,19 +395,19 @@ def _grammar_text(wanted: StructuredOutputsParams) -> str:
     return text
 
 
-def _count(logprobs: int | None) -> int:
+def _logprob_count(logprobs: int | None) -> int:
     return -1 if logprobs is None else logprobs
 
 
 def _check_priority(priority: Any) -> int:
     number = plain_number(priority)
-    whole = isinstance(number, int) and not isinstance(number, bool)
-    if not whole or not -(2**31) <= number < 2**31:
+    is_integer = isinstance(number, int) and not isinstance(number, bool)
+    if not is_integer or not -(2**31) <= number < 2**31:
         raise InvalidRequest(f"priority must be a 32-bit integer, got {number!r}")
     return int(number)
 
 
-def _rules(params: SamplingParams) -> TokenRules | None:
+def _token_rules(params: SamplingParams) -> TokenRules | None:
     """Return the rules for the logits, or None if there are none. The tokenizer adds the ids of the
     bad words."""
     biases = params.logit_bias or {}

@@ -8,11 +8,11 @@ from nanoactor.actors.frontend import FrontendActor
 from nanoactor.errors import InvalidRequest, public
 
 
-class Controlled(abc.ABC):
+class ControlCalls(abc.ABC):
     """An engine that can be paused, as vLLM's `AsyncLLM` can."""
 
     @abc.abstractmethod
-    def _running(self) -> FrontendActor:
+    def _require_frontend(self) -> FrontendActor:
         """Return the frontend. Raises if the engine is not running or cannot be used from here."""
 
     @public
@@ -26,21 +26,21 @@ class Controlled(abc.ABC):
             raise InvalidRequest(
                 f'mode must be "keep", which makes requests wait, got {mode!r:.100}'
             )
-        self._running().control.pause(True)
+        self._require_frontend().control.pause(True)
 
     @public
     async def resume_generation(self) -> None:
         """Resume planning steps."""
-        self._running().control.pause(False)
+        self._require_frontend().control.pause(False)
 
     @public
     async def is_paused(self) -> bool:
         """Return True if the engine is paused."""
-        return self._running().control.is_paused
+        return self._require_frontend().control.is_paused
 
     @public
     async def reset_prefix_cache(self) -> bool:
         """Invalidate the prefix cache: later requests reuse nothing that was computed before this
         call or by requests that are running now. Returns True."""
-        self._running().control.forget_index()
+        self._require_frontend().control.forget_index()
         return True

@@ -20,9 +20,14 @@ from numpy.typing import NDArray
 
 from nanoactor.actors.frontend import FrontendActor
 from nanoactor.admission.request import Request
-from nanoactor.admission.request_builder import RequestBuilder, check_name, check_numbers, held
-from nanoactor.api.control import Controlled
-from nanoactor.api.pooling_calls import Pooled
+from nanoactor.admission.request_builder import (
+    RequestBuilder,
+    as_held,
+    check_request_id,
+    check_uint63,
+)
+from nanoactor.api.control import ControlCalls
+from nanoactor.api.pooling_calls import PoolingCalls
 from nanoactor.beams.requests import BeamSearcher
 from nanoactor.errors import (
     EngineClosed,
@@ -35,7 +40,7 @@ from nanoactor.errors import (
 )
 from nanoactor.kv.index_events import IndexEvents
 from nanoactor.model_files.files import read_model_files
-from nanoactor.model_files.fingerprints import FilePrints
+from nanoactor.model_files.fingerprints import FileFingerprints
 from nanoactor.options.config import EngineConfig
 from nanoactor.options.engine_options import engine_config
 from nanoactor.placement.rendezvous import Rendezvous
@@ -54,9 +59,9 @@ from nanoactor.runtime.recovery import Death
 from nanoactor.runtime.system import System, run_on
 from nanoactor.runtime.topology import Topology
 from nanoactor.setup.actors import ActorConfig, RunnerReady
-from nanoactor.text.huggingface import PretrainedOnce
+from nanoactor.text.huggingface import LazyTokenizer
 from nanoactor.tracing import Trace
-from nanoactor.vision.parts import must_open, snapshot
+from nanoactor.vision.parts import needs_opening, snapshot
 
 if TYPE_CHECKING:
     from nanoactor.text.huggingface import PreTrainedTokenizerBase
@@ -68,7 +73,7 @@ Prompt = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 have `"multi_modal_data": {"image": [...]}`; messages may have image content parts."""
 
 
-class AsyncLLM(Controlled, Pooled):
+class AsyncLLM(ControlCalls, PoolingCalls):
     """An engine that runs in separate processes, used from one event loop.
 
     Use it in an `async with` statement, or call `start` and `close`:
@@ -104,30 +109,30 @@ class AsyncLLM(Controlled, Pooled):
         if self._rendezvous is not None:  # closes it if the engine is never started
             weakref.finalize(self, self._rendezvous.close)
         self._salt = self.config.prefix_salt or secrets.token_bytes(16)
-        self._prints = FilePrints(self.files)
-        weakref.finalize(self, self._prints.close)  # closes them if the engine is dropped
+        self._fingerprints = FileFingerprints(self.files)
+        weakref.finalize(self, self._fingerprints.close)  # closes them if the engine is dropped
         topology = self._topology()
         self._frontend: FrontendActor | None = None
         seeds = random.Random(self.config.seed)
         self._requests = RequestBuilder(self.config, self.files, seeds)
         self._beams = BeamSearcher(self.config, self.files)
-        self._opening: dict[str, asyncio.Future[None]] = {}
+        self._opening_media: dict[str, asyncio.Future[None]] = {}
         """Futures, by request id, of the requests whose images are being opened. A future is set
         when its request is aborted."""
-        self._pretrained = PretrainedOnce()
-        self._ids = f"request-{secrets.token_hex(4)}"  # no caller's id can equal one of ours
+        self._pretrained = LazyTokenizer()
+        self._id_prefix = f"request-{secrets.token_hex(4)}"  # no caller's id can equal one of ours
         self._died = asyncio.Event()
         self._started = False
         self._closed = False
         # The loop and a thread reference the system, which must not keep a dropped engine alive.
-        on_death, here = weakref.WeakMethod(self._on_death), weakref.ref(self)
+        on_death, engine_ref = weakref.WeakMethod(self._on_death), weakref.ref(self)
         on_cut, on_recovered = weakref.WeakMethod(self._on_cut), weakref.WeakMethod(self._resume)
         check = weakref.WeakMethod(self._before_restart)
         self._system = System(
             topology,
             system_options(self.config, len(topology.nodes)),
             lambda error: (found := on_death()) and found(error),
-            lambda: bool((llm := here()) and llm._frontend and llm._frontend.has_work),
+            lambda: bool((llm := engine_ref()) and llm._frontend and llm._frontend.has_work),
             on_cut=lambda deaths: found(deaths) if (found := on_cut()) else 0,
             on_recovered=lambda: (found := on_recovered()) and found(),
             before_restart=lambda nodes: found(nodes) if (found := check()) else asyncio.sleep(0),
@@ -179,8 +184,10 @@ class AsyncLLM(Controlled, Pooled):
             await self.close()
             raise self.dead or EngineClosed("the engine was closed while it started")
         if self.config.restarts_allowed:
-            self._prints.learn()
-        self.files = self._requests.fit(RunnerReady.find(self._system.ready).tokens)
+            self._fingerprints.start_hashing()
+        self.files = self._requests.fit_to_cache(
+            RunnerReady.find(self._system.ready).capacity_tokens
+        )
         log.info("engine ready in %.1f s", time.monotonic() - begin)
         return self
 
@@ -205,7 +212,7 @@ class AsyncLLM(Controlled, Pooled):
             return
         if self._frontend is not None and self._system.is_here:
             self._frontend.fail_all(EngineClosed("the engine was closed"))
-        self._prints.close()
+        self._fingerprints.close()
         await self._system.close()
         if self._rendezvous is not None:
             self._rendezvous.close()
@@ -216,18 +223,18 @@ class AsyncLLM(Controlled, Pooled):
             self._frontend.fail_all(engine_dead(error))
 
     def _on_cut(self, deaths: Sequence[Death]) -> int:
-        return 0 if self._frontend is None else self._frontend.pause(deaths)
+        return 0 if self._frontend is None else self._frontend.begin_restart(deaths)
 
     async def _before_restart(self, nodes: Collection[str]) -> None:
         with only_ours():
-            moved = await self._prints.check(nodes)
-        if moved is not None:
-            self.files = moved
-            self._system.use(self._topology())
+            relocated = await self._fingerprints.check(nodes)
+        if relocated is not None:
+            self.files = relocated
+            self._system.set_topology(self._topology())
 
     def _resume(self) -> None:
         if self._frontend is not None:
-            self._frontend.resume()
+            self._frontend.finish_restart()
 
     @property
     def recovering(self) -> tuple[str, float] | None:
@@ -253,7 +260,7 @@ class AsyncLLM(Controlled, Pooled):
         assert self.dead is not None
         return self.dead
 
-    def _running(self) -> FrontendActor:
+    def _require_frontend(self) -> FrontendActor:
         """Return the frontend. Raises if the engine is not running or cannot be used from here."""
         if self._closed or self._frontend is None:
             raise EngineClosed(
@@ -293,18 +300,18 @@ class AsyncLLM(Controlled, Pooled):
         offsets count the whole sequence. The request runs before all requests that start here, and
         a full queue does not reject it.
         """
-        if must_open(prompt):
+        if needs_opening(prompt):
             prompt = snapshot(prompt)
-            params = self._requests.seeded(self._requests.chosen(sampling_params))
+            params = self._requests.with_seed(self._requests.params_or_default(sampling_params))
             return self._open_then_stream(
                 prompt, params, priority, chat_template_kwargs, request_id, so_far
             )
         if self._frontend is not None:
             self._frontend.announce()
-        make = self._request(
+        make_entry = self._prepare(
             prompt, sampling_params, priority, chat_template_kwargs, request_id, so_far
         )
-        return self._stream(make, request_id)
+        return self._stream(make_entry, request_id)
 
     async def _open_then_stream(
         self,
@@ -316,22 +323,24 @@ class AsyncLLM(Controlled, Pooled):
         so_far: OutputSoFar | None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Read files and decode images on a thread, then stream as `generate` does."""
-        self._check_name(self._running(), request_id)
+        self._check_request_id(self._require_frontend(), request_id)
         opening = asyncio.get_running_loop().create_future()
         if request_id is not None:
-            self._opening[request_id] = opening
+            self._opening_media[request_id] = opening
         try:
             with only_ours():
-                bare, media = await asyncio.to_thread(self._requests.take_media, prompt)
+                prompt_without_media, media = await asyncio.to_thread(
+                    self._requests.extract_media, prompt
+                )
             built = self._requests.build(
-                bare, params, priority, chat_template_kwargs, media, so_far
+                prompt_without_media, params, priority, chat_template_kwargs, media, so_far
             )
         finally:
             aborted = opening.done()
             if request_id is not None:
-                del self._opening[request_id]
-        make = entry_maker(built, params, request_id, self._ids, so_far is not None)
-        async with contextlib.aclosing(self._stream(make, request_id, aborted)) as outputs:
+                del self._opening_media[request_id]
+        make_entry = entry_maker(built, params, request_id, self._id_prefix, so_far is not None)
+        async with contextlib.aclosing(self._stream(make_entry, request_id, aborted)) as outputs:
             async for output in outputs:
                 yield output
 
@@ -351,13 +360,13 @@ class AsyncLLM(Controlled, Pooled):
         Raises `InvalidRequest` and `EngineOverloaded` immediately. A given seed applies to each
         prompt.
         """
-        frontend = self._running()
+        frontend = self._require_frontend()
         frontend.announce()
-        makes = [
-            self._request(prompt, sampling_params, priority, chat_template_kwargs, so_far=so_far)
+        make_entries = [
+            self._prepare(prompt, sampling_params, priority, chat_template_kwargs, so_far=so_far)
             for prompt in prompts
         ]
-        return [Request(frontend, entry, self) for entry in frontend.submit_all(makes)]
+        return [Request(frontend, entry, self) for entry in frontend.submit_all(make_entries)]
 
     @public
     def submit_held(
@@ -373,12 +382,12 @@ class AsyncLLM(Controlled, Pooled):
 
         `sampling_params` must have `logprobs` and `max_tokens`. Raises as `submit` does.
         """
-        frontend = self._running()
+        frontend = self._require_frontend()
         submit, media = self._requests.build(
             prompt, sampling_params, priority, chat_template_kwargs
         )
-        built = held(sampling_params, submit, media), media
-        entry = frontend.submit(entry_maker(built, sampling_params, None, self._ids))
+        built = as_held(sampling_params, submit, media), media
+        entry = frontend.submit(entry_maker(built, sampling_params, None, self._id_prefix))
         return Request(frontend, entry, self)
 
     @public
@@ -391,18 +400,18 @@ class AsyncLLM(Controlled, Pooled):
         priority: int = 0,
         scores: bool = False,
     ) -> Request:
-        """Queue a text to be pooled; see `Pooled.submit_pooled`."""
-        frontend = self._running()
-        self._check_name(frontend, request_id)
+        """Queue a text to be pooled; see `PoolingCalls.submit_pooled`."""
+        frontend = self._require_frontend()
+        self._check_request_id(frontend, request_id)
         frontend.announce()
         submit = self._requests.build_pooled(prompt, pooling_params, priority, scores=scores)
 
-        def make(uid: int) -> Entry:
-            name = request_id or f"{self._ids}-{uid}"
+        def make_entry(uid: int) -> Entry:
+            name = request_id or f"{self._id_prefix}-{uid}"
             numbered = dataclasses.replace(submit, uid=uid)
             return Entry(name, numbered, RequestOutputKind.FINAL_ONLY)
 
-        return Request(frontend, frontend.submit(make), self)
+        return Request(frontend, frontend.submit(make_entry), self)
 
     @public
     async def beam_search(
@@ -423,7 +432,7 @@ class AsyncLLM(Controlled, Pooled):
         """
         return await self._beams.search(self, prompt, params, priority, chat_template_kwargs)
 
-    def _request(
+    def _prepare(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None,
@@ -433,16 +442,16 @@ class AsyncLLM(Controlled, Pooled):
         so_far: OutputSoFar | None = None,
     ) -> Callable[[int], Entry]:
         """Check a request; return a function that makes the request's entry from its uid."""
-        params = self._requests.chosen(sampling_params)
+        params = self._requests.params_or_default(sampling_params)
         built = self._requests.build(prompt, params, priority, chat_template_kwargs, so_far=so_far)
-        return entry_maker(built, params, request_id, self._ids, so_far is not None)
+        return entry_maker(built, params, request_id, self._id_prefix, so_far is not None)
 
     async def _stream(
-        self, make: Callable[[int], Entry], request_id: str | None, aborted: bool = False
+        self, make_entry: Callable[[int], Entry], request_id: str | None, aborted: bool = False
     ) -> AsyncGenerator[RequestOutput, None]:
-        frontend = self._running()
-        self._check_name(frontend, request_id)
-        entry = frontend.submit(make)
+        frontend = self._require_frontend()
+        self._check_request_id(frontend, request_id)
+        entry = frontend.submit(make_entry)
         if aborted:  # while the request's images were opened
             frontend.abort(entry)
         request = Request(frontend, entry, self)
@@ -452,11 +461,11 @@ class AsyncLLM(Controlled, Pooled):
         finally:
             request.close()
 
-    def _check_name(self, frontend: FrontendActor, request_id: str | None) -> None:
+    def _check_request_id(self, frontend: FrontendActor, request_id: str | None) -> None:
         if request_id is None:
             return
-        check_name(request_id)
-        if request_id in self._opening or frontend.entry_of(request_id) is not None:
+        check_request_id(request_id)
+        if request_id in self._opening_media or frontend.entry_of(request_id) is not None:
             raise InvalidRequest(f"request id {request_id!r} is already in use")
 
     @public
@@ -467,9 +476,9 @@ class AsyncLLM(Controlled, Pooled):
         the engine is doing. The engine releases the request within one more step than may be in
         flight.
         """
-        check_name(request_id)
-        frontend = self._running()
-        opening = self._opening.get(request_id)
+        check_request_id(request_id)
+        frontend = self._require_frontend()
+        opening = self._opening_media.get(request_id)
         if opening is not None and not opening.done():
             opening.set_result(None)  # the request has not reached the engine yet
         entry = frontend.entry_of(request_id)
@@ -480,7 +489,7 @@ class AsyncLLM(Controlled, Pooled):
     @public
     async def wait_for_capacity(self) -> None:
         """After `EngineOverloaded`, wait until the queue may accept another request."""
-        await self._running().wait_for_capacity()
+        await self._require_frontend().wait_for_capacity()
 
     @public
     def index_events(self) -> AsyncGenerator[IndexEvents, None]:
@@ -490,12 +499,12 @@ class AsyncLLM(Controlled, Pooled):
         """
         if self.config.prefix_salt is None:
             raise InvalidRequest("index_events requires an engine whose prefix_salt is set")
-        return self._running().index.read()
+        return self._require_frontend().index.read()
 
     @public
     async def statistics(self) -> dict[str, dict[str, Any]]:
         """Return the statistics of every actor, its mailbox and its edges."""
-        self._running()
+        self._require_frontend()
         return await self._system.statistics()
 
     @public
@@ -503,16 +512,16 @@ class AsyncLLM(Controlled, Pooled):
         """Return, by track, the fraction of time that actors and devices were busy in each of
         `bins` intervals of `width` ns from `begin` (ns on the monotonic clock). Unfinished spans
         are left out."""
-        check_numbers(begin=begin, width=width, bins=bins)
-        self._running()
+        check_uint63(begin=begin, width=width, bins=bins)
+        self._require_frontend()
         return await self._system.activity(begin, width, bins)
 
     @public
     async def trace(self, since: int = 0) -> Trace:
         """Return a trace of all actors from `since` (ns on the monotonic clock), limited to the
         last few seconds that the actors have kept."""
-        check_numbers(since=since)
-        self._running()
+        check_uint63(since=since)
+        self._require_frontend()
         nodes = await self._system.trace(since)
         figures = await self._system.statistics()
         tokens = figures.get("scheduler", {}).get("actor", {}).get("output_tokens", 0)
@@ -530,7 +539,7 @@ class AsyncLLM(Controlled, Pooled):
         if self.config.skip_tokenizer_init:
             raise InvalidRequest("the engine has no tokenizer because skip_tokenizer_init is set")
         with only_ours():
-            return await asyncio.to_thread(self._pretrained.load, self.files.given_tokenizer)
+            return await asyncio.to_thread(self._pretrained.load, self.files.hf_tokenizer_directory)
 
     @property
     def pids(self) -> dict[str, int]:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 P = TypeVar("P", EmbeddingRequestOutput, ScoringRequestOutput)
-_AT_ONCE = 4096
+_MAX_CONCURRENT_TEXTS = 4096
 """Maximum number of texts that are pooled at once."""
 
 
@@ -71,7 +71,7 @@ class LLM:
         if os.getpid() != self._pid:
             return
         self._closed = True
-        ending = _end_unseen(self._llm, self._loop)
+        ending = _close_dropped(self._llm, self._loop)
         try:
             asyncio.run_coroutine_threadsafe(ending, self._loop)
         except RuntimeError:  # the loop is closed
@@ -121,11 +121,11 @@ class LLM:
         with self._closing:
             if not self._closed:
                 self._closed = True
-                asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
+                asyncio.run_coroutine_threadsafe(self._close_and_cancel(), self._loop).result()
                 self._loop.call_soon_threadsafe(self._loop.stop)
                 self._thread.join()
 
-    async def _end(self) -> None:
+    async def _close_and_cancel(self) -> None:
         """Close the engine, then cancel the calls that are still running and wait for them."""
         await self._llm.close()
         others = asyncio.all_tasks() - {asyncio.current_task()}
@@ -146,8 +146,8 @@ class LLM:
         set for all prompts, or a list with one set for each. The first invalid request raises its
         error and ends the others. For conversations, see `chat`.
         """
-        wanted = _several(prompts, "prompts", "a string, a dict, or a list of them")
-        return self._call(self._generate(wanted, sampling_params, use_tqdm, None))
+        prompt_list = _as_list(prompts, "prompts", "a string, a dict, or a list of them")
+        return self._call(self._generate(prompt_list, sampling_params, use_tqdm, None))
 
     @public
     def chat(
@@ -165,20 +165,20 @@ class LLM:
 
         The last three parameters are passed to the template; `chat_template_kwargs` overrides them.
         """
-        wanted = _several(messages, "messages", "a list of messages, or a list of such lists")
-        if wanted and isinstance(wanted[0], Mapping):
-            wanted = [wanted]
+        prompt_list = _as_list(messages, "messages", "a list of messages, or a list of such lists")
+        if prompt_list and isinstance(prompt_list[0], Mapping):
+            prompt_list = [prompt_list]
         if tools is not None and (isinstance(tools, str | Mapping) or not _is_sequence(tools)):
             raise InvalidRequest(f"tools must be a list of functions, got {tools!r:.100}")
-        own = {
+        given = {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
             "tools": list(tools) if tools else None,
         }
         options: Any = {} if chat_template_kwargs is None else chat_template_kwargs
         if isinstance(options, Mapping):  # anything else is rejected when requests are checked
-            options = {k: value for k, value in own.items() if value is not None} | {**options}
-        return self._call(self._generate(wanted, sampling_params, use_tqdm, options))
+            options = {k: value for k, value in given.items() if value is not None} | {**options}
+        return self._call(self._generate(prompt_list, sampling_params, use_tqdm, options))
 
     @public
     def generate_multimodal(
@@ -194,8 +194,8 @@ class LLM:
         text for each image and video, or `{"messages": [...]}`, with images and videos in content
         parts. Raises `InvalidRequest`.
         """
-        wanted = _several(requests, "requests", "a list of dicts")
-        prompts = [_multimodal(request) for request in wanted]
+        prompt_list = _as_list(requests, "requests", "a list of dicts")
+        prompts = [_multimodal(request) for request in prompt_list]
         return self._call(self._generate(prompts, sampling_params, use_tqdm, None))
 
     @public
@@ -212,13 +212,13 @@ class LLM:
         Runs all prompts at once, or at most `concurrency_limit` of them. The first invalid prompt
         raises its error and ends the others.
         """
-        wanted = _several(prompts, "prompts", "a string, a dict, or a list of them")
+        prompt_list = _as_list(prompts, "prompts", "a string, a dict, or a list of them")
         limit = concurrency_limit
         if limit is not None and (not isinstance(limit, int) or limit < 1):
             raise InvalidRequest(
                 f"concurrency_limit must be an integer of at least 1, got {limit!r}"
             )
-        return self._call(self._search(wanted, params, use_tqdm, limit))
+        return self._call(self._search(prompt_list, params, use_tqdm, limit))
 
     @public
     def embed(
@@ -231,8 +231,8 @@ class LLM:
 
         The first invalid text raises its error and ends the others.
         """
-        wanted = _several(prompts, "prompts", "a string, a dict, or a list of them")
-        calls = (functools.partial(self._llm.embed, one, pooling_params) for one in wanted)
+        prompt_list = _as_list(prompts, "prompts", "a string, a dict, or a list of them")
+        calls = (functools.partial(self._llm.embed, one, pooling_params) for one in prompt_list)
         return self._call(self._pool(list(calls), use_tqdm))
 
     @public
@@ -247,19 +247,22 @@ class LLM:
     ) -> list[ScoringRequestOutput]:
         """Score how well documents match queries; see `AsyncLLM.score`. `queries` is one query per
         document, or one for all documents."""
-        asked = _several(queries, "queries", "a text, or a list of them")
-        given = _several(documents, "documents", "a text, or a list of them")
-        if len(asked) == 1:
-            asked *= len(given)
-        if len(asked) != len(given):
+        query_list = _as_list(queries, "queries", "a text, or a list of them")
+        document_list = _as_list(documents, "documents", "a text, or a list of them")
+        if len(query_list) == 1:
+            query_list *= len(document_list)
+        if len(query_list) != len(document_list):
             raise InvalidRequest(
-                f"queries must be one query or one for each document, got {len(asked)} "
-                f"queries and {len(given)} documents"
+                f"queries must be one query or one for each document, got {len(query_list)} "
+                f"queries and {len(document_list)} documents"
             )
-        one = functools.partial(
+        score_pair = functools.partial(
             self._llm.score, instruction=instruction, pooling_params=pooling_params
         )
-        calls = [functools.partial(one, *pair) for pair in zip(asked, given, strict=True)]
+        calls = [
+            functools.partial(score_pair, *pair)
+            for pair in zip(query_list, document_list, strict=True)
+        ]
         return self._call(self._pool(calls, use_tqdm))
 
     @public
@@ -297,10 +300,10 @@ class LLM:
             return await run_all(
                 [
                     functools.partial(
-                        self._when_accepted,
-                        functools.partial(self._finish, prompt, its, progress, template),
+                        self._retry_while_full,
+                        functools.partial(self._finish, prompt, prompt_params, progress, template),
                     )
-                    for prompt, its in zip(prompts, params, strict=True)
+                    for prompt, prompt_params in zip(prompts, params, strict=True)
                 ]
             )
         finally:
@@ -309,13 +312,15 @@ class LLM:
     async def _pool(self, calls: Sequence[Callable[[], Awaitable[P]]], use_tqdm: bool) -> list[P]:
         progress = Progress(len(calls), enabled=use_tqdm)
 
-        async def one(call: Callable[[], Awaitable[P]]) -> P:
-            output = await self._when_accepted(call)
-            progress.request()
+        async def run(call: Callable[[], Awaitable[P]]) -> P:
+            output = await self._retry_while_full(call)
+            progress.count_finished()
             return output
 
         try:
-            return await run_all([functools.partial(one, call) for call in calls], _AT_ONCE)
+            return await run_all(
+                [functools.partial(run, call) for call in calls], _MAX_CONCURRENT_TEXTS
+            )
         finally:
             progress.close()
 
@@ -324,18 +329,18 @@ class LLM:
     ) -> list[BeamSearchOutput]:
         progress = Progress(len(prompts), enabled=use_tqdm)
 
-        async def one(prompt: Any) -> BeamSearchOutput:
+        async def run(prompt: Any) -> BeamSearchOutput:
             search = functools.partial(self._llm.beam_search, prompt, params)
-            output = await self._when_accepted(search)
-            progress.request()
+            output = await self._retry_while_full(search)
+            progress.count_finished()
             return output
 
         try:
-            return await run_all([functools.partial(one, prompt) for prompt in prompts], limit)
+            return await run_all([functools.partial(run, prompt) for prompt in prompts], limit)
         finally:
             progress.close()
 
-    async def _when_accepted(self, make: Callable[[], Awaitable[T]]) -> T:
+    async def _retry_while_full(self, make: Callable[[], Awaitable[T]]) -> T:
         """Run a request, waiting while the queue is full: a batch may be larger than the queue."""
         while True:
             try:
@@ -351,16 +356,20 @@ class LLM:
         template: Mapping[str, Any] | None,
     ) -> RequestOutput:
         """Return the last output of a request, and count its tokens as they arrive."""
-        told = 0
+        counted = 0
         final: RequestOutput | None = None
-        stream = self._llm.generate(prompt, _cumulative(params), chat_template_kwargs=template)
+        stream = self._llm.generate(
+            prompt, _require_cumulative(params), chat_template_kwargs=template
+        )
         async for output in stream:
             final = output
             tokens = sum(len(answer.token_ids) for answer in output.outputs)
-            progress.tokens(len(output.prompt_token_ids) if not told else 0, tokens - told)
-            told = max(told, tokens)
+            progress.add_tokens(
+                len(output.prompt_token_ids) if not counted else 0, tokens - counted
+            )
+            counted = max(counted, tokens)
         assert final is not None
-        progress.request()
+        progress.count_finished()
         return final
 
 
@@ -368,7 +377,7 @@ def _is_sequence(value: object) -> bool:
     return isinstance(value, Sequence)
 
 
-def _several(given: Any, name: str, what: str) -> list[Any]:
+def _as_list(given: Any, name: str, what: str) -> list[Any]:
     """Return `given` as a list, even if it is a single item. Raises `InvalidRequest` for other
     types."""
     if isinstance(given, str | Mapping):
@@ -400,14 +409,14 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
     loop.close()
 
 
-async def _end_unseen(llm: AsyncLLM, loop: asyncio.AbstractEventLoop) -> None:
+async def _close_dropped(llm: AsyncLLM, loop: asyncio.AbstractEventLoop) -> None:
     try:
         await llm.close()
     finally:
         loop.call_soon(loop.stop)
 
 
-def _cumulative(params: SamplingParams) -> SamplingParams:
+def _require_cumulative(params: SamplingParams) -> SamplingParams:
     if params.output_kind is RequestOutputKind.CUMULATIVE:
         return params
     raise InvalidRequest(

@@ -16,9 +16,9 @@ from nanoactor.requests.pooling_outputs import (
     EmbeddingRequestOutput,
     ScoringOutput,
     ScoringRequestOutput,
-    finished_vector,
     match_probability,
     pair_score,
+    postprocess_vector,
 )
 from nanoactor.requests.pooling_params import PoolingParams
 from nanoactor.runtime.concurrency import run_all
@@ -26,7 +26,7 @@ from nanoactor.runtime.concurrency import run_all
 _DEFAULT = PoolingParams()
 
 
-class Pooled(abc.ABC):
+class PoolingCalls(abc.ABC):
     """An engine that returns vectors and scores."""
 
     files: ModelFiles
@@ -66,7 +66,7 @@ class Pooled(abc.ABC):
         pooling = self.files.pooling
         assert pooling is not None
         normalize = pooling.normalize if params.normalize is None else params.normalize
-        embedding = finished_vector(vector, dimensions=params.dimensions, normalize=normalize)
+        embedding = postprocess_vector(vector, dimensions=params.dimensions, normalize=normalize)
         return EmbeddingRequestOutput(
             request.request_id,
             EmbeddingOutput(embedding),
@@ -89,11 +89,11 @@ class Pooled(abc.ABC):
         """Score how well a document matches a query. A reranker judges the pair, using
         `instruction`, if given, instead of its default one. For embedding models, the score is the
         cosine of the two vectors. Raises the errors of `embed`."""
-        for name, text in (("query", query), ("document", document), ("instruction", instruction)):
-            if not isinstance(text, str) and (name != "instruction" or text is not None):
-                raise InvalidRequest(f"{name} must be a string, got {text!r:.100}")
+        for name, value in (("query", query), ("document", document), ("instruction", instruction)):
+            if not isinstance(value, str) and (name != "instruction" or value is not None):
+                raise InvalidRequest(f"{name} must be a string, got {value!r:.100}")
         pooling, params = self.files.pooling, pooling_params or _DEFAULT
-        if pooling is not None and not pooling.scores:
+        if pooling is not None and not pooling.returns_scores:
             if instruction is not None:
                 raise InvalidRequest(
                     "instruction is supported only for rerankers, but this model computes vectors"
@@ -114,13 +114,13 @@ class Pooled(abc.ABC):
         self, query: str, document: str, params: PoolingParams, name: str | None, priority: int
     ) -> ScoringRequestOutput:
         assert self.files.pooling is not None
-        roles = self.files.pooling.of_pair(params)
+        roles = self.files.pooling.params_of_pair(params)
         first, second = await run_all(
             [
                 functools.partial(self.embed, query, roles[0], name, priority=priority),
                 functools.partial(self.embed, document, roles[1], priority=priority),
             ],
-            at_once=2,
+            max_concurrent=2,
         )
         return pair_score(first, second)
 

@@ -18,7 +18,7 @@ class Progress:
 
             self._bar = tqdm(total=requests, desc="Requests", unit="req", dynamic_ncols=True)
 
-    def tokens(self, prompt: int, output: int) -> None:
+    def add_tokens(self, prompt: int, output: int) -> None:
         """Add prompt and output tokens to the counts."""
         self._prompt += prompt
         self._output += output
@@ -30,7 +30,7 @@ class Progress:
                 refresh=False,
             )
 
-    def request(self) -> None:
+    def count_finished(self) -> None:
         """Count a request as finished."""
         if self._bar is not None:
             self._bar.update(1)

@@ -8,14 +8,14 @@ from pathlib import Path
 from nanoactor import RELEASE
 
 _HASH = re.compile(r"[0-9a-f]{40}")
-_SHORT = 9
+_SHORT_HASH_DIGITS = 9
 
 
 def version() -> str:
     """Return the release, for instance "0.2.0"; in a git checkout "0.2.0+g" and the first digits of
     the commit follow. Changes that are not committed do not show."""
     commit = commit_of(Path(__file__).resolve().parents[2])
-    return f"{RELEASE}+g{commit[:_SHORT]}" if commit else RELEASE
+    return f"{RELEASE}+g{commit[:_SHORT_HASH_DIGITS]}" if commit else RELEASE
 
 
 def commit_of(folder: Path) -> str | None:
@@ -42,8 +42,8 @@ def _git_folder(path: Path) -> Path:
 def _resolve(root: Path, name: str) -> str | None:
     """Return the hash of a reference, which has a file of its own or a line in `packed-refs`. Those
     of a worktree are in the folder that `commondir` names."""
-    common = root / "commondir"
-    for folder in (root, root / common.read_text().strip() if common.exists() else root):
+    commondir = root / "commondir"
+    for folder in (root, root / commondir.read_text().strip() if commondir.exists() else root):
         if (folder / name).is_file():
             found = (folder / name).read_text().strip()
             return found if _HASH.fullmatch(found) else None

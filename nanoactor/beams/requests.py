@@ -67,26 +67,32 @@ class BeamSearcher:
             search = await self._search(request, params)
         finally:
             request.close()
-        found = search.result()
+        result = search.result()
         if self._files.tokenizer_directory is not None:
-            await asyncio.to_thread(self._write_texts, found, params.include_stop_str_in_output)
-        return found
+            await asyncio.to_thread(self._decode_texts, result, params.include_stop_str_in_output)
+        return result
 
     async def _search(self, request: Request, params: BeamSearchParams) -> BeamSearch:
         """Run the search until its result is final, then end the request."""
-        told = await request.held()
+        logprobs = await request.held()
         search = BeamSearch(request.prompt_token_ids, params, self._files.eos_token_ids)
-        search.advance([self._likeliest(told[0])])  # all sequences have the same candidates
-        places = Places(params.beam_width)
+        # All sequences have the same candidates.
+        search.advance([self._without_placeholders(logprobs[0])])
+        assignment = BeamAssignment(params.beam_width)
         while not search.is_over:
-            parents = places.move(search.parents)
+            parents = assignment.assign(search.parents)
             tokens = [search.live[0].tokens[-1]] * params.beam_width
-            for place, beam in zip(places.of, search.live, strict=True):
-                tokens[place] = beam.tokens[-1]
-            request.go_on(parents, tokens)
-            told = await request.held()
-            search.advance([self._likeliest(told[place]) for place in places.of])
-        request.go_on([-1] * params.beam_width, tokens=[0] * params.beam_width)
+            for sequence, beam in zip(assignment.sequence_of, search.live, strict=True):
+                tokens[sequence] = beam.tokens[-1]
+            request.resume_held(parents, tokens)
+            logprobs = await request.held()
+            search.advance(
+                [
+                    self._without_placeholders(logprobs[sequence])
+                    for sequence in assignment.sequence_of
+                ]
+            )
+        request.resume_held([-1] * params.beam_width, tokens=[0] * params.beam_width)
         return search
 
     def _check(self, prompt: Any, params: Any) -> SamplingParams:
@@ -122,16 +128,16 @@ class BeamSearcher:
             detokenize=False,
         )
 
-    def _likeliest(self, told: Logprobs) -> Logprobs:
+    def _without_placeholders(self, logprobs: Logprobs) -> Logprobs:
         for token in self._placeholders:
-            told.pop(token, None)
-        return told
+            logprobs.pop(token, None)
+        return logprobs
 
-    def _write_texts(self, found: BeamSearchOutput, include_stop: bool) -> None:
+    def _decode_texts(self, result: BeamSearchOutput, include_stop: bool) -> None:
         tokenizer = self._load_tokenizer()
-        for sequence in found.sequences:
-            hides = sequence.finish_reason == "stop" and not include_stop
-            tokens = sequence.tokens[:-1] if hides else sequence.tokens
+        for sequence in result.sequences:
+            hides_stop = sequence.finish_reason == "stop" and not include_stop
+            tokens = sequence.tokens[:-1] if hides_stop else sequence.tokens
             sequence.text = tokenizer.decode(tokens, skip_special_tokens=False)
 
     def _load_tokenizer(self) -> Tokenizer:
@@ -146,34 +152,34 @@ class BeamSearcher:
             return self._tokenizer
 
 
-class Places:
+class BeamAssignment:
     """Assignment of beams to the sequences of a request. The best child of a beam takes over the
     parent's sequence, so that only one position is computed for it."""
 
     def __init__(self, answers: int) -> None:
         self._answers = answers
-        self.of: list[int] = []
+        self.sequence_of: list[int] = []
         """Sequence index of each live beam; empty before the first step."""
 
-    def move(self, parents: Sequence[int]) -> list[int]:
+    def assign(self, parents: Sequence[int]) -> list[int]:
         """Assign sequences to the new beams; `parents` contains, for each new beam, the index of
         the current beam that it extends. Return, for each sequence, the index of the sequence that
         it becomes a copy of; for spare sequences, this is their own index."""
-        before, sources = self.of, list(range(self._answers))
+        before, sources = self.sequence_of, list(range(self._answers))
         if not before:  # all sequences are identical
-            self.of = sources[: len(parents)]
+            self.sequence_of = sources[: len(parents)]
             return sources
-        self.of = [-1] * len(parents)
+        self.sequence_of = [-1] * len(parents)
         free = set(sources)
         for beam, parent in enumerate(parents):
             if before[parent] in free:
-                self.of[beam] = before[parent]
+                self.sequence_of[beam] = before[parent]
                 free.remove(before[parent])
-        left = iter(sorted(free))
+        spare = iter(sorted(free))
         for beam, parent in enumerate(parents):
-            if self.of[beam] < 0:
-                self.of[beam] = next(left)
-                sources[self.of[beam]] = before[parent]
+            if self.sequence_of[beam] < 0:
+                self.sequence_of[beam] = next(spare)
+                sources[self.sequence_of[beam]] = before[parent]
         return sources
 
 

@@ -43,14 +43,14 @@ class BeamSearch:
         self._eos = frozenset(() if params.ignore_eos else eos_token_ids)
         self._count = candidates_per_beam(params, eos_token_ids)
         self._final_length = len(prompt) + params.max_tokens
-        self._left = params.max_tokens
+        self._steps_left = params.max_tokens
         self._ended: list[BeamSearchSequence] = []
         """The best finished sequences so far, best first; at most `beam_width`."""
 
     @property
     def is_over(self) -> bool:
         """Return True if no further step can change the result."""
-        return not (self._left and self.live) or self._cannot_improve()
+        return not (self._steps_left and self.live) or self._cannot_improve()
 
     def _cannot_improve(self) -> bool:
         """Return True if no continuation of a live beam can beat the finished sequences.
@@ -67,31 +67,32 @@ class BeamSearch:
         each live beam, in order: at least `candidates_per_beam` of them, or the whole
         vocabulary."""
         ended: list[BeamSearchSequence] = []
-        grown: list[tuple[float, int, int]] = []
-        for at, (beam, told) in enumerate(zip(self.live, likeliest, strict=True)):
-            for token, logprob in self._candidates(told):
+        extended: list[tuple[float, int, int]] = []
+        for index, (beam, logprobs) in enumerate(zip(self.live, likeliest, strict=True)):
+            for token, logprob in self._candidates(logprobs):
                 total = beam.cum_logprob + logprob
                 if token in self._eos:
-                    ended.append(_extended(beam, token, total, told))
+                    ended.append(_extend(beam, token, total, logprobs))
                     ended[-1].finish_reason, ended[-1].stop_reason = "stop", token
                 else:
-                    grown.append((total, at, token))
-        best = heapq.nlargest(self._params.beam_width, grown, key=operator.itemgetter(0))
+                    extended.append((total, index, token))
+        best = heapq.nlargest(self._params.beam_width, extended, key=operator.itemgetter(0))
         self.live = [
-            _extended(self.live[at], token, total, likeliest[at]) for total, at, token in best
+            _extend(self.live[index], token, total, likeliest[index])
+            for total, index, token in best
         ]
-        self.parents = [at for _, at, _ in best]
+        self.parents = [index for _, index, _ in best]
         self._ended = self._best([*self._ended, *ended])
-        self._left -= 1
+        self._steps_left -= 1
 
-    def _candidates(self, told: Logprobs) -> list[tuple[int, float]]:
+    def _candidates(self, logprobs: Logprobs) -> list[tuple[int, float]]:
         """Return the most likely tokens with their log-probabilities, most likely first."""
 
         def rank(item: tuple[int, Logprob]) -> tuple[float, int]:
             return -item[1].logprob, item[0]
 
-        found = heapq.nsmallest(self._count, told.items(), key=rank)
-        return [(token, one.logprob) for token, one in found]
+        top = heapq.nsmallest(self._count, logprobs.items(), key=rank)
+        return [(token, one.logprob) for token, one in top]
 
     def _score(self, sequence: BeamSearchSequence) -> float:
         length = len(sequence.tokens) - (sequence.finish_reason == "stop")
@@ -110,7 +111,7 @@ class BeamSearch:
         return BeamSearchOutput(self._best([*self._ended, *self.live]))
 
 
-def _extended(
-    beam: BeamSearchSequence, token: int, total: float, told: Logprobs
+def _extend(
+    beam: BeamSearchSequence, token: int, total: float, logprobs: Logprobs
 ) -> BeamSearchSequence:
-    return BeamSearchSequence([*beam.tokens, token], [*beam.logprobs, told], total)
+    return BeamSearchSequence([*beam.tokens, token], [*beam.logprobs, logprobs], total)

@@ -17,14 +17,14 @@ import nanoactor
 from nanoactor.cli.options import add_options
 from nanoactor.cli.serve import KEY_VARIABLE, VLLM_KEY_VARIABLE, run_on_uvloop, run_server
 from nanoactor.cli.stream import ONE_USER, chat, generate
-from nanoactor.compat.flags import NOTES, Line, add_flags, canonical
+from nanoactor.compat.flags import NOTES, CommandLine, add_flags, normalize_arguments
 from nanoactor.doctor import Machine, examine
 from nanoactor.doctor.finding import as_json, as_text
 from nanoactor.errors import NanoactorError
 from nanoactor.models.errors import ModelError
 from nanoactor.options.config import EngineConfig
 from nanoactor.ray_serve.options import FleetConfig
-from nanoactor.requests.named_parameters import meant
+from nanoactor.requests.named_parameters import suggestion
 from nanoactor.requests.params import SamplingParams
 from nanoactor.runtime.errors import RuntimeFault
 from nanoactor.server.config import ServerConfig
@@ -33,7 +33,7 @@ from nanoactor.server.config import ServerConfig
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line. Exits with status 1 and a one-line message for an error, and with
     status 2 for wrong arguments."""
-    _speak_utf8()
+    _use_utf8()
     args = _parse(sys.argv[1:] if arguments is None else arguments)
     level = {0: logging.WARNING, 1: logging.INFO}.get(args.verbose, logging.DEBUG)
     logging.basicConfig(level=level, format="%(asctime)s %(name)s %(levelname)s %(message)s")
@@ -52,71 +52,85 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(1)
 
 
-def _speak_utf8() -> None:
+def _use_utf8() -> None:
     """Read and write UTF-8 even if the locale (such as POSIX) supports only ASCII."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name == "ascii":
             stream.reconfigure(encoding="utf-8", errors="surrogateescape")
 
 
-def _as_utf8(argument: str) -> str:
+def _decode_as_utf8(argument: str) -> str:
     """Decode as UTF-8 an argument that Python has decoded as ASCII."""
     with contextlib.suppress(UnicodeError):
         return os.fsencode(argument).decode()
     return argument
 
 
-_MODEL = "a directory, a name on the Hugging Face hub, `demo` or `demo-vl`"
+_MODEL_HELP = "a directory, a name on the Hugging Face hub, `demo` or `demo-vl`"
 
 
-def _hint(unknown: list[str], options: list[str]) -> str:
+def _hints(unknown: list[str], options: list[str]) -> str:
     """Return hints about which options the unknown ones were almost certainly meant to be."""
-    given = (name.partition("=")[0] for name in unknown if name.startswith("-"))
-    return "".join(f"; {name}{hint}" for name in given if (hint := meant(name, options)))
+    flags = (name.partition("=")[0] for name in unknown if name.startswith("-"))
+    return "".join(f"; {name}{hint}" for name in flags if (hint := suggestion(name, options)))
 
 
 def _parse(arguments: list[str]) -> Any:
     """Parse arguments; the model and the prompt may appear anywhere among the options."""
     parser, commands = _parser()
-    command, options = arguments[:1], [_as_utf8(argument) for argument in arguments[1:]]
-    own = commands.get(command[0]) if command else None
-    if own is None or own.get_default("command") is _doctor:
+    command, options = arguments[:1], [_decode_as_utf8(argument) for argument in arguments[1:]]
+    command_parser = commands.get(command[0]) if command else None
+    if command_parser is None or command_parser.get_default("command") is _doctor:
         return parser.parse_args([*command, *options])
-    dests = {flag: action.dest for action in own._actions for flag in action.option_strings}
+    dests = {
+        flag: action.dest for action in command_parser._actions for flag in action.option_strings
+    }
     try:
-        line = canonical(options, dests)
+        command_line = normalize_arguments(options, dests)
     except NanoactorError as error:
-        own.error(str(error))
-    args, rest = parser.parse_known_args([*command, *line.options])
-    if strange := [one for one in rest if one.startswith("-")]:
-        known = re.findall(r"--[a-z][\w-]*", own.format_usage())
-        own.error(f"unrecognized arguments: {' '.join(rest)}{_hint(strange, known)}")
-    given = [one for one in (args.model, getattr(args, "prompt", None)) if one is not None]
-    _place(own, args, [*given, *rest], line)
+        command_parser.error(str(error))
+    args, rest = parser.parse_known_args([*command, *command_line.options])
+    if unknown_flags := [one for one in rest if one.startswith("-")]:
+        known = re.findall(r"--[a-z][\w-]*", command_parser.format_usage())
+        command_parser.error(
+            f"unrecognized arguments: {' '.join(rest)}{_hints(unknown_flags, known)}"
+        )
+    positionals = [one for one in (args.model, getattr(args, "prompt", None)) if one is not None]
+    _assign_positionals(command_parser, args, [*positionals, *rest], command_line)
     return args
 
 
-def _place(own: argparse.ArgumentParser, args: Any, given: list[str], line: Line) -> None:
+def _assign_positionals(
+    command_parser: argparse.ArgumentParser,
+    args: Any,
+    positionals: list[str],
+    command_line: CommandLine,
+) -> None:
     """Determine which positional argument is the model and which one is the prompt."""
     takes_prompt = hasattr(args, "prompt")
-    most = 1 + takes_prompt
-    if line.model is not None and len(given) == most:
-        own.error(f"the model is given twice: {line.model} and {given[0]}")
-    if len(given) > most:
-        own.error(f"unrecognized arguments: {' '.join(given[most:])}")
-    if line.model_of_file is not None and takes_prompt and len(given) == 1 and line.model is None:
-        own.error(
-            f"{given[0]!r} may be a model or a prompt, because the configuration file also names "
-            "a model; give both on the command line, or remove the model from the file"
+    max_positionals = 1 + takes_prompt
+    if command_line.model is not None and len(positionals) == max_positionals:
+        command_parser.error(f"the model is given twice: {command_line.model} and {positionals[0]}")
+    if len(positionals) > max_positionals:
+        command_parser.error(f"unrecognized arguments: {' '.join(positionals[max_positionals:])}")
+    if (
+        command_line.config_file_model is not None
+        and takes_prompt
+        and len(positionals) == 1
+        and command_line.model is None
+    ):
+        command_parser.error(
+            f"{positionals[0]!r} may be a model or a prompt, because the configuration file also "
+            "names a model; give both on the command line, or remove the model from the file"
         )
-    model = line.model
-    if model is None and given:
-        model, *given = given
-    args.model = model or line.model_of_file
+    model = command_line.model
+    if model is None and positionals:
+        model, *positionals = positionals
+    args.model = model or command_line.config_file_model
     if takes_prompt:
-        args.prompt = given[0] if given else None
+        args.prompt = positionals[0] if positionals else None
     if args.model is None:
-        own.error("the following arguments are required: model")
+        command_parser.error("the following arguments are required: model")
 
 
 def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
@@ -126,39 +140,41 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     # If a request and the engine share an option (--seed), the request's, added last, is used.
-    one = commands.add_parser(
+    generate_parser = commands.add_parser(
         "generate",
         help="complete a prompt and stream the output to the terminal",
         conflict_handler="resolve",
         allow_abbrev=False,
     )
-    talk = commands.add_parser(
+    chat_parser = commands.add_parser(
         "chat",
         help="chat with a model; Ctrl-D ends the conversation",
         conflict_handler="resolve",
         allow_abbrev=False,
     )
-    http = commands.add_parser(
+    serve_parser = commands.add_parser(
         "serve",
         help="start an HTTP server that is compatible with the OpenAI API",
         allow_abbrev=False,
         epilog="Without --api-key, the API key is taken from the environment variable "
         f"${KEY_VARIABLE} or ${VLLM_KEY_VARIABLE}, if one of them is set.",
     )
-    check = commands.add_parser("doctor", help="diagnose this machine and suggest fixes")
-    for command in (one, talk, http):
-        command.add_argument("model", nargs="?", help=_MODEL)
-    one.add_argument("prompt", nargs="?", help="the prompt to complete; default: standard input")
-    one.add_argument(
+    doctor_parser = commands.add_parser("doctor", help="diagnose this machine and suggest fixes")
+    for command in (generate_parser, chat_parser, serve_parser):
+        command.add_argument("model", nargs="?", help=_MODEL_HELP)
+    generate_parser.add_argument(
+        "prompt", nargs="?", help="the prompt to complete; default: standard input"
+    )
+    generate_parser.add_argument(
         "--prompts",
         metavar="FILE",
         help="answer each line of this file ('-': standard input) and print one JSON object per "
         "line, in order. A line is a JSON string, or an object with `prompt`, `prompt_token_ids` "
         "or `messages`, and optionally `id` and sampling parameters",
     )
-    talk.add_argument("--system", help="a system message at the start of the conversation")
+    chat_parser.add_argument("--system", help="a system message at the start of the conversation")
     fields: dict[argparse.ArgumentParser, dict[str, Any]] = {}
-    for command in (one, talk):
+    for command in (generate_parser, chat_parser):
         sampling = command.add_argument_group(
             "sampling (default: as recommended by the model's files)"
         )
@@ -178,24 +194,26 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
             default=[],
             help="a picture to put at the start of the prompt, for vision models. May be repeated.",
         )
-    fields[http] = add_options(http.add_argument_group("engine"), EngineConfig)
-    fields[http] |= add_options(http.add_argument_group("server"), ServerConfig)
-    add_options(http.add_argument_group("several engines on Ray"), FleetConfig)
-    for command, known in fields.items():
+    fields[serve_parser] = add_options(serve_parser.add_argument_group("engine"), EngineConfig)
+    fields[serve_parser] |= add_options(serve_parser.add_argument_group("server"), ServerConfig)
+    add_options(serve_parser.add_argument_group("several engines on Ray"), FleetConfig)
+    for command, settings in fields.items():
         command.add_argument(
             "--config",
             metavar="FILE",
             help="a YAML file that maps option names to values; the command line takes precedence",
         )
-        add_flags(command, known, serves=command is http)
-    check.add_argument("--json", action="store_true", help="print the findings as one JSON object")
-    for command in (parser, one, talk, http, check):
+        add_flags(command, settings, has_server_options=command is serve_parser)
+    doctor_parser.add_argument(
+        "--json", action="store_true", help="print the findings as one JSON object"
+    )
+    for command in (parser, generate_parser, chat_parser, serve_parser, doctor_parser):
         command.add_argument("--version", action="version", version=nanoactor.__version__)
     for command, function, run in (
-        (one, generate, asyncio.run),
-        (talk, chat, asyncio.run),
-        (http, run_server, run_on_uvloop),
-        (check, _doctor, sys.exit),
+        (generate_parser, generate, asyncio.run),
+        (chat_parser, chat, asyncio.run),
+        (serve_parser, run_server, run_on_uvloop),
+        (doctor_parser, _doctor, sys.exit),
     ):
         command.add_argument(
             "-v",
@@ -205,7 +223,12 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
             help="write a log; -vv writes a more detailed one",
         )
         command.set_defaults(parser=command, command=function, run=run)
-    return parser, {"generate": one, "chat": talk, "serve": http, "doctor": check}
+    return parser, {
+        "generate": generate_parser,
+        "chat": chat_parser,
+        "serve": serve_parser,
+        "doctor": doctor_parser,
+    }
 
 
 def _doctor(args: Any) -> int:

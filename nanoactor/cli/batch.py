@@ -15,11 +15,11 @@ from nanoactor.errors import ComputationFailed, InvalidRequest, PoisonRequest
 from nanoactor.requests.outputs import RequestOutput, RequestOutputKind
 from nanoactor.requests.params import SamplingParams
 
-_PROMPTS = ("prompt", "prompt_token_ids", "messages")
-_OF_ONE_REQUEST = (InvalidRequest, PoisonRequest, ComputationFailed)
-_AHEAD = 4
-"""Number of lines that are submitted before the first of them is complete, as a multiple of the
-requests that can run at once. Answers are printed in order, so a long one delays those after it."""
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
+_REQUEST_ERRORS = (InvalidRequest, PoisonRequest, ComputationFailed)
+_SUBMIT_AHEAD = 4
+"""Maximum number of submitted lines whose answers have not been printed, as a multiple of
+`max_num_seqs`. Answers are printed in order, so a slow answer delays those after it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Line:
     """Returned with the answer, if given."""
 
 
-def parse(text: str) -> Line:
+def parse_line(text: str) -> Line:
     """Parse a line: a JSON string, or an object with a `prompt`, `prompt_token_ids` or `messages`,
     and optionally an `id` and sampling parameters. Raises `InvalidRequest`."""
     try:
@@ -44,18 +44,18 @@ def parse(text: str) -> Line:
         return Line(value, {})
     if not isinstance(value, dict):
         raise InvalidRequest("the line must be a JSON string or a JSON object")
-    given = [name for name in _PROMPTS if name in value]
-    if len(given) != 1:
-        raise InvalidRequest(f"the object must have exactly one of {', '.join(_PROMPTS)}")
-    (name,) = given
+    present = [name for name in _PROMPT_KEYS if name in value]
+    if len(present) != 1:
+        raise InvalidRequest(f"the object must have exactly one of {', '.join(_PROMPT_KEYS)}")
+    (name,) = present
     prompt = {name: value[name]} if name == "prompt_token_ids" else value[name]
     if not isinstance(value[name], str if name == "prompt" else list):
         raise InvalidRequest(f"`{name}` must be a {'string' if name == 'prompt' else 'list'}")
-    rest = {key: one for key, one in value.items() if key not in {name, "id"}}
-    return Line(prompt, rest, value.get("id"))
+    parameters = {key: parameter for key, parameter in value.items() if key not in {name, "id"}}
+    return Line(prompt, parameters, value.get("id"))
 
 
-def read(path: str) -> Iterator[str]:
+def read_lines(path: str) -> Iterator[str]:
     """Yield the lines of a file that are not blank; "-" is standard input. Raises `InvalidRequest`
     if the file cannot be read."""
     try:
@@ -65,21 +65,21 @@ def read(path: str) -> Iterator[str]:
         raise InvalidRequest(f"--prompts: {path} cannot be read: {error}") from None
 
 
-async def run(llm: AsyncLLM, path: str, given: Mapping[str, Any]) -> bool:
-    """Answer every line of a file, with the sampling parameters `given`. Prints one JSON object per
-    line, in the order of the file, each once it and all before it are complete. Returns False if a
-    line has failed. Raises `InvalidRequest` if the file cannot be read."""
-    most = _AHEAD * llm.config.max_num_seqs
-    lines, succeeded = enumerate(read(path)), True
+async def run_batch(llm: AsyncLLM, path: str, parameters: Mapping[str, Any]) -> bool:
+    """Answer every line of a file, with the sampling parameters `parameters`. Prints one JSON
+    object per line, in the order of the file, each once it and all before it are complete. Returns
+    False if a line has failed. Raises `InvalidRequest` if the file cannot be read."""
+    max_pending = _SUBMIT_AHEAD * llm.config.max_num_seqs
+    lines, succeeded = enumerate(read_lines(path)), True
     pending: collections.deque[asyncio.Task[dict[str, Any]]] = collections.deque()
     try:
-        while (one := await asyncio.to_thread(next, lines, None)) is not None or pending:
-            if one is not None:
-                pending.append(asyncio.create_task(answer(llm, *one, given)))
-            if one is None or len(pending) == most:
-                found = await pending.popleft()
-                succeeded &= "error" not in found
-                print(json.dumps(found), flush=True)
+        while (numbered_line := await asyncio.to_thread(next, lines, None)) is not None or pending:
+            if numbered_line is not None:
+                pending.append(asyncio.create_task(answer_line(llm, *numbered_line, parameters)))
+            if numbered_line is None or len(pending) == max_pending:
+                result = await pending.popleft()
+                succeeded &= "error" not in result
+                print(json.dumps(result), flush=True)
     finally:
         for task in pending:
             task.cancel()
@@ -87,21 +87,23 @@ async def run(llm: AsyncLLM, path: str, given: Mapping[str, Any]) -> bool:
     return succeeded
 
 
-async def answer(llm: AsyncLLM, number: int, text: str, given: Mapping[str, Any]) -> dict[str, Any]:
+async def answer_line(
+    llm: AsyncLLM, number: int, text: str, parameters: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the answer to a line, or the error that concerns only this line. Errors that end the
     engine are raised."""
-    found: dict[str, Any] = {"index": number}
+    result: dict[str, Any] = {"index": number}
     try:
-        line = parse(text)
-        found |= {} if line.id is None else {"id": line.id}
+        line = parse_line(text)
+        result |= {} if line.id is None else {"id": line.id}
         params = SamplingParams.for_model(
-            **{**given, **line.parameters, "output_kind": RequestOutputKind.FINAL_ONLY}
+            **{**parameters, **line.parameters, "output_kind": RequestOutputKind.FINAL_ONLY}
         )
         async for output in llm.generate(line.prompt, params):
-            found |= as_json(output)
-    except _OF_ONE_REQUEST as error:
-        found["error"] = {"type": type(error).__name__, "message": str(error)}
-    return found
+            result |= as_json(output)
+    except _REQUEST_ERRORS as error:
+        result["error"] = {"type": type(error).__name__, "message": str(error)}
+    return result
 
 
 def as_json(output: RequestOutput) -> dict[str, Any]:
@@ -109,13 +111,13 @@ def as_json(output: RequestOutput) -> dict[str, Any]:
     return {
         "outputs": [
             {
-                "index": one.index,
-                "text": one.text,
-                "token_ids": list(one.token_ids),
-                "finish_reason": one.finish_reason,
-                "stop_reason": one.stop_reason,
+                "index": completion.index,
+                "text": completion.text,
+                "token_ids": list(completion.token_ids),
+                "finish_reason": completion.finish_reason,
+                "stop_reason": completion.stop_reason,
             }
-            for one in output.outputs
+            for completion in output.outputs
         ],
         "prompt_tokens": len(output.prompt_token_ids),
         "cached_tokens": output.num_cached_tokens,

@@ -17,12 +17,12 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
-_PLAIN = (int, float, str)
-_COUNT = re.compile(r"(\d+(?:\.\d+)?)([kmgKMG])")
-_FOLLOWING = ("served_model_name",)
-"""Options that accept several values in a row, as in vLLM; they would consume a model name that
-follows them."""
-_DESCRIBED: dict[Any, dict[str, str]] = {}
+_SCALAR_TYPES = (int, float, str)
+_INTEGER_WITH_UNIT = re.compile(r"(\d+(?:\.\d+)?)([kmgKMG])")
+_MULTI_VALUE_FIELDS = ("served_model_name",)
+"""Options that accept several values in a row, as in vLLM. Such an option also consumes a model
+name that follows it."""
+_DESCRIPTION_CACHE: dict[Any, dict[str, str]] = {}
 """Cached descriptions: all commands share the same configurations, and reading a source file is
 slow."""
 
@@ -35,35 +35,35 @@ def add_options(group: Any, config: type[Any], **defaults: Any) -> dict[str, Map
     without a default are omitted, as they are for positional arguments, and so are fields of a type
     that no command line can express (such as an enum).
     """
-    hints, said = typing.get_type_hints(config), descriptions(config)
+    hints, help_texts = typing.get_type_hints(config), descriptions(config)
     added: dict[str, Mapping[str, Any]] = {}
     for field in dataclasses.fields(config):
-        known = _keywords(hints[field.name])
+        settings = _argparse_settings(hints[field.name])
         required = dataclasses.MISSING is field.default is field.default_factory
-        if known is None or required:
+        if settings is None or required:
             continue
-        text, default = said.get(field.name, ""), defaults.get(field.name, field.default)
+        text, default = help_texts.get(field.name, ""), defaults.get(field.name, field.default)
         if "efault" not in text and default not in (None, (), dataclasses.MISSING):
             text = f"{text} Default: {default}."
         name = field.name.replace("_", "-")
         names = [name]
-        if known.get("action") == "append":
+        if settings.get("action") == "append":
             text = f"{text} May be repeated."
             names = list(dict.fromkeys((name.removesuffix("s"), name)))
-        if field.name in _FOLLOWING:
-            known |= {"action": "extend", "nargs": "+"}
-        known["dest"] = f"{config.__name__}.{field.name}"
-        added[field.name] = known
+        if field.name in _MULTI_VALUE_FIELDS:
+            settings |= {"action": "extend", "nargs": "+"}
+        settings["dest"] = f"{config.__name__}.{field.name}"
+        added[field.name] = settings
         group.add_argument(
             *(f"--{name}" for name in names),
             default=argparse.SUPPRESS,
             help=text.strip().replace("%", "%%"),
-            **known,
+            **settings,
         )
     return added
 
 
-def values(args: Any, config: type[Any]) -> dict[str, Any]:
+def given_values(args: Any, config: type[Any]) -> dict[str, Any]:
     """Return the values of a dataclass's fields that were given on the command line, by field name;
     lists become tuples."""
     prefix = f"{config.__name__}."
@@ -74,46 +74,51 @@ def values(args: Any, config: type[Any]) -> dict[str, Any]:
     }
 
 
-def _keywords(hint: Any) -> dict[str, Any] | None:
+def _argparse_settings(hint: Any) -> dict[str, Any] | None:
     """Return the argparse settings for a type, or None if it cannot be an option."""
     is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
     parts = get_args(hint) if is_union else (hint,)
     for part in parts:
         if typing.get_origin(part) in (tuple, list, Sequence):
-            return _of_several(get_args(part)[0])
+            return _list_settings(get_args(part)[0])
         if typing.get_origin(part) is Mapping:
-            return {"type": json_object, "metavar": "JSON"}
+            return {"type": parse_json_object, "metavar": "JSON"}
     kinds = [part for part in parts if part is not types.NoneType]
-    words = [word for p in kinds if typing.get_origin(p) is typing.Literal for word in get_args(p)]
-    if words and int in kinds:
-        return {"type": _or_word(count, words), "metavar": f"{{INT,{','.join(words)}}}"}
-    if words and len(kinds) == 1:  # the dataclass itself checks the choice
-        return {"metavar": f"{{{','.join(words)}}}"}
-    return _of_one(kinds[0], types.NoneType in parts) if len(kinds) == 1 else None
+    literals = [
+        word for p in kinds if typing.get_origin(p) is typing.Literal for word in get_args(p)
+    ]
+    if literals and int in kinds:
+        return {
+            "type": _word_or(parse_integer, literals),
+            "metavar": f"{{INT,{','.join(literals)}}}",
+        }
+    if literals and len(kinds) == 1:  # the dataclass itself checks the choice
+        return {"metavar": f"{{{','.join(literals)}}}"}
+    return _scalar_settings(kinds[0], types.NoneType in parts) if len(kinds) == 1 else None
 
 
-def _of_several(kind: Any) -> dict[str, Any] | None:
-    if kind not in _PLAIN:
+def _list_settings(kind: Any) -> dict[str, Any] | None:
+    if kind not in _SCALAR_TYPES:
         return None
     return {"action": "append", "type": kind, "metavar": kind.__name__.upper()}
 
 
-def _of_one(kind: Any, is_optional: bool) -> dict[str, Any] | None:
+def _scalar_settings(kind: Any, is_optional: bool) -> dict[str, Any] | None:
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
-    if kind not in _PLAIN:
+    if kind not in _SCALAR_TYPES:
         return None
-    read = count if kind is int else kind
-    return {"type": _or_none(read) if is_optional else read, "metavar": kind.__name__.upper()}
+    parse = parse_integer if kind is int else kind
+    return {"type": _none_or(parse) if is_optional else parse, "metavar": kind.__name__.upper()}
 
 
-def count(text: str) -> int:
+def parse_integer(text: str) -> int:
     """Parse an integer, which may end with k, m or g (powers of 1000) or K, M or G (powers of
     1024)."""
-    found = _COUNT.fullmatch(text.strip())
-    if found is None:
+    match = _INTEGER_WITH_UNIT.fullmatch(text.strip())
+    if match is None:
         return int(text)
-    number, unit = found.groups()
+    number, unit = match.groups()
     base = 1000 if unit.islower() else 1024
     exact = decimal.Decimal(number) * base ** ("kmg".index(unit.lower()) + 1)
     if exact % 1 or ("." in number and base == 1024):
@@ -121,21 +126,21 @@ def count(text: str) -> int:
     return int(exact)
 
 
-count.__name__ = "int"
+parse_integer.__name__ = "int"
 
 
-def _or_word(read: Callable[[str], Any], words: Sequence[str]) -> Callable[[str], Any]:
-    """Return a parser for values that may also be one of `words`, or "none" for None."""
+def _word_or(parse: Callable[[str], Any], literals: Sequence[str]) -> Callable[[str], Any]:
+    """Return a parser for values that may also be one of `literals`, or "none" for None."""
 
-    def either(text: str) -> Any:
+    def parse_either(text: str) -> Any:
         word = text.lower()
-        return None if word == "none" else word if word in words else read(text)
+        return None if word == "none" else word if word in literals else parse(text)
 
-    either.__name__ = f"{read.__name__} or {' or '.join(words)}"
-    return either
+    parse_either.__name__ = f"{parse.__name__} or {' or '.join(literals)}"
+    return parse_either
 
 
-def json_object(text: str) -> dict[str, Any]:
+def parse_json_object(text: str) -> dict[str, Any]:
     """Parse a JSON object."""
     value = json.loads(text)
     if not isinstance(value, dict):
@@ -143,22 +148,22 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
-def _or_none(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+def _none_or(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     """Return a parser for values that may also be "none", for None."""
 
-    def read(text: str) -> Any:
-        return None if text.lower() == "none" else kind(text)
+    def parse_or_none(text: str) -> Any:
+        return None if text.lower() == "none" else parse(text)
 
-    read.__name__ = kind.__name__  # argparse shows this name if a value is wrong
-    return read
+    parse_or_none.__name__ = parse.__name__  # argparse shows this name if a value is wrong
+    return parse_or_none
 
 
 def descriptions(config: type[Any]) -> dict[str, str]:
     """Return, by field, the docstring below the field in the source; empty if the source is
     unavailable."""
-    if config not in _DESCRIBED:
-        _DESCRIBED[config] = _read_descriptions(config)
-    return _DESCRIBED[config]
+    if config not in _DESCRIPTION_CACHE:
+        _DESCRIPTION_CACHE[config] = _read_descriptions(config)
+    return _DESCRIPTION_CACHE[config]
 
 
 def _read_descriptions(config: type[Any]) -> dict[str, str]:
@@ -167,10 +172,10 @@ def _read_descriptions(config: type[Any]) -> dict[str, str]:
     except OSError:
         return {}
     assert isinstance(body, ast.ClassDef)
-    found: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     for field, below in itertools.pairwise(body.body):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
             text = below.value if isinstance(below, ast.Expr) else None
             if isinstance(text, ast.Constant) and isinstance(text.value, str):
-                found[field.target.id] = " ".join(text.value.split())
-    return found
+                descriptions[field.target.id] = " ".join(text.value.split())
+    return descriptions

@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from nanoactor.api.engine import AsyncLLM
-from nanoactor.cli.options import values
+from nanoactor.cli.options import given_values
 from nanoactor.compat.flags import NOTES
 from nanoactor.options.config import EngineConfig
 from nanoactor.ray_serve.options import FleetConfig
@@ -25,14 +25,17 @@ async def run_server(args: Any) -> None:
     # The keys are removed from the environment, as child processes do not need them.
     keys = [os.environ.pop(name, None) for name in (KEY_VARIABLE, VLLM_KEY_VARIABLE)]
     key = next(filter(None, keys), None)
-    options = ({"api_keys": (key,)} if key else {}) | values(args, ServerConfig)
-    config, server = EngineConfig(args.model, **values(args, EngineConfig)), ServerConfig(**options)
+    options = ({"api_keys": (key,)} if key else {}) | given_values(args, ServerConfig)
+    config, server = (
+        EngineConfig(args.model, **given_values(args, EngineConfig)),
+        ServerConfig(**options),
+    )
     level = (server.log_level or "info").upper()
     for name in ("nanoactor.server", "nanoactor.access"):
         logging.getLogger(name).setLevel(level)
     for note in getattr(args, NOTES):
         log.info("%s", note)
-    fleet = FleetConfig(**values(args, FleetConfig))
+    fleet = FleetConfig(**given_values(args, FleetConfig))
     if fleet.replicas:
         from nanoactor.ray_serve.launch import serve_replicas
 

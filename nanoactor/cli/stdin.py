@@ -13,21 +13,21 @@ class LineReader:
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._buffer = b""
-        self._ended = False
+        self._at_end = False
 
     async def next(self) -> str | None:
         """Return the next line without its line ending, or None at the end of the input."""
-        while b"\n" not in self._buffer and not self._ended:
-            await self._readable()
+        while b"\n" not in self._buffer and not self._at_end:
+            await self._wait_readable()
             data = os.read(self._descriptor, 1 << 16)
             self._buffer += data
-            self._ended = not data
+            self._at_end = not data
         if not self._buffer:
             return None
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line.decode(errors="replace").rstrip("\r")
 
-    async def _readable(self) -> None:
+    async def _wait_readable(self) -> None:
         loop = asyncio.get_running_loop()
         ready = asyncio.Event()
         try:

@@ -11,7 +11,7 @@ from typing import Any
 
 from nanoactor.api.engine import AsyncLLM, Prompt
 from nanoactor.cli import batch
-from nanoactor.cli.options import values
+from nanoactor.cli.options import given_values
 from nanoactor.cli.stdin import LineReader
 from nanoactor.errors import InvalidRequest
 from nanoactor.media.prompt import IMAGE_PLACEHOLDER, VISION_END, VISION_START
@@ -22,13 +22,13 @@ from nanoactor.requests.params import SamplingParams
 ONE_USER = {"max_num_seqs": 8}
 """Engine options of a command with one user: with fewer batch sizes to prepare, the start is
 faster. A file of prompts has the engine's own defaults."""
-_MEASURABLE = 1e-3
+_MIN_RATE_SECONDS = 1e-3
 """Minimum seconds between first and last token for which a rate is reported."""
 
 
 def _params(args: Any) -> SamplingParams:
-    given = values(args, SamplingParams)
-    params = SamplingParams.for_model(**given, output_kind=RequestOutputKind.DELTA)
+    parameters = given_values(args, SamplingParams)
+    params = SamplingParams.for_model(**parameters, output_kind=RequestOutputKind.DELTA)
     if not args.json and not params.detokenize:
         raise InvalidRequest("--no-detokenize requires --json because there is no text to print")
     if not args.json and (params.logprobs, params.prompt_logprobs) != (None, None):
@@ -37,7 +37,7 @@ def _params(args: Any) -> SamplingParams:
 
 
 def _engine(args: Any, **defaults: Any) -> AsyncLLM:
-    return AsyncLLM(EngineConfig(args.model, **{**defaults, **values(args, EngineConfig)}))
+    return AsyncLLM(EngineConfig(args.model, **{**defaults, **given_values(args, EngineConfig)}))
 
 
 async def generate(args: Any) -> None:
@@ -62,11 +62,11 @@ async def _generate_all(args: Any) -> None:
             "--prompts cannot be combined with a prompt or --image, because the file "
             "contains the prompts"
         )
-    given = values(args, SamplingParams)
-    SamplingParams.for_model(**given)  # raises before the engine is started
+    parameters = given_values(args, SamplingParams)
+    SamplingParams.for_model(**parameters)  # raises before the engine is started
     _check_writable(args.trace)
     async with _engine(args) as llm:
-        succeeded = await batch.run(llm, args.prompts, given)
+        succeeded = await batch.run_batch(llm, args.prompts, parameters)
         if args.trace is not None:
             (await llm.trace()).save(args.trace)
     if not succeeded:
@@ -115,11 +115,11 @@ async def chat(args: Any) -> None:
             "--n must be 1 for a chat, because the conversation continues from one answer"
         )
     _check_writable(args.trace)
-    lines = LineReader(sys.stdin.fileno())
+    line_reader = LineReader(sys.stdin.fileno())
     pictures = list(args.image)
     async with _engine(args, **ONE_USER) as llm:
-        while (said := await _ask(lines, args.json)) is not None:
-            messages.append({"role": "user", "content": _first_turn(said, pictures)})
+        while (user_text := await _read_user_line(line_reader, args.json)) is not None:
+            messages.append({"role": "user", "content": _user_content(user_text, pictures)})
             pictures = []
             try:
                 answer = await _stream(llm, messages, params, args.json)
@@ -132,20 +132,20 @@ async def chat(args: Any) -> None:
             (await llm.trace()).save(args.trace)
 
 
-def _first_turn(said: str, files: list[str]) -> str | list[dict[str, Any]]:
+def _user_content(text: str, files: list[str]) -> str | list[dict[str, Any]]:
     """Return the content of a user message: the text, after any images from the command line, which
     belong to the first turn."""
     if not files:
-        return said
+        return text
     parts: list[dict[str, Any]] = [{"type": "image", "image": Path(file)} for file in files]
-    return [*parts, {"type": "text", "text": said}]
+    return [*parts, {"type": "text", "text": text}]
 
 
-async def _ask(lines: LineReader, quiet: bool) -> str | None:
+async def _read_user_line(line_reader: LineReader, is_quiet: bool) -> str | None:
     """Print a prompt and return the user's next line, or None at the end of the input."""
-    prompt = "" if quiet or not sys.stdin.isatty() else "\n> "
+    prompt = "" if is_quiet or not sys.stdin.isatty() else "\n> "
     print(prompt, end="", flush=True)
-    return await lines.next()
+    return await line_reader.next()
 
 
 async def _stream(llm: AsyncLLM, prompt: Prompt, params: SamplingParams, as_json: bool) -> str:
@@ -154,12 +154,12 @@ async def _stream(llm: AsyncLLM, prompt: Prompt, params: SamplingParams, as_json
     The texts of several answers are printed one after another, once all are complete.
     """
     texts, counts = [""] * params.n, [0] * params.n
-    ends: list[str | None] = [None] * params.n
+    finish_reasons: list[str | None] = [None] * params.n
     output: RequestOutput | None = None
     async for output in llm.generate(prompt, params):
         for completion in output.outputs:
             texts[completion.index] += completion.text
-            ends[completion.index] = completion.finish_reason
+            finish_reasons[completion.index] = completion.finish_reason
             counts[completion.index] += len(completion.token_ids)
             if as_json:
                 print(json.dumps(_as_json(output, completion)), flush=True)
@@ -169,7 +169,7 @@ async def _stream(llm: AsyncLLM, prompt: Prompt, params: SamplingParams, as_json
     if not as_json:
         for number, text in enumerate(texts, 1) if params.n > 1 else ():
             print(f"\n\n[{number}] {text}", end="", flush=True)
-        summary = await _summary(llm, output, counts, ends)
+        summary = await _summary(llm, output, counts, finish_reasons)
         print(f"\n\n{summary}", file=sys.stderr, flush=True)
     return texts[0]
 
@@ -183,9 +183,11 @@ def _as_json(output: RequestOutput, completion: CompletionOutput) -> dict[str, A
         "token_ids": completion.token_ids,
     }
     if completion.logprobs is not None:
-        line["logprobs"] = [_numbers(told) for told in completion.logprobs]
+        line["logprobs"] = [_token_logprobs(logprobs) for logprobs in completion.logprobs]
     if output.prompt_logprobs is not None:
-        line["prompt_logprobs"] = [told and _numbers(told) for told in output.prompt_logprobs]
+        line["prompt_logprobs"] = [
+            logprobs and _token_logprobs(logprobs) for logprobs in output.prompt_logprobs
+        ]
     if completion.finish_reason is not None:
         line["finish_reason"] = completion.finish_reason
         line["stop_reason"] = completion.stop_reason
@@ -199,33 +201,33 @@ def _as_json(output: RequestOutput, completion: CompletionOutput) -> dict[str, A
     return line
 
 
-def _numbers(told: Logprobs) -> dict[int, float]:
-    return {token: one.logprob for token, one in told.items()}
+def _token_logprobs(logprobs: Logprobs) -> dict[int, float]:
+    return {token: logprob.logprob for token, logprob in logprobs.items()}
 
 
 def _rate(tokens: int, seconds: float) -> str:
     """Format the generation rate; `seconds` is the time from the first token to the last."""
     if tokens == 1:
         return "1 token"
-    if seconds < _MEASURABLE:
+    if seconds < _MIN_RATE_SECONDS:
         return "too few for a rate"  # all arrived at once
     return f"{(tokens - 1) / seconds:.1f} tokens/s"
 
 
 async def _summary(
-    llm: AsyncLLM, output: RequestOutput, counts: list[int], ends: list[str | None]
+    llm: AsyncLLM, output: RequestOutput, counts: list[int], finish_reasons: list[str | None]
 ) -> str:
     metrics, prompt, tokens = output.metrics, len(output.prompt_token_ids), sum(counts)
     first, last = metrics.first_token_time, metrics.finished_time
     if first is None or last is None:
         return "no token was generated"
     facts = llm.facts
-    size = facts["block_size"]
-    shared = prompt // size  # full prompt blocks, which all answers share
-    blocks = shared + sum(-(-(prompt + count - 1) // size) - shared for count in counts)
+    block_size = facts["block_size"]
+    shared = prompt // block_size  # full prompt blocks, which all answers share
+    blocks = shared + sum(-(-(prompt + count - 1) // block_size) - shared for count in counts)
     return (
         f"{prompt} + {tokens} tokens, {_rate(tokens, last - first)}, "
         f"TTFT {1000 * (first - metrics.arrival_time):.0f} ms, "
         f"{blocks} of {facts['num_blocks']} KV blocks ({output.num_cached_tokens} tokens from "
-        f"the prefix cache), {facts['dtype']}, finished: {', '.join(map(str, ends))}"
+        f"the prefix cache), {facts['dtype']}, finished: {', '.join(map(str, finish_reasons))}"
     )

@@ -10,37 +10,40 @@ from pathlib import Path
 from typing import Any
 
 from nanoactor.errors import InvalidConfig
-from nanoactor.requests.known_names import ENGINE, SERVER, Name
+from nanoactor.requests.known_names import ENGINE, SERVER, ForeignOption
 
 NOTES = "notes"
 """Name of the attribute of the parsed arguments that lists a note for each flag without effect."""
-_MODEL = ("--model", "--model-path")
-_IN_JSON = ("--allowed-origins",)
+_MODEL_FLAGS = ("--model", "--model-path")
+_JSON_LIST_FLAGS = ("--allowed-origins",)
 """Flags whose lists are given as JSON."""
 
 
 def add_flags(
-    parser: argparse.ArgumentParser, fields: Mapping[str, Mapping[str, Any]], *, serves: bool
+    parser: argparse.ArgumentParser,
+    fields: Mapping[str, Mapping[str, Any]],
+    *,
+    has_server_options: bool,
 ) -> None:
     """Add other engines' flags to a command, without help texts. `fields` maps each field that has
-    an option to that option's argparse settings, including `dest`; `serves` is True if the command
-    also has the server's options."""
+    an option to that option's argparse settings, including `dest`; `has_server_options` is True if
+    the command also has the server's options."""
     parser.set_defaults(**{NOTES: []})
-    taken = set(parser._option_string_actions)
-    for name in (*ENGINE, *(SERVER if serves else ())):
-        flags = [flag for flag in name.flags if flag not in taken and flag not in _MODEL]
+    existing = set(parser._option_string_actions)
+    for name in (*ENGINE, *(SERVER if has_server_options else ())):
+        flags = [flag for flag in name.flags if flag not in existing and flag not in _MODEL_FLAGS]
         if not flags:
             continue
         if name.ours in fields:
             flags += [f"--no-{flag[2:]}" for flag in flags] if name.inverts else []
-            parser.add_argument(*flags, **_alias(name, fields[name.ours]))
+            parser.add_argument(*flags, **_alias_settings(name, fields[name.ours]))
         elif not name.ours:
             if name.takes == "flag":
                 flags += [f"--no-{flag[2:]}" for flag in flags if flag.startswith("--")]
             nargs = {"flag": 0, "value": None, "list": "+"}[name.takes]
             parser.add_argument(
                 *flags,
-                action=_Foreign,
+                action=_NoEffectAction,
                 name=name,
                 nargs=nargs,
                 dest=NOTES,
@@ -49,25 +52,27 @@ def add_flags(
             )
 
 
-def _alias(name: Name, known: Mapping[str, Any]) -> dict[str, Any]:
+def _alias_settings(name: ForeignOption, option_settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the argparse settings for an alias of an option."""
-    made = {**known, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    settings = {**option_settings, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     if name.inverts:
-        return {**made, "action": _Inverted, "nargs": 0}
-    if name.flags[0] in _IN_JSON:  # the alias takes a JSON list; our flag is repeated instead
-        return {**made, "action": "store", "type": _json_list}
-    return made
+        return {**settings, "action": _InvertedAction, "nargs": 0}
+    if (
+        name.flags[0] in _JSON_LIST_FLAGS
+    ):  # the alias takes a JSON list; our flag is repeated instead
+        return {**settings, "action": "store", "type": _json_list}
+    return settings
 
 
 def _json_list(text: str) -> list[str]:
-    found = json.loads(text)
-    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+    values = json.loads(text)
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
         raise argparse.ArgumentTypeError(f"{text!r} is not a JSON list of strings")
-    return found
+    return values
 
 
-class _Inverted(argparse.Action):
-    """Turns one of our options off, or on if the flag is given as `--no-...`."""
+class _InvertedAction(argparse.Action):
+    """Action of a foreign flag that turns one of our options off; its `--no-` form turns it on."""
 
     def __call__(
         self,
@@ -80,11 +85,14 @@ class _Inverted(argparse.Action):
         setattr(namespace, self.dest, (option_string or "").startswith("--no-"))
 
 
-class _Foreign(argparse.Action):
-    """Accepts a flag with a value that has no effect here, and rejects it with any other value."""
+class _NoEffectAction(argparse.Action):
+    """Action of a foreign flag without effect here: records a note, or exits with an error if only
+    other values are supported."""
 
-    def __init__(self, option_strings: Sequence[str], dest: str, *, name: Name, **known: Any):
-        super().__init__(option_strings, dest, **known)
+    def __init__(
+        self, option_strings: Sequence[str], dest: str, *, name: ForeignOption, **settings: Any
+    ):
+        super().__init__(option_strings, dest, **settings)
         self._name = name
 
     def __call__(
@@ -96,82 +104,89 @@ class _Foreign(argparse.Action):
     ) -> None:
         """Record why the flag has no effect, or exit with an error."""
         name, flag = self._name, option_string or ""
-        value = not flag.startswith("--no-") if name.takes == "flag" else _value(values)
+        value = not flag.startswith("--no-") if name.takes == "flag" else _parse_value(values)
         if not name.allows(value):
-            complaint = name.complaint(value).removeprefix(name.theirs)
+            complaint = name.error_message(value).removeprefix(name.theirs)
             parser.error(f"{flag}{complaint}")
         getattr(namespace, NOTES).append(f"{flag} has no effect: {name.note}")
 
 
-def _value(given: Any) -> Any:
+def _parse_value(raw: Any) -> Any:
     """Parse a command-line value as JSON; return the text itself if it is not JSON."""
-    if isinstance(given, list):
-        return [_value(one) for one in given]
-    if given.lower() == "none":
+    if isinstance(raw, list):
+        return [_parse_value(one) for one in raw]
+    if raw.lower() == "none":
         return None
     try:
-        return json.loads(given)
+        return json.loads(raw)
     except ValueError:
-        return given
+        return raw
 
 
 @dataclasses.dataclass(frozen=True)
-class Line:
-    """A command's arguments, spelled as our parser expects them."""
+class CommandLine:
+    """A command's arguments, normalized for our parser."""
 
     options: list[str]
     """Options of the configuration file, then those of the command line."""
     model: str | None = None
     """Value of the flag that names the model, if it is given."""
-    model_of_file: str | None = None
+    config_file_model: str | None = None
 
 
-def canonical(arguments: Sequence[str], dests: Mapping[str, str]) -> Line:
+def normalize_arguments(arguments: Sequence[str], dests: Mapping[str, str]) -> CommandLine:
     """Convert a command's arguments for our parser: write flag names with hyphens, extract a model
     that a flag names, and insert the options of a configuration file. `dests` maps each flag to the
     option that it sets. Raises `InvalidConfig` if the file is invalid, or if a flag for the model
     or the file is given twice or without a value."""
-    at = arguments.index("--") if "--" in arguments else len(arguments)
-    spelled, behind = [_hyphens(one, dests) for one in arguments[:at]], [*arguments[at:]]
-    models, rest = _taken(spelled, _MODEL)
-    files, rest = _taken(rest, ("--config",))
+    separator = arguments.index("--") if "--" in arguments else len(arguments)
+    normalized, after_separator = (
+        [_with_hyphens(one, dests) for one in arguments[:separator]],
+        [*arguments[separator:]],
+    )
+    models, rest = _extract_flags(normalized, _MODEL_FLAGS)
+    files, rest = _extract_flags(rest, ("--config",))
     if len(files) > 1 or len(models) > 1:
         raise InvalidConfig(f"{'--config' if len(files) > 1 else '--model'} is given twice")
     model = models[0] if models else None
     if not files:
-        return Line([*rest, *behind], model)
-    given = {dests[name] for one in rest if (name := one.partition("=")[0]) in dests}
+        return CommandLine([*rest, *after_separator], model)
+    given_dests = {dests[name] for one in rest if (name := one.partition("=")[0]) in dests}
     options = _read_file(Path(files[0]))
-    of_file = options.pop("model", options.pop("model-path", None))
-    if of_file is not None and not isinstance(of_file, str):
-        raise InvalidConfig(f"--config {files[0]}: model must be a string, got {of_file!r:.100}")
-    written = [
+    config_file_model = options.pop("model", options.pop("model-path", None))
+    if config_file_model is not None and not isinstance(config_file_model, str):
+        raise InvalidConfig(
+            f"--config {files[0]}: model must be a string, got {config_file_model!r:.100}"
+        )
+    file_arguments = [
         argument
         for name, value in options.items()
-        if dests.get(f"--{name}") not in given
-        for argument in _written(f"--{name}", value)
+        if dests.get(f"--{name}") not in given_dests
+        for argument in _as_arguments(f"--{name}", value)
     ]
-    return Line([*written, *rest, *behind], model, of_file)
+    return CommandLine([*file_arguments, *rest, *after_separator], model, config_file_model)
 
 
-def _hyphens(argument: str, dests: Mapping[str, str]) -> str:
+def _with_hyphens(argument: str, dests: Mapping[str, str]) -> str:
     """Return a known flag with hyphens instead of underscores, anything else unchanged."""
     name, equals, value = argument.partition("=")
-    known = name.replace("_", "-")
-    is_flag = name.startswith("--") and (known in dests or known in (*_MODEL, "--config"))
-    return known + equals + value if is_flag else argument
+    hyphenated = name.replace("_", "-")
+    is_flag = name.startswith("--") and (
+        hyphenated in dests or hyphenated in (*_MODEL_FLAGS, "--config")
+    )
+    return hyphenated + equals + value if is_flag else argument
 
 
-def _taken(arguments: list[str], flags: Sequence[str]) -> tuple[list[str], list[str]]:
+def _extract_flags(arguments: list[str], flags: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the values of these flags, and the other arguments."""
     values, rest = [], []
-    following = iter(arguments)
-    for argument in following:
-        name, equals, given = argument.partition("=")
+    remaining = iter(arguments)
+    for argument in remaining:
+        name, equals, inline_value = argument.partition("=")
         if name not in flags:
             rest.append(argument)
             continue
-        value = given if equals else next(following, None)
+        value = inline_value if equals else next(remaining, None)
         if value is None:
             raise InvalidConfig(f"{name} requires a value")
         values.append(value)
@@ -191,18 +206,18 @@ def _read_file(path: Path) -> dict[str, Any]:
         raise InvalidConfig(f"--config {path} is not valid YAML: {text}") from None
     if not isinstance(options, dict) or not all(isinstance(name, str) for name in options):
         raise InvalidConfig(f"--config {path} must contain options by name, such as 'port: 8001'")
-    found = {name.strip("-").replace("_", "-"): value for name, value in options.items()}
-    if "config" in found:
+    normalized = {name.strip("-").replace("_", "-"): value for name, value in options.items()}
+    if "config" in normalized:
         raise InvalidConfig(f"--config {path} must not itself contain the option config")
-    return found
+    return normalized
 
 
-def _written(flag: str, value: Any) -> Iterable[str]:
+def _as_arguments(flag: str, value: Any) -> Iterable[str]:
     """Return the command-line arguments for an option of a configuration file."""
     if value is None:
         return ()
     if isinstance(value, bool):
         return (flag,) if value else (f"--no-{flag[2:]}",)
-    if isinstance(value, list) and flag not in _IN_JSON:
+    if isinstance(value, list) and flag not in _JSON_LIST_FLAGS:
         return (f"{flag}={one}" for one in value)
     return (f"{flag}={json.dumps(value) if isinstance(value, dict | list) else value}",)

@@ -82,12 +82,12 @@ class LLM(ours.LLM):
     ) -> list[RequestOutput]:
         """Return completed outputs as `nanoactor.LLM.generate` does. As in vLLM, `max_tokens` is
         only a cap: the context may leave less room."""
-        _check_absent(
+        _check_none(
             lora_request=lora_request,
             priority=priority,
             tokenization_kwargs=tokenization_kwargs or None,
         )
-        return super().generate(prompts, _capped(sampling_params), bool(use_tqdm))
+        return super().generate(prompts, _with_token_cap(sampling_params), bool(use_tqdm))
 
     def chat(  # type: ignore[override]
         self,
@@ -100,12 +100,12 @@ class LLM(ours.LLM):
     ) -> list[RequestOutput]:
         """Return the outputs for conversations as `nanoactor.LLM.chat` does; `max_tokens` is a cap
         as in `generate`."""
-        _check_absent(lora_request=lora_request, chat_template=chat_template)
+        _check_none(lora_request=lora_request, chat_template=chat_template)
         if options.pop("chat_template_content_format", "auto") not in ("auto", "openai", "string"):
             raise InvalidRequest(
                 'chat_template_content_format must be "auto", "openai" or "string"'
             )
-        return super().chat(messages, _capped(sampling_params), bool(use_tqdm), **options)
+        return super().chat(messages, _with_token_cap(sampling_params), bool(use_tqdm), **options)
 
     def reset_prefix_cache(self) -> bool:
         """Invalidate the prefix cache for later requests."""
@@ -116,21 +116,21 @@ class LLM(ours.LLM):
         raise AttributeError(f"{name!r} is an attribute of vLLM's LLM that nanoactor does not have")
 
 
-def _check_absent(**given: Any) -> None:
-    for name, value in given.items():
+def _check_none(**arguments: Any) -> None:
+    for name, value in arguments.items():
         if value is not None:
             raise NotInNanoactor(f"{name} is not supported by nanoactor; only None is accepted")
 
 
-def _capped(params: Any) -> Any:
+def _with_token_cap(params: Any) -> Any:
     if isinstance(params, SamplingParams):
-        most = params.max_tokens
-        if most is None or isinstance(most, DefaultTokens | TokenCap):
+        max_tokens = params.max_tokens
+        if max_tokens is None or isinstance(max_tokens, DefaultTokens | TokenCap):
             return params
         values = {name: getattr(params, name) for name in SamplingParams.__annotations__}
-        return SamplingParams(**{**values, "max_tokens": TokenCap(most)})
-    is_several = isinstance(params, Sequence) and not isinstance(params, str)
-    return [_capped(one) for one in params] if is_several else params
+        return SamplingParams(**{**values, "max_tokens": TokenCap(max_tokens)})
+    is_sequence = isinstance(params, Sequence) and not isinstance(params, str)
+    return [_with_token_cap(one) for one in params] if is_sequence else params
 
 
 # -- functions of vLLM's modules ----------------------------------------------------------
@@ -152,8 +152,8 @@ def get_tokenizer(
 
     if tokenizer_mode not in ("auto", "hf"):
         raise NotInNanoactor(f'tokenizer_mode must be "auto" or "hf", got {tokenizer_mode!r:.100}')
-    place = resolve_model(str(tokenizer_name), revision, download_dir, weights=False)
-    return load_pretrained(place, **options)
+    directory = resolve_model(str(tokenizer_name), revision, download_dir, weights=False)
+    return load_pretrained(directory, **options)
 
 
 def resolve_chat_template(
@@ -172,16 +172,16 @@ def resolve_chat_template(
         return None
 
 
-def _absent(name: str, why: str) -> Any:
+def _unavailable(name: str, reason: str) -> Any:
     """Return a stand-in class for a name in vLLM; creating an instance raises `NotInNanoactor`."""
 
     def refuse(self: object, *_: Any, **__: Any) -> NoReturn:
-        raise NotInNanoactor(f"vllm's {name} is not available in nanoactor: {why}")
+        raise NotInNanoactor(f"vllm's {name} is not available in nanoactor: {reason}")
 
     return type(name.rpartition(".")[2], (), {"__init__": refuse, "__module__": "vllm"})
 
 
-_WEIGHTS = (
+_WEIGHTS_REASON = (
     "the weights of a running engine cannot be replaced; start another engine with the new weights"
 )
 _MODULES: dict[str, dict[str, Any]] = {
@@ -199,7 +199,7 @@ _MODULES: dict[str, dict[str, Any]] = {
     "inputs": {"TextPrompt": TextPrompt, "TokensPrompt": TokensPrompt},
     "lora": {},
     "lora.request": {
-        "LoRARequest": _absent("LoRARequest", "LoRA adapters must be merged into the weights")
+        "LoRARequest": _unavailable("LoRARequest", "LoRA adapters must be merged into the weights")
     },
     "outputs": {"CompletionOutput": CompletionOutput, "RequestOutput": RequestOutput},
     "renderers": {},
@@ -213,14 +213,18 @@ _MODULES: dict[str, dict[str, Any]] = {
     "tokenizers": {"get_tokenizer": get_tokenizer},
     "utils": {},
     "utils.network_utils": {
-        "get_ip": _absent("get_ip", _WEIGHTS),
-        "get_open_port": _absent("get_open_port", _WEIGHTS),
+        "get_ip": _unavailable("get_ip", _WEIGHTS_REASON),
+        "get_open_port": _unavailable("get_open_port", _WEIGHTS_REASON),
     },
     "distributed": {},
     "distributed.weight_transfer": {},
-    "distributed.weight_transfer.nccl_common": {"trainer_init": _absent("trainer_init", _WEIGHTS)},
+    "distributed.weight_transfer.nccl_common": {
+        "trainer_init": _unavailable("trainer_init", _WEIGHTS_REASON)
+    },
     "distributed.weight_transfer.packed_tensor": {
-        "packed_nccl_broadcast_producer": _absent("packed_nccl_broadcast_producer", _WEIGHTS)
+        "packed_nccl_broadcast_producer": _unavailable(
+            "packed_nccl_broadcast_producer", _WEIGHTS_REASON
+        )
     },
 }
 """By module, without `vllm.`: the names in the module."""

@@ -17,8 +17,8 @@ from nanoactor.doctor.finding import Finding, judge
 from nanoactor.doctor.machine import Machine
 
 _DRIVER_FILE = "/usr/local/Ascend/driver/version.info"
-_MANAGERS = ("/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc")
-_ILL = re.compile(r"\|\s*(Warning|Alarm|Critical|UNKNOWN)\s*\|", re.IGNORECASE)
+_MANAGER_NODES = ("/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc")
+_UNHEALTHY = re.compile(r"\|\s*(Warning|Alarm|Critical|UNKNOWN)\s*\|", re.IGNORECASE)
 _DRIVER_MOUNT = "-v /usr/local/Ascend/driver:/usr/local/Ascend/driver:ro"
 _SMI_MOUNTS = " ".join(f"-v {p}:{p}:ro" for p in ("/usr/local/dcmi", "/usr/local/bin/npu-smi"))
 _INSTALL_DRIVER = "install the NPU's driver and firmware, and check that `npu-smi info` works"
@@ -27,15 +27,15 @@ _INSTALL_CANN = "install CANN (the toolkit, and the ops of your chip), then sour
 
 def npu(machine: Machine) -> Iterator[Finding]:
     """Run all Ascend checks if an NPU is expected here; otherwise yield a single finding."""
-    if machine.wants_npu:
-        for check in (_driver, _nodes, _smi, _cann, _torch_npu, _devices):
+    if machine.expects_npu:
+        for check in (_driver, _device_nodes, _smi, _cann, _torch_npu, _devices):
             yield from check(machine)
         return
-    ill = "an NPU is on the PCI bus, but is not used: there is no driver, CANN or torch_npu"
+    problem = "an NPU is on the PCI bus, but is not used: there is no driver, CANN or torch_npu"
     fix = f"{_INSTALL_DRIVER}; {_INSTALL_CANN}; {_install_pair(None)}"
     is_on_bus = any(kind == "NPU" for kind, _, _ in machine.pci)
-    well = "there is no NPU: no device, driver, CANN or torch_npu was found"
-    yield judge("NPU", not is_on_bus, well, ill, fix, "note")
+    ok = "there is no NPU: no device, driver, CANN or torch_npu was found"
+    yield judge("NPU", not is_on_bus, ok, problem, fix, "note")
 
 
 def driver_version(machine: Machine) -> str:
@@ -46,15 +46,15 @@ def driver_version(machine: Machine) -> str:
 def _driver(machine: Machine) -> Iterator[Finding]:
     version = driver_version(machine)
     if version or not machine.probe.get("npus"):  # else it is elsewhere and works
-        ill = f"there is no version in {_DRIVER_FILE}"
+        problem = f"there is no version in {_DRIVER_FILE}"
         fix = f"{_INSTALL_DRIVER}; if this is a container, start it with {_DRIVER_MOUNT}; on a "
         fix += "machine without an NPU: pip uninstall torch_npu"
-        yield judge("NPU driver", version, version, ill, fix)
+        yield judge("NPU driver", version, version, problem, fix)
 
 
-def _nodes(machine: Machine) -> Iterator[Finding]:
+def _device_nodes(machine: Machine) -> Iterator[Finding]:
     npus = machine.files("/dev/davinci[0-9]*") or ["/dev/davinci0"]
-    nodes = {node: machine.path(node) for node in (*npus, *_MANAGERS)}
+    nodes = {node: machine.path(node) for node in (*npus, *_MANAGER_NODES)}
     if absent := [node for node, path in nodes.items() if not os.path.exists(path)]:
         flags = " ".join(f"--device {node}" for node in absent)
         mounts = f"{_DRIVER_MOUNT} {_SMI_MOUNTS} ..."
@@ -62,13 +62,13 @@ def _nodes(machine: Machine) -> Iterator[Finding]:
         yield Finding("device nodes", "bad", f"missing: {', '.join(absent)}", fix)
         return
     # The nodes are not opened: opening one already affects the device.
-    closed = [node for node, path in nodes.items() if not os.access(path, os.R_OK | os.W_OK)]
-    ill = f"this user cannot read and write {', '.join(closed)}"
+    inaccessible = [node for node, path in nodes.items() if not os.access(path, os.R_OK | os.W_OK)]
+    problem = f"this user cannot read and write {', '.join(inaccessible)}"
     fix = (
         "sudo usermod -aG HwHiAiUser $USER, then log in again; if this is a container, start it "
         "with --group-add"
     )
-    yield judge("device nodes", not closed, f"{', '.join(nodes)}", ill, fix)
+    yield judge("device nodes", not inaccessible, f"{', '.join(nodes)}", problem, fix)
 
 
 def _smi(machine: Machine) -> Iterator[Finding]:
@@ -79,24 +79,34 @@ def _smi(machine: Machine) -> Iterator[Finding]:
         yield Finding("npu-smi", "note", "not found", fix)
         return
     output, trouble = machine.run([tool, "info"], machine.environment, 10.0)
-    ill = [" ".join(line.strip("| ").split()) for line in output.splitlines() if _ILL.search(line)]
-    what = f"`npu-smi info`: {trouble or 'not healthy: ' + '; '.join(ill)}"
+    unhealthy_lines = [
+        " ".join(line.strip("| ").split())
+        for line in output.splitlines()
+        if _UNHEALTHY.search(line)
+    ]
+    what = f"`npu-smi info`: {trouble or 'not healthy: ' + '; '.join(unhealthy_lines)}"
     fix = f"npu-smi info -t health -i 0 shows the error of NPU 0; {_INSTALL_DRIVER}"
-    yield judge("npu-smi", not trouble and not ill, "it works; all devices are healthy", what, fix)
+    yield judge(
+        "npu-smi",
+        not trouble and not unhealthy_lines,
+        "it works; all devices are healthy",
+        what,
+        fix,
+    )
 
 
 def _cann(machine: Machine) -> Iterator[Finding]:
-    said, home, wrong = machine.probe, machine.environment.get("ASCEND_HOME_PATH", ""), []
+    report, home, problems = machine.probe, machine.environment.get("ASCEND_HOME_PATH", ""), []
     for name in ("ASCEND_HOME_PATH", "ASCEND_OPP_PATH"):
         path = machine.environment.get(name)
         if not path:
-            wrong.append(f"{name} is not set")
+            problems.append(f"{name} is not set")
         elif not os.path.isdir(machine.path(path)):
-            wrong.append(f"{name} is {path}, which does not exist")
-    wrong += filter(None, (said.get(f"{name}_trouble") for name in ("libascendcl", "libhccl")))
-    yield judge("CANN environment", not wrong, home, "; ".join(wrong), _source_cann(machine))
-    if "cann" in said:
-        yield Finding("CANN", "ok", said["cann"])
+            problems.append(f"{name} is {path}, which does not exist")
+    problems += filter(None, (report.get(f"{name}_trouble") for name in ("libascendcl", "libhccl")))
+    yield judge("CANN environment", not problems, home, "; ".join(problems), _source_cann(machine))
+    if "cann" in report:
+        yield Finding("CANN", "ok", report["cann"])
 
 
 def _source_cann(machine: Machine) -> str:
@@ -105,14 +115,14 @@ def _source_cann(machine: Machine) -> str:
 
 
 def _torch_npu(machine: Machine) -> Iterator[Finding]:
-    said, torch = machine.probe, machine.probe.get("torch")
-    pair = f"torch_npu {said.get('torch_npu')} with torch {torch}"
-    if "torch_npu_trouble" in said:
+    report, torch = machine.probe, machine.probe.get("torch")
+    versions = f"torch_npu {report.get('torch_npu')} with torch {torch}"
+    if "torch_npu_trouble" in report:
         yield Finding("torch_npu", "bad", "is not installed", _install_pair(torch))
-    elif torch and release(torch) != release(said.get("torch_npu")):
-        what = f"{pair}: torch_npu works only with the torch release of the same number"
+    elif torch and release(torch) != release(report.get("torch_npu")):
+        what = f"{versions}: torch_npu works only with the torch release of the same number"
         yield Finding("torch_npu", "bad", what, _install_pair(torch))
-    elif trouble := said.get("npus_trouble"):
+    elif trouble := report.get("npus_trouble"):
         fix = "fix what is bad above, then run: python -c 'import torch, torch_npu'"
         if module := re.search(r"No module named '(\w+)", trouble):
             fix = f"pip install {module[1]}"
@@ -123,9 +133,9 @@ def _torch_npu(machine: Machine) -> Iterator[Finding]:
                 else ""
             )
             fix = f"{_source_cann(machine)}{driver}"
-        yield Finding("torch_npu", "bad", f"{pair}: {trouble}", fix)
-    elif "npus" in said:
-        yield Finding("torch_npu", "ok", pair)
+        yield Finding("torch_npu", "bad", f"{versions}: {trouble}", fix)
+    elif "npus" in report:
+        yield Finding("torch_npu", "ok", versions)
 
 
 def _install_pair(torch: str | None) -> str:
@@ -139,8 +149,8 @@ def _install_pair(torch: str | None) -> str:
 
 def _devices(machine: Machine) -> Iterator[Finding]:
     npus = ", ".join(machine.files("/dev/davinci[0-9]*"))
-    if found := machine.probe.get("npus"):
-        yield judge_devices("NPU", found, "npu-smi info", driver_version(machine) or "unknown")
+    if devices := machine.probe.get("npus"):
+        yield judge_devices("NPU", devices, "npu-smi info", driver_version(machine) or "unknown")
     elif "npus" in machine.probe and npus:
         fix = (
             "npu-smi info must list it; if this is a container, pass --device to no other container"

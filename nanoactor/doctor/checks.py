@@ -21,24 +21,24 @@ _CGROUP = "/sys/fs/cgroup"
 def python(machine: Machine) -> Iterator[Finding]:
     """Check the interpreter's version."""
     version = ".".join(str(part) for part in machine.python)
-    ill = f"{version}, but nanoactor needs 3.11 to 3.13"
+    problem = f"{version}, but nanoactor needs 3.11 to 3.13"
     fix = "create a virtual environment with Python 3.11 to 3.13: python3.13 -m venv .venv"
-    yield judge("Python", (3, 11) <= machine.python[:2] <= (3, 13), version, ill, fix)
+    yield judge("Python", (3, 11) <= machine.python[:2] <= (3, 13), version, problem, fix)
 
 
 def torch(machine: Machine) -> Iterator[Finding]:
     """Check torch's version, and that torch could be queried at all."""
-    said, fix = machine.probe, "pip install 'torch>=2.11'"
-    version, trouble = said.get("torch"), said["cut_short"]
+    report, fix = machine.probe, "pip install 'torch>=2.11'"
+    version, trouble = report.get("torch"), report["cut_short"]
     if version:
-        ill = f"{version}, but nanoactor needs 2.11 or later"
-        yield judge("torch", release(version) >= (2, 11), version, ill, fix)
+        problem = f"{version}, but nanoactor needs 2.11 or later"
+        yield judge("torch", release(version) >= (2, 11), version, problem, fix)
     elif not trouble:
-        why = said.get("torch_trouble", "no error was reported")
+        why = report.get("torch_trouble", "no error was reported")
         yield Finding("torch", "bad", f"cannot be imported: {why}", fix)
     if trouble:
         what = f"the process that queries torch and the drivers failed: {trouble}"
-        names = "torch, torch_npu" if said.get("torch_npu") else "torch"
+        names = "torch, torch_npu" if report.get("torch_npu") else "torch"
         command = f"TORCH_DEVICE_BACKEND_AUTOLOAD=0 python -X faulthandler -c 'import {names}'"
         fix = f"to see where it stops, run: {command}"
         yield Finding("probe", "bad", f"{what}; what it had not yet reported is unknown", fix)
@@ -52,29 +52,29 @@ def release(version: str | None) -> tuple[int, ...]:
 def gpu(machine: Machine) -> Iterator[Finding]:
     """Check NVIDIA GPUs, and Triton if there are any."""
     driver = machine.match(r"\b(\d+\.\d+[\d.]*)\b", "/proc/driver/nvidia/version") or "unknown"
-    if found := machine.probe.get("gpus"):
-        yield judge_devices("GPU", found, "nvidia-smi", driver)
+    if devices := machine.probe.get("gpus"):
+        yield judge_devices("GPU", devices, "nvidia-smi", driver)
         triton = machine.probe.get("triton", "")
-        ill = "not installed: steps run operator by operator, which is several times slower"
-        yield judge("Triton", triton, triton, ill, "pip install triton", "note")
-    elif machine.wants_gpu:
-        yield _no_gpu(machine, driver)
-    elif not machine.wants_npu:
+        problem = "not installed: steps run operator by operator, which is several times slower"
+        yield judge("Triton", triton, triton, problem, "pip install triton", "note")
+    elif machine.has_gpu:
+        yield _unusable_gpu(machine, driver)
+    elif not machine.expects_npu:
         yield Finding("GPU", "ok", "there is no NVIDIA GPU; the engine runs on the CPU")
 
 
-def judge_devices(name: str, found: list[tuple[str, str]], tool: str, driver: str) -> Finding:
+def judge_devices(name: str, devices: list[tuple[str, str]], tool: str, driver: str) -> Finding:
     """Return a finding about the devices that torch sees, based on the states that the probe
     reports."""
-    states = {state for _, state in found}
-    what = f"{len(found)}: {'; '.join(line for line, _ in found)}; driver {driver}"
+    states = {state for _, state in devices}
+    what = f"{len(devices)}: {'; '.join(line for line, _ in devices)}; driver {driver}"
     fix = f"check with {tool} that each device is healthy and that nobody else uses it"
     return judge(name, states == {"ok"}, what, what, fix, "bad" if "bad" in states else "note")
 
 
-def _no_gpu(machine: Machine, driver: str) -> Finding:
-    said, hidden = machine.probe, machine.environment.get("CUDA_VISIBLE_DEVICES")
-    if said["cut_short"] or "torch" not in said:
+def _unusable_gpu(machine: Machine, driver: str) -> Finding:
+    report, hidden = machine.probe, machine.environment.get("CUDA_VISIBLE_DEVICES")
+    if report["cut_short"] or "torch" not in report:
         what = "there is a GPU, but torch could not be queried about it"
         return Finding("GPU", "note", what, "fix torch first, see above")
     if hidden is not None:
@@ -84,12 +84,12 @@ def _no_gpu(machine: Machine, driver: str) -> Finding:
         what = "a GPU is on the PCI bus, but there is no driver, so the CPU is used"
         fix = "install NVIDIA's driver, or give the container its GPUs: docker run --gpus all"
         return Finding("GPU", "note", what, fix)
-    if said.get("cuda_build") is None:
-        what = f"there is a GPU, but torch {said['torch']} was built without CUDA"
+    if report.get("cuda_build") is None:
+        what = f"there is a GPU, but torch {report['torch']} was built without CUDA"
         fix = 'install a CUDA build of torch: PyTorch\'s page "Get started" shows the command'
         return Finding("GPU", "bad", what, fix)
-    why = f"driver {driver}; {said.get('gpus_trouble', 'torch sees no GPU')}"
-    what = f"torch (CUDA {said['cuda_build']}) cannot use the GPU: {why}"
+    why = f"driver {driver}; {report.get('gpus_trouble', 'torch sees no GPU')}"
+    what = f"torch (CUDA {report['cuda_build']}) cannot use the GPU: {why}"
     fix = "update the driver: nvidia-smi must work and show a CUDA version not older than torch's"
     return Finding("GPU", "bad", what, fix)
 
@@ -104,9 +104,9 @@ def visible_devices(machine: Machine) -> Iterator[Finding]:
 def network(_machine: Machine) -> Iterator[Finding]:
     """Check that sockets can be bound on the loopback interface, at any free port and at the
     server's default port."""
-    up = "ip link set lo up (if a sandbox forbids binding sockets, allow it)"
-    other = "nanoactor serve MODEL --port 8001"
-    for name, port, fix in (("loopback", 0, up), ("port 8000", 8000, other)):
+    loopback_fix = "ip link set lo up (if a sandbox forbids binding sockets, allow it)"
+    port_fix = "nanoactor serve MODEL --port 8001"
+    for name, port, fix in (("loopback", 0, loopback_fix), ("port 8000", 8000, port_fix)):
         try:
             socket.create_server(("127.0.0.1", port)).close()
         except OSError as error:
@@ -132,12 +132,15 @@ def rings(_machine: Machine) -> Iterator[Finding]:
 
 def limits(machine: Machine) -> Iterator[Finding]:
     """Check the limit on open files, and the size of /dev/shm if HCCL may need it."""
-    if machine.wants_npu:
+    if machine.expects_npu:
         with contextlib.suppress(OSError):
             size = shutil.disk_usage(machine.path("/dev/shm")).total  # noqa: S108
             what, fix = f"{size / _GIB:.1f} GiB in /dev/shm", "in a container: --shm-size=8g; else "
-            ill, fix = f"{what}, but HCCL may need more", f"{fix}mount -o remount,size=8G /dev/shm"
-            yield judge("shared memory", size >= _GIB, what, ill, fix, "note")
+            problem, fix = (
+                f"{what}, but HCCL may need more",
+                f"{fix}mount -o remount,size=8G /dev/shm",
+            )
+            yield judge("shared memory", size >= _GIB, what, problem, fix, "note")
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     what = "no limit" if soft == resource.RLIM_INFINITY else f"at most {soft}"
     fix = "ulimit -n 65536; if that is refused, raise nofile in /etc/security/limits.conf, or use "
@@ -149,21 +152,25 @@ def numa(machine: Machine) -> Iterator[Finding]:
     """Report the NUMA node of each accelerator, and how to keep processes near it if there are
     several nodes."""
     count = len(machine.files("/sys/devices/system/node/node[0-9]*")) or 1
-    where = [f"{kind} {address}: node {node}" for kind, address, node in machine.pci]
-    what = "; ".join([f"{count} node{'s' * (count > 1)}", *where])
+    accelerators = [f"{kind} {address}: node {node}" for kind, address, node in machine.pci]
+    what = "; ".join([f"{count} node{'s' * (count > 1)}", *accelerators])
     nodes = {node for _, _, node in machine.pci} - {"?"}
     node = nodes.pop() if len(nodes) == 1 else "N"
     fix = f"keep runner processes near their device: numactl --cpunodebind={node} nanoactor serve"
-    yield judge("NUMA", count == 1 or not where, what, what, fix, "note")
+    yield judge("NUMA", count == 1 or not accelerators, what, what, fix, "note")
 
 
 def cpu(machine: Machine) -> Iterator[Finding]:
     """Check the cores, memory and bfloat16 support of the host, or of the container if it has
     less."""
-    cores, both, v1 = len(os.sched_getaffinity(0)), f"{_CGROUP}/cpu.max", f"{_CGROUP}/cpu/cpu.cfs"
+    cores, cpu_max, cpu_v1 = (
+        len(os.sched_getaffinity(0)),
+        f"{_CGROUP}/cpu.max",
+        f"{_CGROUP}/cpu/cpu.cfs",
+    )
     yield Finding("CPU", "ok", f"{cores} cores, {_memory(machine)}")
-    given = _number(machine, r"^(\d+)", both, f"{v1}_quota_us")
-    quota = given / (_number(machine, r"(\d+)$", both, f"{v1}_period_us") or 1)
+    quota_us = _number(machine, r"^(\d+)", cpu_max, f"{cpu_v1}_quota_us")
+    quota = quota_us / (_number(machine, r"(\d+)$", cpu_max, f"{cpu_v1}_period_us") or 1)
     if 0 < quota < cores:
         what = f"the container may use the CPU time of {quota:g} cores"
         fix = f"--threads {max(1, int(quota))}, or a larger quota"
@@ -172,9 +179,9 @@ def cpu(machine: Machine) -> Iterator[Finding]:
     is_native = not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(
         flags
     )  # the test of models/devices/cpu/device.py
-    ill = "not native: a model on the CPU runs in float32 and takes twice the memory"
+    problem = "not native: a model on the CPU runs in float32 and takes twice the memory"
     fix = "none on this processor; newer processors have avx512_bf16 or amx_bf16"
-    yield judge("CPU bfloat16", is_native, "native", ill, fix, "note")
+    yield judge("CPU bfloat16", is_native, "native", problem, fix, "note")
 
 
 def _memory(machine: Machine) -> str:

@@ -21,10 +21,12 @@ class Finding:
     fix: str = ""
 
 
-def judge(name: str, is_ok: object, ok: str, ill: str, fix: str, state: State = "bad") -> Finding:
+def judge(
+    name: str, is_ok: object, ok: str, problem: str, fix: str, state: State = "bad"
+) -> Finding:
     """Return an "ok" finding that says `ok` if `is_ok`, else a finding of this state that says
-    `ill` and has the fix."""
-    return Finding(name, "ok", ok) if is_ok else Finding(name, state, ill, fix)
+    `problem` and has the fix."""
+    return Finding(name, "ok", ok) if is_ok else Finding(name, state, problem, fix)
 
 
 def as_text(findings: Sequence[Finding]) -> str:
@@ -42,6 +44,6 @@ def as_text(findings: Sequence[Finding]) -> str:
 
 def as_json(findings: Sequence[Finding]) -> str:
     """Return one JSON object on one line, in which the key "fix" of each finding holds its fix."""
-    listed = [{"name": f.name, "state": f.state, "what": f.what, "fix": f.fix} for f in findings]
-    is_well = all(finding.state != "bad" for finding in findings)
-    return json.dumps({"ok": is_well, "findings": listed})
+    entries = [{"name": f.name, "state": f.state, "what": f.what, "fix": f.fix} for f in findings]
+    is_ok = all(finding.state != "bad" for finding in findings)
+    return json.dumps({"ok": is_ok, "findings": entries})

@@ -32,15 +32,17 @@ def run_command(command: Sequence[str], env: Mapping[str, str], seconds: float) 
         return "", f"cannot be run: {error.strerror}"
     try:
         output, errors = process.communicate(timeout=seconds)
-    except TimeoutExpired as late:
-        return (late.output or b"").decode(errors="replace"), f"no answer within {seconds:g} s"
+    except TimeoutExpired as timeout:
+        return (timeout.output or b"").decode(errors="replace"), f"no answer within {seconds:g} s"
     finally:  # a process stuck in a driver cannot be killed: leave it alone
         with contextlib.suppress(OSError, TimeoutExpired):
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate(timeout=1.0)
-    status, last = process.returncode, errors.decode(errors="replace").strip().split("\n")[-1]
-    ended = f"ended by signal {-status}" if status < 0 else f"ended with status {status}"
-    return output.decode(errors="replace"), f"{ended}: {last}".rstrip(": ") if status else ""
+    status, last_line = process.returncode, errors.decode(errors="replace").strip().split("\n")[-1]
+    description = f"ended by signal {-status}" if status < 0 else f"ended with status {status}"
+    return output.decode(errors="replace"), f"{description}: {last_line}".rstrip(
+        ": "
+    ) if status else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +61,8 @@ class Machine:
 
     def files(self, pattern: str) -> list[str]:
         """Return the absolute paths that match a shell pattern, with numbers sorted numerically."""
-        found = glob.glob(pattern.lstrip("/"), root_dir=self.root)
-        return sorted((f"/{path}" for path in found), key=lambda path: (len(path), path))
+        paths = glob.glob(pattern.lstrip("/"), root_dir=self.root)
+        return sorted((f"/{path}" for path in paths), key=lambda path: (len(path), path))
 
     def match(self, pattern: str, *paths: str) -> str:
         """Return the first group of a pattern, from the first of these files that matches; "" if
@@ -68,8 +70,8 @@ class Machine:
         for path in paths:
             with contextlib.suppress(OSError):
                 text = self.path(path).read_text(errors="replace").strip()
-                if found := re.search(pattern, text, re.MULTILINE | re.IGNORECASE):
-                    return found[1].strip()
+                if match := re.search(pattern, text, re.MULTILINE | re.IGNORECASE):
+                    return match[1].strip()
         return ""
 
     @functools.cached_property
@@ -81,27 +83,27 @@ class Machine:
         environment = {**self.environment, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
         # Importing torch from a cold disk may take half a minute, and each NPU takes some seconds.
         output, trouble = self.run(command, environment, 60.0)
-        said: dict[str, Any] = {"cut_short": trouble}
+        report: dict[str, Any] = {"cut_short": trouble}
         for line in output.splitlines():
             with contextlib.suppress(ValueError):  # libraries print as well
-                found = json.loads(line)
-                said |= found if isinstance(found, dict) else {}
-        return said
+                fact = json.loads(line)
+                report |= fact if isinstance(fact, dict) else {}
+        return report
 
     @functools.cached_property
     def pci(self) -> list[tuple[str, str, str]]:
         """(kind, PCI address, NUMA node) of each accelerator on the bus: the kind is "NPU" or
         "GPU", and an unknown NUMA node is "?"."""
-        found = []
+        devices = []
         for path in self.files("/sys/bus/pci/devices/*"):
             vendor, code = (self.match(r"(\w+)", f"{path}/{name}") for name in ("vendor", "class"))
             if kind := _PCI_KINDS.get((vendor, code[:4])):
                 node = self.match(r"^(\d+)", f"{path}/numa_node") or "?"
-                found.append((kind, os.path.basename(path), node))
-        return found
+                devices.append((kind, os.path.basename(path), node))
+        return devices
 
     @functools.cached_property
-    def wants_npu(self) -> bool:
+    def expects_npu(self) -> bool:
         """Return True if an NPU is expected here. Installed software is sufficient, because a
         container without its devices has nothing else. The PCI bus does not count, because it shows
         the host's devices."""
@@ -118,7 +120,7 @@ class Machine:
         return [script for pattern in patterns for script in self.files(pattern)]
 
     @functools.cached_property
-    def wants_gpu(self) -> bool:
+    def has_gpu(self) -> bool:
         """Return True if there is an NVIDIA GPU, or torch sees one."""
         files = map(self.files, ("/dev/nvidia[0-9]*", "/proc/driver/nvidia/version"))
         on_bus = any(kind == "GPU" for kind, _, _ in self.pci)

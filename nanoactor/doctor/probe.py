@@ -17,28 +17,28 @@ from collections.abc import Callable
 from typing import Any
 
 
-def _tell(name: str, ask: Callable[[], Any]) -> Any:
-    """Print and return the result of `ask`. If it raises, print the reason instead, under the name
-    with the suffix "_trouble", and return None."""
-    answer = None
+def _print_result(name: str, query: Callable[[], Any]) -> Any:
+    """Print and return the result of `query`. If it raises, print the reason instead, under the
+    name with the suffix "_trouble", and return None."""
+    result = None
     try:
-        answer = ask()
-        fact = {name: answer}
+        result = query()
+        fact = {name: result}
     except Exception as error:  # of any kind, from a library or a driver
-        fact = {f"{name}_trouble": _why(error)}
+        fact = {f"{name}_trouble": _error_text(error)}
     # Starts on a new line, whatever a library has printed before.
     os.write(1, f"\n{json.dumps(fact)}\n".encode())
-    return answer
+    return result
 
 
-def _why(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     # Only the driver's developers need the rest of its message.
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _devices(backend: Any) -> list[tuple[str, str]]:
     """Return a description and the state of each device that `torch.cuda` or `torch.npu` sees."""
-    found = []
+    devices = []
     for index in range(backend.device_count() if backend.is_available() else 0):
         state, name = "ok", backend.get_device_name(index)
         try:
@@ -47,26 +47,26 @@ def _devices(backend: Any) -> list[tuple[str, str]]:
             if free < total / 2:
                 state, memory = "note", f"{memory}; other processes use most of it"
         except Exception as error:
-            state, memory = "bad", _why(error)
-        found.append((f"{index} {name}, {memory}", state))
-    return found
+            state, memory = "bad", _error_text(error)
+        devices.append((f"{index} {name}, {memory}", state))
+    return devices
 
 
 def main() -> None:
     """Print what can be detected about torch, the devices and their libraries."""
     version = importlib.metadata.version
-    _tell("triton", lambda: version("triton"))
-    has_npu = _tell("torch_npu", lambda: version("torch_npu"))
-    _tell("torch", lambda: str(importlib.import_module("torch").__version__))
+    _print_result("triton", lambda: version("triton"))
+    has_npu = _print_result("torch_npu", lambda: version("torch_npu"))
+    _print_result("torch", lambda: str(importlib.import_module("torch").__version__))
     if torch := sys.modules.get("torch"):
-        _tell("cuda_build", lambda: torch.version.cuda)
-        _tell("gpus", lambda: _devices(torch.cuda))
+        _print_result("cuda_build", lambda: torch.version.cuda)
+        _print_result("gpus", lambda: _devices(torch.cuda))
         if has_npu:
-            _tell("npus", lambda: _devices(importlib.import_module("torch_npu").npu))
+            _print_result("npus", lambda: _devices(importlib.import_module("torch_npu").npu))
         if torch_npu := sys.modules.get("torch_npu"):
-            _tell("cann", lambda: str(torch_npu.npu.utils.get_cann_version()))
-    _tell("libascendcl", lambda: str(ctypes.CDLL("libascendcl.so")))
-    _tell("libhccl", lambda: str(ctypes.CDLL("libhccl.so")))
+            _print_result("cann", lambda: str(torch_npu.npu.utils.get_cann_version()))
+    _print_result("libascendcl", lambda: str(ctypes.CDLL("libascendcl.so")))
+    _print_result("libhccl", lambda: str(ctypes.CDLL("libhccl.so")))
     # Device libraries are known to crash when the interpreter shuts down.
     os._exit(0)
 

@@ -16,7 +16,7 @@ import numpy as np
 from nanoactor.admission.request import Request
 from nanoactor.admission.request_builder import RequestBuilder
 from nanoactor.api.engine import Prompt
-from nanoactor.api.pooling_calls import Pooled
+from nanoactor.api.pooling_calls import PoolingCalls
 from nanoactor.errors import (
     ComputationFailed,
     EngineClosed,
@@ -29,10 +29,10 @@ from nanoactor.errors import (
     public,
 )
 from nanoactor.fleet import wire
-from nanoactor.fleet.fleet import SILENCE, Fleet
+from nanoactor.fleet.fleet import SILENCE_TIMEOUT, Fleet
 from nanoactor.fleet.link_end import Connector
-from nanoactor.fleet.pages import Page
-from nanoactor.fleet.prefix_map import keys_of
+from nanoactor.fleet.pages import FleetRequest
+from nanoactor.fleet.prefix_map import block_keys
 from nanoactor.fleet.prompts import PromptHasher
 from nanoactor.messages.engine import Submit
 from nanoactor.model_files.files import max_prompt_bytes, read_model_files
@@ -48,19 +48,20 @@ from nanoactor.vision.media import Media
 
 log = logging.getLogger("nanoactor.fleet")
 
-_NOT_SAMPLED = SamplingParams(seed=0, output_kind=RequestOutputKind.FINAL_ONLY)
+_UNUSED_PARAMS = SamplingParams(seed=0, output_kind=RequestOutputKind.FINAL_ONLY)
 """Placeholder sampling parameters of pooling requests."""
-_TRIES = 3
+_MAX_ATTEMPTS = 3
 """Maximum number of attempts to tokenize a text, as the tokenizing process may die."""
-_AGAIN_SECONDS = 0.2
-_HELD = (
+_RETRY_SECONDS = 0.2
+_HELD_UNSUPPORTED = (
     "answers that their caller controls (beam search, held answers) must stay on the engine that "
     "began them, which a fleet does not support: use a single engine"
 )
 
 
-class FleetLLM(Pooled):
-    """The replicas of one model, used from one event loop like `AsyncLLM`."""
+class FleetLLM(PoolingCalls):
+    """Client with the interface of `AsyncLLM` that a server needs; it runs requests on the replicas
+    of a fleet. Must be used from one event loop."""
 
     def __init__(
         self,
@@ -68,7 +69,7 @@ class FleetLLM(Pooled):
         connector: Connector,
         *,
         ingress: str | None = None,
-        silence: float = SILENCE,
+        silence: float = SILENCE_TIMEOUT,
     ) -> None:
         """`config` is the configuration of the replicas, and `connector` connects to them.
         `ingress` is the name of this client. A replica that sends nothing for `silence` seconds is
@@ -88,11 +89,11 @@ class FleetLLM(Pooled):
             self.files = read_model_files(config)
         self._requests = RequestBuilder(config, self.files, random.Random(config.seed))
         self._hasher = PromptHasher(config, self.files)
-        self._ids = f"request-{secrets.token_hex(4)}"
+        self._id_prefix = f"request-{secrets.token_hex(4)}"
         self.fleet = Fleet(connector, ingress or f"ingress-{secrets.token_hex(4)}", silence)
-        self.texts: TextService | None = None
+        self.text_service: TextService | None = None
         if self.files.tokenizer_directory is not None:
-            self.texts = TextService(
+            self.text_service = TextService(
                 self.files.tokenizer_directory,
                 2 * max_prompt_bytes(self.files),
                 render_options(config, self.files),
@@ -107,13 +108,13 @@ class FleetLLM(Pooled):
     @public
     async def start(self) -> FleetLLM:
         """Connect to the replicas; return once the first one is serving."""
-        if self.texts is not None:
+        if self.text_service is not None:
             with only_ours():
-                await self.texts.start()
+                await self.text_service.start()
         self.fleet.start()
         try:
             async with asyncio.timeout(self.config.start_timeout):
-                await self.fleet.first_up.wait()
+                await self.fleet.first_connected.wait()
         except TimeoutError:
             await self.close()
             raise EngineDead(
@@ -137,11 +138,11 @@ class FleetLLM(Pooled):
         self._is_closed = True
         for task in self._preparing:
             task.cancel()
-        for page in list(self.fleet.pages.values()):
-            self.fleet.fail(page, EngineClosed("the ingress was closed"))
+        for request in list(self.fleet.requests.values()):
+            self.fleet.fail(request, EngineClosed("the ingress was closed"))
         await self.fleet.close()
-        if self.texts is not None:
-            await self.texts.close()
+        if self.text_service is not None:
+            await self.text_service.close()
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -151,7 +152,7 @@ class FleetLLM(Pooled):
     @property
     def live(self) -> int:
         """Return the number of unfinished requests."""
-        return len(self.fleet.pages)
+        return len(self.fleet.requests)
 
     # -- requests ---------------------------------------------------------------------------
 
@@ -168,13 +169,13 @@ class FleetLLM(Pooled):
         `AsyncLLM.submit`."""
         if self._is_closed:
             raise EngineClosed("the ingress was closed")
-        params = self._requests.seeded(self._requests.chosen(sampling_params))
-        built = [
+        params = self._requests.with_seed(self._requests.params_or_default(sampling_params))
+        submits = [
             self._requests.build(prompt, params, priority, chat_template_kwargs)
             for prompt in prompts
         ]
-        self._check_room(len(built))
-        return [self._queue(submit, media, params, priority) for submit, media in built]
+        self._check_capacity(len(submits))
+        return [self._queue(submit, media, params, priority) for submit, media in submits]
 
     @public
     def submit_pooled(
@@ -186,13 +187,13 @@ class FleetLLM(Pooled):
         priority: int = 0,
         scores: bool = False,
     ) -> Request:
-        """Queue a text to be pooled, see `Pooled.submit_pooled`. `request_id` is ignored: the
+        """Queue a text to be pooled, see `PoolingCalls.submit_pooled`. `request_id` is ignored: the
         ingress names the request."""
         if self._is_closed:
             raise EngineClosed("the ingress was closed")
         submit = self._requests.build_pooled(prompt, pooling_params, priority, scores=scores)
-        self._check_room(1)
-        return self._queue(submit, (), _NOT_SAMPLED, priority)
+        self._check_capacity(1)
+        return self._queue(submit, (), _UNUSED_PARAMS, priority)
 
     async def generate(
         self,
@@ -218,12 +219,12 @@ class FleetLLM(Pooled):
     @public
     async def beam_search(self, *_: Any, **__: Any) -> None:
         """Raise `InvalidRequest`: beams cannot move to another replica."""
-        raise InvalidRequest(_HELD)
+        raise InvalidRequest(_HELD_UNSUPPORTED)
 
-    def _check_room(self, requests: int) -> None:
+    def _check_capacity(self, requests: int) -> None:
         """Raise `EngineOverloaded` if all replicas are full or the ingress's queue has no room."""
         replicas = self.fleet.replicas.values()
-        if replicas and all(replica.place.is_full for replica in replicas):
+        if replicas and all(replica.state.is_full for replica in replicas):
             raise EngineOverloaded(f"all {len(replicas)} replicas are full")
         limit = max(self.config.max_waiting_requests, self.fleet.capacity)
         waiting = len(self._preparing) + self.fleet.dispatch.waiting + self.fleet.trials.waiting
@@ -236,79 +237,83 @@ class FleetLLM(Pooled):
         uid = self._next_uid
         self._next_uid += params.n
         entry = Entry(
-            f"{CURRENT_ID.get() or self._ids}-{uid}",
+            f"{CURRENT_ID.get() or self._id_prefix}-{uid}",
             dataclasses.replace(submit, uid=uid),
             params.output_kind,
             media,
             params.n,
         )
-        page = self.fleet.pages[uid] = Page(entry, params, priority)
-        page.media = tuple(map(wire.media_to_bytes, media))
+        request = self.fleet.requests[uid] = FleetRequest(entry, params, priority)
+        request.media = tuple(map(wire.media_to_bytes, media))
         self._hasher.block_size = self.fleet.block_size or self._hasher.block_size
         if len(submit.token_ids) and not media:
-            self._place(page, submit.token_ids, self._hasher.of_text(submit.token_ids))
+            self._enqueue(request, submit.token_ids, self._hasher.hash_tokens(submit.token_ids))
         else:
-            task = asyncio.ensure_future(self._prepare(page))
+            task = asyncio.ensure_future(self._prepare(request))
             self._preparing.add(task)
             task.add_done_callback(self._preparing.discard)
         return Request(self, entry, self)
 
-    def _place(self, page: Page, token_ids: Any, blocks: bytes) -> None:
-        page.token_ids = np.asarray(token_ids, np.int32).tobytes()
-        page.length = page.length or len(token_ids)
-        page.blocks, page.hashes = blocks, keys_of(blocks)
-        self.fleet.add(page.begin())
+    def _enqueue(self, request: FleetRequest, token_ids: Any, block_hashes: bytes) -> None:
+        request.token_ids = np.asarray(token_ids, np.int32).tobytes()
+        request.prompt_length = request.prompt_length or len(token_ids)
+        request.block_hashes, request.block_keys = block_hashes, block_keys(block_hashes)
+        self.fleet.add(request.begin())
         self.fleet.advance()
 
-    async def _prepare(self, page: Page) -> None:
+    async def _prepare(self, request: FleetRequest) -> None:
         """Render, tokenize and hash a prompt, once for all replicas, and queue the request."""
-        submit = page.entry.submit
+        submit = request.entry.submit
         try:
             with only_ours():
                 ids = np.asarray(await self._tokens(submit), np.int32)[-submit.keep_last :]
-                media = page.entry.media
+                media = request.entry.media
                 if media:
-                    page.length, blocks = await self._hasher.of_pictures(ids, media)
+                    request.prompt_length, block_hashes = await self._hasher.hash_with_pictures(
+                        ids, media
+                    )
                 else:
-                    blocks = self._hasher.of_text(ids)
-            if not page.entry.over:
-                self._place(page, ids, blocks)
+                    block_hashes = self._hasher.hash_tokens(ids)
+            if not request.entry.is_over:
+                self._enqueue(request, ids, block_hashes)
         except NanoactorError as error:
-            self.fleet.fail(page, error)
+            self.fleet.fail(request, error)
         except Exception as error:
-            log.exception("request %s cannot be prepared", page.entry.request_id)
-            self.fleet.fail(page, ComputationFailed(f"the prompt cannot be read: {error!r}"))
+            log.exception("request %s cannot be prepared", request.entry.request_id)
+            self.fleet.fail(request, ComputationFailed(f"the prompt cannot be read: {error!r}"))
 
     async def _tokens(self, submit: Submit) -> Sequence[int]:
         if len(submit.token_ids):
-            found: list[int] = submit.token_ids.tolist()
-            return found
-        assert self.texts is not None
-        for attempt in range(_TRIES):
+            token_ids: list[int] = submit.token_ids.tolist()
+            return token_ids
+        assert self.text_service is not None
+        for attempt in range(_MAX_ATTEMPTS):
             try:
                 if submit.chat is None:
-                    return await self.texts.encode(submit.text or "", special=True)
-                return await self.texts.encode_conversation(submit.chat, submit.chat_options)
+                    return await self.text_service.encode(
+                        submit.text or "", add_special_tokens=True
+                    )
+                return await self.text_service.encode_conversation(submit.chat, submit.chat_options)
             except EngineDead:
-                if attempt == _TRIES - 1:
+                if attempt == _MAX_ATTEMPTS - 1:
                     raise
-            await self._until_texts_answer()
+            await self._wait_for_text_service()
         raise AssertionError("unreachable")
 
-    async def _until_texts_answer(self) -> None:
+    async def _wait_for_text_service(self) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.config.start_timeout):
-                while self.texts is not None and self.texts.state == "dead":  # noqa: ASYNC110
-                    await asyncio.sleep(_AGAIN_SECONDS)
+                while self.text_service is not None and self.text_service.state == "dead":  # noqa: ASYNC110
+                    await asyncio.sleep(_RETRY_SECONDS)
 
     # -- a request's journal ----------------------------------------------------------------
 
     def abort(self, entry: Entry) -> None:
         """Abort a request that is no longer read."""
-        page = self.fleet.pages.get(entry.submit.uid)
-        if page is not None and not entry.over:
-            self.fleet.abort(page)
+        request = self.fleet.requests.get(entry.submit.uid)
+        if request is not None and not entry.is_over:
+            self.fleet.abort(request)
 
-    def go_on(self, entry: Entry, parents: Sequence[int], tokens: Sequence[int]) -> None:
+    def resume_held(self, entry: Entry, parents: Sequence[int], tokens: Sequence[int]) -> None:
         """Raise `InvalidRequest`: held sequences are not supported with several engines."""
-        raise InvalidRequest(_HELD)
+        raise InvalidRequest(_HELD_UNSUPPORTED)

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from nanoactor.fleet.pages import Part
-from nanoactor.fleet.routing import Place, Router
+from nanoactor.fleet.routing import ReplicaState, Router
 
-PATIENCE = 120.0
+NO_REPLICA_TIMEOUT = 120.0
 """Seconds that a request may wait while no replica could run it, even if it were idle."""
 
 
@@ -24,7 +24,7 @@ class Dispatch:
         """Queue a part until a replica can run it."""
         queue = self._moved if part.is_moved else self._new
         queue[part] = None
-        part.waits_since = time.monotonic()
+        part.waiting_since = time.monotonic()
 
     def remove(self, part: Part) -> None:
         """Remove a part from the queue."""
@@ -36,58 +36,66 @@ class Dispatch:
         """Return the number of queued parts."""
         return len(self._moved) + len(self._new)
 
-    def note_serving(self, places: Sequence[Place], now: float) -> None:
+    def refresh_timeouts(self, states: Sequence[ReplicaState], now: float) -> None:
         """Restart the timeout of parts that a serving replica could run, even if it has no room
         now."""
         for part in (*self._moved, *self._new):
-            if any(fits(part, place) for place in places):
-                part.waits_since = now
+            if any(can_run(part, state) for state in states):
+                part.waiting_since = now
 
-    def place(self, places: Iterable[Place], begin: Callable[[Part, Place], None]) -> None:
+    def assign(
+        self, states: Iterable[ReplicaState], begin: Callable[[Part, ReplicaState], None]
+    ) -> None:
         """Start all parts that can start. A moved stream starts only where it can run at once, so
         that free slots bound the load after a death. New requests do not start on a replica that a
         moved stream is waiting for."""
-        usable = list(places)
+        usable = list(states)
         blocked: set[str] = set()
         for part in sorted(self._moved, key=_by_priority):
-            fitting = [place for place in usable if fits(part, place)]
-            free = [place for place in fitting if place.has_room(part.tokens)]
+            capable = [state for state in usable if can_run(part, state)]
+            free = [state for state in capable if state.has_room(part.tokens)]
             if free:
                 self._begin(part, free, begin)
             else:
-                blocked.update(place.replica for place in fitting)
-        left = [place for place in usable if place.replica not in blocked]
+                blocked.update(state.name for state in capable)
+        unblocked = [state for state in usable if state.name not in blocked]
         for part in sorted(self._new, key=_by_priority):
-            open_ = [
-                place
-                for place in left
-                if not place.is_full and place.replica not in part.refused_by
+            accepting = [
+                state
+                for state in unblocked
+                if not state.is_full and state.name not in part.refused_by
             ]
-            if open_:
-                self._begin(part, open_, begin)
-            elif usable and all(place.replica in part.refused_by for place in usable):
+            if accepting:
+                self._begin(part, accepting, begin)
+            elif usable and all(state.name in part.refused_by for state in usable):
                 part.refused_by.clear()  # all others have left: it may be sent to these again
 
-    def _begin(self, part: Part, places: list[Place], begin: Callable[[Part, Place], None]) -> None:
+    def _begin(
+        self, part: Part, states: list[ReplicaState], begin: Callable[[Part, ReplicaState], None]
+    ) -> None:
         self.remove(part)
-        chosen = self.router.choose(places, part.page.hashes, part.tokens, time.monotonic())
+        chosen = self.router.choose(states, part.request.block_keys, part.tokens, time.monotonic())
         assert chosen is not None
         begin(part, chosen)
 
-    def take_hopeless(self, now: float) -> list[Part]:
+    def pop_expired(self, now: float) -> list[Part]:
         """Remove and return the parts that have waited too long for a replica that could run
         them."""
-        found = [part for part in (*self._moved, *self._new) if now - part.waits_since > PATIENCE]
-        for part in found:
+        expired = [
+            part
+            for part in (*self._moved, *self._new)
+            if now - part.waiting_since > NO_REPLICA_TIMEOUT
+        ]
+        for part in expired:
             self.remove(part)
-        return found
+        return expired
 
 
 def _by_priority(part: Part) -> tuple[int, int]:
-    return part.page.priority, part.page.uid
+    return part.request.priority, part.request.uid
 
 
-def fits(part: Part, place: Place) -> bool:
+def can_run(part: Part, state: ReplicaState) -> bool:
     """Return True if a replica can run a part: if the part has a fingerprint, the replica's must be
     the same."""
-    return not part.fingerprint or part.fingerprint == place.hello.fingerprint
+    return not part.fingerprint or part.fingerprint == state.hello.fingerprint

@@ -14,9 +14,9 @@ from nanoactor.options.config import EngineConfig
 
 log = logging.getLogger("nanoactor.fleet")
 
-_CHUNK = 4 << 20
+_CHUNK_BYTES = 4 << 20
 _THREADS = 4
-_RESULTS = (
+_OUTPUT_OPTIONS = (
     "dtype",
     "generation_config",
     "load_format",
@@ -31,16 +31,16 @@ _RESULTS = (
 def fingerprint(files: ModelFiles, config: EngineConfig) -> str:
     """Return a digest of the model's files and of everything else that outputs depend on. This
     reads every file, which takes about as long as loading the model."""
-    found = hashlib.blake2b(digest_size=16)
-    found.update(f"{VERSION} {nanoactor.__version__} {device_kind(config.device)}".encode())
-    for name in _RESULTS:
-        found.update(f" {name}={getattr(config, name)}".encode())
-    found.update(f" {files.generation} {files.eos_token_ids}".encode())
-    paths = sorted(files.prints, key=lambda path: path.name)
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(f"{VERSION} {nanoactor.__version__} {device_kind(config.device)}".encode())
+    for name in _OUTPUT_OPTIONS:
+        digest.update(f" {name}={getattr(config, name)}".encode())
+    digest.update(f" {files.generation} {files.eos_token_ids}".encode())
+    paths = sorted(files.fingerprints, key=lambda path: path.name)
     with ThreadPoolExecutor(_THREADS) as pool:
-        for path, digest in zip(paths, pool.map(_digest, paths), strict=True):
-            found.update(path.name.encode() + digest)
-    return found.hexdigest()
+        for path, file_digest in zip(paths, pool.map(_digest, paths), strict=True):
+            digest.update(path.name.encode() + file_digest)
+    return digest.hexdigest()
 
 
 def device_kind(device: str) -> str:
@@ -50,8 +50,8 @@ def device_kind(device: str) -> str:
 
 
 def _digest(path: Path) -> bytes:
-    found = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     with path.open("rb", buffering=0) as file:
-        while chunk := file.read(_CHUNK):
-            found.update(chunk)
-    return found.digest()
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.digest()

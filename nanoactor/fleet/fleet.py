@@ -1,5 +1,6 @@
-"""The replicas as one ingress sees them: the links to them, the streams on each replica, and the
-handling of these streams when a replica dies, hangs, leaves or runs a suspect."""
+"""State of all replicas in one ingress: links, running streams, and queued requests.
+
+If a replica dies, hangs or leaves, its streams resume on other replicas."""
 
 from __future__ import annotations
 
@@ -17,31 +18,31 @@ from nanoactor.errors import (
     PoisonRequest,
 )
 from nanoactor.fleet import wire
-from nanoactor.fleet.dispatch import PATIENCE, Dispatch
+from nanoactor.fleet.dispatch import NO_REPLICA_TIMEOUT, Dispatch
 from nanoactor.fleet.link_end import Connector, LinkEnd
-from nanoactor.fleet.pages import Page, Part
+from nanoactor.fleet.pages import FleetRequest, Part
 from nanoactor.fleet.prefix_map import PrefixMap
 from nanoactor.fleet.replica import Replica
-from nanoactor.fleet.routing import Place, Router
+from nanoactor.fleet.routing import ReplicaState, Router
 from nanoactor.fleet.trial_runs import TrialRuns
 
 log = logging.getLogger("nanoactor.fleet")
 
-SILENCE = 10.0
-_TICK = 1.0
-_LONGEST_WAIT = 10.0
-_DEAD, _LEAVES = "EngineDead", "EngineClosed"
+SILENCE_TIMEOUT = 10.0
+_TICK_SECONDS = 1.0
+_MAX_RETRY_WAIT = 10.0
+_ENGINE_DEAD, _ENGINE_CLOSED = "EngineDead", "EngineClosed"
 """Kinds of failures caused by the replica, not the request: its engine died or was closed."""
 _REFUSALS = ("EngineOverloaded", "OutOfResources")
 """Kinds of failures after which a request is sent to another replica."""
-POISON = (
+POISON_MESSAGE = (
     "every replica on which the request ran has died, the last one with no other request running, "
     "so the request is not retried"
 )
 
 
 class Counts:
-    """Counters of what happened to streams and replicas, for /metrics."""
+    """Event counters of streams and replicas, for /metrics."""
 
     def __init__(self) -> None:
         self.moved = self.requeued = self.lost = self.deaths = self.poisoned = 0
@@ -50,7 +51,9 @@ class Counts:
 class Fleet:
     """All replicas, as seen by one ingress. Runs on the ingress's event loop."""
 
-    def __init__(self, connector: Connector, ingress: str, silence: float = SILENCE) -> None:
+    def __init__(
+        self, connector: Connector, ingress: str, silence: float = SILENCE_TIMEOUT
+    ) -> None:
         """`ingress` identifies this ingress to the replicas. A replica that sends nothing for
         `silence` seconds is considered hung."""
         self._connector, self._ingress, self._silence = connector, ingress, silence
@@ -63,13 +66,13 @@ class Fleet:
         self._retries: dict[str, tuple[float, float]] = {}
         """By lost replica: time of the next attempt to connect, and the wait before it in
         seconds."""
-        self._at: dict[Part, tuple[Replica, int]] = {}
+        self._running: dict[Part, tuple[Replica, int]] = {}
         """By running part: its replica and its stream number."""
-        self._streams = 0
-        self.pages: dict[int, Page] = {}
+        self._last_stream = 0
+        self.requests: dict[int, FleetRequest] = {}
         """Unfinished requests, by uid."""
         self.trials = TrialRuns(self)
-        self.first_up = asyncio.Event()
+        self.first_connected = asyncio.Event()
         self.facts: dict[str, Any] = {}
         """Facts of the replica that connected last."""
         self._ticker: asyncio.Task[None] | None = None
@@ -108,19 +111,19 @@ class Fleet:
             if replica not in members and not link.is_leaving:
                 link.left_at = now
                 log.info("replica %s is leaving; it finishes its running streams", replica)
-                self._leave(link)
+                self._close_if_idle(link)
 
-    def _leave(self, link: LinkEnd) -> None:
+    def _close_if_idle(self, link: LinkEnd) -> None:
         """Close the link to a leaving replica unless it still runs streams of this ingress."""
         replica = self.replicas.get(link.replica)
         if replica is not None and replica.link is link and replica.parts:
             return
-        self._forget(link)
+        self._remove(link)
         task = asyncio.ensure_future(link.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
-    def _forget(self, link: LinkEnd) -> Replica | None:
+    def _remove(self, link: LinkEnd) -> Replica | None:
         if self._links.get(link.replica) is link:
             del self._links[link.replica]
         replica = self.replicas.get(link.replica)
@@ -130,70 +133,72 @@ class Fleet:
         self.router.prefixes.forget(link.replica)
         return replica
 
-    def up(self, link: LinkEnd) -> None:
+    def on_up(self, link: LinkEnd) -> None:
         """Register a replica that has identified itself."""
         assert link.hello is not None
         self.replicas[link.replica] = Replica(link, link.hello)
         self._retries.pop(link.replica, None)
         log.info("replica %s is serving", link.replica)
         self.facts = link.hello.facts
-        self.first_up.set()
+        self.first_connected.set()
 
-    def lost(self, link: LinkEnd, cause: str) -> None:
+    def on_lost(self, link: LinkEnd, cause: str) -> None:
         """Handle the loss of a replica that has died or hangs: its requests resume elsewhere."""
-        replica = self._forget(link)
-        waited = min(_LONGEST_WAIT, 2 * self._retries.get(link.replica, (0.0, 0.5))[1])
-        self._retries[link.replica] = time.monotonic() + waited, waited
+        replica = self._remove(link)
+        wait = min(_MAX_RETRY_WAIT, 2 * self._retries.get(link.replica, (0.0, 0.5))[1])
+        self._retries[link.replica] = time.monotonic() + wait, wait
         if self._closed:
             return
-        expected = link.has_drained
+        is_planned = link.has_drained
         log.log(
-            logging.INFO if expected else logging.ERROR,
+            logging.INFO if is_planned else logging.ERROR,
             "replica %s is lost: %s%s",
             link.replica,
             cause,
             f"; {len(replica.parts)} streams continue on other replicas" if replica else "",
         )
         if replica is not None:
-            self.counts.deaths += not expected
+            self.counts.deaths += not is_planned
             culprit = None
-            if expected:
-                self.trials.note_gone(replica)
+            if is_planned:
+                self.trials.note_departure(replica)
             else:
                 culprit = self.trials.note_death(replica)
             for part in list(replica.parts.values()):
                 self._move_safely(part, replica)
             if culprit is not None:
-                self._convict(culprit)
+                self._fail_poisonous(culprit)
         self.advance()
 
-    def _convict(self, page: Page) -> None:
+    def _fail_poisonous(self, request: FleetRequest) -> None:
         log.error(
             "request %s has been ended, because it killed its replica while it ran alone",
-            page.entry.request_id,
+            request.entry.request_id,
         )
         self.counts.poisoned += 1
-        self.fail(page, PoisonRequest(POISON))
+        self.fail(request, PoisonRequest(POISON_MESSAGE))
 
     def _move_safely(self, part: Part, replica: Replica) -> None:
         """Move a part. If that fails, only its request fails, so that other parts still move."""
         try:
             self._move(part, replica)
         except Exception as error:
-            log.exception("request %s cannot continue", part.page.entry.request_id)
-            self.fail(part.page, ComputationFailed(f"the stream cannot continue: {error!r}"))
+            log.exception("request %s cannot continue", part.request.entry.request_id)
+            self.fail(part.request, ComputationFailed(f"the stream cannot continue: {error!r}"))
 
     def _move(self, part: Part, replica: Replica) -> None:
         """Queue a part of a lost or leaving replica to resume on another replica."""
-        self._at.pop(part, None)
-        page = part.page
-        for moved in page.move(part):
-            told = moved.is_moved and part.page.told
-            self.counts.moved += bool(told)
-            self.counts.requeued += not told
-            moved.fingerprint = replica.place.hello.fingerprint if told else ""
-            name = page.entry.request_id
-            log.info("request %s continues on another replica after %d tokens", name, page.told)
+        self._running.pop(part, None)
+        request = part.request
+        for moved in request.move(part):
+            has_sent = moved.is_moved and part.request.tokens_sent
+            self.counts.moved += bool(has_sent)
+            self.counts.requeued += not has_sent
+            moved.fingerprint = replica.state.hello.fingerprint if has_sent else ""
+            name = request.entry.request_id
+            log.info(
+                "request %s continues on another replica after %d tokens", name, request.tokens_sent
+            )
             self.add(moved)
 
     # -- requests ---------------------------------------------------------------------------
@@ -201,7 +206,7 @@ class Fleet:
     def add(self, part: Part) -> None:
         """Queue a part until a replica has room for it; a suspect's part is queued for its trial
         instead."""
-        if not self.trials.keeps(part):
+        if not self.trials.queue_if_suspect(part):
             self.dispatch.add(part)
 
     def advance(self) -> None:
@@ -209,209 +214,210 @@ class Fleet:
         if self._closed:
             return
         if self.dispatch.waiting:
-            self.dispatch.place([replica.place for replica in self.usable()], self._begin)
+            self.dispatch.assign([replica.state for replica in self.usable_replicas()], self._begin)
         # If there is only one replica, queued parts start before the next trial.
         if len(self.replicas) > 1 or not self.dispatch.waiting:
             self.trials.advance()
 
-    def usable(self) -> Iterator[Replica]:
+    def usable_replicas(self) -> Iterator[Replica]:
         """Iterate over the replicas that accept new requests."""
         for replica in self.replicas.values():
-            is_reserved = replica.place.load.is_reserved or self.trials.is_on(replica)
+            is_reserved = replica.state.load.is_reserved or self.trials.reserves(replica)
             if not (replica.link.is_leaving or is_reserved):
                 yield replica
 
-    def _begin(self, part: Part, place: Place) -> None:
-        self.begin(part, self.replicas[place.replica])
+    def _begin(self, part: Part, state: ReplicaState) -> None:
+        self.begin(part, self.replicas[state.name])
 
     def begin(self, part: Part, replica: Replica, *, is_alone: bool = False) -> None:
         """Start a part on a replica."""
-        self._streams += 1
-        stream, page, place = self._streams, part.page, replica.place
+        self._last_stream += 1
+        stream, request, state = self._last_stream, part.request, replica.state
         try:
             order = part.order(stream, is_alone=is_alone)
         except Exception as error:  # affects only this request
-            log.exception("request %s cannot be sent", page.entry.request_id)
-            self.fail(page, ComputationFailed(f"the request cannot be sent: {error!r}"))
+            log.exception("request %s cannot be sent", request.entry.request_id)
+            self.fail(request, ComputationFailed(f"the request cannot be sent: {error!r}"))
             return
         replica.parts[stream] = part
-        self._at[part] = replica, stream
-        replica.link.order(order)
-        missing = self.router.missing(place, page.hashes, part.tokens)
-        place.sent(replica.link.ordered, missing)
-        self.router.prefixes.expect(replica.name, page.blocks, time.monotonic())
-        self.trials.note_going_on(page)
+        self._running[part] = replica, stream
+        replica.link.send(order)
+        uncached = self.router.uncached_tokens(state, request.block_keys, part.tokens)
+        state.note_sent(replica.link.orders_queued, uncached)
+        self.router.prefixes.expect(replica.name, request.block_hashes, time.monotonic())
+        self.trials.note_resumed(request)
 
-    def abort(self, page: Page) -> None:
+    def abort(self, request: FleetRequest) -> None:
         """Abort a request that is no longer read."""
-        page.abort()
-        self._drop(page)
+        request.abort()
+        self._drop(request)
 
-    def fail(self, page: Page, error: NanoactorError) -> None:
+    def fail(self, request: FleetRequest, error: NanoactorError) -> None:
         """End a request with an error."""
-        if not page.entry.over:
-            page.entry.error = error
-        page.entry.end()
-        self._drop(page)
+        if not request.entry.is_over:
+            request.entry.error = error
+        request.entry.end()
+        self._drop(request)
 
-    def _drop(self, page: Page) -> None:
+    def _drop(self, request: FleetRequest) -> None:
         """Abort a request's running parts, and remove its waiting parts from the queue."""
-        for part in page.parts:
+        for part in request.parts:
             self.dispatch.remove(part)
-            if part in self._at:
-                replica, stream = self._at.pop(part)
+            if part in self._running:
+                replica, stream = self._running.pop(part)
                 del replica.parts[stream]
-                replica.link.order(wire.Abort(stream))
-                self._after_end(replica)
-        page.parts = []
-        self._note_over(page)
+                replica.link.send(wire.Abort(stream))
+                self._after_part(replica)
+        request.parts = []
+        self._forget_request(request)
 
-    def _note_over(self, page: Page) -> None:
-        self.pages.pop(page.uid, None)
-        self.trials.forget(page)
+    def _forget_request(self, request: FleetRequest) -> None:
+        self.requests.pop(request.uid, None)
+        self.trials.forget(request)
 
     def _end_part(self, replica: Replica, stream: int) -> Part | None:
         part = replica.parts.pop(stream, None)
         if part is not None:
-            self._at.pop(part, None)
+            self._running.pop(part, None)
         return part
 
-    def _after_end(self, replica: Replica) -> None:
+    def _after_part(self, replica: Replica) -> None:
         if replica.link.is_leaving:
-            self._leave(replica.link)
+            self._close_if_idle(replica.link)
 
     # -- reports ----------------------------------------------------------------------------
 
-    def reported(self, link: LinkEnd, report: wire.Report) -> None:
+    def on_report(self, link: LinkEnd, report: wire.Report) -> None:
         """Process a replica's report."""
         replica = self.replicas.get(link.replica)
         if replica is None or replica.link is not link:
             return
-        self._take_state(replica, report)
-        self._take_outputs(replica, report)
-        if any(failure.kind == _DEAD for failure in report.failures):
-            link.give_up("its engine has died")
+        self._apply_state(replica, report)
+        self._apply_outputs(replica, report)
+        if any(failure.kind == _ENGINE_DEAD for failure in report.failures):
+            link.mark_lost("its engine has died")
             return
         for failure in report.failures:
-            self._failed(replica, failure)
+            self._handle_failure(replica, failure)
         for stream in report.declined:
             if (part := self._end_part(replica, stream)) is not None:
                 self.add(part)
-                self._after_end(replica)
-        self.trials.reported(replica, report.is_alone)
+                self._after_part(replica)
+        self.trials.on_report(replica, report.is_vacant)
         self.advance()
 
-    def _take_state(self, replica: Replica, report: wire.Report) -> None:
-        replica.reported = time.monotonic()
+    def _apply_state(self, replica: Replica, report: wire.Report) -> None:
+        replica.last_report = time.monotonic()
         if report.load is not None:
-            replica.place.told(report.load, report.orders)
+            replica.state.update_load(report.load, report.orders_processed)
             replica.figures = report.load.figures or replica.figures
-        for news in report.index:
-            self.router.prefixes.take(replica.name, news, replica.reported)
+        for update in report.index:
+            self.router.prefixes.apply(replica.name, update, replica.last_report)
 
-    def _take_outputs(self, replica: Replica, report: wire.Report) -> None:
+    def _apply_outputs(self, replica: Replica, report: wire.Report) -> None:
         for progress in report.progress:
-            self._progress(replica, progress)
+            self._handle_progress(replica, progress)
         for delta in report.deltas:
             if (part := replica.parts.get(delta.stream)) is not None:
-                part.page.take(delta, part)
+                part.request.apply_delta(delta, part)
         for progress in report.progress:
-            if progress.is_over:
-                self._finished(replica, progress)
+            if progress.is_finished:
+                self._handle_finished(replica, progress)
 
-    def _progress(self, replica: Replica, progress: wire.Progress) -> None:
+    def _handle_progress(self, replica: Replica, progress: wire.Progress) -> None:
         part = replica.parts.get(progress.stream)
         if part is None:
             return
-        page = part.page
-        if progress.accepted is not None and not page.entry.accepted.is_set():
-            page.note_accepted(progress.accepted)
-        if progress.prompt_logprobs is not None and not page.entry.has_prompt_logprobs:
-            told = wire.unpack_logprobs(progress.prompt_logprobs)
-            page.entry.set_prompt_logprobs(told or [None])
+        request = part.request
+        if progress.prompt_token_ids is not None and not request.entry.accepted.is_set():
+            request.note_accepted(progress.prompt_token_ids)
+        if progress.prompt_logprobs is not None and not request.entry.has_prompt_logprobs:
+            logprobs = wire.unpack_logprobs(progress.prompt_logprobs)
+            request.entry.set_prompt_logprobs(logprobs or [None])
 
-    def _finished(self, replica: Replica, progress: wire.Progress) -> None:
+    def _handle_finished(self, replica: Replica, progress: wire.Progress) -> None:
         part = self._end_part(replica, progress.stream)
         if part is None:
             return
-        page = part.page
-        page.note_figures(part, progress)
-        page.parts.remove(part)
-        for index in part.answers:
-            answer = page.entry.answers[index]
+        request = part.request
+        request.note_stats(part, progress)
+        request.parts.remove(part)
+        for index in part.answer_indices:
+            answer = request.entry.answers[index]
             metrics = answer.metrics
             if metrics.first_token_time and metrics.finished_time:
                 seconds = metrics.finished_time - metrics.first_token_time
-                self.router.answers.note(seconds, len(answer.token_ids))
-        if not page.parts:
-            page.entry.end()
-            self._note_over(page)
-        self._after_end(replica)
+                self.router.means.note(seconds, len(answer.token_ids))
+        if not request.parts:
+            request.entry.end()
+            self._forget_request(request)
+        self._after_part(replica)
 
-    def _failed(self, replica: Replica, failure: wire.Failure) -> None:
+    def _handle_failure(self, replica: Replica, failure: wire.Failure) -> None:
         part = self._end_part(replica, failure.stream)
         if part is None:
             return
-        page = part.page
-        if failure.kind == _LEAVES:  # the link will be lost, too
+        request = part.request
+        if failure.kind == _ENGINE_CLOSED:  # the link will be lost, too
             self._move(part, replica)
-        elif failure.kind in _REFUSALS and self._ask_another(part, replica):
+        elif failure.kind in _REFUSALS and self._can_retry_elsewhere(part, replica):
             self.add(part)
         else:
-            page.parts.remove(part)
-            self.counts.lost += page.told > 0
-            self.fail(page, error_of(failure))
-        self._after_end(replica)
+            request.parts.remove(part)
+            self.counts.lost += request.tokens_sent > 0
+            self.fail(request, error_from_failure(failure))
+        self._after_part(replica)
 
-    def _ask_another(self, part: Part, replica: Replica) -> bool:
+    def _can_retry_elsewhere(self, part: Part, replica: Replica) -> bool:
         if part.is_moved:  # it was accepted once: it waits until there is room
             return True
         part.refused_by.add(replica.name)
-        return any(other.name not in part.refused_by for other in self.usable())
+        return any(other.name not in part.refused_by for other in self.usable_replicas())
 
     # -- timer ------------------------------------------------------------------------------
 
     async def _tick(self) -> None:
         while True:
-            await asyncio.sleep(_TICK)
+            await asyncio.sleep(_TICK_SECONDS)
             try:
                 self.update_members()
                 now = time.monotonic()
                 self.trials.tick(now)
-                self.dispatch.note_serving([r.place for r in self.replicas.values()], now)
-                self._give_up(now)
+                self.dispatch.refresh_timeouts([r.state for r in self.replicas.values()], now)
+                self._fail_expired(now)
                 self.advance()
             except Exception:  # a bug here must not stop the supervision of the replicas
                 log.exception("the fleet's clock has failed once")
 
-    def _give_up(self, now: float) -> None:
-        for part in (*self.dispatch.take_hopeless(now), *self.trials.take_hopeless(now)):
+    def _fail_expired(self, now: float) -> None:
+        for part in (*self.dispatch.pop_expired(now), *self.trials.expired(now)):
             if part.fingerprint and self.replicas:
                 error: NanoactorError = ComputationFailed(
                     "the replica that was answering has died, and no replica with the same model, "
-                    f"version and options was found for {PATIENCE:g} s; send the request again"
+                    f"version and options was found for {NO_REPLICA_TIMEOUT:g} s; "
+                    "send the request again"
                 )
             else:
-                error = EngineDead(f"no replica has served for {PATIENCE:g} s")
-            self.counts.lost += part.page.told > 0
-            self.fail(part.page, error)
+                error = EngineDead(f"no replica has served for {NO_REPLICA_TIMEOUT:g} s")
+            self.counts.lost += part.request.tokens_sent > 0
+            self.fail(part.request, error)
 
     # -- statistics -------------------------------------------------------------------------
 
     @property
     def capacity(self) -> int:
         """Return the maximum number of waiting requests, summed over the replicas."""
-        return sum(r.place.hello.max_waiting_requests for r in self.replicas.values())
+        return sum(r.state.hello.max_waiting_requests for r in self.replicas.values())
 
     @property
-    def missing(self) -> frozenset[str]:
+    def unconnected(self) -> frozenset[str]:
         """Return the members whose link is not up."""
         return self._connector.members - self.replicas.keys()
 
     @property
     def block_size(self) -> int:
         """Return the number of tokens in a KV cache block; 0 if no replica is connected."""
-        return next((r.place.block_size for r in self.replicas.values()), 0)
+        return next((r.state.block_size for r in self.replicas.values()), 0)
 
     @property
     def prefixes(self) -> PrefixMap:
@@ -421,13 +427,13 @@ class Fleet:
     @property
     def streams(self) -> int:
         """Return the number of this ingress's running streams."""
-        return len(self._at)
+        return len(self._running)
 
 
-def error_of(failure: wire.Failure) -> NanoactorError:
+def error_from_failure(failure: wire.Failure) -> NanoactorError:
     """Return the error that a replica has raised; `ComputationFailed` if its class is unknown."""
     kind = getattr(errors, failure.kind, None)
     if isinstance(kind, type) and issubclass(kind, NanoactorError):
-        made: NanoactorError = kind(failure.text)
-        return made
+        error: NanoactorError = kind(failure.text)
+        return error
     return ComputationFailed(f"the replica has failed: {failure.text}")

@@ -13,8 +13,8 @@ from nanoactor.errors import NanoactorError
 
 log = logging.getLogger("nanoactor.fleet")
 
-LOOK_SECONDS = 1.0
-_TELLING_TOKENS = 64
+SAMPLE_SECONDS = 1.0
+_MIN_PREFILL_TOKENS = 64
 """Minimum number of prompt tokens between two samples for an estimate of the prefill time."""
 _WEIGHT = 0.3
 """Weight of a new measurement in the running mean."""
@@ -31,7 +31,7 @@ _FIGURES = (
     ("device_busy_seconds", "runner.0", "busy_seconds"),
 )
 """Figures for /metrics: the name, the source actor, and the figure's name there."""
-_PACE = ("device_busy_seconds", "steps", "prefill_tokens")
+_PACE_FIGURES = ("device_busy_seconds", "steps", "prefill_tokens")
 """Figures from which the prefill time per token is estimated."""
 
 
@@ -41,7 +41,7 @@ class TokenPace:
     def __init__(self) -> None:
         self.seconds = 0.0
         """Prefill seconds per token; 0 if not known yet."""
-        self._step = 0.0
+        self._decode_step_seconds = 0.0
         """Seconds of a step without prompt tokens."""
 
     def note(self, busy: float, steps: float, prefilled: float) -> None:
@@ -49,15 +49,15 @@ class TokenPace:
         between two samples."""
         if steps <= 0:
             return
-        if prefilled < _TELLING_TOKENS:
+        if prefilled < _MIN_PREFILL_TOKENS:
             if not prefilled:
-                self._step = busy / steps
+                self._decode_step_seconds = busy / steps
             return
-        found = max(0.0, busy - steps * self._step) / prefilled
-        self.seconds = found if not self.seconds else _mixed(self.seconds, found)
+        measured = max(0.0, busy - steps * self._decode_step_seconds) / prefilled
+        self.seconds = measured if not self.seconds else _moving_average(self.seconds, measured)
 
 
-def _mixed(old: float, new: float) -> float:
+def _moving_average(old: float, new: float) -> float:
     return (1 - _WEIGHT) * old + _WEIGHT * new
 
 
@@ -68,13 +68,13 @@ class Gauges:
         self._llm = llm
         self.pace = TokenPace()
         self.figures: Mapping[str, float] = {}
-        self.looks = 0
+        self.samples = 0
         """Number of samples taken."""
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Start sampling."""
-        self._task = asyncio.ensure_future(self._keep_looking())
+        self._task = asyncio.ensure_future(self._sample_loop())
 
     async def stop(self) -> None:
         """Stop sampling."""
@@ -82,20 +82,20 @@ class Gauges:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _keep_looking(self) -> None:
+    async def _sample_loop(self) -> None:
         while True:
             with contextlib.suppress(NanoactorError):
-                self.take(await self._llm.statistics())
-            await asyncio.sleep(LOOK_SECONDS)
+                self.record(await self._llm.statistics())
+            await asyncio.sleep(SAMPLE_SECONDS)
 
-    def take(self, statistics: Mapping[str, Any]) -> None:
+    def record(self, statistics: Mapping[str, Any]) -> None:
         """Record the figures of all actors. While an actor is being replaced, its last figures are
         kept."""
-        found = dict(self.figures)
+        figures = dict(self.figures)
         for name, actor, key in _FIGURES:
             if actor in statistics:
-                found[name] = float(statistics[actor]["actor"].get(key, 0))
-        before, self.figures = self.figures, found
-        self.looks += 1
-        if before and set(_PACE) <= found.keys():
-            self.pace.note(*(found[name] - before.get(name, 0.0) for name in _PACE))
+                figures[name] = float(statistics[actor]["actor"].get(key, 0))
+        previous, self.figures = self.figures, figures
+        self.samples += 1
+        if previous and set(_PACE_FIGURES) <= figures.keys():
+            self.pace.note(*(figures[name] - previous.get(name, 0.0) for name in _PACE_FIGURES))

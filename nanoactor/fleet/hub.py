@@ -1,4 +1,4 @@
-"""A replica's end of its links: sends each ingress combined reports on its streams."""
+"""A replica's end of its links: reports to each ingress on all of that ingress's streams."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ log = logging.getLogger("nanoactor.fleet")
 
 WINDOW = 32
 """Maximum number of reports on a link that the ingress has not confirmed yet."""
-SILENCE = 20.0
+SILENCE_TIMEOUT = 20.0
 """Seconds without a message from an ingress after which its link ends. An ingress without orders
 sends a heartbeat every few seconds."""
-_TIMER = 0.001
+_TIMER_RESOLUTION = 0.001
 """Resolution of the event loop's timer in seconds; shorter waits would become a busy loop."""
 _REPORT_BYTES = 1 << 20
 """Size at which no more streams are added to a report: characters of text, plus bytes of token ids
@@ -68,9 +68,9 @@ class Hub:
         """Return the unfinished streams of all ingresses."""
         return [stream for link in self.links.values() for stream in link.streams.values()]
 
-    def load(self, looks: int) -> wire.Load:
+    def load(self, last_sample: int) -> wire.Load:
         """Return the replica's load. It includes the engine's figures unless they are those of
-        sample number `looks`."""
+        sample number `last_sample`."""
         streams, gauges = self.streams, self.gauges
         waiting = [stream for stream in streams if not stream.has_begun]
         figures = gauges.figures
@@ -82,7 +82,7 @@ class Hub:
             streams=len(streams),
             token_seconds=gauges.pace.seconds,
             is_reserved=self.reserved_by is not None,
-            figures=dict(figures) if gauges.looks != looks else {},
+            figures=dict(figures) if gauges.samples != last_sample else {},
         )
 
     async def link(self, name: str) -> AsyncGenerator[bytes, None]:
@@ -103,49 +103,49 @@ class Hub:
                 self.reserved_by = None
             await link.end()
 
-    def take(self, data: bytes) -> bool:
+    def handle_orders(self, data: bytes) -> bool:
         """Process a batch of orders; return False if its link has ended. Raises
         `msgspec.DecodeError` if the batch is malformed."""
         batch = wire.decode_orders(data)
         link = self.links.get(batch.link)
         if link is None:
             return False
-        link.take(batch)
+        link.handle_orders(batch)
         return True
 
-    def is_alone(self, link: str) -> bool:
+    def is_vacant(self, link: str) -> bool:
         """Return True if the replica is reserved for a link and no stream is running."""
         return self.reserved_by == link and not self.streams
 
-    def may_begin(self, link: str, order: wire.Begin) -> bool:
+    def can_begin(self, link: str, order: wire.Begin) -> bool:
         """Return True if a link may start a stream. A reserved replica accepts only streams that
         are to run alone, and only on the link that reserved it."""
         return self.reserved_by is None or (self.reserved_by == link and order.is_alone)
 
-    def reserve(self, link: str, wanted: bool) -> None:
-        """If `wanted`, reserve the replica for a link unless it is already reserved. Otherwise
+    def reserve(self, link: str, is_wanted: bool) -> None:
+        """If `is_wanted`, reserve the replica for a link unless it is already reserved. Otherwise
         release the link's reservation, if it has one."""
-        if wanted and self.reserved_by is None:
+        if is_wanted and self.reserved_by is None:
             self.reserved_by = link
-        elif not wanted and self.reserved_by == link:
+        elif not is_wanted and self.reserved_by == link:
             self.reserved_by = None
-        self.tell_load()
+        self.report_load()
 
-    def pool(self, prompt: Prompt, priority: int) -> Request:
+    def submit_pooled(self, prompt: Prompt, priority: int) -> Request:
         """Submit a prompt to be pooled, or to be scored if the model makes scores."""
         pooling = self.llm.files.pooling
-        scores = pooling is not None and pooling.scores
+        scores = pooling is not None and pooling.returns_scores
         return self.llm.submit_pooled(prompt, PoolingParams(), priority=priority, scores=scores)
 
     def note_end(self) -> None:
         """Handle the end of a stream: if the replica is reserved and now idle, report its load."""
         if self.reserved_by is not None and not self.streams:
-            self.tell_load()
+            self.report_load()
 
-    def tell_load(self) -> None:
+    def report_load(self) -> None:
         """Schedule a report, which includes the load, on every link."""
-        for each in self.links.values():
-            each.note(urgent=True)
+        for link in self.links.values():
+            link.note(urgent=True)
 
 
 class Stream:
@@ -156,10 +156,10 @@ class Stream:
         self.tokens = len(order.token_ids) // 4
         self.has_begun = False
         """Whether the request has its first output."""
-        self.accepted: bytes | None = None
+        self.prompt_token_ids: bytes | None = None
         self.output: RequestOutput | None = None
         self.error: NanoactorError | None = None
-        self.told = asyncio.Event()
+        self.reported = asyncio.Event()
         """Set once the stream's output has been reported."""
         self.reader: asyncio.Task[None] | None = None
 
@@ -181,22 +181,22 @@ class Link:
         """Streams with something to report."""
         self._declined: list[int] = []
         self._pace = Pace(hub.interval)
-        self._news = asyncio.Event()
-        self._reported = self._read = self._orders = 0
-        self._heard = time.monotonic()
-        self._looks = 0
+        self._wakeup = asyncio.Event()
+        self._report_count = self._acked = self._order_count = 0
+        self._last_heard = time.monotonic()
+        self._last_sample = 0
         """Number of samples of the engine's statistics at the last report."""
         self._closed = False
-        self._index: list[IndexEvents] = []
-        self._index_told = asyncio.Event()
+        self._index_events: list[IndexEvents] = []
+        self._index_reported = asyncio.Event()
 
     # -- orders ---------------------------------------------------------------------------
 
-    def take(self, batch: wire.Orders) -> None:
+    def handle_orders(self, batch: wire.Orders) -> None:
         """Process a batch of orders."""
-        self._heard = time.monotonic()
-        self._read = batch.read
-        self._orders += len(batch.orders)
+        self._last_heard = time.monotonic()
+        self._acked = batch.last_report
+        self._order_count += len(batch.orders)
         for order in batch.orders:
             match order:
                 case wire.Begin():
@@ -204,13 +204,13 @@ class Link:
                 case wire.Abort():
                     self._abort(order.stream)
                 case wire.Reserve():
-                    self._hub.reserve(self.name, order.wanted)
+                    self._hub.reserve(self.name, order.is_wanted)
                 case wire.Close():
                     self.close()
-        self._news.set()
+        self._wakeup.set()
 
     def _begin(self, order: wire.Begin) -> None:
-        if not self._hub.may_begin(self.name, order):
+        if not self._hub.can_begin(self.name, order):
             self._declined.append(order.stream)
             self.note(urgent=True)
             return
@@ -223,27 +223,27 @@ class Link:
             log.exception("request %s cannot be read", order.request_id)
             self._fail(order, ComputationFailed(f"the replica cannot read the request: {error!r}"))
             return
-        if order.told_characters >= 0 or order.is_alone:
+        if order.emitted_characters >= 0 or order.is_alone:
             what = "runs alone" if order.is_alone else "comes from another replica"
             log.info("request %s %s", order.request_id, what)
         stream = Stream(order, request)
         self.streams[order.stream] = stream
-        stream.reader = asyncio.ensure_future(self._follow(stream, request))
+        stream.reader = asyncio.ensure_future(self._read_outputs(stream, request))
 
     def _submit(self, order: wire.Begin) -> Request:
-        media = [wire.bytes_to_media(each) for each in order.media]
+        media = [wire.bytes_to_media(data) for data in order.media]
         prompt: dict[str, object] = {"prompt_token_ids": wire.bytes_to_ids(order.token_ids)}
         if media:
-            pictures = [one for one in media if not one.frames]
+            images = [one for one in media if not one.frames]
             prompt["multi_modal_data"] = {
-                "image": pictures,
+                "image": images,
                 "video": [one for one in media if one.frames],
             }
-        if order.pools:
-            return self._hub.pool(prompt, order.priority)
+        if order.is_pooling:
+            return self._hub.submit_pooled(prompt, order.priority)
         params = wire.bytes_to_params(order.params)
-        so_far = wire.so_far_of(order)
-        (request,) = self._hub.llm.submit([prompt], params, priority=order.priority, so_far=so_far)
+        emitted = wire.emitted_output(order)
+        (request,) = self._hub.llm.submit([prompt], params, priority=order.priority, so_far=emitted)
         return request
 
     def _fail(self, order: wire.Begin, error: NanoactorError) -> None:
@@ -262,24 +262,24 @@ class Link:
 
     # -- streams --------------------------------------------------------------------------
 
-    async def _follow(self, stream: Stream, request: Request) -> None:
+    async def _read_outputs(self, stream: Stream, request: Request) -> None:
         """Read a request's outputs until it ends. While one output waits to be reported, later
         outputs are merged."""
         number = stream.order.stream
         try:
             await request.accepted()
-            stream.accepted = wire.ids_to_bytes(request.prompt_token_ids)
+            stream.prompt_token_ids = wire.ids_to_bytes(request.prompt_token_ids)
             self._pending[number] = stream
             self.note(urgent=False)
             async for output in request:
                 stream.output = output
                 self._pending[number] = stream
-                stream.told.clear()
+                stream.reported.clear()
                 self.note(urgent=output.finished or not stream.has_begun)
                 stream.has_begun = True
                 if output.finished:
                     return
-                await stream.told.wait()
+                await stream.reported.wait()
         except NanoactorError as error:
             log.info("request %s ends: %s", stream.order.request_id, type(error).__name__)
             stream.error = error
@@ -297,7 +297,7 @@ class Link:
     def note(self, *, urgent: bool) -> None:
         """Record that there is something to report, and wake the sender."""
         self._pace.note(urgent=urgent)
-        self._news.set()
+        self._wakeup.set()
 
     # -- reports --------------------------------------------------------------------------
 
@@ -313,7 +313,7 @@ class Link:
         watcher = asyncio.ensure_future(self._watch_index())
         try:
             yield self._report(hello)
-            while not self._closed and not self._is_forgotten:
+            while not self._closed and not self._is_silent:
                 if not await self._is_due():
                     continue
                 yield self._report()
@@ -322,21 +322,21 @@ class Link:
             await asyncio.gather(watcher, return_exceptions=True)
 
     @property
-    def _is_forgotten(self) -> bool:
-        return time.monotonic() - self._heard > SILENCE
+    def _is_silent(self) -> bool:
+        return time.monotonic() - self._last_heard > SILENCE_TIMEOUT
 
     async def _is_due(self) -> bool:
         """Return True if a report is due and the window has room for it. Otherwise wait until that
         may have changed, and return False."""
-        has_room = self._reported - self._read < WINDOW
+        has_room = self._report_count - self._acked < WINDOW
         wait = self._pace.due - time.monotonic()
         if has_room and wait <= 0:
             return True
-        self._news.clear()
+        self._wakeup.clear()
         loop = asyncio.get_running_loop()
-        timer = loop.call_later(max(_TIMER, wait) if has_room else 1.0, self._news.set)
+        timer = loop.call_later(max(_TIMER_RESOLUTION, wait) if has_room else 1.0, self._wakeup.set)
         try:
-            await self._news.wait()
+            await self._wakeup.wait()
         finally:
             timer.cancel()
         return False
@@ -346,50 +346,52 @@ class Link:
             return
         with contextlib.suppress(EngineDead, EngineClosed):
             async for events in self._hub.llm.index_events():
-                self._index.append(events)
-                self._index_told.clear()
+                self._index_events.append(events)
+                self._index_reported.clear()
                 self.note(urgent=False)
-                await self._index_told.wait()  # changes made meanwhile are merged
+                await self._index_reported.wait()  # changes made meanwhile are merged
 
     def _report(self, hello: wire.Hello | None = None) -> bytes:
-        self._reported += 1
+        self._report_count += 1
         deltas: list[wire.Delta] = []
         progress: list[wire.Progress] = []
         failures: list[wire.Failure] = []
-        left = _REPORT_BYTES
-        while self._pending and left > 0:
+        budget = _REPORT_BYTES
+        while self._pending and budget > 0:
             stream = self._pending.pop(next(iter(self._pending)))
             number = stream.order.stream
             if stream.output is not None:
                 vector = _vector(stream.request)
-                made = [_delta(number, each, vector) for each in stream.output.outputs]
-                deltas += made
-                left -= sum(len(each.text) + len(each.token_ids) for each in made) + len(vector)
-            if (news := _progress(stream)) is not None:
-                progress.append(news)
+                stream_deltas = [_delta(number, delta, vector) for delta in stream.output.outputs]
+                deltas += stream_deltas
+                budget -= sum(
+                    len(delta.text) + len(delta.token_ids) for delta in stream_deltas
+                ) + len(vector)
+            if (update := _progress(stream)) is not None:
+                progress.append(update)
             if stream.error is not None:
                 failures.append(
                     wire.Failure(number, type(stream.error).__name__, str(stream.error))
                 )
-            stream.output = stream.accepted = None
-            stream.told.set()
+            stream.output = stream.prompt_token_ids = None
+            stream.reported.set()
         declined, self._declined = self._declined, []
-        index, self._index = self._index, []
-        self._index_told.set()
+        index, self._index_events = self._index_events, []
+        self._index_reported.set()
         report = wire.Report(
-            self._reported,
-            self._orders,
+            self._report_count,
+            self._order_count,
             hello=hello,
-            load=self._hub.load(self._looks),
+            load=self._hub.load(self._last_sample),
             deltas=deltas,
             progress=progress,
             failures=failures,
             declined=declined,
-            is_alone=self._hub.is_alone(self.name),
-            index=[_news(events) for events in index],
+            is_vacant=self._hub.is_vacant(self.name),
+            index=[_index_update(events) for events in index],
         )
-        self._looks = self._hub.gauges.looks
-        self._pace.reported(time.monotonic())
+        self._last_sample = self._hub.gauges.samples
+        self._pace.note_report(time.monotonic())
         if self._pending:
             self.note(urgent=True)
         return wire.encode(report)
@@ -404,7 +406,7 @@ class Link:
     def close(self) -> None:
         """End the link; output that has not been reported is dropped."""
         self._closed = True
-        self._news.set()
+        self._wakeup.set()
 
 
 def _vector(request: Request | None) -> bytes:
@@ -427,24 +429,24 @@ def _delta(stream: int, output: CompletionOutput, vector: bytes) -> wire.Delta:
 
 
 def _progress(stream: Stream) -> wire.Progress | None:
-    """Return what there is to report about a stream other than deltas, or None."""
-    output, is_over = stream.output, stream.output is not None and stream.output.finished
+    """Return the facts to report about a stream besides its deltas, or None if there are none."""
+    output, is_finished = stream.output, stream.output is not None and stream.output.finished
     prompt = None if output is None else wire.pack_logprobs(output.prompt_logprobs)
-    if stream.accepted is None and prompt is None and not is_over:
+    if stream.prompt_token_ids is None and prompt is None and not is_finished:
         return None
-    queued = -1.0
+    queue_seconds = -1.0
     if output is not None and output.metrics.first_scheduled_time is not None:
-        queued = output.metrics.first_scheduled_time - output.metrics.arrival_time
+        queue_seconds = output.metrics.first_scheduled_time - output.metrics.arrival_time
     return wire.Progress(
         stream.order.stream,
-        accepted=stream.accepted,
+        prompt_token_ids=stream.prompt_token_ids,
         prompt_logprobs=prompt,
-        is_over=is_over,
+        is_finished=is_finished,
         cached_tokens=output.num_cached_tokens if output is not None else 0,
         preemptions=output.num_preemptions if output is not None else 0,
-        queued=queued,
+        queue_seconds=queue_seconds,
     )
 
 
-def _news(events: IndexEvents) -> wire.IndexNews:
-    return wire.IndexNews(events.cleared, events.forgotten.tobytes(), events.remembered.tobytes())
+def _index_update(events: IndexEvents) -> wire.IndexUpdate:
+    return wire.IndexUpdate(events.cleared, events.forgotten.tobytes(), events.remembered.tobytes())

@@ -15,8 +15,8 @@ from nanoactor.fleet.client import FleetLLM
 from nanoactor.fleet.replica import Replica
 from nanoactor.server.health import Health
 
-INTERVAL, BINS, KEPT = 0.5, 10, 60
-_SILENCE = 3.0
+INTERVAL, BINS, MAX_SAMPLES = 0.5, 10, 60
+_SILENCE_SECONDS = 3.0
 """Seconds without a report after which /health lists a replica as a culprit. Replicas report at
 least once a second."""
 _COUNTERS = (
@@ -26,7 +26,7 @@ _COUNTERS = (
     ("deaths", "Replicas that died or hung."),
     ("poisoned", "Requests that were found to kill replicas."),
 )
-_GAUGES = (
+_REPLICA_GAUGES = (
     ("streams", "Streams of all ingresses on a replica."),
     ("waiting", "Requests without a first token on a replica."),
     ("free_blocks", "Blocks of a replica's KV cache that no sequence holds."),
@@ -34,7 +34,7 @@ _GAUGES = (
     ("silent_seconds", "Seconds since a replica last reported."),
     ("reserved", "Whether a replica is reserved for a suspect."),
 )
-_OF_REPLICAS = (
+_REPLICA_COUNTERS = (
     ("output_tokens", "Output tokens of a replica's sequences."),
     ("prefill_tokens", "Prompt tokens that a replica computed."),
     ("prompt_tokens", "Prompt tokens that a replica looked up in its prefix cache."),
@@ -45,12 +45,12 @@ _OF_REPLICAS = (
 
 
 class FleetMonitor:
-    """Monitor of a fleet. It uses what the replicas have reported, and sends no queries itself."""
+    """Monitor of a fleet, based on the replicas' reports; it sends no queries itself."""
 
     def __init__(self, llm: FleetLLM) -> None:
         self._llm = llm
-        self._looks: deque[dict[str, list[int]]] = deque(maxlen=KEPT)
-        self._tokens: deque[float] = deque(maxlen=KEPT)
+        self._samples: deque[dict[str, list[int]]] = deque(maxlen=MAX_SAMPLES)
+        self._tokens: deque[float] = deque(maxlen=MAX_SAMPLES)
         self._number = 0
         self._busy: dict[str, tuple[float, float, int]] = {}
         """By replica: its device's busy seconds, the time at which they last changed, and the
@@ -59,8 +59,8 @@ class FleetMonitor:
 
     async def start(self) -> None:
         """Start sampling."""
-        self._look()
-        self._task = asyncio.ensure_future(self._keep_looking())
+        self._sample()
+        self._task = asyncio.ensure_future(self._sample_loop())
 
     async def stop(self) -> None:
         """Stop sampling."""
@@ -68,30 +68,32 @@ class FleetMonitor:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _keep_looking(self) -> None:
+    async def _sample_loop(self) -> None:
         while True:
             await asyncio.sleep(INTERVAL)
-            self._look()
+            self._sample()
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         self._number += 1
-        self._looks.append({name: [self._share(r)] * BINS for name, r in self._replicas.items()})
+        self._samples.append(
+            {name: [self._utilization(r)] * BINS for name, r in self._replicas.items()}
+        )
         self._tokens.append(self._sum("output_tokens"))
 
     @property
     def _replicas(self) -> dict[str, Replica]:
         return self._llm.fleet.replicas
 
-    def _share(self, replica: Replica) -> int:
+    def _utilization(self, replica: Replica) -> int:
         """Return the recent utilization of a replica's device, in percent."""
         busy, now = replica.figures.get("device_busy_seconds", 0.0), time.monotonic()
-        before, at, share = self._busy.get(replica.name, (busy, now, 0))
-        if busy != before or now - at > 4 * INTERVAL:
-            share = round(100 * min(1.0, (busy - before) / max(now - at, 1e-3)))
-            before, at = busy, now
+        previous, at, percent = self._busy.get(replica.name, (busy, now, 0))
+        if busy != previous or now - at > 4 * INTERVAL:
+            percent = round(100 * min(1.0, (busy - previous) / max(now - at, 1e-3)))
+            previous, at = busy, now
         self._busy = {name: one for name, one in self._busy.items() if name in self._replicas}
-        self._busy[replica.name] = before, at, share
-        return share
+        self._busy[replica.name] = previous, at, percent
+        return percent
 
     def _sum(self, name: str) -> float:
         return sum(replica.figures.get(name, 0.0) for replica in self._replicas.values())
@@ -105,55 +107,55 @@ class FleetMonitor:
         bad = []
         serving = 0
         for name, replica in self._replicas.items():
-            silent = now - replica.reported
+            silent = now - replica.last_report
             actors[name] = {
                 "step_age": None,
                 "silent": silent,
-                "streams": replica.place.streams,
-                "pid": replica.place.hello.facts.get("pid"),
+                "streams": replica.state.streams,
+                "pid": replica.state.hello.facts.get("pid"),
             }
-            if silent > _SILENCE or replica.link.is_leaving:
+            if silent > _SILENCE_SECONDS or replica.link.is_leaving:
                 bad.append(name)
             else:
                 serving += 1
-        missing = sorted(fleet.missing)
+        missing = sorted(fleet.unconnected)
         status = "ok" if serving else "recovering"
         culprit = ", ".join(missing + bad)
-        pending = bool(fleet.pages)
+        pending = bool(fleet.requests)
         return Health(status, culprit, pending, None, actors)
 
-    def since(self, number: int) -> dict[str, Any]:
+    def samples_since(self, number: int) -> dict[str, Any]:
         """Return the samples taken after sample `number`, for the web page."""
-        new = min(len(self._looks), max(0, self._number - number))
-        loads = [replica.place for replica in self._replicas.values()]
-        looked, hits = self._sum("prompt_tokens"), self._sum("hit_tokens")
-        blocks = sum(place.hello.facts["num_blocks"] for place in loads)
-        busy = [look[0] for look in self._looks[-1].values()] if self._looks else []
+        new = min(len(self._samples), max(0, self._number - number))
+        states = [replica.state for replica in self._replicas.values()]
+        prompt_tokens, hits = self._sum("prompt_tokens"), self._sum("hit_tokens")
+        blocks = sum(state.hello.facts["num_blocks"] for state in states)
+        busy = [sample[0] for sample in self._samples[-1].values()] if self._samples else []
         return {
             "number": self._number,
             "interval": INTERVAL,
             "bins": BINS,
             "device": "",
-            "tracks": list(self._looks)[len(self._looks) - new :],
+            "tracks": list(self._samples)[len(self._samples) - new :],
             "gone": [[] for _ in range(new)],
-            "recovering": "" if self.health().well else "no replica is serving",
+            "recovering": "" if self.health().is_ok else "no replica is serving",
             "tokens": list(self._tokens)[len(self._tokens) - new :],
             "idle": 1 - sum(busy) / (100 * max(1, len(busy))),
-            "loaded": bool(self._llm.fleet.pages),
-            "waiting_requests": sum(place.load.waiting for place in loads),
-            "waiting_tokens": sum(place.load.waiting_tokens for place in loads),
+            "loaded": bool(self._llm.fleet.requests),
+            "waiting_requests": sum(state.load.waiting for state in states),
+            "waiting_tokens": sum(state.load.waiting_tokens for state in states),
             "waiting_media_bytes": 0,
-            "running": sum(place.load.running for place in loads),
+            "running": sum(state.load.running for state in states),
             "blocks": blocks,
-            "blocks_used": blocks - sum(place.load.free_blocks for place in loads),
+            "blocks_used": blocks - sum(state.load.free_blocks for state in states),
             "output_tokens": self._sum("output_tokens"),
-            "hit_ratio": hits / max(1.0, looked),
+            "hit_ratio": hits / max(1.0, prompt_tokens),
         }
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics for Prometheus."""
         fleet, now = self._llm.fleet, time.monotonic()
-        up = float(self.health().well)
+        up = float(self.health().is_ok)
         yield GaugeMetricFamily("nanoactor_up", "Whether a replica is serving.", value=up)
         text = "Replicas that are serving."
         yield GaugeMetricFamily("nanoactor_replicas", text, value=float(len(fleet.replicas)))
@@ -163,26 +165,26 @@ class FleetMonitor:
         for name, text in _COUNTERS:
             value = float(getattr(fleet.counts, name))
             yield CounterMetricFamily(f"nanoactor_fleet_{name}", text, value=value)
-        for name, text in _GAUGES:
+        for name, text in _REPLICA_GAUGES:
             gauge = GaugeMetricFamily(f"nanoactor_replica_{name}", text, labels=["replica"])
             for replica in fleet.replicas.values():
                 gauge.add_metric([replica.name], self._gauge(name, replica, now))
             yield gauge
-        for name, text in _OF_REPLICAS:
+        for name, text in _REPLICA_COUNTERS:
             counter = CounterMetricFamily(f"nanoactor_{name}", text, labels=["replica"])
             for replica in fleet.replicas.values():
                 counter.add_metric([replica.name], replica.figures.get(name, 0.0))
             yield counter
 
     def _gauge(self, name: str, replica: Replica, now: float) -> float:
-        load = replica.place.load
+        load = replica.state.load
         return float(
             {
-                "streams": replica.place.streams,
+                "streams": replica.state.streams,
                 "waiting": load.waiting,
                 "free_blocks": load.free_blocks,
-                "known_blocks": self._llm.fleet.prefixes.blocks(replica.name),
-                "silent_seconds": now - replica.reported,
+                "known_blocks": self._llm.fleet.prefixes.known_blocks(replica.name),
+                "silent_seconds": now - replica.last_report,
                 "reserved": load.is_reserved,
             }[name]
         )

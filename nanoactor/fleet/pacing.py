@@ -5,32 +5,41 @@ from __future__ import annotations
 INTERVAL = 0.05
 """Seconds between reports on running streams. Each report costs the ingress and the replica
 together nearly a millisecond of CPU time, whatever it contains."""
-SOON = 0.01
+URGENT_INTERVAL = 0.01
 """Seconds between reports if a stream has started, has ended or was refused."""
-BEAT = 1.0
+HEARTBEAT_INTERVAL = 1.0
 """Seconds after which a replica with nothing to report sends a heartbeat."""
 
 
 class Pace:
-    """Timing of the next report, which depends on what there is to report."""
+    """Computes when the next report is due, depending on what there is to report."""
 
-    def __init__(self, interval: float = INTERVAL, soon: float = SOON, beat: float = BEAT) -> None:
-        self._interval, self._soon, self._beat = interval, min(soon, interval), beat
+    def __init__(
+        self,
+        interval: float = INTERVAL,
+        urgent_interval: float = URGENT_INTERVAL,
+        heartbeat: float = HEARTBEAT_INTERVAL,
+    ) -> None:
+        self._interval, self._urgent_interval, self._heartbeat = (
+            interval,
+            min(urgent_interval, interval),
+            heartbeat,
+        )
         self._last = float("-inf")
-        self._waits = self._is_urgent = False
+        self._has_news = self._is_urgent = False
 
     def note(self, *, urgent: bool) -> None:
         """Record that there is something to report."""
-        self._waits = True
+        self._has_news = True
         self._is_urgent = self._is_urgent or urgent
 
-    def reported(self, now: float) -> None:
+    def note_report(self, now: float) -> None:
         """Record that a report was sent at time `now`, in seconds."""
-        self._last, self._waits, self._is_urgent = now, False, False
+        self._last, self._has_news, self._is_urgent = now, False, False
 
     @property
     def due(self) -> float:
-        """Return the time at which the next report is due, on the same clock as `reported`."""
+        """Return the time at which the next report is due, on the same clock as `note_report`."""
         if self._is_urgent:
-            return self._last + self._soon
-        return self._last + (self._interval if self._waits else self._beat)
+            return self._last + self._urgent_interval
+        return self._last + (self._interval if self._has_news else self._heartbeat)

@@ -1,5 +1,5 @@
-"""An ingress's journal: each client's request, the output sent to the client, and the parts that
-run it."""
+"""An ingress's record of each client's request: the output sent so far, and the parts of the
+request that run on replicas."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 
 from nanoactor.fleet import wire
 from nanoactor.recovery.journal import Answer, Entry
-from nanoactor.recovery.resuming import own_terminal
+from nanoactor.recovery.resuming import local_terminal
 from nanoactor.requests.params import SamplingParams, derived_seed
 
 
-class Page:
+class FleetRequest:
     """One request of a client."""
 
     def __init__(self, entry: Entry, params: SamplingParams, priority: int) -> None:
@@ -24,11 +24,11 @@ class Page:
         self.token_ids: bytes = b""
         """The prompt's token ids, int32; empty until it is tokenized."""
         self.media: tuple[bytes, ...] = ()
-        self.hashes: Sequence[int] = ()
+        self.block_keys: Sequence[int] = ()
         """Keys of the prompt's full blocks, for the router."""
-        self.blocks: bytes = b""
+        self.block_hashes: bytes = b""
         """Hashes of the same blocks, 16 bytes each."""
-        self.length = 0
+        self.prompt_length = 0
         """Number of tokens of the prompt, including those of its pictures if they are known."""
         self.parts: list[Part] = []
         """Unfinished parts of the request."""
@@ -39,7 +39,7 @@ class Page:
         return self.entry.submit.uid
 
     @property
-    def told(self) -> int:
+    def tokens_sent(self) -> int:
         """Return the number of tokens sent to the reader, over all sequences."""
         return sum(len(answer.token_ids) for answer in self.entry.answers)
 
@@ -52,9 +52,9 @@ class Page:
     def move(self, part: Part) -> list[Part]:
         """Handle the loss of the replica that ran a part. Return the parts to resume elsewhere."""
         self.parts.remove(part)
-        if self.entry.over or self.entry.aborted:
+        if self.entry.is_over or self.entry.aborted:
             return []
-        entry, indices = self.entry, part.answers
+        entry, indices = self.entry, part.answer_indices
         if any(has_begun(entry.answers[index]) for index in indices):
             living = [index for index in indices if entry.answers[index].terminal is None]
             moved = [Part(self, [index], is_moved=True) for index in living]
@@ -63,11 +63,11 @@ class Page:
         self.parts += moved
         return moved
 
-    def end(self, uid: int, reason: str, stop_reason: int | str | None) -> None:
+    def end_sequence(self, uid: int, reason: str, stop_reason: int | str | None) -> None:
         """Record the end of one of the request's sequences."""
         answer = self.entry.answer(uid)
         answer.metrics.finished_time = time.monotonic()
-        terminal = own_terminal(self.entry, uid, reason)
+        terminal = local_terminal(self.entry, uid, reason)
         self.entry.note_end(uid, dataclasses.replace(terminal, stop_reason=stop_reason))
 
     def abort(self) -> None:
@@ -75,11 +75,11 @@ class Page:
         self.entry.aborted = True
         for uid in self.entry.uids:
             if self.entry.answer(uid).terminal is None:
-                self.end(uid, "abort", None)
+                self.end_sequence(uid, "abort", None)
 
-    def take(self, delta: wire.Delta, part: Part) -> None:
+    def apply_delta(self, delta: wire.Delta, part: Part) -> None:
         """Append a delta to the output of one of the request's sequences."""
-        uid = self.entry.submit.uid + part.answers[delta.index]
+        uid = self.entry.submit.uid + part.answer_indices[delta.index]
         answer = self.entry.answer(uid)
         if answer.terminal is not None:
             return
@@ -96,23 +96,23 @@ class Page:
         if delta.vector:
             answer.vector = np.frombuffer(delta.vector, np.float32)
         if delta.finish_reason is not None:
-            self.end(uid, delta.finish_reason, delta.stop_reason)
+            self.end_sequence(uid, delta.finish_reason, delta.stop_reason)
         self.entry.wake()
 
-    def note_figures(self, part: Part, progress: wire.Progress) -> None:
+    def note_stats(self, part: Part, progress: wire.Progress) -> None:
         """Record the figures that are known only when a part has finished."""
-        for index in part.answers:
+        for index in part.answer_indices:
             answer = self.entry.answers[index]
             if answer.terminal is None:
                 continue
             answer.terminal = dataclasses.replace(
                 answer.terminal,
                 cached_tokens=progress.cached_tokens,
-                preemptions=progress.preemptions if index == part.answers[0] else 0,
+                preemptions=progress.preemptions if index == part.answer_indices[0] else 0,
             )
             metrics, first = answer.metrics, answer.metrics.first_token_time
-            if progress.queued >= 0 and first is not None:
-                began = metrics.arrival_time + progress.queued
+            if progress.queue_seconds >= 0 and first is not None:
+                began = metrics.arrival_time + progress.queue_seconds
                 metrics.first_scheduled_time = min(began, first)
 
     def note_accepted(self, prompt: bytes) -> None:
@@ -122,59 +122,61 @@ class Page:
 
 
 class Part:
-    """The unit that runs on one replica: a whole request, or one resumed sequence of it."""
+    """Unit of work for one replica: a whole request, or one resumed sequence of it."""
 
-    def __init__(self, page: Page, answers: Sequence[int], is_moved: bool) -> None:
-        self.page, self.answers, self.is_moved = page, answers, is_moved
+    def __init__(
+        self, request: FleetRequest, answer_indices: Sequence[int], is_moved: bool
+    ) -> None:
+        self.request, self.answer_indices, self.is_moved = request, answer_indices, is_moved
         self.fingerprint = ""
-        """Fingerprint of the replica that emitted its output: it resumes only on an equal one.
-        Empty if it can run on any replica."""
+        """Fingerprint of the replica that emitted the part's output; only replicas with the same
+        fingerprint may resume it. Empty if any replica may run the part."""
         self.refused_by: set[str] = set()
         """Names of the replicas that had no room for the part."""
-        self.waits_since = time.monotonic()
+        self.waiting_since = time.monotonic()
         """Last time at which a replica could have run the part, even if only after a wait."""
 
     @property
-    def told_ids(self) -> bytes:
+    def sent_ids(self) -> bytes:
         """Return the ids, int32, of the tokens that were sent to the sequence's reader; empty if
         the part has several sequences."""
-        if len(self.answers) > 1:
+        if len(self.answer_indices) > 1:
             return b""
         return np.asarray(self._answer.token_ids, np.int32).tobytes()
 
     @property
     def _answer(self) -> Answer:
-        return self.page.entry.answers[self.answers[0]]
+        return self.request.entry.answers[self.answer_indices[0]]
 
     @property
     def tokens(self) -> int:
         """Return the number of tokens to prefill before the part continues: prompt and output."""
-        told = len(self._answer.token_ids) if len(self.answers) == 1 else 0
-        return self.page.length + told
+        sent = len(self._answer.token_ids) if len(self.answer_indices) == 1 else 0
+        return self.request.prompt_length + sent
 
     def order(self, stream: int, *, is_alone: bool) -> wire.Begin:
         """Return the order that starts or resumes the part."""
-        page, entry = self.page, self.page.entry
-        params = page.params
+        request, entry = self.request, self.request.entry
+        params = request.params
         if entry.submit.spec.prompt_logprobs >= 0 and entry.has_prompt_logprobs:
             params = dataclasses.replace(params, prompt_logprobs=None)  # already sent
-        told = -1
-        if self.is_moved and len(self.answers) == 1:
+        emitted = -1
+        if self.is_moved and len(self.answer_indices) == 1:
             assert params.seed is not None
-            seed = derived_seed(params.seed, self.answers[0])
+            seed = derived_seed(params.seed, self.answer_indices[0])
             params = dataclasses.replace(params, n=1, seed=seed)
-            told = sum(map(len, self._answer.text))
+            emitted = sum(map(len, self._answer.text))
         return wire.Begin(
             stream,
             request_id=entry.request_id,
-            token_ids=page.token_ids,
+            token_ids=request.token_ids,
             params=wire.params_to_bytes(params),
-            priority=page.priority,
-            media=page.media,
-            told_ids=self.told_ids if told >= 0 else b"",
-            told_characters=told,
+            priority=request.priority,
+            media=request.media,
+            emitted_ids=self.sent_ids if emitted >= 0 else b"",
+            emitted_characters=emitted,
             is_alone=is_alone,
-            pools=entry.submit.spec.pools,
+            is_pooling=entry.submit.spec.pools,
         )
 
 

@@ -1,18 +1,19 @@
-"""An ingress's view of the prefixes that each replica has cached: slightly delayed, and bounded in
-size."""
+"""Map of the prefixes that each replica has cached, as its reports describe them.
+
+The map lags behind the caches slightly, and its size is bounded."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from nanoactor.fleet.wire import IndexNews
+from nanoactor.fleet.wire import IndexUpdate
 from nanoactor.kv.hashing import HASH_BYTES
 
-MOST_BLOCKS = 1 << 18
+MAX_BLOCKS = 1 << 18
 """Maximum number of known blocks per replica, about 25 MB. The oldest blocks are dropped first."""
-LATELY = 60.0
-"""Seconds for which a block counts as in use after a prompt has last contained it."""
+IN_USE_SECONDS = 60.0
+"""Seconds for which a block counts as in use after the last prompt that contained it."""
 _KEY_BYTES = 8
 
 
@@ -20,22 +21,22 @@ class PrefixMap:
     """Hashes of the full blocks in the prefix index of each replica. If the map is wrong, a request
     is sent to a replica that has to compute more; outputs are never affected."""
 
-    def __init__(self, most_blocks: int = MOST_BLOCKS) -> None:
-        self._most = most_blocks
+    def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
+        self._max_blocks = max_blocks
         # A plain dict takes ever longer to find its oldest key after many removals.
         self._known: dict[str, OrderedDict[int, None]] = {}
-        self._used: dict[str, OrderedDict[int, float]] = {}
+        self._last_used: dict[str, OrderedDict[int, float]] = {}
         """By replica: times at which its blocks were last in a prompt or new, the oldest first.
         Evicted blocks are included, because prompts needed them."""
 
-    def take(self, replica: str, news: IndexNews, now: float) -> None:
+    def apply(self, replica: str, update: IndexUpdate, now: float) -> None:
         """Apply the index changes that a replica reports."""
-        known = self._known.setdefault(replica, OrderedDict())
-        if news.cleared:
-            known.clear()
-        for key in _keys(news.forgotten):
-            known.pop(key, None)
-        self._add(replica, _keys(news.remembered), now)
+        blocks = self._known.setdefault(replica, OrderedDict())
+        if update.cleared:
+            blocks.clear()
+        for key in _keys(update.forgotten):
+            blocks.pop(key, None)
+        self._add(replica, _keys(update.remembered), now)
 
     def expect(self, replica: str, hashes: bytes, now: float) -> None:
         """Record that a replica will soon have the blocks with these hashes, as it was sent a
@@ -43,46 +44,46 @@ class PrefixMap:
         self._add(replica, _keys(hashes), now)
 
     def _add(self, replica: str, keys: Sequence[int], now: float) -> None:
-        known = self._known.setdefault(replica, OrderedDict())
-        used = self._used.setdefault(replica, OrderedDict())
+        blocks = self._known.setdefault(replica, OrderedDict())
+        last_used = self._last_used.setdefault(replica, OrderedDict())
         for key in keys:
-            known[key], used[key] = None, now
-            used.move_to_end(key)
-        while len(known) > self._most:
-            known.popitem(last=False)
-        while len(used) > self._most:
-            used.popitem(last=False)
+            blocks[key], last_used[key] = None, now
+            last_used.move_to_end(key)
+        while len(blocks) > self._max_blocks:
+            blocks.popitem(last=False)
+        while len(last_used) > self._max_blocks:
+            last_used.popitem(last=False)
 
-    def in_use(self, replica: str, now: float) -> int:
+    def blocks_in_use(self, replica: str, now: float) -> int:
         """Return the number of a replica's recently used blocks, which its cache should hold."""
-        used = self._used.get(replica, OrderedDict())
-        while used and next(iter(used.values())) < now - LATELY:
-            used.popitem(last=False)
-        return len(used)
+        last_used = self._last_used.get(replica, OrderedDict())
+        while last_used and next(iter(last_used.values())) < now - IN_USE_SECONDS:
+            last_used.popitem(last=False)
+        return len(last_used)
 
     def forget(self, replica: str) -> None:
         """Remove a replica."""
         self._known.pop(replica, None)
-        self._used.pop(replica, None)
+        self._last_used.pop(replica, None)
 
-    def blocks(self, replica: str) -> int:
+    def known_blocks(self, replica: str) -> int:
         """Return the number of known blocks of a replica."""
         return len(self._known.get(replica, ()))
 
-    def longest(self, replica: str, hashes: Sequence[int]) -> int:
+    def cached_blocks(self, replica: str, keys: Sequence[int]) -> int:
         """Return the length, in blocks, of the longest prompt prefix that a replica has cached. A
         child block is evicted before its parent, so a binary search finds the last cached block."""
-        known = self._known.get(replica)
-        if not known or not hashes or hashes[0] not in known:
+        blocks = self._known.get(replica)
+        if not blocks or not keys or keys[0] not in blocks:
             return 0
-        low, high = 1, len(hashes)
+        low, high = 1, len(keys)
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if hashes[middle - 1] in known else (low, middle - 1)
+            low, high = (middle, high) if keys[middle - 1] in blocks else (low, middle - 1)
         return low
 
 
-def keys_of(hashes: bytes) -> list[int]:
+def block_keys(hashes: bytes) -> list[int]:
     """Return the keys of hashes of 16 bytes each, in the form that `PrefixMap.longest` expects."""
     return list(_keys(hashes))
 

@@ -1,4 +1,4 @@
-"""Hashes of a prompt's blocks, equal to those that the engine will compute, for the router."""
+"""Block hashes of prompts for the router; the engines compute the same hashes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from nanoactor.vision.media import Media, MediaReader
 
 log = logging.getLogger("nanoactor.fleet")
 
-_MOST_TOKENS = 16384
+_MAX_HASHED_TOKENS = 16384
 """Maximum number of prompt tokens that are hashed, which blocks an ingress's event loop for about
 2 ms. Prompts that differ only after these tokens are routed as if they were identical."""
-_DEFAULT_BLOCK = 16
+_DEFAULT_BLOCK_SIZE = 16
 
 
 class PromptHasher:
@@ -30,35 +30,37 @@ class PromptHasher:
     def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
         assert config.prefix_salt is not None
         self._salt = config.prefix_salt
-        self.block_size = config.block_size or _DEFAULT_BLOCK
+        self.block_size = config.block_size or _DEFAULT_BLOCK_SIZE
         """Number of tokens in a block; updated when a replica reports its block size."""
         self._vision = files.config.vision
         self._reader: MediaReader | None = None
         if files.images is not None:
-            most = config.max_image_pixels
-            self._reader = MediaReader(files.images, self._salt, most, files.videos)
+            max_pixels = config.max_image_pixels
+            self._reader = MediaReader(files.images, self._salt, max_pixels, files.videos)
 
-    def of_text(self, token_ids: Int32 | Sequence[int]) -> bytes:
+    def hash_tokens(self, token_ids: Int32 | Sequence[int]) -> bytes:
         """Return the hashes of a prompt's full blocks, 16 bytes each, concatenated."""
-        ids = np.asarray(token_ids, np.int32)[:_MOST_TOKENS]
+        ids = np.asarray(token_ids, np.int32)[:_MAX_HASHED_TOKENS]
         return block_hashes(ids, self.block_size, self._salt).tobytes()
 
-    async def of_pictures(self, token_ids: Int32, media: Sequence[Media]) -> tuple[int, bytes]:
+    async def hash_with_pictures(
+        self, token_ids: Int32, media: Sequence[Media]
+    ) -> tuple[int, bytes]:
         """Return the length of a prompt after its picture placeholders are expanded, and its block
         hashes. Return the unexpanded length and no hashes if the prompt has videos, or an error,
         which a replica will report. Picture headers are read on a thread."""
         try:
-            return await asyncio.to_thread(self._of_pictures, token_ids, media)
+            return await asyncio.to_thread(self._hash_with_pictures, token_ids, media)
         except NanoactorError:
             return len(token_ids), b""
 
-    def _of_pictures(self, token_ids: Int32, media: Sequence[Media]) -> tuple[int, bytes]:
+    def _hash_with_pictures(self, token_ids: Int32, media: Sequence[Media]) -> tuple[int, bytes]:
         if self._reader is None or self._vision is None or any(one.frames for one in media):
             return len(token_ids), b""
-        read = [self._reader.read(one) for one in media]
-        items = [VisualItem(one.key, one.grid[1], one.grid[2]) for one in read]
+        visuals = [self._reader.read(one) for one in media]
+        items = [VisualItem(one.key, one.grid[1], one.grid[2]) for one in visuals]
         prompt = expand_prompt(token_ids, items, self._vision, lambda text: ())
         extras = block_extras(items_message(prompt, items, self._vision, 0), self.block_size)
-        ids = prompt.token_ids[:_MOST_TOKENS]
+        ids = prompt.token_ids[:_MAX_HASHED_TOKENS]
         hashes = block_hashes(ids, self.block_size, self._salt, extras=extras)
         return len(prompt.token_ids), hashes.tobytes()

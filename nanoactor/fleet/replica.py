@@ -7,7 +7,7 @@ import time
 from nanoactor.fleet import wire
 from nanoactor.fleet.link_end import LinkEnd
 from nanoactor.fleet.pages import Part
-from nanoactor.fleet.routing import Place
+from nanoactor.fleet.routing import ReplicaState
 
 
 class Replica:
@@ -15,11 +15,11 @@ class Replica:
 
     def __init__(self, link: LinkEnd, hello: wire.Hello) -> None:
         self.link = link
-        self.place = Place(link.replica, hello)
+        self.state = ReplicaState(link.replica, hello)
         self.parts: dict[int, Part] = {}
         """Running parts, by stream number."""
         self.figures: dict[str, float] = {}
-        self.reported = time.monotonic()
+        self.last_report = time.monotonic()
 
     @property
     def name(self) -> str:

@@ -15,27 +15,27 @@ from collections.abc import Iterable, Sequence
 from nanoactor.fleet.prefix_map import PrefixMap
 from nanoactor.fleet.wire import Hello, Load
 
-_TOKEN_SECONDS = 5e-5
+_DEFAULT_TOKEN_SECONDS = 5e-5
 """Assumed prefill seconds per token until a replica has measured them."""
-_WEIGHT = 0.1
+_MEAN_WEIGHT = 0.1
 """Weight of each new sequence in the running means."""
-_TURNS = 8.0
+_LATER_TURNS = 8.0
 """Rough number of later turns of a conversation, each of which recomputes evicted blocks."""
-_FULL = 2.0
+_MAX_FILL = 2.0
 """Ratio of recently used blocks to cache blocks above which the eviction cost no longer rises."""
-_UNEQUAL = 2.0
+_MAX_PACE_RATIO = 2.0
 """Maximum ratio between a replica's prefill time per token and the median; a larger ratio is
 considered a measurement error."""
-_LEAST_SECONDS = 1e-6
-_SLOT = 0.05
+_MIN_TOKEN_SECONDS = 1e-6
+_FULL_LOAD_SLOWDOWN = 0.05
 """Assumed relative slowdown of a sequence on a replica with as many streams as slots; proportional
 to the number of streams."""
-_BESIDE = 0.5
+_SHARED_STEP_FRACTION = 0.5
 """Fraction of a sequence's steps in which another running sequence is expected to take part."""
 
 
 @dataclasses.dataclass
-class Answers:
+class SequenceMeans:
     """Running means over recent sequences of all replicas."""
 
     seconds: float = 2.0
@@ -44,35 +44,37 @@ class Answers:
 
     def note(self, seconds: float, tokens: int) -> None:
         """Record a finished sequence."""
-        self.seconds += _WEIGHT * (seconds - self.seconds)
-        self.tokens += _WEIGHT * (tokens - self.tokens)
+        self.seconds += _MEAN_WEIGHT * (seconds - self.seconds)
+        self.tokens += _MEAN_WEIGHT * (tokens - self.tokens)
 
 
-def _usual_token_seconds(places: Sequence[Place]) -> float:
+def _typical_token_seconds(states: Sequence[ReplicaState]) -> float:
     """Return the typical prefill time per token over the replicas."""
-    known = [place.load.token_seconds for place in places if place.load.token_seconds]
-    return max(_LEAST_SECONDS, statistics.median(known)) if known else _TOKEN_SECONDS
+    measured = [state.load.token_seconds for state in states if state.load.token_seconds]
+    return (
+        max(_MIN_TOKEN_SECONDS, statistics.median(measured)) if measured else _DEFAULT_TOKEN_SECONDS
+    )
 
 
-_IDLE = Load(0, 0, 0, 0, 0, 0.0, is_reserved=False)
+_IDLE_LOAD = Load(0, 0, 0, 0, 0, 0.0, is_reserved=False)
 
 
-class Place:
+class ReplicaState:
     """An ingress's view of a replica: its last report, and the orders sent to it since then."""
 
-    def __init__(self, replica: str, hello: Hello) -> None:
-        self.replica, self.hello = replica, hello
+    def __init__(self, name: str, hello: Hello) -> None:
+        self.name, self.hello = name, hello
         self.block_size: int = hello.facts["block_size"]
         self.blocks: int = hello.facts["num_blocks"]
-        self.load = _IDLE
+        self.load = _IDLE_LOAD
         self._sent: deque[tuple[int, int]] = deque()
         """(number, tokens) of each order that the replica's last report did not include."""
 
-    def sent(self, order: int, tokens: int) -> None:
+    def note_sent(self, order: int, tokens: int) -> None:
         """Record that order number `order`, with `tokens` tokens to compute, was sent."""
         self._sent.append((order, tokens))
 
-    def told(self, load: Load, orders: int) -> None:
+    def update_load(self, load: Load, orders: int) -> None:
         """Record the load that the replica reported after processing `orders` orders."""
         self.load = load
         while self._sent and self._sent[0][0] <= orders:
@@ -98,18 +100,23 @@ class Place:
         blocks = -(-tokens // self.block_size)
         return not self.streams or (self.free_slots > 0 and self.load.free_blocks >= blocks)
 
-    def seconds(self, missing: int, fill: float, answers: Answers, each: float) -> float:
-        """Return the cost in seconds of running a prompt on the replica: the time until `missing`
+    def cost(self, uncached: int, fill: float, means: SequenceMeans, token_seconds: float) -> float:
+        """Return the cost in seconds of running a prompt on the replica: the time until `uncached`
         tokens are computed, plus the cost for later turns, as a cache of which a fraction `fill` is
         in use evicts that fraction of the blocks that this or another prompt will need again.
-        `each` is the prefill time per token in seconds."""
-        ahead = self.load.waiting_tokens + sum(tokens for _, tokens in self._sent)
-        evicted = _TURNS * fill * (missing + answers.tokens)
-        seconds = each * (ahead + missing + evicted + _BESIDE * answers.tokens * self.streams)
-        seconds += _SLOT * answers.seconds * self.streams / self.hello.max_num_seqs
-        queue = 1 - self.free_slots
-        if queue > 0:  # slots become free one after the other
-            seconds += answers.seconds * queue / self.hello.max_num_seqs
+        `token_seconds` is the prefill time per token in seconds."""
+        tokens_ahead = self.load.waiting_tokens + sum(tokens for _, tokens in self._sent)
+        evicted_tokens = _LATER_TURNS * fill * (uncached + means.tokens)
+        seconds = token_seconds * (
+            tokens_ahead
+            + uncached
+            + evicted_tokens
+            + _SHARED_STEP_FRACTION * means.tokens * self.streams
+        )
+        seconds += _FULL_LOAD_SLOWDOWN * means.seconds * self.streams / self.hello.max_num_seqs
+        queue_length = 1 - self.free_slots
+        if queue_length > 0:  # slots become free one after the other
+            seconds += means.seconds * queue_length / self.hello.max_num_seqs
         return seconds
 
 
@@ -118,31 +125,31 @@ class Router:
 
     def __init__(self) -> None:
         self.prefixes = PrefixMap()
-        self.answers = Answers()
+        self.means = SequenceMeans()
         self._turn = 0
 
     def choose(
-        self, places: Iterable[Place], hashes: Sequence[int], tokens: int, now: float
-    ) -> Place | None:
+        self, states: Iterable[ReplicaState], block_keys: Sequence[int], tokens: int, now: float
+    ) -> ReplicaState | None:
         """Return the replica with the lowest cost for a prompt of `tokens` tokens with these block
-        keys; None if `places` is empty."""
+        keys; None if `states` is empty."""
         self._turn += 1
-        best, least = None, (float("inf"), 0, 0)
-        several = list(places)
-        usual = _usual_token_seconds(several)
-        for number, place in enumerate(several):
-            missing = self.missing(place, hashes, tokens)
+        best, best_cost = None, (float("inf"), 0, 0)
+        candidates = list(states)
+        typical = _typical_token_seconds(candidates)
+        for number, state in enumerate(candidates):
+            uncached = self.uncached_tokens(state, block_keys, tokens)
             turn = (number - self._turn) % 64  # replicas of equal cost take turns
-            fill = self.prefixes.in_use(place.replica, now) / place.blocks
-            own = place.load.token_seconds or usual
-            each = min(max(own, usual / _UNEQUAL), usual * _UNEQUAL)
-            seconds = place.seconds(missing, min(_FULL, fill), self.answers, each)
-            cost = (seconds, place.streams, turn)
-            if best is None or cost < least:
-                best, least = place, cost
+            fill = self.prefixes.blocks_in_use(state.name, now) / state.blocks
+            measured = state.load.token_seconds or typical
+            token_seconds = min(max(measured, typical / _MAX_PACE_RATIO), typical * _MAX_PACE_RATIO)
+            seconds = state.cost(uncached, min(_MAX_FILL, fill), self.means, token_seconds)
+            cost = (seconds, state.streams, turn)
+            if best is None or cost < best_cost:
+                best, best_cost = state, cost
         return best
 
-    def missing(self, place: Place, hashes: Sequence[int], tokens: int) -> int:
+    def uncached_tokens(self, state: ReplicaState, block_keys: Sequence[int], tokens: int) -> int:
         """Return the number of prompt tokens that a replica would have to compute, at least 1."""
-        known = self.prefixes.longest(place.replica, hashes) * place.block_size
-        return max(1, tokens - known)
+        cached = self.prefixes.cached_blocks(state.name, block_keys) * state.block_size
+        return max(1, tokens - cached)

@@ -11,9 +11,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from nanoactor.recovery.suspects import NEXT_TO_NOTHING, TRIAL_SECONDS, WELL_PAST
+from nanoactor.recovery.suspects import CLEARING_TOKENS, MAX_READER_LAG, TRIAL_SECONDS
 
-_SOON = 2.0
+_DELIVERY_SECONDS = 2.0
 """Seconds within which computed tokens reach the reader, however slow they are."""
 
 
@@ -28,59 +28,65 @@ class _Record:
 
 
 class Trials:
-    """Detection of requests that kill replicas. Requests are given by number, times in seconds."""
+    """Detects requests that kill replicas. Requests are identified by uid; times are in seconds."""
 
     def __init__(self) -> None:
         self._records: dict[int, _Record] = {}
         self.suspects: dict[int, None] = {}
         """Requests that wait to run alone, the next one first."""
         self.on_trial: int | None = None
-        self._tokens, self._began = 0, 0.0
+        self._trial_tokens, self._trial_start = 0, 0.0
         """For the request on trial: the number of tokens that its reader had received when it
         started to run alone, and the time of that start."""
 
     def note_death(
-        self, told: Mapping[int, int], now: float, *, is_alone: bool = False
+        self, tokens_sent: Mapping[int, int], now: float, *, is_alone: bool = False
     ) -> int | None:
-        """Record the death or hang of a replica. `told` maps each request that it ran to the number
-        of tokens that the request's reader has received; `is_alone` is True if the replica was
-        reserved for the trial. Return the request that caused the death, if known."""
-        if is_alone and self.on_trial is not None and list(told) == [self.on_trial]:
+        """Record the death or hang of a replica. `tokens_sent` maps each request that it ran to the
+        number of tokens that the request's reader has received; `is_alone` is True if the replica
+        was reserved for the trial. Return the request that caused the death, if known."""
+        if is_alone and self.on_trial is not None and list(tokens_sent) == [self.on_trial]:
             culprit = self.on_trial
             self.forget(culprit)
             return culprit
-        for request, tokens in told.items():
+        for request, tokens in tokens_sent.items():
             if request == self.on_trial:  # it did not run alone here, which proves nothing
                 continue
-            before = self._records.get(request)
-            if before is not None and _was_near(tokens - before.tokens, now - before.since):
+            last_record = self._records.get(request)
+            if last_record is not None and _is_same_point(
+                tokens - last_record.tokens, now - last_record.since
+            ):
                 self.suspects[request] = None
             self._records[request] = _Record(tokens, now)
         return None
 
-    def note_going_on(self, request: int, now: float) -> None:
+    def note_resumed(self, request: int, now: float) -> None:
         """Record the time at which a request that was running at a death resumed."""
         if (record := self._records.get(request)) is not None:
             record.since = now
 
     @property
-    def next(self) -> int | None:
+    def next_suspect(self) -> int | None:
         """Return the next request to run alone; None if there is none or one already runs alone."""
         return None if self.on_trial is not None else next(iter(self.suspects), None)
 
     def begin(self, request: int, tokens: int, now: float) -> None:
         """Record that a suspect has started to run alone."""
         del self.suspects[request]
-        self.on_trial, self._tokens, self._began = request, tokens, now
+        self.on_trial, self._trial_tokens, self._trial_start = request, tokens, now
 
     def is_cleared(self, tokens: int, now: float) -> bool:
-        """Return True if the request on trial is past the point of the crash after `tokens`
-        tokens."""
-        more, seconds = tokens - self._tokens, now - self._began
-        return more >= WELL_PAST or seconds > TRIAL_SECONDS or (seconds > 2 * _SOON and more >= 4)
+        """Return True if the request on trial, of which the reader has now received `tokens`
+        tokens, has run past the point at which replicas died."""
+        new_tokens, seconds = tokens - self._trial_tokens, now - self._trial_start
+        return (
+            new_tokens >= CLEARING_TOKENS
+            or seconds > TRIAL_SECONDS
+            or (seconds > 2 * _DELIVERY_SECONDS and new_tokens >= 4)
+        )
 
-    def put_back(self) -> None:
-        """Cancel the trial, if there is one; its request becomes the next to run alone."""
+    def cancel_trial(self) -> None:
+        """Cancel the trial, if one is running; its request becomes the next suspect."""
         if self.on_trial is not None:
             self.suspects = {self.on_trial: None, **self.suspects}
             self.on_trial = None
@@ -93,7 +99,7 @@ class Trials:
             self.on_trial = None
 
 
-def _was_near(tokens: int, seconds: float) -> bool:
-    """Return True if a request may have been at the same point at two deaths, with `tokens` tokens
-    and `seconds` seconds in between."""
-    return tokens < NEXT_TO_NOTHING and (seconds < _SOON or tokens < 2)
+def _is_same_point(tokens: int, seconds: float) -> bool:
+    """Return True if a request made so little progress between two deaths, `tokens` tokens in
+    `seconds` seconds, that both may have happened at the same point of its output."""
+    return tokens < MAX_READER_LAG and (seconds < _DELIVERY_SECONDS or tokens < 2)

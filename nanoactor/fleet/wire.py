@@ -42,13 +42,13 @@ class Begin(_Wire, frozen=True, tag="begin"):
     params: bytes
     priority: int
     media: tuple[bytes, ...]
-    told_ids: bytes
+    emitted_ids: bytes
     """Token ids, int32, that a resumed sequence has already emitted."""
-    told_characters: int
+    emitted_characters: int
     """Number of characters that the sequence has already emitted; -1 if the stream is new."""
     is_alone: bool
     """Whether the stream must run alone because it may crash the replica."""
-    pools: bool
+    is_pooling: bool
     """Whether the request returns a vector; `params` is then unused."""
 
 
@@ -61,7 +61,7 @@ class Abort(_Wire, frozen=True, tag="abort"):
 class Reserve(_Wire, frozen=True, tag="reserve"):
     """Reserve the replica, which then accepts only a stream that is to run alone, or release it."""
 
-    wanted: bool
+    is_wanted: bool
 
 
 class Close(_Wire, frozen=True, tag="close"):
@@ -75,7 +75,7 @@ class Orders(_Wire, frozen=True):
     """A batch of orders. The next batch is sent once the replica has processed this one."""
 
     link: str
-    read: int
+    last_report: int
     """Number of the last report that the ingress has read; bounds how many more may be sent."""
     orders: list[Order]
 
@@ -84,7 +84,7 @@ class Orders(_Wire, frozen=True):
 
 
 class Hello(_Wire, frozen=True):
-    """What a replica says about itself in its first report on a link."""
+    """Description of a replica, sent in its first report on a link."""
 
     fingerprint: str
     """Replicas with the same fingerprint can resume each other's sequences."""
@@ -134,14 +134,14 @@ class Progress(_Wire, frozen=True):
     """New facts about a stream as a whole; the output of its sequences is sent as `Delta`s."""
 
     stream: int
-    accepted: bytes | None
+    prompt_token_ids: bytes | None
     """If the request was just accepted: its prompt's token ids, int32, with one token for each row
     of its pictures."""
     prompt_logprobs: list[Any] | None
-    is_over: bool
+    is_finished: bool
     cached_tokens: int
     preemptions: int
-    queued: float
+    queue_seconds: float
     """Seconds between the request's arrival and its first step; negative if not known."""
 
 
@@ -154,7 +154,7 @@ class Failure(_Wire, frozen=True):
     text: str
 
 
-class IndexNews(_Wire, frozen=True):
+class IndexUpdate(_Wire, frozen=True):
     """Changes of the prefix index; hashes are 16 bytes each, concatenated."""
 
     cleared: bool
@@ -167,7 +167,7 @@ class Report(_Wire, frozen=True):
 
     number: int
     """Number of the report on its link, from 1 without gaps."""
-    orders: int
+    orders_processed: int
     """Number of the link's orders that the replica has processed."""
     hello: Hello | None = None
     load: Load | None = None
@@ -176,9 +176,9 @@ class Report(_Wire, frozen=True):
     failures: list[Failure] = []
     declined: list[int] = []
     """Streams that the replica refused because it is reserved; they have to run elsewhere."""
-    is_alone: bool = False
+    is_vacant: bool = False
     """Whether the replica is reserved for this link and runs no streams."""
-    index: list[IndexNews] = []
+    index: list[IndexUpdate] = []
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -211,8 +211,8 @@ def ids_to_bytes(ids: Sequence[int]) -> bytes:
 
 def bytes_to_ids(data: bytes) -> list[int]:
     """Decode token ids from int32."""
-    found: list[int] = np.frombuffer(data, np.int32).tolist()
-    return found
+    ids: list[int] = np.frombuffer(data, np.int32).tolist()
+    return ids
 
 
 _CAP = "max_tokens_cap"
@@ -220,28 +220,28 @@ _CAP = "max_tokens_cap"
 
 def params_to_bytes(params: SamplingParams) -> bytes:
     """Encode sampling parameters, without default values and without `output_kind`."""
-    given = {
+    changed = {
         field.name: value
         for field in dataclasses.fields(SamplingParams)
         if (value := getattr(params, field.name)) != field.default and field.name != "output_kind"
     }
-    if isinstance(given.get("max_tokens"), DefaultTokens):
-        del given["max_tokens"]
-    if isinstance(given.get("max_tokens"), TokenCap):
-        given[_CAP] = int(given.pop("max_tokens"))
-    return msgspec.msgpack.encode(given)
+    if isinstance(changed.get("max_tokens"), DefaultTokens):
+        del changed["max_tokens"]
+    if isinstance(changed.get("max_tokens"), TokenCap):
+        changed[_CAP] = int(changed.pop("max_tokens"))
+    return msgspec.msgpack.encode(changed)
 
 
 def bytes_to_params(data: bytes) -> SamplingParams:
     """Decode sampling parameters, for delta outputs. Raises `InvalidRequest` if one is invalid."""
-    given = msgspec.msgpack.decode(data)
-    if _CAP in given:
-        given["max_tokens"] = TokenCap(given.pop(_CAP))
-    if wanted := given.get("structured_outputs"):
-        if wanted.get("tools") is not None:
-            wanted["tools"] = msgspec.convert(wanted["tools"], ToolGrammar)
-        given["structured_outputs"] = StructuredOutputsParams.of(wanted)
-    return SamplingParams(**given, output_kind=RequestOutputKind.DELTA)
+    values = msgspec.msgpack.decode(data)
+    if _CAP in values:
+        values["max_tokens"] = TokenCap(values.pop(_CAP))
+    if constraint := values.get("structured_outputs"):
+        if constraint.get("tools") is not None:
+            constraint["tools"] = msgspec.convert(constraint["tools"], ToolGrammar)
+        values["structured_outputs"] = StructuredOutputsParams.of(constraint)
+    return SamplingParams(**values, output_kind=RequestOutputKind.DELTA)
 
 
 def media_to_bytes(media: Media) -> bytes:
@@ -251,42 +251,42 @@ def media_to_bytes(media: Media) -> bytes:
 
 def bytes_to_media(data: bytes) -> Media:
     """Deserialize a picture or a video from `media_to_bytes`."""
-    given = msgspec.msgpack.decode(data)
+    fields = msgspec.msgpack.decode(data)
     return Media(
-        form=given["form"],
-        shape=tuple(given["shape"]),
-        area=tuple(given["area"]),
-        data=given["data"],
-        frames=tuple(given["frames"]),
-        times=tuple(given["times"]),
+        form=fields["form"],
+        shape=tuple(fields["shape"]),
+        area=tuple(fields["area"]),
+        data=fields["data"],
+        frames=tuple(fields["frames"]),
+        times=tuple(fields["times"]),
     )
 
 
-def so_far_of(order: Begin) -> OutputSoFar | None:
+def emitted_output(order: Begin) -> OutputSoFar | None:
     """Return the output that a stream has already emitted, or None if the stream is new."""
-    if order.told_characters < 0:
+    if order.emitted_characters < 0:
         return None
-    return OutputSoFar(bytes_to_ids(order.told_ids), order.told_characters)
+    return OutputSoFar(bytes_to_ids(order.emitted_ids), order.emitted_characters)
 
 
-def pack_logprobs(given: Sequence[Logprobs | None] | None) -> list[Any] | None:
+def pack_logprobs(logprobs: Sequence[Logprobs | None] | None) -> list[Any] | None:
     """Return log-probabilities as plain lists."""
-    if given is None:
+    if logprobs is None:
         return None
     return [
         None
-        if each is None
-        else [(token, one.logprob, one.rank, one.bytes) for token, one in each.items()]
-        for each in given
+        if entries is None
+        else [(token, entry.logprob, entry.rank, entry.bytes) for token, entry in entries.items()]
+        for entries in logprobs
     ]
 
 
-def unpack_logprobs(given: list[Any] | None) -> list[Any] | None:
+def unpack_logprobs(packed: list[Any] | None) -> list[Any] | None:
     """Return log-probabilities from the lists that `pack_logprobs` made."""
-    if given is None:
+    if packed is None:
         return None
-    return [None if each is None else _logprobs(each) for each in given]
+    return [None if entries is None else _logprobs(entries) for entries in packed]
 
 
-def _logprobs(given: Sequence[Sequence[Any]]) -> Mapping[int, Logprob]:
-    return {token: Logprob.of(logprob, rank, piece) for token, logprob, rank, piece in given}
+def _logprobs(entries: Sequence[Sequence[Any]]) -> Mapping[int, Logprob]:
+    return {token: Logprob.of(logprob, rank, piece) for token, logprob, rank, piece in entries}

@@ -29,7 +29,7 @@ TURN_MASKS = 64
 turn forces."""
 TURN_SECONDS = 0.005
 """Seconds after which a turn starts no new batch of masks."""
-_TURN_TOKENS = 1024
+_MAX_TURN_TOKENS = 1024
 """Maximum number of known tokens passed to matchers in one turn. Each token takes a few
 microseconds."""
 
@@ -45,38 +45,38 @@ def only_bit(mask: Int32) -> int | None:
     return int(words[0]) * 32 + word.bit_length() - 1
 
 
-class AnswerMatcher(Protocol):
+class SequenceMatcher(Protocol):
     """The state of one sequence in its grammar. Every method raises `InvalidRequest` if the parser
     reaches its limits, and `OutOfResources` if the machine runs out of a resource."""
 
-    def take(self, tokens: Sequence[int]) -> None:
+    def consume(self, tokens: Sequence[int]) -> None:
         """Append tokens to the sequence."""
 
     def fill(self, out: Int32) -> None:
         """Write the mask for the next position to `out`, (words,)."""
 
 
-Refusal = InvalidRequest | OutOfResources
-Fill = Callable[[list[AnswerMatcher], Int32], list[Refusal | None]]
+MatcherError = InvalidRequest | OutOfResources
+FillMasks = Callable[[list[SequenceMatcher], Int32], list[MatcherError | None]]
 """Function that writes the masks of several sequences, (sequences, words), and returns the error of
 each sequence, or None."""
 
 
-def fill_singly(matchers: list[AnswerMatcher], out: Int32) -> list[Refusal | None]:
+def fill_sequentially(matchers: list[SequenceMatcher], out: Int32) -> list[MatcherError | None]:
     """Fill the masks one at a time; return the error of each sequence, or None."""
-    found: list[Refusal | None] = []
+    errors: list[MatcherError | None] = []
     for matcher, row in zip(matchers, out, strict=True):
         try:
             matcher.fill(row)
         except (InvalidRequest, OutOfResources) as error:
-            found.append(error)
+            errors.append(error)
         else:
-            found.append(None)
-    return found
+            errors.append(None)
+    return errors
 
 
 @dataclasses.dataclass(slots=True)
-class _Open:
+class _Sequence:
     """A sequence with an open grammar."""
 
     position: int
@@ -89,7 +89,7 @@ class _Open:
     """Position after the sequence's last possible token; no token is forced from there on."""
     run: list[int] = dataclasses.field(default_factory=list)
     """Tokens forced since the last reported mask; `position` is the position after them."""
-    matcher: AnswerMatcher | None = None
+    matcher: SequenceMatcher | None = None
     """The sequence's matcher; None until the grammar has been compiled."""
 
 
@@ -111,11 +111,11 @@ class GrammarBook:
         """Create an empty book. Masks have `words` int32 words. `ends` are the end-of-sequence ids,
         which are never forced. `clock` returns seconds."""
         self._words, self._ends, self._clock = words, ends, clock
-        self.fill: Fill = fill_singly
+        self.fill: FillMasks = fill_sequentially
         """Function that computes the masks of several sequences."""
         self.batch = 1
         """Maximum number of sequences per call of `fill`; the clock is read between calls."""
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, _Sequence] = {}
         self._due: OrderedDict[int, None] = OrderedDict()
         """Sequences that are due, in the order in which they became due."""
         self._masks: dict[int, tuple[int, Int32]] = {}
@@ -123,57 +123,59 @@ class GrammarBook:
         (words,)."""
         self._runs: dict[int, tuple[int, list[int]]] = {}
         """Unreported forced tokens by sequence: the position of the first token, and the tokens."""
-        self._closed: list[int] = []
+        self._unreported_closed: list[int] = []
         self._failed: dict[int, str] = {}
-        self._refused: set[int] = set()
+        self._out_of_resources: set[int] = set()
         """Sequences that have failed because the machine ran out of a resource."""
 
     def __len__(self) -> int:
         """Return the number of open sequences plus the number of unreported closed sequences."""
-        return len(self._open) + len(self._closed)
+        return len(self._open) + len(self._unreported_closed)
 
     def open(self, event: OpenGrammar) -> None:
-        """Add a new sequence, whose matcher arrives later through `note_compiled`."""
+        """Add a new sequence, whose matcher arrives later through `set_matcher`."""
         tokens: list[int] = event.token_ids.tolist()
-        self._open[event.uid] = _Open(event.position + len(tokens), tokens, event.jumps, event.end)
+        self._open[event.uid] = _Sequence(
+            event.position + len(tokens), tokens, event.jumps, event.end
+        )
 
     def begin(self, event: BeginGrammar) -> None:
         """End a sequence's free text and mark the sequence as due."""
-        answer = self._open[event.uid]
-        if event.position <= answer.position:
+        sequence = self._open[event.uid]
+        if event.position <= sequence.position:
             raise ProtocolBug(
                 f"request {event.uid} continues at position {event.position}, but is already at "
-                f"{answer.position}"
+                f"{sequence.position}"
             )
-        answer.position = event.position
-        answer.tokens += event.token_ids.tolist()
+        sequence.position = event.position
+        sequence.tokens += event.token_ids.tolist()
         self._due[event.uid] = None
 
-    def note_compiled(self, uid: int, found: AnswerMatcher | Refusal) -> None:
+    def set_matcher(self, uid: int, result: SequenceMatcher | MatcherError) -> None:
         """Store a sequence's matcher, or record why there is none. Do nothing if the sequence has
         finished."""
-        answer = self._open.get(uid)
-        if answer is None:
+        sequence = self._open.get(uid)
+        if sequence is None:
             return
-        if isinstance(found, InvalidRequest | OutOfResources):
-            self._fail(uid, found)
+        if isinstance(result, InvalidRequest | OutOfResources):
+            self._fail(uid, result)
             return
-        answer.matcher = found
+        sequence.matcher = result
         self._due[uid] = None
 
-    def take(self, event: GrammarTokens) -> None:
+    def add_tokens(self, event: GrammarTokens) -> None:
         """Append new tokens to their sequences and mark the sequences as due."""
         for uid, position, token in zip(
             event.uids.tolist(), event.positions.tolist(), event.token_ids.tolist(), strict=True
         ):
-            answer = self._open[uid]
-            if answer.position != position:
+            sequence = self._open[uid]
+            if sequence.position != position:
                 raise ProtocolBug(
                     f"request {uid} reports its token at position {position}, but the token at "
-                    f"position {answer.position} was expected"
+                    f"position {sequence.position} was expected"
                 )
-            answer.position += 1
-            answer.tokens.append(token)
+            sequence.position += 1
+            sequence.tokens.append(token)
         self._due |= dict.fromkeys(event.uids.tolist())
 
     # -- turns ----------------------------------------------------------------------------
@@ -185,36 +187,43 @@ class GrammarBook:
 
     def advance(self) -> int:
         """Do one turn's work; return the number of masks computed."""
-        until, masks, tokens = self._clock() + TURN_SECONDS, 0, _TURN_TOKENS
-        while self._due and masks < TURN_MASKS and tokens > 0:
-            if masks and self._clock() >= until:
+        deadline, masks, token_budget = self._clock() + TURN_SECONDS, 0, _MAX_TURN_TOKENS
+        while self._due and masks < TURN_MASKS and token_budget > 0:
+            if masks and self._clock() >= deadline:
                 break
             ready: list[int] = []
-            while self._due and tokens > 0 and len(ready) < min(self.batch, TURN_MASKS - masks):
+            while (
+                self._due and token_budget > 0 and len(ready) < min(self.batch, TURN_MASKS - masks)
+            ):
                 uid, _ = self._due.popitem(last=False)
-                tokens -= self._take_tokens(uid, tokens, ready)
+                token_budget -= self._consume_tokens(uid, token_budget, ready)
             if ready:  # empty if the due sequences have finished, failed or have tokens left
                 masks += len(ready)
                 self._make_masks(ready)
         return masks
 
-    def _take_tokens(self, uid: int, most: int, ready: list[int]) -> int:
-        """Pass up to `most` of a sequence's new tokens to its matcher; append the sequence to
+    def _consume_tokens(self, uid: int, max_tokens: int, ready: list[int]) -> int:
+        """Pass up to `max_tokens` of a sequence's new tokens to its matcher; append the sequence to
         `ready` if none are left. Return the number of tokens passed."""
-        answer = self._open.get(uid)
-        if answer is None or answer.matcher is None or answer.position < 0 or uid in self._failed:
+        sequence = self._open.get(uid)
+        if (
+            sequence is None
+            or sequence.matcher is None
+            or sequence.position < 0
+            or uid in self._failed
+        ):
             return 0
-        some, answer.tokens = answer.tokens[:most], answer.tokens[most:]
+        batch, sequence.tokens = sequence.tokens[:max_tokens], sequence.tokens[max_tokens:]
         try:
-            answer.matcher.take(some)
+            sequence.matcher.consume(batch)
         except (InvalidRequest, OutOfResources) as error:
             self._fail(uid, error)
         else:
-            if answer.tokens:
+            if sequence.tokens:
                 self._due[uid] = None
             else:
                 ready.append(uid)
-        return len(some)
+        return len(batch)
 
     def _make_masks(self, uids: list[int]) -> None:
         """Compute the next masks of these sequences. If a mask allows only one id and that token
@@ -222,35 +231,35 @@ class GrammarBook:
         matchers = [matcher for uid in uids if (matcher := self._open[uid].matcher)]
         masks = np.empty((len(uids), self._words), np.int32)
         for uid, mask, error in zip(uids, masks, self.fill(matchers, masks), strict=True):
-            answer = self._open[uid]
+            sequence = self._open[uid]
             if error is not None:
                 self._fail(uid, error)
-            elif (token := self._forced(answer, mask)) is not None:
-                answer.run.append(token)
-                answer.tokens.append(token)
-                answer.position += 1
+            elif (token := self._forced_token(sequence, mask)) is not None:
+                sequence.run.append(token)
+                sequence.tokens.append(token)
+                sequence.position += 1
                 self._due[uid] = None
             else:
-                self._tell(uid, answer, mask)
+                self._store_mask(uid, sequence, mask)
 
-    def _forced(self, answer: _Open, mask: Int32) -> int | None:
+    def _forced_token(self, sequence: _Sequence, mask: Int32) -> int | None:
         """Return the id of the token to force; None if the mask must be sent instead."""
-        if not answer.jumps or len(answer.run) >= MAX_RUN or answer.position >= answer.end:
+        if not sequence.jumps or len(sequence.run) >= MAX_RUN or sequence.position >= sequence.end:
             return None
         token = only_bit(mask)
         return None if token in self._ends else token
 
-    def _tell(self, uid: int, answer: _Open, mask: Int32) -> None:
-        run, answer.run = answer.run, []
+    def _store_mask(self, uid: int, sequence: _Sequence, mask: Int32) -> None:
+        run, sequence.run = sequence.run, []
         if run:
-            self._runs[uid] = answer.position - len(run), run
-        self._masks[uid] = answer.position, mask.copy()
+            self._runs[uid] = sequence.position - len(run), run
+        self._masks[uid] = sequence.position, mask.copy()
 
     def _fail(self, uid: int, error: NanoactorError) -> None:
         # Starts with the parameter's name, like all error messages about parameters.
         self._failed[uid] = f"structured_outputs: {error}"[:MAX_REASON]
         if isinstance(error, OutOfResources):
-            self._refused.add(uid)
+            self._out_of_resources.add(uid)
 
     def close(self, event: CloseGrammars) -> None:
         """Remove finished sequences."""
@@ -260,17 +269,17 @@ class GrammarBook:
             self._runs.pop(uid, None)
             self._failed.pop(uid, None)
             self._due.pop(uid, None)
-            self._refused.discard(uid)
-            self._closed.append(uid)
+            self._out_of_resources.discard(uid)
+            self._unreported_closed.append(uid)
 
-    def take_masks(self, most: int) -> Masks | None:
-        """Return up to `most` unreported masks and all unreported closed sequences; None if there
-        are neither."""
-        if not self._masks and not self._closed:
+    def pop_masks(self, max_count: int) -> Masks | None:
+        """Remove and return up to `max_count` unreported masks and all unreported closed sequences.
+        Return None if there are neither."""
+        if not self._masks and not self._unreported_closed:
             return None
-        uids = list(self._masks)[:most]
+        uids = list(self._masks)[:max_count]
         found = [self._masks.pop(uid) for uid in uids]
-        closed, self._closed = self._closed, []
+        closed, self._unreported_closed = self._unreported_closed, []
         rows = [mask for _, mask in found]
         return Masks(
             np.array(uids, np.int64),
@@ -279,8 +288,8 @@ class GrammarBook:
             np.array(closed, np.int64),
         )
 
-    def take_runs(self) -> ForcedTokens | None:
-        """Return the unreported forced tokens; None if there are none."""
+    def pop_runs(self) -> ForcedTokens | None:
+        """Remove and return the unreported forced tokens; None if there are none."""
         runs, self._runs = self._runs, {}
         if not runs:
             return None
@@ -292,13 +301,15 @@ class GrammarBook:
             np.array([token for run in tokens for token in run], np.int32),
         )
 
-    def take_failures(self) -> GrammarsFailed | None:
+    def pop_failures(self) -> GrammarsFailed | None:
         """Return the sequences that have failed since the last call; None if there are none."""
-        told = {uid: error for uid, error in self._failed.items() if error}
-        if not told:
+        unreported = {uid: error for uid, error in self._failed.items() if error}
+        if not unreported:
             return None
-        self._failed |= dict.fromkeys(told, "")
-        refused = [uid for uid in told if uid in self._refused]
+        self._failed |= dict.fromkeys(unreported, "")
+        resource_failures = [uid for uid in unreported if uid in self._out_of_resources]
         return GrammarsFailed(
-            np.array(list(told), np.int64), list(told.values()), np.array(refused, np.int64)
+            np.array(list(unreported), np.int64),
+            list(unreported.values()),
+            np.array(resource_failures, np.int64),
         )

@@ -6,7 +6,7 @@ import hashlib
 from collections import OrderedDict
 
 from nanoactor.errors import InvalidRequest
-from nanoactor.grammar.matcher import Compiled
+from nanoactor.grammar.matcher import CompiledGrammar
 
 
 class GrammarCache:
@@ -19,41 +19,43 @@ class GrammarCache:
         self._max_count = max_count
         self._max_bytes = max_bytes
         self._bytes = 0
-        self._kept: OrderedDict[bytes, tuple[Compiled | str, int]] = OrderedDict()
+        self._entries: OrderedDict[bytes, tuple[CompiledGrammar | str, int]] = OrderedDict()
 
     @property
     def count(self) -> int:
         """Return the number of cached grammars."""
-        return len(self._kept)
+        return len(self._entries)
 
-    def get(self, spec_text: str) -> Compiled | None:
+    def get(self, spec_text: str) -> CompiledGrammar | None:
         """Return the compiled grammar of a specification (`GrammarSpec.to_text`); None if it is not
         cached. Raises `InvalidRequest` if the grammar is known to be invalid."""
         key = _key(spec_text)
-        if key not in self._kept:
+        if key not in self._entries:
             return None
-        self._kept.move_to_end(key)
-        found, _ = self._kept[key]
-        if isinstance(found, str):
-            raise InvalidRequest(found)
-        return found
+        self._entries.move_to_end(key)
+        value, _ = self._entries[key]
+        if isinstance(value, str):
+            raise InvalidRequest(value)
+        return value
 
-    def put(self, spec_text: str, result: Compiled | InvalidRequest, nbytes: int = 0) -> None:
+    def put(
+        self, spec_text: str, result: CompiledGrammar | InvalidRequest, nbytes: int = 0
+    ) -> None:
         """Store the result of compiling a specification; `nbytes` is the size of the result. The
         least recently used results are evicted to stay within the limits. A result that exceeds the
         limits by itself is not kept."""
         key = _key(spec_text)
         size = len(spec_text.encode(errors="surrogatepass")) + nbytes
-        if key in self._kept:
-            self._drop(key)
-        kept = str(result) if isinstance(result, InvalidRequest) else result
-        self._kept[key] = kept, size
+        if key in self._entries:
+            self._evict(key)
+        value = str(result) if isinstance(result, InvalidRequest) else result
+        self._entries[key] = value, size
         self._bytes += size
-        while len(self._kept) > self._max_count or self._bytes > self._max_bytes:
-            self._drop(next(iter(self._kept)))
+        while len(self._entries) > self._max_count or self._bytes > self._max_bytes:
+            self._evict(next(iter(self._entries)))
 
-    def _drop(self, key: bytes) -> None:
-        _, size = self._kept.pop(key)
+    def _evict(self, key: bytes) -> None:
+        _, size = self._entries.pop(key)
         self._bytes -= size
 
 

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from nanoactor.grammar.check import parse_parameters
-from nanoactor.grammar.jsonschema import moved_schema, parse_schema
-from nanoactor.grammar.lark_parts import json_rule, quoted, tag_rule, text_without, until
+from nanoactor.grammar.jsonschema import parse_schema, rebase_schema
+from nanoactor.grammar.lark_parts import json_rule, quoted, tag_rule, text_until, text_without
 from nanoactor.grammar.vocabulary import Vocabulary
 from nanoactor.requests.grammar_spec import CALL_TAGS, ToolFunction, ToolGrammar
 
-_END_OF_PARAMETER = "</parameter>"
-_IN_JSON = ("integer", "number", "boolean", "object", "array", "null")
+_PARAMETER_END_TAG = "</parameter>"
+_JSON_TYPES = ("integer", "number", "boolean", "object", "array", "null")
 """Types of the parameters whose values are written as JSON."""
 _DEFINITIONS = ("$defs", "definitions")
 
@@ -24,15 +24,15 @@ def call_rules(
     calls start with a tag, also before them."""
     match tools.form:
         case "llama3_json":
-            calls, rules = _of_llama(tools, whitespace)
+            calls, rules = _llama_rules(tools, whitespace)
         case "mistral":
-            calls, rules = _of_list(tools, whitespace)
+            calls, rules = _mistral_rules(tools, whitespace)
         case "mistral_args":
-            calls, rules = _by_name(tools, whitespace, vocabulary)
+            calls, rules = _mistral_args_rules(tools, whitespace, vocabulary)
         case "qwen3_coder":
-            calls, rules = _of_qwen_coder(tools, whitespace, vocabulary)
+            calls, rules = _qwen_coder_rules(tools, whitespace, vocabulary)
         case _:
-            calls, rules = _of_hermes(tools, whitespace, vocabulary)
+            calls, rules = _hermes_rules(tools, whitespace, vocabulary)
     tag = CALL_TAGS[tools.form]
     opening = f"{tag_rule(tag, vocabulary)} " if tag else ""
     if tools.answer:
@@ -45,7 +45,7 @@ def call_rules(
     return [
         f"body: opened {calls} | TEXT",
         f"TEXT: /{text_without(tag)}/",
-        *until("opened", tag, vocabulary),
+        *text_until("opened", tag, vocabulary),
         *rules,
     ]
 
@@ -55,54 +55,54 @@ Rules = tuple[str, list[str]]
 to."""
 
 
-def _of_hermes(tools: ToolGrammar, whitespace: bool, vocabulary: Vocabulary) -> Rules:
+def _hermes_rules(tools: ToolGrammar, whitespace: bool, vocabulary: Vocabulary) -> Rules:
     opening, closing = (tag_rule(tag, vocabulary) for tag in ("<tool_call>", "</tool_call>"))
-    more = f"(BREAK {opening} call)* BREAK?" if tools.parallel else ""
-    return f"call {more}", [
+    more_calls = f"(BREAK {opening} call)* BREAK?" if tools.parallel else ""
+    return f"call {more_calls}", [
         f'call: "\\n" json "\\n" {closing}',
-        f"json: {json_rule(_any_call(tools), whitespace)}",
+        f"json: {json_rule(_call_schema(tools), whitespace)}",
         "BREAK: /\\n{1,2}/",
     ]
 
 
-def _of_llama(tools: ToolGrammar, whitespace: bool) -> Rules:
-    more = '("; " call)*' if tools.parallel else ""
-    schema = _any_call(tools, arguments="parameters")
-    return f"call {more}", [f"call: {json_rule(schema, whitespace)}"]
+def _llama_rules(tools: ToolGrammar, whitespace: bool) -> Rules:
+    more_calls = '("; " call)*' if tools.parallel else ""
+    schema = _call_schema(tools, arguments="parameters")
+    return f"call {more_calls}", [f"call: {json_rule(schema, whitespace)}"]
 
 
-def _of_list(tools: ToolGrammar, whitespace: bool) -> Rules:
-    schema = {"type": "array", "items": _any_call(tools, place="#/items"), "minItems": 1}
+def _mistral_rules(tools: ToolGrammar, whitespace: bool) -> Rules:
+    schema = {"type": "array", "items": _call_schema(tools, place="#/items"), "minItems": 1}
     schema |= {} if tools.parallel else {"maxItems": 1}
     return "calls", [f"calls: {json_rule(schema, whitespace)}"]
 
 
-def _by_name(tools: ToolGrammar, whitespace: bool, vocabulary: Vocabulary) -> Rules:
-    opening, behind = (tag_rule(tag, vocabulary) for tag in ("[TOOL_CALLS]", "[ARGS]"))
-    more = f"({opening} call)*" if tools.parallel else ""
+def _mistral_args_rules(tools: ToolGrammar, whitespace: bool, vocabulary: Vocabulary) -> Rules:
+    opening, args_tag = (tag_rule(tag, vocabulary) for tag in ("[TOOL_CALLS]", "[ARGS]"))
+    more_calls = f"({opening} call)*" if tools.parallel else ""
     rules = [
-        f"call_{index}: {quoted(one.name)} {behind} json_{index}\n"
-        f"json_{index}: {json_rule(parse_parameters(one), whitespace)}"
-        for index, one in enumerate(tools.functions)
+        f"call_{index}: {quoted(function.name)} {args_tag} json_{index}\n"
+        f"json_{index}: {json_rule(parse_parameters(function), whitespace)}"
+        for index, function in enumerate(tools.functions)
     ]
-    return f"call {more}", [_any_of("call", len(tools.functions)), *rules]
+    return f"call {more_calls}", [_alternatives("call", len(tools.functions)), *rules]
 
 
-def _of_qwen_coder(tools: ToolGrammar, whitespace: bool, vocabulary: Vocabulary) -> Rules:
+def _qwen_coder_rules(tools: ToolGrammar, whitespace: bool, vocabulary: Vocabulary) -> Rules:
     opening, closing = (tag_rule(tag, vocabulary) for tag in ("<tool_call>", "</tool_call>"))
-    more = f"(BREAK {opening} call)* BREAK?" if tools.parallel else ""
+    more_calls = f"(BREAK {opening} call)* BREAK?" if tools.parallel else ""
     rules = [
         f'call: "\\n" function "\\n" {closing}',
-        _any_of("function", len(tools.functions)),
+        _alternatives("function", len(tools.functions)),
         "BREAK: /\\n{1,2}/",
-        *until("text", _END_OF_PARAMETER, vocabulary),
+        *text_until("text", _PARAMETER_END_TAG, vocabulary),
     ]
-    for index, one in enumerate(tools.functions):
-        rules += _function(index, one, whitespace)
-    return f"call {more}", rules
+    for index, function in enumerate(tools.functions):
+        rules += _function_rules(index, function, whitespace)
+    return f"call {more_calls}", rules
 
 
-def _function(index: int, function: ToolFunction, whitespace: bool) -> Iterator[str]:
+def _function_rules(index: int, function: ToolFunction, whitespace: bool) -> Iterator[str]:
     """Yield the rules of a call of one function, with its parameters in the order of its schema.
     Values are plain text or JSON. For a text, only `enum` and `const` of its schema are
     enforced."""
@@ -116,45 +116,51 @@ def _function(index: int, function: ToolFunction, whitespace: bool) -> Iterator[
         return
     required = schema.get("required", ())
     names = []
-    for number, (key, own) in enumerate(properties.items()):
+    for number, (key, property_schema) in enumerate(properties.items()):
         name = f"parameter_{index}_{number}"
         names.append(name if key in required else f"{name}?")
         head = quoted(f"<parameter={key}>\n")
-        yield f'{name}: {head} {_value(own, schema, whitespace)} "\\n"'
+        yield f'{name}: {head} {_value_rule(property_schema, schema, whitespace)} "\\n"'
     yield f'function_{index}: {begin} {" ".join(names)} "</function>"'
 
 
-def _value(own: Any, schema: dict[str, Any], whitespace: bool) -> str:
+def _value_rule(property_schema: Any, schema: dict[str, Any], whitespace: bool) -> str:
     """Return the rule for a parameter's value, including the closing tag."""
-    end = quoted(f"\n{_END_OF_PARAMETER}")
-    defined: dict[str, Any] = {name: schema[name] for name in _DEFINITIONS if name in schema}
-    place = own.get("$ref", "") if isinstance(own, dict) else ""
-    for name in defined:
-        own = schema[name].get(str(place).removeprefix(f"#/{name}/"), own)
-    if not isinstance(own, dict):
+    end = quoted(f"\n{_PARAMETER_END_TAG}")
+    definitions: dict[str, Any] = {name: schema[name] for name in _DEFINITIONS if name in schema}
+    reference = property_schema.get("$ref", "") if isinstance(property_schema, dict) else ""
+    for name in definitions:
+        property_schema = schema[name].get(
+            str(reference).removeprefix(f"#/{name}/"), property_schema
+        )
+    if not isinstance(property_schema, dict):
         return "text"
-    choices = own.get("enum", [own["const"]] if "const" in own else None)
+    choices = property_schema.get(
+        "enum", [property_schema["const"]] if "const" in property_schema else None
+    )
     if isinstance(choices, list) and choices and all(isinstance(one, str) for one in choices):
         return f"({' | '.join(map(quoted, choices))}) {end}"
-    if own.get("type") not in _IN_JSON:
+    if property_schema.get("type") not in _JSON_TYPES:
         return "text"
-    return f"({json_rule({**defined, **own}, whitespace)}) {end}"
+    return f"({json_rule({**definitions, **property_schema}, whitespace)}) {end}"
 
 
-def _any_of(rule: str, count: int) -> str:
+def _alternatives(rule: str, count: int) -> str:
     return f"{rule}: {' | '.join(f'{rule}_{index}' for index in range(count))}"
 
 
-def _any_call(tools: ToolGrammar, arguments: str = "arguments", place: str = "#") -> dict[str, Any]:
+def _call_schema(
+    tools: ToolGrammar, arguments: str = "arguments", place: str = "#"
+) -> dict[str, Any]:
     calls = []
     for position, function in enumerate(tools.functions):
-        at = f"{place}/anyOf/{position}/properties/{arguments}"
+        pointer = f"{place}/anyOf/{position}/properties/{arguments}"
         calls.append(
             {
                 "type": "object",
                 "properties": {
                     "name": {"const": function.name},
-                    arguments: moved_schema(parse_parameters(function), at),
+                    arguments: rebase_schema(parse_parameters(function), pointer),
                 },
                 "required": ["name", arguments],
                 "additionalProperties": False,

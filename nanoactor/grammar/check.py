@@ -22,7 +22,7 @@ MAX_FUNCTIONS = 512
 MAX_NAME = 256
 """Maximum length of a function's name, in characters."""
 
-_IN_PLACE = {"$ref", "allOf", "anyOf", "oneOf"}
+_IN_PLACE_APPLICATORS = {"$ref", "allOf", "anyOf", "oneOf"}
 
 
 def check_spec(spec: GrammarSpec) -> None:
@@ -101,9 +101,9 @@ def parse_parameters(function: ToolFunction) -> dict[str, Any]:
         raise InvalidRequest(f"{field} must be a schema of type 'object'")
     if schema is True:
         return {"type": "object"}
-    # Next to a keyword of `_IN_PLACE`, `type` would be one more constraint for the parser to
-    # intersect with each schema that the keyword leads to.
-    return schema if set(schema) & _IN_PLACE else {**schema, "type": "object"}
+    # Next to an in-place applicator, `type` would be one more constraint that the parser has to
+    # intersect with each subschema of the applicator.
+    return schema if set(schema) & _IN_PLACE_APPLICATORS else {**schema, "type": "object"}
 
 
 def _may_be_object(schema: dict[str, Any]) -> bool:

@@ -9,29 +9,29 @@ import re
 _CLASS = re.compile(r"\\.|(\[\^?)(\]?(?:\\.|[^\]\\])*)\]", re.DOTALL)
 _GBNF_CLASS = re.compile(r'"(?:\\.|[^"\\\n])*"|#[^\n]*|(\[\^?)(\]?(?:\\.|[^\]\\])*)\]', re.DOTALL)
 _ATOM = re.compile(r"\\.|[^\\]", re.DOTALL)
-_SPECIAL = frozenset("[&~-")
+_OPERATORS = frozenset("[&~-")
 
 
-def with_plain_classes(pattern: str, gbnf: bool = False) -> str:
+def escape_classes(pattern: str, gbnf: bool = False) -> str:
     """Return `pattern` with the characters of the operators above escaped in its classes. `gbnf`
     means that `pattern` is a grammar in EBNF."""
-    return (_GBNF_CLASS if gbnf else _CLASS).sub(_plain, pattern)
+    return (_GBNF_CLASS if gbnf else _CLASS).sub(_escape_class, pattern)
 
 
-def _plain(found: re.Match[str]) -> str:
-    begin, inside = found[1], found[2]
-    if begin is None:
-        return found[0]
-    atoms = _ATOM.findall(inside)
-    parts, at = [begin], 0
-    while at < len(atoms):
-        parts.append(_escaped(atoms[at]))
-        at += 1
-        if at + 1 < len(atoms) and atoms[at] == "-":  # a range; its end follows
-            parts += ["-", _escaped(atoms[at + 1])]
-            at += 2
+def _escape_class(match: re.Match[str]) -> str:
+    opening, content = match[1], match[2]
+    if opening is None:
+        return match[0]
+    atoms = _ATOM.findall(content)
+    parts, index = [opening], 0
+    while index < len(atoms):
+        parts.append(_escape_atom(atoms[index]))
+        index += 1
+        if index + 1 < len(atoms) and atoms[index] == "-":  # a range; its end follows
+            parts += ["-", _escape_atom(atoms[index + 1])]
+            index += 2
     return "".join(parts) + "]"
 
 
-def _escaped(atom: str) -> str:
-    return f"\\{atom}" if atom in _SPECIAL else atom
+def _escape_atom(atom: str) -> str:
+    return f"\\{atom}" if atom in _OPERATORS else atom

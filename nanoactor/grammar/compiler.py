@@ -12,9 +12,9 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from nanoactor.errors import InvalidRequest
 from nanoactor.grammar.calls import call_rules
 from nanoactor.grammar.check import check_spec, parse_choices, parse_tools
-from nanoactor.grammar.classes import with_plain_classes
+from nanoactor.grammar.classes import escape_classes
 from nanoactor.grammar.jsonschema import parse_schema, shorten
-from nanoactor.grammar.lark_parts import json_rule, quoted, tag_rule, until
+from nanoactor.grammar.lark_parts import json_rule, quoted, tag_rule, text_until
 from nanoactor.grammar.lark_text import check_lark
 from nanoactor.grammar.vocabulary import Vocabulary
 from nanoactor.requests.grammar_spec import CLOSE_TAG, OPEN_TAG, GrammarSpec
@@ -40,20 +40,20 @@ def compile_grammar(spec: GrammarSpec, vocabulary: Vocabulary) -> str:
         body = call_rules(tools, begins_with_text, spec.whitespace, vocabulary)
         thoughts = "none" if spec.free and not tools.required else spec.thoughts
     else:
-        body, thoughts = _plain(spec), spec.thoughts
+        body, thoughts = _body_rules(spec), spec.thoughts
         begins_with_text = False
     rules = [
         "%llguidance {}",
-        _beginning(thoughts, spec.free, begins_with_text, vocabulary),
+        _start_rules(thoughts, spec.free, begins_with_text, vocabulary),
         *body,
     ]
     grammars = [{"name": "start", "lark_grammar": "\n".join(rules)}]
     if spec.kind == "grammar":
-        grammars.append({"name": _ANSWER, "lark_grammar": _lark(spec.value)})
+        grammars.append({"name": _ANSWER, "lark_grammar": _to_lark(spec.value)})
     return json.dumps({"grammars": grammars})
 
 
-def _plain(spec: GrammarSpec) -> list[str]:
+def _body_rules(spec: GrammarSpec) -> list[str]:
     match spec.kind:
         case "json_schema":
             schema = parse_schema(spec.value, "json_schema")
@@ -61,7 +61,7 @@ def _plain(spec: GrammarSpec) -> list[str]:
         case "json_object":
             return [f"body: {json_rule({'type': 'object'}, spec.whitespace)}"]
         case "regex":
-            return ["body: BODY", f"BODY: /{_regex(spec.value)}/"]
+            return ["body: BODY", f"BODY: /{_regex_to_lark(spec.value)}/"]
         case "choice":
             texts = (quoted(text) for text in parse_choices(spec.value))
             return ["body: BODY", "BODY: " + "|".join(texts)]
@@ -69,7 +69,7 @@ def _plain(spec: GrammarSpec) -> list[str]:
             return [f"body: @{_ANSWER}"]
 
 
-def _beginning(thoughts: str, free: bool, text_follows: bool, vocabulary: Vocabulary) -> str:
+def _start_rules(thoughts: str, free: bool, text_follows: bool, vocabulary: Vocabulary) -> str:
     """Return the start rule and the rules for the reasoning before the body. If `free`, they cover
     only the tags of the reasoning."""
     if thoughts == "none":
@@ -84,18 +84,18 @@ def _beginning(thoughts: str, free: bool, text_follows: bool, vocabulary: Vocabu
             *(
                 [f"thoughts: {tag_rule(CLOSE_TAG, vocabulary)}"]
                 if free
-                else until("thoughts", CLOSE_TAG, vocabulary)
+                else text_until("thoughts", CLOSE_TAG, vocabulary)
             ),
         ]
     )
 
 
-def _regex(pattern: str) -> str:
+def _regex_to_lark(pattern: str) -> str:
     # The pattern must match the whole answer, with or without anchors.
-    return regex_to_lark(with_plain_classes(pattern), "d")
+    return regex_to_lark(escape_classes(pattern), "d")
 
 
-def _lark(text: str) -> str:
+def _to_lark(text: str) -> str:
     """Return a grammar as Lark. Raises `InvalidRequest` if it could take the parser too long, and
     for malformed EBNF."""
     if not re.search(r"^[ \t]*root[ \t]*::=", text, re.MULTILINE):
@@ -109,6 +109,6 @@ def _lark(text: str) -> str:
             "notation may have more"
         )
     try:
-        return gbnf_to_lark(with_plain_classes(text, gbnf=True))
+        return gbnf_to_lark(escape_classes(text, gbnf=True))
     except Exception as error:  # the library raises bare Exception
         raise InvalidRequest(f"grammar is not valid EBNF: {shorten(str(error))}") from None

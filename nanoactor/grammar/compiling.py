@@ -1,4 +1,4 @@
-"""Compiles a specification's text to a matcher, using a cache."""
+"""Compiles grammar specifications to matchers, with a cache."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import cast
 
 from nanoactor.errors import InvalidRequest, UnsupportedModel
-from nanoactor.grammar.book import Fill
+from nanoactor.grammar.book import FillMasks
 from nanoactor.grammar.cache import GrammarCache
-from nanoactor.grammar.matcher import Compiled, Matcher, ParallelFill
+from nanoactor.grammar.matcher import CompiledGrammar, Matcher, ParallelFiller
 from nanoactor.grammar.vocabulary import Vocabulary
 from nanoactor.model_files.files import ModelFiles
 from nanoactor.requests.grammar_spec import GrammarSpec
 
 # Waking threads on cores that are already busy costs more than the parallelism gains.
-_CORES_TO_SPARE, _MOST_THREADS = 4, 8
+_MIN_CORES, _MAX_THREADS = 4, 8
 log = logging.getLogger("nanoactor.grammar")
 
 
@@ -30,46 +30,46 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         """Guards the cache, which two compiler threads use."""
         self._vocabulary: Vocabulary | None = None
-        self._reason = ""
+        self._unsupported_reason = ""
         assert files.tokenizer_directory is not None
         path = files.tokenizer_directory / "tokenizer.json"
         try:
             size = files.config.vocab_size
             self._vocabulary = Vocabulary(path, size, tuple(files.eos_token_ids))
         except UnsupportedModel as error:
-            self._reason = str(error)
+            self._unsupported_reason = str(error)
             log.warning("structured outputs will be rejected: %s", error)
 
-    def parallel_fill(self, cores: int) -> Fill | None:
+    def parallel_fill(self, cores: int) -> FillMasks | None:
         """Return a function that fills several masks in parallel; None if there are too few
         cores."""
-        if cores < _CORES_TO_SPARE:
+        if cores < _MIN_CORES:
             return None
-        return cast(Fill, ParallelFill(min(_MOST_THREADS, cores // 2)))
+        return cast(FillMasks, ParallelFiller(min(_MAX_THREADS, cores // 2)))
 
     def matcher(self, text: str) -> Matcher:
         """Return a matcher at the start of a sequence. Raises `InvalidRequest` if the grammar is
         invalid or the model does not support grammars."""
         if self._vocabulary is None:
             raise InvalidRequest(
-                f"structured outputs are not available for this model: {self._reason}"
+                f"structured outputs are not available for this model: {self._unsupported_reason}"
             )
         with self._lock:
             compiled = self._cache.get(text)
         if compiled is None:
-            before = _resident()
+            before = _resident_bytes()
             try:
-                compiled = Compiled(GrammarSpec.of_text(text), self._vocabulary)
+                compiled = CompiledGrammar(GrammarSpec.of_text(text), self._vocabulary)
             except InvalidRequest as error:
                 with self._lock:
                     self._cache.put(text, error)
                 raise
             with self._lock:
-                self._cache.put(text, compiled, max(0, _resident() - before))
+                self._cache.put(text, compiled, max(0, _resident_bytes() - before))
         return compiled.matcher()
 
 
-def _resident() -> int:
+def _resident_bytes() -> int:
     """Return this process's resident memory in bytes. The parser does not report a grammar's
     size."""
     pages = Path("/proc/self/statm").read_text().split()[1]

@@ -28,21 +28,23 @@ checked: February 30 is accepted."""
 
 def unenforced_formats(schema: dict[str, Any] | bool) -> Iterator[str]:
     """Yield the formats in a schema that are not enforced."""
-    for part in reachable_schemas(schema):
-        given = part.get("format")
-        if isinstance(given, str) and not (given in ENFORCED and _may_be_text(part)):
-            yield given
+    for subschema in reachable_schemas(schema):
+        format_name = subschema.get("format")
+        if isinstance(format_name, str) and not (
+            format_name in ENFORCED and _may_be_string(subschema)
+        ):
+            yield format_name
 
 
 def drop_unenforced(schema: dict[str, Any]) -> None:
     """Remove the formats that the parser does not implement from a schema. In JSON Schema 2020-12,
     a format is only an annotation unless both sides have agreed to enforce it."""
-    for part in list(reachable_schemas(schema)):
-        given = part.get("format")
-        if isinstance(given, str) and given not in ENFORCED:
-            del part["format"]
+    for subschema in list(reachable_schemas(schema)):
+        format_name = subschema.get("format")
+        if isinstance(format_name, str) and format_name not in ENFORCED:
+            del subschema["format"]
 
 
-def _may_be_text(part: dict[str, Any]) -> bool:
-    types = part.get("type", "string")
+def _may_be_string(subschema: dict[str, Any]) -> bool:
+    types = subschema.get("type", "string")
     return types == "string" or (isinstance(types, list) and "string" in types)

@@ -9,10 +9,10 @@ from nanoactor.grammar.check import parse_tools
 from nanoactor.messages.engine import FreeText
 from nanoactor.requests.grammar_spec import CALL_TAGS, CLOSE_TAG, OPEN_TAG, GrammarSpec
 
-_NONE = -1
+_NO_TOKEN = -1
 
 
-def freed(text: str, id_of: Callable[[str], int | None]) -> tuple[str, FreeText | None]:
+def split_free_text(text: str, id_of: Callable[[str], int | None]) -> tuple[str, FreeText | None]:
     """Return a specification's text with the free part excluded from the grammar, and the tokens
     that delimit the free part. If there is no free part, or if a tag is not a single token, return
     the text unchanged, and None.
@@ -25,17 +25,17 @@ def freed(text: str, id_of: Callable[[str], int | None]) -> tuple[str, FreeText 
     tag = CALL_TAGS[tools.form] if tools is not None else ""
     if has_text and not tag:  # no tag marks the end of the text
         return text, None
-    thoughts = spec.thoughts != "none"
-    if not has_text and not thoughts:
+    has_thoughts = spec.thoughts != "none"
+    if not has_text and not has_thoughts:
         return text, None
-    wanted = {
+    is_needed = {
         OPEN_TAG: spec.thoughts == "optional",
-        CLOSE_TAG: thoughts,
+        CLOSE_TAG: has_thoughts,
         tag: has_text,
     }
-    found = {tag: id_of(tag) if needed else _NONE for tag, needed in wanted.items()}
-    ids = [id_ for id_ in found.values() if id_ is not None]
-    if len(ids) < len(found):
+    tag_ids = {tag: id_of(tag) if needed else _NO_TOKEN for tag, needed in is_needed.items()}
+    ids = [id_ for id_ in tag_ids.values() if id_ is not None]
+    if len(ids) < len(tag_ids):
         return text, None
     think, close, call = ids
     free = FreeText(spec.thoughts == "open", think, close, call)

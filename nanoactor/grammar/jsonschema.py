@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from nanoactor.errors import InvalidRequest
-from nanoactor.grammar.classes import with_plain_classes
+from nanoactor.grammar.classes import escape_classes
 from nanoactor.grammar.numbers import check_numbers
 from nanoactor.grammar.text_errors import shorten as shorten
 
@@ -27,7 +27,7 @@ MAX_PATTERNS_AT_ONCE = 8
 """Maximum number of patterns and formats that apply to one string. Each doubles the parser's
 time."""
 
-_ONE = (
+_SCHEMA_KEYWORDS = (
     "additionalItems",
     "additionalProperties",
     "contains",
@@ -40,8 +40,8 @@ _ONE = (
     "unevaluatedItems",
     "unevaluatedProperties",
 )
-_SEVERAL = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
-_NAMED = (
+_SCHEMA_LIST_KEYWORDS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
+_SCHEMA_MAP_KEYWORDS = (
     "$defs",
     "definitions",
     "dependencies",
@@ -65,7 +65,7 @@ def parse_json(text: str, field: str) -> Any:
     malformed, nests more than `MAX_DEPTH` levels deep, or contains values that parsers may read
     differently."""
     try:
-        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+        value = json.loads(text, parse_constant=_reject_constant, parse_float=_parse_finite)
     except RecursionError:
         raise _too_deep(field) from None
     except ValueError as error:
@@ -85,7 +85,7 @@ def parse_schema(text: str, field: str) -> dict[str, Any] | bool:
     schema = parse_json(text, field)
     if not isinstance(schema, dict | bool):
         raise InvalidRequest(
-            f"{field} must be a JSON schema (an object or a boolean), not {_name(schema)}"
+            f"{field} must be a JSON schema (an object or a boolean), not {_type_name(schema)}"
         )
     name_patterns = 0
     for part in reachable_schemas(schema):
@@ -98,83 +98,85 @@ def parse_schema(text: str, field: str) -> dict[str, Any] | bool:
         for literal in _literals(part):
             check_literal(literal, field)
         check_numbers(part, field)
-        _check_counts(part, field)
+        _check_min_properties(part, field)
         name_patterns += len(_if_dict(part.get("patternProperties")))
         reference = part.get("$ref", "#")
         if not isinstance(reference, str):
-            raise InvalidRequest(f"{field}: $ref must be a string, not {_name(reference)}")
+            raise InvalidRequest(f"{field}: $ref must be a string, not {_type_name(reference)}")
         if reference != "#" and not reference.startswith("#/"):
             raise InvalidRequest(
                 f"{field}: $ref {shorten(reference)!r} is not a pointer within the schema, "
                 "such as '#/$defs/item'; other references are not followed"
             )
-        _make_plain(part)
+        _rewrite_keywords(part)
     if name_patterns > MAX_NAME_PATTERNS:
         raise InvalidRequest(
             f"{field} has {name_patterns} patternProperties; "
             f"at most {MAX_NAME_PATTERNS} are allowed"
         )
-    if (several := _patterns_at_once(schema)) > MAX_PATTERNS_AT_ONCE:
+    if (pattern_count := _patterns_at_once(schema)) > MAX_PATTERNS_AT_ONCE:
         raise InvalidRequest(
-            f"{field} combines schemas with allOf or $ref so that a string must match {several} "
-            f"patterns and formats; at most {MAX_PATTERNS_AT_ONCE} are allowed"
+            f"{field} combines schemas with allOf or $ref so that a string must match "
+            f"{pattern_count} patterns and formats; at most {MAX_PATTERNS_AT_ONCE} are allowed"
         )
     return schema
 
 
-def _make_plain(part: dict[str, Any]) -> None:
+def _rewrite_keywords(part: dict[str, Any]) -> None:
     """Rewrite the keywords of a schema that the parser would misread into a form that it reads
     correctly."""
     # References are always pointers from the root, so ids must not change their base.
     part.pop("$id", None)
     part.pop("id", None)
     if isinstance(part.get("pattern"), str):
-        part["pattern"] = with_plain_classes(part["pattern"])
+        part["pattern"] = escape_classes(part["pattern"])
     if isinstance(part.get("patternProperties"), dict):
         named = part["patternProperties"].items()
-        part["patternProperties"] = {with_plain_classes(name): one for name, one in named}
+        part["patternProperties"] = {escape_classes(name): one for name, one in named}
 
 
-def _check_counts(part: dict[str, Any], field: str) -> None:
+def _check_min_properties(part: dict[str, Any], field: str) -> None:
     """Reject a `minProperties` above 1 that exceeds the number of required names: the parser counts
     a name that is given twice as two properties."""
-    least, named = part.get("minProperties", 0), part.get("required")
-    if type(least) is int and least > max(1, len(set(map(str, _if_list(named))))):
+    min_properties, required = part.get("minProperties", 0), part.get("required")
+    if type(min_properties) is int and min_properties > max(
+        1, len(set(map(str, _if_list(required))))
+    ):
         raise InvalidRequest(
-            f"{field}: minProperties {least} cannot be enforced unless at least as many "
+            f"{field}: minProperties {min_properties} cannot be enforced unless at least as many "
             "properties are required"
         )
 
 
 def _literals(part: dict[str, Any]) -> Iterator[str]:
     """Yield a schema's literal texts: values, names, and patterns, which may be mostly literal."""
-    waiting: list[Any] = [part.get("const"), part.get("enum"), part.get("pattern")]
-    waiting += [list(_if_dict(part.get("properties"))), part.get("required")]
-    while waiting:
-        one = waiting.pop()
+    stack: list[Any] = [part.get("const"), part.get("enum"), part.get("pattern")]
+    stack += [list(_if_dict(part.get("properties"))), part.get("required")]
+    while stack:
+        one = stack.pop()
         if isinstance(one, str):
             yield one
         elif isinstance(one, list):
-            waiting += one
+            stack += one
         elif isinstance(one, dict):
-            waiting += [*one, *one.values()]
+            stack += [*one, *one.values()]
 
 
 def reachable_schemas(schema: dict[str, Any] | bool) -> Iterator[dict[str, Any]]:
     """Yield a schema and each of its subschemas once, whether a keyword contains the subschema or a
     local `$ref` points to it. Values, such as those of `const` and `enum`, are not schemas."""
-    waiting: list[Any] = [schema]
+    stack: list[Any] = [schema]
     seen: set[int] = set()
-    while waiting:
-        part = waiting.pop()
+    while stack:
+        part = stack.pop()
         if not isinstance(part, dict) or id(part) in seen:
             continue
         seen.add(id(part))
         yield part
-        waiting += _children(schema, part)
+        stack += _children(schema, part)
 
 
-def moved_schema(schema: dict[str, Any], place: str) -> dict[str, Any]:
+def rebase_schema(schema: dict[str, Any], place: str) -> dict[str, Any]:
     """Return a copy of a schema for use inside another one. `place` is the pointer to the copy
     there, such as `#/items`; it becomes the prefix of the copy's references."""
     copy: dict[str, Any] = json.loads(json.dumps(schema))
@@ -189,31 +191,31 @@ def moved_schema(schema: dict[str, Any], place: str) -> dict[str, Any]:
 def _children(root: Any, part: dict[str, Any]) -> list[Any]:
     """Return the direct subschemas of `part`, and the target of its `$ref`."""
     return [
-        *(part[key] for key in _ONE if key in part),
-        *(one for key in _SEVERAL for one in _if_list(part.get(key))),
-        *(one for key in _NAMED for one in _if_dict(part.get(key)).values()),
-        _target(root, part.get("$ref")),
+        *(part[key] for key in _SCHEMA_KEYWORDS if key in part),
+        *(one for key in _SCHEMA_LIST_KEYWORDS for one in _if_list(part.get(key))),
+        *(one for key in _SCHEMA_MAP_KEYWORDS for one in _if_dict(part.get(key)).values()),
+        _resolve_reference(root, part.get("$ref")),
     ]
 
 
 def _patterns_at_once(root: dict[str, Any] | bool) -> int:
     """Return an upper bound on the number of patterns and formats that apply to the same string."""
     bounds: dict[int, int] = {}
-    begun: set[int] = set()
-    waiting: list[Any] = [root]
-    while waiting:
-        part = waiting[-1]
+    visited: set[int] = set()
+    stack: list[Any] = [root]
+    while stack:
+        part = stack[-1]
         if not isinstance(part, dict) or id(part) in bounds:
-            waiting.pop()
-        elif id(part) in begun:
-            waiting.pop()
+            stack.pop()
+        elif id(part) in visited:
+            stack.pop()
             bounds[id(part)] = _bound(root, part, bounds)
         else:
-            begun.add(id(part))
-            waiting += [
+            visited.add(id(part))
+            stack += [
                 child
                 for child in _children(root, part)
-                if isinstance(child, dict) and id(child) not in begun
+                if isinstance(child, dict) and id(child) not in visited
             ]
     return bounds.get(id(root), 0)
 
@@ -222,25 +224,25 @@ def _bound(root: Any, part: dict[str, Any], bounds: dict[int, int]) -> int:
     """Return the upper bound for one schema, given the bounds of its subschemas; a recursive
     subschema counts as 0."""
 
-    def most(children: Iterable[Any]) -> int:
+    def max_bound(children: Iterable[Any]) -> int:
         return max((bounds.get(id(child), 0) for child in children), default=0)
 
     own = ("pattern" in part) + ("format" in part)
     # A property may be listed by name and also match a name pattern.
-    within = most(_if_dict(part.get("properties")).values())
-    within += most(_if_dict(part.get("patternProperties")).values())
-    within += most([part.get("additionalProperties")])
+    property_bound = max_bound(_if_dict(part.get("properties")).values())
+    property_bound += max_bound(_if_dict(part.get("patternProperties")).values())
+    property_bound += max_bound([part.get("additionalProperties")])
     items = [part.get("items"), *_if_list(part.get("items")), *_if_list(part.get("prefixItems"))]
     return (
-        max(own, within, most([*items, part.get("additionalItems")]))
+        max(own, property_bound, max_bound([*items, part.get("additionalItems")]))
         + sum(bounds.get(id(child), 0) for child in _if_list(part.get("allOf")))
-        + most(_if_list(part.get("anyOf")))
-        + most(_if_list(part.get("oneOf")))
-        + most([_target(root, part.get("$ref"))])
+        + max_bound(_if_list(part.get("anyOf")))
+        + max_bound(_if_list(part.get("oneOf")))
+        + max_bound([_resolve_reference(root, part.get("$ref"))])
     )
 
 
-def _target(schema: Any, reference: object) -> Any:
+def _resolve_reference(schema: Any, reference: object) -> Any:
     """Return the target of a local reference; None if there is none."""
     if not isinstance(reference, str):
         return None
@@ -274,18 +276,18 @@ def _too_deep(field: str) -> InvalidRequest:
     )
 
 
-def _refuse_constant(name: str) -> Any:
+def _reject_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a JSON value")
 
 
-def _finite(text: str) -> float:
+def _parse_finite(text: str) -> float:
     number = float(text)
     if number in (float("inf"), float("-inf")):
         raise ValueError(f"the number {shorten(text, 30)} is too large")
     return number
 
 
-def _name(value: object) -> str:
+def _type_name(value: object) -> str:
     names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean"}
     return "null" if value is None else names.get(type(value), "a number")
 

@@ -10,7 +10,7 @@ from nanoactor.grammar.vocabulary import Vocabulary
 
 # A gap between JSON tokens: a line break with indentation, or one space. A model could fill its
 # answer with longer gaps.
-_GAP = r"\n[ \t]{0,16}|[ ]"
+_WHITESPACE = r"\n[ \t]{0,16}|[ ]"
 
 
 def text_without(tag: str) -> str:
@@ -20,14 +20,14 @@ def text_without(tag: str) -> str:
     The alternatives are spelled out because an intersection with a complement takes the parser ten
     times as long.
     """
-    first, parts = escaped(tag[0]), []
+    first, alternatives = escaped(tag[0]), []
     for length, expected in enumerate(tag[1:]):
-        begun = escaped(tag[1 : 1 + length])
-        parts.append(f"{begun}([^{first}{escaped(expected)}][^{first}]*)?")
-    return f"[^{first}]*({first}({'|'.join(parts)}))*"
+        prefix = escaped(tag[1 : 1 + length])
+        alternatives.append(f"{prefix}([^{first}{escaped(expected)}][^{first}]*)?")
+    return f"[^{first}]*({first}({'|'.join(alternatives)}))*"
 
 
-def until(rule: str, tag: str, vocabulary: Vocabulary) -> list[str]:
+def text_until(rule: str, tag: str, vocabulary: Vocabulary) -> list[str]:
     """Return the rules for free text up to and including a tag."""
     text = text_without(tag)
     if vocabulary.special(tag) is None:
@@ -45,7 +45,7 @@ def json_rule(schema: dict[str, Any] | bool, whitespace: bool) -> str:
     # keywords that the library does not implement.
     options: dict[str, Any] = {"whitespace_flexible": whitespace, "lenient": False}
     if whitespace:
-        options["whitespace_pattern"] = _GAP
+        options["whitespace_pattern"] = _WHITESPACE
     return "%json " + json.dumps({**schema, "x-guidance": options})
 
 

@@ -20,23 +20,23 @@ _PIECES = re.compile(
 )
 
 
-def check_lark(text: str, most_intersections: int) -> None:
-    """Raise `InvalidRequest` for more than `most_intersections` operators `&`, and for a schema
+def check_lark(text: str, max_intersections: int) -> None:
+    """Raise `InvalidRequest` for more than `max_intersections` operators `&`, and for a schema
     after `%json` that would be rejected on its own."""
     intersections = 0
-    for schema in _codes(text):
-        if schema == "&":
+    for piece in _code_pieces(text):
+        if piece == "&":
             intersections += 1
-        elif len(schema) > 1:
-            parse_schema(schema, "grammar: the schema after %json")
-    if intersections > most_intersections:
+        elif len(piece) > 1:
+            parse_schema(piece, "grammar: the schema after %json")
+    if intersections > max_intersections:
         raise InvalidRequest(
             f"grammar has {intersections} '&' outside strings; "
-            f"at most {most_intersections} are allowed"
+            f"at most {max_intersections} are allowed"
         )
 
 
-def _codes(text: str) -> Iterator[str]:
+def _code_pieces(text: str) -> Iterator[str]:
     """Yield each character outside strings, regular expressions and comments, and each embedded
     schema as a whole."""
     at = 0

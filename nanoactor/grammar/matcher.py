@@ -12,7 +12,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits
 from numpy.typing import NDArray
 
 from nanoactor.errors import InvalidRequest, ProtocolBug, out_of_resources
-from nanoactor.grammar.book import Refusal, fill_singly
+from nanoactor.grammar.book import MatcherError, fill_sequentially
 from nanoactor.grammar.compiler import compile_grammar
 from nanoactor.grammar.jsonschema import check_literal, shorten
 from nanoactor.grammar.vocabulary import Vocabulary
@@ -20,10 +20,10 @@ from nanoactor.requests.grammar_spec import GrammarSpec, Kind
 from nanoactor.runtime.native import NativePanic, native_calls
 
 _STACK_BYTES = 512 * 2**20  # of address space; memory is allocated as it is used
-_STACK_SIZE = threading.Lock()
+_STACK_SIZE_LOCK = threading.Lock()
 """Lock for changing the stack size of new threads, which is a global setting."""
-_ROW_OF_JSON = 2000
-_ROW_OF_GRAMMAR = 500
+_MAX_ROW_ITEMS_JSON = 2000
+_MAX_ROW_ITEMS_GRAMMAR = 500
 
 
 def limits(kind: Kind) -> LLParserLimits:
@@ -32,7 +32,7 @@ def limits(kind: Kind) -> LLParserLimits:
     its number of items. JSON grammars are not ambiguous, but an optional property takes four
     items."""
     return LLParserLimits(
-        max_items_in_row=_ROW_OF_GRAMMAR if kind == "grammar" else _ROW_OF_JSON,
+        max_items_in_row=_MAX_ROW_ITEMS_GRAMMAR if kind == "grammar" else _MAX_ROW_ITEMS_JSON,
         step_max_items=20_000,
         max_lexer_states=50_000,
         max_grammar_size=200_000,
@@ -40,7 +40,7 @@ def limits(kind: Kind) -> LLParserLimits:
     )
 
 
-class Compiled:
+class CompiledGrammar:
     """A compiled grammar, for any number of sequences."""
 
     def __init__(self, spec: GrammarSpec, vocabulary: Vocabulary) -> None:
@@ -49,7 +49,7 @@ class Compiled:
         self._grammar = compile_grammar(spec, vocabulary)
         self._vocabulary = vocabulary
         self._kind = spec.kind
-        self._spent = False
+        self._is_exhausted = False
         self._matcher = self._compile()
         # This detects a grammar that matches nothing, which the parser's constructor does not.
         self.matcher().fill(np.empty(vocabulary.words, np.int32))
@@ -57,9 +57,9 @@ class Compiled:
 
     def matcher(self) -> Matcher:
         """Return a matcher at the start of a sequence."""
-        if self._spent:
+        if self._is_exhausted:
             self._matcher = self._compile()
-            self._spent = False
+            self._is_exhausted = False
         return Matcher(self, self._matcher.deep_copy())
 
     @property
@@ -72,25 +72,25 @@ class Compiled:
         """Return the kind of the specification."""
         return self._kind
 
-    def spend(self) -> None:
-        """Make the next matcher use a new automaton, because a sequence has exhausted the states of
-        the current one, which all copies share."""
-        self._spent = True
+    def mark_exhausted(self) -> None:
+        """Compile a new automaton for the next matcher: a sequence has exhausted the states of the
+        current one, which all matchers share."""
+        self._is_exhausted = True
 
     def _compile(self) -> LLMatcher:
-        made: list[LLMatcher] = []
+        matchers: list[LLMatcher] = []
 
         def compile_here() -> None:
-            made.append(
+            matchers.append(
                 LLMatcher(
                     self._vocabulary.table, self._grammar, log_level=0, limits=limits(self._kind)
                 )
             )
 
         _on_deep_stack(compile_here)
-        (matcher,) = made
+        (matcher,) = matchers
         if matcher.is_error():
-            raise InvalidRequest(_refusal(self._kind, matcher.get_error()))
+            raise InvalidRequest(_error_text(self._kind, matcher.get_error()))
         return matcher
 
 
@@ -98,7 +98,7 @@ class Matcher:
     """The state of one sequence. The part of the grammar's automaton that has been computed is
     shared with the other sequences."""
 
-    def __init__(self, compiled: Compiled, matcher: LLMatcher) -> None:
+    def __init__(self, compiled: CompiledGrammar, matcher: LLMatcher) -> None:
         self._compiled = compiled
         self._vocabulary = compiled.vocabulary
         self._matcher = matcher
@@ -108,17 +108,17 @@ class Matcher:
         """Return True if the sequence may end here."""
         return self._matcher.is_accepting()
 
-    def take(self, tokens: Sequence[int]) -> None:
+    def consume(self, tokens: Sequence[int]) -> None:
         """Append tokens to the sequence. After the end of the sequence, end-of-sequence tokens have
         no effect.
 
         Raises `ProtocolBug` for a token that the grammar does not allow, and `InvalidRequest` if
         the parser reaches its limits. The matcher cannot be used after either error.
         """
-        with _parsing():
+        with _convert_errors():
             for token in tokens:
                 if not self._matcher.consume_token(token):
-                    self._raise(f"token {token}")
+                    self._raise_error(f"token {token}")
 
     def fill(self, out: NDArray[np.int32]) -> None:
         """Write the mask for the next position: bit t % 32 of word t // 32 is set if id t is
@@ -129,15 +129,15 @@ class Matcher:
         """
         if out.shape != (self._vocabulary.words,) or not out.flags.c_contiguous:
             raise ProtocolBug(f"the mask has shape {out.shape}, not {(self._vocabulary.words,)}")
-        with _parsing():
+        with _convert_errors():
             self._matcher.unsafe_compute_mask_ptr(out.ctypes.data, out.nbytes)
-            self._check(out)
+            self._finish_mask(out)
 
-    def _check(self, out: NDArray[np.int32]) -> None:
+    def _finish_mask(self, out: NDArray[np.int32]) -> None:
         """Check the mask that the parser has written, and clear the bits beyond the tokenizer's
         ids. Raises as `fill` does."""
         if self._matcher.is_error():
-            self._raise("the next token")
+            self._raise_error("the next token")
         tokens = self._vocabulary.tokens
         out[-(-tokens // 32) :] = 0
         if tokens % 32:
@@ -147,23 +147,25 @@ class Matcher:
                 f"{self._compiled.kind} reaches a state in which no token is allowed"
             )
 
-    def _raise(self, place: str) -> None:
+    def _raise_error(self, place: str) -> None:
         kind, reason = self._compiled.kind, self._matcher.get_error()
         if "doesn't satisfy" in reason or "parser stopped" in reason or "out of range" in reason:
             raise ProtocolBug(f"{place} is not allowed by the grammar: {shorten(reason)}")
         if "NoExtension" in reason:
             raise InvalidRequest(f"{kind} reaches a state in which no token is allowed")
-        self._compiled.spend()
+        self._compiled.mark_exhausted()
         raise InvalidRequest(_too_complex(kind))
 
 
-class ParallelFill:
+class ParallelFiller:
     """Fills the masks of several sequences on the parser's own threads."""
 
     def __init__(self, threads: int) -> None:
         self._executor = LLExecutor(threads)
 
-    def __call__(self, matchers: Sequence[Matcher], out: NDArray[np.int32]) -> list[Refusal | None]:
+    def __call__(
+        self, matchers: Sequence[Matcher], out: NDArray[np.int32]
+    ) -> list[MatcherError | None]:
         """Write the mask for each sequence's next position, (sequences, words); return, for each
         sequence, the error that `Matcher.fill` would raise, or None."""
         rows = [(matcher._matcher, row) for row, matcher in enumerate(matchers)]
@@ -172,20 +174,20 @@ class ParallelFill:
             with native_calls():
                 self._executor.unsafe_compute_mask_ptr(rows, out.ctypes.data, width, len(matchers))
         except NativePanic:  # in one of the sequences: find out which
-            return fill_singly([*matchers], out)
-        found: list[Refusal | None] = []
+            return fill_sequentially([*matchers], out)
+        errors: list[MatcherError | None] = []
         for matcher, row in zip(matchers, out, strict=True):
             try:
-                matcher._check(row)
+                matcher._finish_mask(row)
             except InvalidRequest as error:
-                found.append(error)
+                errors.append(error)
             else:
-                found.append(None)
-        return found
+                errors.append(None)
+        return errors
 
 
 @contextlib.contextmanager
-def _parsing() -> Iterator[None]:
+def _convert_errors() -> Iterator[None]:
     """Convert the parser's panics and memory errors in this context to errors of the request."""
     try:
         with native_calls():
@@ -208,13 +210,13 @@ def _on_deep_stack(work: Callable[[], None]) -> None:
         except BaseException as error:
             raised.append(error)
 
-    with _STACK_SIZE:
-        before = threading.stack_size(_STACK_BYTES)
+    with _STACK_SIZE_LOCK:
+        previous = threading.stack_size(_STACK_BYTES)
         try:
             thread = threading.Thread(target=run, name="grammar")
             thread.start()  # raises `RuntimeError` if address space is exhausted
         finally:
-            threading.stack_size(before)
+            threading.stack_size(previous)
     thread.join()
     for error in raised:
         raise error
@@ -228,14 +230,14 @@ _SCHEMA = re.compile(r".*failed to compile JSON schema: (?P<reason>.*)", re.DOTA
 _KEYWORDS = re.compile(r"Unimplemented keys: \[(?P<keywords>.*)\]")
 
 
-def _refusal(kind: str, reason: str) -> str:
+def _error_text(kind: str, reason: str) -> str:
     """Return the reason why a grammar cannot be used, derived from the library's message."""
     # The rest of the message is the grammar's text around the error, and the parser's state.
     reason = _CONTEXT.split(reason)[0].strip().replace("json-schema:///#", "#")
     if regex := _REGEX.fullmatch(reason):
         reason = f"a regular expression cannot be used: {regex['reason']}"
     elif schema := _SCHEMA.fullmatch(reason):
-        reason = _schema_refusal(schema["reason"])
+        reason = _schema_error_text(schema["reason"])
     elif not _PLACE.match(reason) and _LIMIT.search(reason):
         return _too_complex(kind)
     elif kind != "grammar" and (place := _PLACE.match(reason)):
@@ -243,7 +245,7 @@ def _refusal(kind: str, reason: str) -> str:
     return f"{kind}: {shorten(' '.join(reason.split()), 300)}"
 
 
-def _schema_refusal(reason: str) -> str:
+def _schema_error_text(reason: str) -> str:
     if keywords := _KEYWORDS.search(reason):
         names = keywords["keywords"].replace('"', "'")
         return f"the keywords {names} are not supported; leave them out"

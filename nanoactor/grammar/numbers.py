@@ -7,7 +7,7 @@ from typing import Any
 
 from nanoactor.errors import InvalidRequest
 
-EXACT = 2**53
+MAX_EXACT = 2**53
 """Integers up to this one are represented exactly; some larger ones are not."""
 _VALUES = ("const", "enum")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
@@ -18,25 +18,25 @@ def check_numbers(part: dict[str, Any], field: str) -> None:
     a bound of 2^53, the parser would accept some numbers beyond it."""
     for keyword in _VALUES:
         for number in _numbers_in(part.get(keyword)):
-            if abs(number) > EXACT:
+            if abs(number) > MAX_EXACT:
                 raise _too_large(field, keyword, number)
     for keyword in _BOUNDS:
         for bound in _numbers_in(part.get(keyword)):
-            if abs(bound) >= EXACT:
+            if abs(bound) >= MAX_EXACT:
                 raise _too_large(field, keyword, bound)
 
 
 def _numbers_in(value: Any) -> list[int | float]:
     found: list[int | float] = []
-    waiting = [value]
-    while waiting:
-        one = waiting.pop()
+    stack = [value]
+    while stack:
+        one = stack.pop()
         if _is_number(one):
             found.append(one)
         elif isinstance(one, list):
-            waiting += one
+            stack += one
         elif isinstance(one, dict):
-            waiting += one.values()
+            stack += one.values()
     return found
 
 

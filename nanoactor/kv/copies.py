@@ -40,7 +40,7 @@ class PendingCopies:
         for target in targets if self._blocks else ():
             self._blocks.pop(target, None)
 
-    def take(self) -> tuple[Copies | None, Copies | None]:
+    def drain(self) -> tuple[Copies | None, Copies | None]:
         """Return and clear the copies of blocks and of slots; each is None if there are none."""
         taken = _message(self._blocks), _message(self._slots)
         self.clear()

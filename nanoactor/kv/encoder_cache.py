@@ -37,36 +37,36 @@ class EncoderCache:
 
     An item is *held* (referenced), *quarantined* (unreferenced, but a step in flight may still use
     it) or *idle*; idle items are evicted, least recently used first. The scheduler spends a credit
-    for each page, as it does for blocks, so `hold` never has to fail.
+    for each page, as it does for blocks, so `acquire` never has to fail.
     """
 
     def __init__(self, pages: int, page_rows: int) -> None:
         self._page_rows = page_rows
         self._free: deque[int] = deque(range(pages))
         self._items: dict[bytes, EncodedItem] = {}
-        self._numbered: dict[int, EncodedItem] = {}
+        self._by_number: dict[int, EncodedItem] = {}
         """All items that have pages, by number."""
         self._idle: OrderedDict[bytes, EncodedItem] = OrderedDict()
         self._quarantine: deque[tuple[int, int, EncodedItem]] = deque()
         """(step that must be done before the item may be overwritten, release number, item)."""
-        self._tickets = self._completed = self._made = 0
+        self._last_ticket = self._completed = self._last_number = 0
         self.evictions = self.hits = 0
 
     def pages_of(self, rows: int) -> int:
         """Return the number of pages that `rows` rows need."""
         return -(-rows // self._page_rows)
 
-    def hold(self, key: bytes, units: EncodeUnits) -> tuple[EncodedItem, int]:
+    def acquire(self, key: bytes, units: EncodeUnits) -> tuple[EncodedItem, int]:
         """Add a reference; return the item, and the number of its pages that others already hold.
 
         Raises `ProtocolBug` if there is no room: the scheduler spent credits that it did not have.
         """
         item = self._items.get(key)
         if item is None:
-            self._made += 1
-            pages = self._allocate(self.pages_of(units.all_rows))
-            item = EncodedItem(key, units, pages, self._made)
-            self._items[key] = self._numbered[item.number] = item
+            self._last_number += 1
+            pages = self._allocate(self.pages_of(units.total_rows))
+            item = EncodedItem(key, units, pages, self._last_number)
+            self._items[key] = self._by_number[item.number] = item
         elif item.units != units:
             raise ProtocolBug(f"item {key.hex()} has {item.units}, but a hold requests {units}")
         else:
@@ -77,11 +77,11 @@ class EncoderCache:
 
     def find(self, number: int) -> EncodedItem | None:
         """Return the item with this number; None if it was evicted."""
-        return self._numbered.get(number)
+        return self._by_number.get(number)
 
-    def numbered(self, number: int) -> EncodedItem:
+    def get(self, number: int) -> EncodedItem:
         """Return the item with this number. Raises `ProtocolBug` if it has no pages."""
-        item = self._numbered.get(number)
+        item = self._by_number.get(number)
         if item is None:
             raise ProtocolBug(f"item number {number} has no pages")
         return item
@@ -90,22 +90,22 @@ class EncoderCache:
         """Return the indices of an item's rows in the cache, int32 (rows,)."""
         pages = np.array(item.pages, np.int32)
         size = np.int32(self._page_rows)
-        places: NDArray[np.int32] = pages[rows // size] * size + rows % size
-        return places
+        rows_in_cache: NDArray[np.int32] = pages[rows // size] * size + rows % size
+        return rows_in_cache
 
     def _allocate(self, pages: int) -> list[int]:
         while len(self._free) < pages and self._idle:
             _, item = self._idle.popitem(last=False)
             self.evictions += 1
-            self._drop(item)
+            self._free_item(item)
         if len(self._free) < pages:
             raise ProtocolBug("no page is free or idle: more credits were spent than exist")
         return [self._free.popleft() for _ in range(pages)]
 
-    def _drop(self, item: EncodedItem) -> None:
+    def _free_item(self, item: EncodedItem) -> None:
         if self._items.get(item.key) is item:
             del self._items[item.key]
-        del self._numbered[item.number]
+        del self._by_number[item.number]
         self._free.extend(item.pages)
 
     def release(self, item: EncodedItem, fence: int) -> int:
@@ -116,8 +116,8 @@ class EncoderCache:
         item.references -= 1
         if item.references:
             return 0
-        self._tickets += 1
-        item.ticket = self._tickets
+        self._last_ticket += 1
+        item.ticket = self._last_ticket
         self._quarantine.append((fence, item.ticket, item))
         self.complete(self._completed)
         return len(item.pages)
@@ -133,7 +133,7 @@ class EncoderCache:
             if item.trusted:
                 self._idle[item.key] = item
             else:
-                self._drop(item)
+                self._free_item(item)
 
     def distrust(self, item: EncodedItem) -> None:
         """Remove an item from the index, because a row that read it has failed. Sequences that need
@@ -143,7 +143,7 @@ class EncoderCache:
             del self._items[item.key]
         if self._idle.get(item.key) is item:
             del self._idle[item.key]
-            self._drop(item)
+            self._free_item(item)
 
     def check(self, pages: int, holders: Mapping[EncodedItem, int]) -> None:
         """Raise `ProtocolBug` unless the records agree with `holders`, the number of references by
@@ -158,12 +158,12 @@ class EncoderCache:
                 raise ProtocolBug(
                     f"item {item.key.hex()} has {item.references} references, but {count} users"
                 )
-        places = [*holders, *quarantined.values(), *self._idle.values()]
-        used = [page for item in places for page in item.pages]
+        items = [*holders, *quarantined.values(), *self._idle.values()]
+        used = [page for item in items for page in item.pages]
         if sorted([*self._free, *used]) != [*range(pages)]:
             raise ProtocolBug(
                 f"some pages are in two places or in none: {len(used)} used of {pages}"
             )
-        lost = [i for i in self._items.values() if i not in places]
+        lost = [i for i in self._items.values() if i not in items]
         if lost:
             raise ProtocolBug(f"item {lost[0].key.hex()} is indexed but in no state")

@@ -25,9 +25,9 @@ class Holding:
     """Part of a block's hash input that identifies pictures, by index of the block."""
     request: int = -1
     """Uid of the request's first sequence."""
-    lends: int = 0
+    shareable: int = 0
     """Number of leading blocks that other sequences of the request may share once computed."""
-    hit: int = 0
+    cached: int = 0
     """Number of positions that were already computed when the sequence got its blocks."""
     filled: int = 0
     """Number of positions with tokens known to the host that the steps planned so far compute."""
@@ -39,7 +39,7 @@ class Holding:
     """Whether the sequence has read, or would read, the results of a failed row."""
 
 
-class Sharing:
+class SharedBlockCounts:
     """Counts the blocks that each slot shares with other slots.
 
     The XOR of the slots that hold a block identifies the last remaining holder, so adding or
@@ -52,7 +52,7 @@ class Sharing:
         self._shared = [0] * slots
         self._changed: set[int] = set()
 
-    def hold(self, slot: int, blocks: Iterable[int]) -> None:
+    def add(self, slot: int, blocks: Iterable[int]) -> None:
         """Record that a slot holds these blocks in addition to its others."""
         for block in blocks:
             if self._holders[block]:
@@ -62,7 +62,7 @@ class Sharing:
             self._holders[block] += 1
             self._slots[block] ^= slot
 
-    def let_go(self, slot: int, blocks: Iterable[int]) -> None:
+    def release(self, slot: int, blocks: Iterable[int]) -> None:
         """Record that a slot gives up `blocks`, which are all of its blocks."""
         for block in blocks:
             self._holders[block] -= 1
@@ -76,7 +76,7 @@ class Sharing:
         self._shared[slot] += by
         self._changed.add(slot)
 
-    def take(self) -> tuple[list[int], list[int]]:
+    def drain_changed(self) -> tuple[list[int], list[int]]:
         """Return the slots whose counts have changed since the last call, and their counts."""
         slots = sorted(self._changed)
         self._changed.clear()
@@ -84,7 +84,7 @@ class Sharing:
 
 
 @dataclasses.dataclass(slots=True)
-class Answers:
+class AnswerBuilder:
     """The content of the next `Answer`."""
 
     uids: list[int] = dataclasses.field(default_factory=list)
@@ -96,7 +96,7 @@ class Answers:
     is_due: bool = False
     """Whether the scheduler waits for an answer."""
 
-    def free(self, fence: int, blocks: int) -> None:
+    def add_freed(self, fence: int, blocks: int) -> None:
         """Record that `blocks` blocks become available once step `fence` is done."""
         self.freed[fence] = self.freed.get(fence, 0) + blocks
 
@@ -120,32 +120,32 @@ class Answers:
         )
 
 
-def spread_doubt(
-    failing: Sequence[tuple[Holding, int]], every: Sequence[Holding]
+def propagate_taint(
+    failing: Sequence[tuple[Holding, int]], holdings: Sequence[Holding]
 ) -> tuple[set[int], list[Holding]]:
     """Return the blocks to distrust, and the holdings with a bad block, which are now tainted.
 
     `failing` lists each failed holding with the index of its first bad block. What a sequence
     computes on top of bad blocks is bad too, so the damage spreads to every holder of one of its
-    blocks. No sequence outside `every` can have read the bad blocks, because no fence of a sequence
-    that read them has passed since they were computed.
+    blocks. No sequence outside `holdings` can have read the bad blocks, because no fence of a
+    sequence that read them has passed since they were computed.
     """
     bad: set[int] = set()
-    doubtful: set[int] = set()
+    suspect: set[int] = set()
     """All blocks of the failing sequences, also good ones: computing them again is cheap."""
     for holding, first in failing:
         holding.distrusted = True
-        doubtful |= set(holding.table)
+        suspect |= set(holding.table)
         bad |= set(holding.table[first:])
-    grown = True
-    while grown:
-        grown = False
-        for holding in every:
-            at = next((at for at, block in enumerate(holding.table) if block in bad), None)
-            if at is not None and not bad.issuperset(holding.table[at:]):
-                bad |= set(holding.table[at:])
-                grown = True
-    readers = [holding for holding in every if not bad.isdisjoint(holding.table)]
+    has_grown = True
+    while has_grown:
+        has_grown = False
+        for holding in holdings:
+            first_bad = next((i for i, block in enumerate(holding.table) if block in bad), None)
+            if first_bad is not None and not bad.issuperset(holding.table[first_bad:]):
+                bad |= set(holding.table[first_bad:])
+                has_grown = True
+    readers = [holding for holding in holdings if not bad.isdisjoint(holding.table)]
     for holding in readers:
         holding.distrusted = holding.tainted = True
-    return bad | doubtful, readers
+    return bad | suspect, readers

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from nanoactor.kv.hashing import HASH_BYTES
 from nanoactor.kv.index_events import IndexEvents
 
-_ALL = 1 << 62
+_NO_LIMIT = 1 << 62
 
 
 class IndexChanges:
@@ -29,37 +29,37 @@ class IndexChanges:
 
     def remember(self, content: bytes) -> None:
         """Record that a block was added to the index."""
-        self._note(content, is_there=True)
+        self._note(content, is_present=True)
 
     def forget(self, content: bytes) -> None:
         """Record that a block was removed from the index."""
-        self._note(content, is_there=False)
+        self._note(content, is_present=False)
 
-    def _note(self, content: bytes, is_there: bool) -> None:
+    def _note(self, content: bytes, is_present: bool) -> None:
         if len(content) != HASH_BYTES:  # the name of a partial block, local to this engine
             return
         # An unpublished change that is undone need not be published at all.
-        if self._changes.pop(content, is_there) == is_there:
-            self._changes[content] = is_there
+        if self._changes.pop(content, is_present) == is_present:
+            self._changes[content] = is_present
 
-    def begin_anew(self, contents: Iterable[bytes]) -> None:
+    def republish(self, contents: Iterable[bytes]) -> None:
         """Have readers clear their copies, and publish the whole index."""
         self._cleared, self._changes = True, {}
         for content in contents:
             self.remember(content)
 
-    def take(self, most: int = _ALL) -> IndexEvents | None:
-        """Return at most `most` changes, which then count as published; None if there are none."""
+    def drain(self, limit: int = _NO_LIMIT) -> IndexEvents | None:
+        """Return at most `limit` changes, which then count as published; None if there are none."""
         if not self:
             return None
-        first = list(itertools.islice(self._changes.items(), most))
-        for content, _ in first:
+        batch = list(itertools.islice(self._changes.items(), limit))
+        for content, _ in batch:
             del self._changes[content]
         cleared, self._cleared = self._cleared, False
         return IndexEvents(
             cleared,
-            forgotten=_rows(content for content, is_there in first if not is_there),
-            remembered=_rows(content for content, is_there in first if is_there),
+            forgotten=_rows(content for content, is_present in batch if not is_present),
+            remembered=_rows(content for content, is_present in batch if is_present),
         )
 
 
@@ -69,7 +69,7 @@ class IndexCopy:
     def __init__(self) -> None:
         self.contents: set[bytes] = set()
 
-    def take(self, events: IndexEvents) -> None:
+    def apply(self, events: IndexEvents) -> None:
         """Apply published changes."""
         if events.cleared:
             self.contents.clear()

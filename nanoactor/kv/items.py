@@ -51,19 +51,19 @@ class HeldItems:
         positions, delta = rope_positions(length, spans)
         return cls(rows, stops, block_extras(items, block_size), positions, delta)
 
-    def behind(self) -> HeldItems:
+    def for_copy(self) -> HeldItems:
         """Return the items for a copy that starts after the last item and therefore holds none of
         them."""
         return dataclasses.replace(self, encoded=[None] * len(self.stops), released=set())
 
-    def turned(self, start: int, count: int) -> Int32:
+    def rotary_positions(self, start: int, count: int) -> Int32:
         """Return the rotary positions of `count` tokens from `start` on, (3, count)."""
         known = self.positions[:, start : start + count]
         after = np.arange(start + known.shape[1], start + count, dtype=np.int32) + self.delta
         return np.concatenate((known, np.tile(after.astype(np.int32), (3, 1))), axis=1)
 
 
-class ItemKeeper:
+class ItemManager:
     """Holds items for sequences, and locates their rows in the encoder cache."""
 
     def __init__(self, limits: EncoderLimits) -> None:
@@ -71,18 +71,18 @@ class ItemKeeper:
         self.cache = EncoderCache(limits.pages, limits.page_rows)
         self._answers: list[list[int]] = [[], [], [], [], [], []]
         """The columns of the next `EncoderCredits`."""
-        self._has_news = False
+        self._has_changes = False
 
-    def _say(self, **columns: list[int]) -> None:
+    def _add(self, **columns: list[int]) -> None:
         names = [field.name for field in dataclasses.fields(EncoderCredits)]
         for name, values in columns.items():
             self._answers[names.index(name)] += values
 
-    def take_credits(self) -> EncoderCredits | None:
+    def pop_credits(self) -> EncoderCredits | None:
         """Return all answers since the last call, or None if there is nothing to report."""
         answers, self._answers = self._answers, [[], [], [], [], [], []]
-        has_news, self._has_news = self._has_news, False
-        if not has_news:
+        has_changes, self._has_changes = self._has_changes, False
+        if not has_changes:
             return None
         items, refunds, numbers, units, freed, fences = answers
         return EncoderCredits(
@@ -96,29 +96,29 @@ class ItemKeeper:
 
     # -- holding --------------------------------------------------------------------------
 
-    def match_nothing(self) -> None:
+    def match_no_items(self) -> None:
         """Record the answer to an admission without items."""
-        self._say(items=[0], refunds=[0])
+        self._add(items=[0], refunds=[0])
 
     def match(self, held: HeldItems, items: Items, computed: int) -> None:
         """Hold the items with tokens at or after position `computed`, and record the answer."""
-        self._has_news = True
+        self._has_changes = True
         refund, numbers, progress = 0, [], []
         for index, stop in enumerate(held.stops):
             grid = tuple(items.grids[index].tolist())
             units = EncodeUnits.of(grid, self.limits.budget, self.limits.depth)
             if stop <= computed:
                 held.encoded.append(None)
-                refund += self.cache.pages_of(units.all_rows)
+                refund += self.cache.pages_of(units.total_rows)
                 numbers.append(-1)
                 progress.append(0)
                 continue
-            item, others = self.cache.hold(bytes(items.keys[index]), units)
+            item, others = self.cache.acquire(bytes(items.keys[index]), units)
             held.encoded.append(item)
             refund += others
             numbers.append(item.number)
             progress.append(item.planned)
-        self._say(items=[len(numbers)], refunds=[refund], numbers=numbers, units=progress)
+        self._add(items=[len(numbers)], refunds=[refund], numbers=numbers, units=progress)
 
     def advance(self, held: HeldItems, planned: int, step: int) -> None:
         """Release the items whose tokens all lie before position `planned`, which steps up to
@@ -137,8 +137,8 @@ class ItemKeeper:
         if item is None or index in held.released:
             return
         held.released.add(index)
-        self._has_news = True
-        self._say(freed=[self.cache.release(item, fence)], fences=[fence])
+        self._has_changes = True
+        self._add(freed=[self.cache.release(item, fence)], fences=[fence])
 
     def distrust(self, held: HeldItems) -> None:
         """Distrust these items because a row that read them has failed; they are encoded again."""
@@ -151,7 +151,7 @@ class ItemKeeper:
         for number in event.numbers.tolist():
             item = self.cache.find(number)
             if item is not None:
-                item.planned = item.units.whole(item.planned)
+                item.planned = item.units.complete_units(item.planned)
 
     def check(self, holders: Iterable[HeldItems | None]) -> None:
         """Raise `ProtocolBug` unless every reference belongs to a sequence and is counted once."""
@@ -172,19 +172,19 @@ class ItemKeeper:
     ) -> VisionStep | None:
         """Return a step's work on pictures and videos; None if there is none. `chunks` has (items,
         start, number of tokens) for each row that computes known tokens."""
-        turned = _positions(chunks)
-        if slices is None and not turned.size:
+        positions = _positions(chunks)
+        if slices is None and not positions.size:
             return None
-        todo = _NO_SLICES if slices is None else slices
-        counts, pages = self._bind_slices(todo)
+        encode_slices = _NO_SLICES if slices is None else slices
+        counts, pages = self._bind_slices(encode_slices)
         tokens, rows = self._bind_rows(chunks)
         return VisionStep(
-            slices=todo,
+            slices=encode_slices,
             page_counts=_int32(counts),
             pages=_int32(pages),
             tokens=tokens,
             rows=rows,
-            positions=turned,
+            positions=positions,
         )
 
     def _bind_slices(self, slices: EncodeSlices) -> tuple[list[int], list[int]]:
@@ -192,7 +192,7 @@ class ItemKeeper:
         for number, first, count in zip(
             slices.numbers.tolist(), slices.firsts.tolist(), slices.counts.tolist(), strict=True
         ):
-            item = self.cache.numbered(number)
+            item = self.cache.get(number)
             if first != item.planned or first + count > item.units.count:
                 raise ProtocolBug(
                     f"a step encodes units {first}+{count} of item {item.key.hex()}, but "
@@ -224,9 +224,9 @@ class ItemKeeper:
         """Return an item with at least `rows` leading rows encoded. Raises `ProtocolBug` if fewer
         are: its tokens would be computed without their picture."""
         item = held.encoded[index]
-        there = 0 if item is None else item.units.rows_after(item.planned)
-        if item is None or index in held.released or there < rows:
-            raise ProtocolBug(f"{rows} rows of item {index} are read, but {there} are encoded")
+        available = 0 if item is None else item.units.rows_after(item.planned)
+        if item is None or index in held.released or available < rows:
+            raise ProtocolBug(f"{rows} rows of item {index} are read, but {available} are encoded")
         return item
 
 
@@ -235,7 +235,7 @@ def _positions(chunks: list[tuple[HeldItems | None, int, int]]) -> Int32:
     if all(held is None or start + count <= held.spans[0][2] for held, start, count in chunks):
         return _NO_POSITIONS  # a prompt is plain text before its first picture
     positions = [
-        held.turned(start, count)
+        held.rotary_positions(start, count)
         if held is not None
         else np.tile(np.arange(start, start + count, dtype=np.int32), (3, 1))
         for held, start, count in chunks

@@ -11,11 +11,11 @@ from nanoactor.kv.holding import Holding
 from nanoactor.kv.pool import BlockPool
 from nanoactor.messages.engine import Int32
 
-_BEGUN = b"begun"
+_PARTIAL_PREFIX = b"begun"
 """Prefix of the names under which partial blocks are indexed."""
 
 
-class Begun(NamedTuple):
+class PartialBlock(NamedTuple):
     """A partly written block that a sequence takes over."""
 
     block: int
@@ -33,11 +33,11 @@ class Leftovers:
     def __init__(self, pool: BlockPool, block_size: int) -> None:
         self._pool = pool
         self._size = block_size
-        self._behind: dict[bytes, list[tuple[Int32, int, bytes]]] = {}
+        self._by_parent: dict[bytes, list[tuple[Int32, int, bytes]]] = {}
         """(tokens whose keys and values a block holds, block, name of the block in the index), by
         the hash of the preceding block."""
 
-    def leave(self, holding: Holding, tokens: Int32) -> None:
+    def add(self, holding: Holding, tokens: Int32) -> None:
         """Index the blocks of a sequence that has computed `tokens`: full blocks by their hashes in
         `holding`, and the last blocks also by their tokens."""
         size, hashes, full = self._size, holding.hashes, len(tokens) // self._size
@@ -47,28 +47,28 @@ class Leftovers:
         for index in range(max(0, full - 1), -(-len(tokens) // size)):
             if index not in holding.extras:
                 parent = hashes[index - 1] if index else b""
-                self._leave_block(holding.table[index], parent, tokens[index * size :][:size])
+                self._add_block(holding.table[index], parent, tokens[index * size :][:size])
 
-    def _leave_block(self, block: int, parent: bytes, tokens: Int32) -> None:
-        self._pool.remember(block, _BEGUN + parent + tokens.tobytes())  # unless it has one
+    def _add_block(self, block: int, parent: bytes, tokens: Int32) -> None:
+        self._pool.remember(block, _PARTIAL_PREFIX + parent + tokens.tobytes())  # unless it has one
         if (name := self._pool.content_of(block)) is not None:
-            self._behind.setdefault(parent, []).append((tokens.copy(), block, name))
+            self._by_parent.setdefault(parent, []).append((tokens.copy(), block, name))
 
-    def take(self, hashes: Sequence[bytes], tokens: Int32) -> Begun | None:
+    def claim(self, hashes: Sequence[bytes], tokens: Int32) -> PartialBlock | None:
         """Take over, with one reference, the block after these hashes that starts with the most of
         these tokens. Return None if no block starts with any of them, or if all such blocks are
         held by others."""
-        best, most = None, 0
-        for left, block, name in self._behind.get(hashes[-1] if hashes else b"", ()):
+        best, longest = None, 0
+        for stored, block, name in self._by_parent.get(hashes[-1] if hashes else b"", ()):
             if self._pool.find(name) != block or self._pool.is_held(block):
                 continue
-            count = min(len(left), len(tokens))
-            same = left[:count] == tokens[:count]
+            count = min(len(stored), len(tokens))
+            same = stored[:count] == tokens[:count]
             count = count if same.all() else int(np.argmin(same))
-            if count > most:
-                best, most = block, count
+            if count > longest:
+                best, longest = block, count
         if best is None:
             return None
         self._pool.share(best)
         self._pool.forget(best)  # its holder writes on in it
-        return Begun(best, most)
+        return PartialBlock(best, longest)

@@ -16,8 +16,8 @@ import numpy as np
 from nanoactor.errors import ProtocolBug
 from nanoactor.kv.copies import PendingCopies
 from nanoactor.kv.hashing import block_hash
-from nanoactor.kv.holding import Answers, Holding, Sharing, spread_doubt
-from nanoactor.kv.items import HeldItems, ItemKeeper
+from nanoactor.kv.holding import AnswerBuilder, Holding, SharedBlockCounts, propagate_taint
+from nanoactor.kv.items import HeldItems, ItemManager
 from nanoactor.kv.leftovers import Leftovers
 from nanoactor.kv.pool import BlockPool
 from nanoactor.media.units import NO_ENCODER, EncoderLimits
@@ -32,7 +32,7 @@ from nanoactor.messages.engine import (
     Step,
     Turn,
 )
-from nanoactor.messages.rows import NO_ROWS, Long, RowExpander, Rows, StepRows, counted_up
+from nanoactor.messages.rows import NO_ROWS, Long, RowExpander, Rows, StepRows, concatenate_ranges
 from nanoactor.messages.vision import VisionStep
 
 _NOTHING_HELD = -1
@@ -68,33 +68,33 @@ class BlockManager:
         salt: bytes,
         prefix_caching: bool = True,
         encoder: EncoderLimits = NO_ENCODER,
-        slot_state: bool = False,
+        has_slot_state: bool = False,
     ) -> None:
-        """`slot_state` means that layers keep state by slot, outside the blocks: no prefix is ever
-        found, and copies of slots are sent to the runners."""
-        prefix_caching = prefix_caching and not slot_state
+        """`has_slot_state` means that layers keep state by slot, outside the blocks: no prefix is
+        ever found, and copies of slots are sent to the runners."""
+        prefix_caching = prefix_caching and not has_slot_state
         self.pool = BlockPool(blocks)
-        self.items = ItemKeeper(encoder)
+        self.items = ItemManager(encoder)
         self._leftovers = Leftovers(self.pool, block_size)
-        self._sharing = Sharing(blocks, max_seqs)
+        self._sharing = SharedBlockCounts(blocks, max_seqs)
         self._rows = RowExpander(max_seqs)
         self._turn = self._step = 0
         """The last turn processed, and the last step planned."""
-        self._fresh: deque[tuple[int, int]] = deque()
+        self._recently_indexed: deque[tuple[int, int]] = deque()
         """(step, block) for each block that was indexed for a step not known to be done."""
         self._block_size = block_size
         self._salt = salt
         self._prefix_caching = prefix_caching
         self._holdings: dict[int, Holding] = {}
-        self._left: deque[tuple[int, int, Holding]] = deque()
+        self._released: deque[tuple[int, int, Holding]] = deque()
         """(fence, slot, holding) for each released slot in which steps in flight may have rows."""
-        self._copies = PendingCopies(slots=slot_state)
+        self._copies = PendingCopies(slots=has_slot_state)
         # Arrays by slot, so that a step of hundreds of decodes takes only a few operations.
         self._tokens = np.empty((max_seqs, max_model_len), np.int32)
         """All known tokens."""
         self._known = np.full(max_seqs, _NOTHING_HELD)
         """Number of known tokens; negative if a slot holds nothing."""
-        self._room = np.zeros(max_seqs, np.int64)
+        self._capacity = np.zeros(max_seqs, np.int64)
         """Number of positions that a slot's blocks hold; 0 if the slot holds nothing."""
         self._next_index = np.zeros(max_seqs, np.int64)
         """End position of the first block that is not indexed yet."""
@@ -107,12 +107,12 @@ class BlockManager:
         self._to_index: list[tuple[int, int]] = []
         """(slot, number of complete tokens) of each slot in which a block has filled up since the
         last call of `index`."""
-        self._answers = Answers()
-        self._forgotten = 0
+        self._answers = AnswerBuilder()
+        self._forget_number = 0
         """Number of the latest order to clear the index."""
         self.hits = PrefixHits()
 
-    def take(self, turn: Turn) -> Step | None:
+    def apply_turn(self, turn: Turn) -> Step | None:
         """Process a turn, part by part; return its step, or None if it has none.
 
         Raises `ProtocolBug` if turns are out of order, or contradict what slots hold.
@@ -127,7 +127,7 @@ class BlockManager:
         if turn.forks is not None:
             self._fork(turn.forks, turn.fence)
         if turn.known is not None:
-            self._learn(turn.known)
+            self._record_known(turn.known)
         if len(turn.frees):
             self._free(turn.frees, turn.fence)
         if turn.drop_pixels is not None:
@@ -148,32 +148,32 @@ class BlockManager:
         self.index()
         slot = event.slot
         if slot in self._holdings:
-            raise ProtocolBug(f"slot {slot} is assigned, but held by {self._story(slot)}")
+            raise ProtocolBug(f"slot {slot} is assigned, but held by {self._describe(slot)}")
         tokens = event.token_ids
         items = None
         if event.items is not None:
             items = HeldItems.of(event.items, len(tokens), self._block_size)
         extras = items.extras if items is not None else _NO_EXTRAS
         hashes = self._complete_hashes([bytes(row) for row in event.hashes], tokens, extras)
-        table = self._find(event, hashes[: (len(tokens) - 1) // self._block_size])
+        table = self._find_prefix(event, hashes[: (len(tokens) - 1) // self._block_size])
         refund = sum(map(self.pool.share, table))
         hits = len(table)
         computed = hits * self._block_size
-        most = min(len(tokens) - 1, self._most_hits(event))
+        max_cached = min(len(tokens) - 1, self._max_hits(event))
         if hits not in extras and (
-            begun := self._leftovers.take(hashes[:hits], tokens[computed:most])
+            partial := self._leftovers.claim(hashes[:hits], tokens[computed:max_cached])
         ):
-            table.append(begun.block)
-            computed += begun.positions
+            table.append(partial.block)
+            computed += partial.positions
         table += [self.pool.allocate() for _ in range(event.blocks - len(table))]
         holding = Holding(event.uid, hashes, table, items, extras, event.request)
-        holding.lends, holding.hit, holding.filled = len(event.hashes), computed, computed
+        holding.shareable, holding.cached, holding.filled = len(event.hashes), computed, computed
         if items is None:
-            self.items.match_nothing()
+            self.items.match_no_items()
         else:
             assert event.items is not None
             self.items.match(items, event.items, computed)
-        self._take_slot(slot, holding, tokens, indexed=hits)
+        self._assign_slot(slot, holding, tokens, indexed=hits)
         self.hits.note(len(tokens), computed)
         self._answers.uids.append(event.uid)
         self._answers.hits.append(computed)
@@ -181,22 +181,22 @@ class BlockManager:
         self._answers.is_due = True
         self._admitted.add(slot)
 
-    def _take_slot(self, slot: int, holding: Holding, tokens: Int32, indexed: int) -> None:
+    def _assign_slot(self, slot: int, holding: Holding, tokens: Int32, indexed: int) -> None:
         """Give a slot its holding and known tokens; the first `indexed` blocks are already
         indexed."""
         self._holdings[slot] = holding
-        self._sharing.hold(slot, holding.table)
+        self._sharing.add(slot, holding.table)
         self._tokens[slot, : len(tokens)] = tokens
         self._known[slot], self._computed[slot] = len(tokens), 0
-        self._room[slot] = len(holding.table) * self._block_size
+        self._capacity[slot] = len(holding.table) * self._block_size
         self._next_index[slot] = (indexed + 1) * self._block_size
 
-    def _find(self, event: Admission, hashes: list[bytes]) -> list[int]:
+    def _find_prefix(self, event: Admission, hashes: list[bytes]) -> list[int]:
         """Return the blocks that hold the longest known prefix, from the index or, without prefix
         caching, from another sequence of the request."""
-        hashes = hashes[: self._most_hits(event) // self._block_size]
+        hashes = hashes[: self._max_hits(event) // self._block_size]
         if not self._prefix_caching:
-            return self._lent(event.request)[: len(hashes)]
+            return self._lent_blocks(event.request)[: len(hashes)]
         found: list[int] = []
         for content in hashes:
             if (block := self.pool.find(content)) is None:
@@ -204,16 +204,16 @@ class BlockManager:
             found.append(block)
         return found
 
-    def _most_hits(self, event: Admission) -> int:
-        return 0 if self._copies.has_slots else event.most_hits
+    def _max_hits(self, event: Admission) -> int:
+        return 0 if self._copies.has_slots else event.max_hits
 
-    def _lent(self, request: int) -> list[int]:
+    def _lent_blocks(self, request: int) -> list[int]:
         """Return the prompt's full blocks from a sequence of the request that has computed them;
         empty if there is none."""
         size = self._block_size
         for holding in self._holdings.values():
-            if holding.request == request and holding.filled >= holding.lends * size:
-                return [] if holding.distrusted else holding.table[: holding.lends]
+            if holding.request == request and holding.filled >= holding.shareable * size:
+                return [] if holding.distrusted else holding.table[: holding.shareable]
         return []
 
     def _complete_hashes(
@@ -235,12 +235,12 @@ class BlockManager:
         self._step = plan.step
         for slot in plan.grows.tolist():
             block = self.pool.allocate()
-            self._of(slot).table.append(block)
-            self._sharing.hold(slot, (block,))
-            self._room[slot] += self._block_size
-        copies, slot_copies = self._copies.take()
-        sent = self._behind_hits(plan.rows) if self._admitted else plan.rows
-        rows = self._rows.expand(sent, plan.leaves)
+            self._holding(slot).table.append(block)
+            self._sharing.add(slot, (block,))
+            self._capacity[slot] += self._block_size
+        copies, slot_copies = self._copies.drain()
+        rows_to_send = self._skip_hits(plan.rows) if self._admitted else plan.rows
+        rows = self._rows.expand(rows_to_send, plan.leaves)
         computing, token_ids = NO_ROWS, _NOTHING
         if len(others := rows.others):
             computing = others.take(others.counts > 0)
@@ -253,7 +253,7 @@ class BlockManager:
         changed = dict.fromkeys(slot for part in slots if len(part) for slot in part.tolist())
         return Step(
             plan.step,
-            sent,
+            rows_to_send,
             plan.leaves,
             token_ids,
             **(self._announce(changed) if changed else _UNCHANGED),
@@ -263,12 +263,12 @@ class BlockManager:
             vision=vision,
         )
 
-    def _behind_hits(self, rows: Rows) -> Rows:
+    def _skip_hits(self, rows: Rows) -> Rows:
         """Return the rows without the positions that this turn's admissions found in the cache."""
         starts, counts = rows.starts.copy(), rows.counts.copy()
         for row, slot in enumerate(rows.slots.tolist()):
             if slot in self._admitted and counts[row]:
-                starts[row] = self._holdings[slot].hit
+                starts[row] = self._holdings[slot].cached
                 counts[row] -= starts[row]
         return dataclasses.replace(rows, starts=starts, counts=counts)
 
@@ -276,17 +276,17 @@ class BlockManager:
         """Record up to which position a step computes each slot; check that it has the blocks."""
         slots, ends = rows.decode_slots, rows.decode_starts + 1
         if len(computing):
-            self._void_ends(computing.slots, computing.starts.astype(np.int64))
+            self._discard_ends(computing.slots, computing.starts.astype(np.int64))
             slots = np.concatenate((slots, computing.slots))
             ends = np.concatenate((ends, computing.starts + computing.counts))
-        past = ends > self._room[slots]
-        if past.any():
-            slot = int(slots[past][0])
-            self._of(slot)
-            raise ProtocolBug(f"step {self._step} writes past the blocks of {self._story(slot)}")
+        is_past = ends > self._capacity[slots]
+        if is_past.any():
+            slot = int(slots[is_past][0])
+            self._holding(slot)
+            raise ProtocolBug(f"step {self._step} writes past the blocks of {self._describe(slot)}")
         self._in_flight.append((self._step, slots, ends))
 
-    def _void_ends(self, slots: Int32, starts: Long) -> None:
+    def _discard_ends(self, slots: Int32, starts: Long) -> None:
         """Discard what steps compute for these slots from position `starts` on, since the tokens
         there differ from those with which the decode rows continued."""
         limits = np.full(len(self._known), np.iinfo(np.int64).max)
@@ -303,10 +303,10 @@ class BlockManager:
         for slot, start, count, ids in zip(*(c.tolist() for c in columns), strict=True):
             end = start + count
             if end > self._known[slot]:
-                self._of(slot)
-                story = self._story(slot)
+                self._holding(slot)
+                description = self._describe(slot)
                 raise ProtocolBug(
-                    f"step {self._step} computes unknown tokens, {start}+{count}, of {story}"
+                    f"step {self._step} computes unknown tokens, {start}+{count}, of {description}"
                 )
             chunk = self._tokens[slot, start : start + ids]
             if end == self._known[slot] and ids > count:  # no known token follows the row
@@ -322,20 +322,21 @@ class BlockManager:
         for slot, source in zip(rows.slots.tolist(), rows.sources.tolist(), strict=True):
             if slot in self._holdings:
                 raise ProtocolBug(
-                    f"step {plan.step} copies slot {source} to a slot in use: {self._story(slot)}"
+                    f"step {plan.step} copies slot {source} to a slot in use: "
+                    f"{self._describe(slot)}"
                 )
             copy, tokens = self._copy(uids[slot], source, spare=False)
-            self._take_slot(slot, copy, tokens, indexed=len(copy.hashes))
+            self._assign_slot(slot, copy, tokens, indexed=len(copy.hashes))
         self._copies.copy_slots(rows.slots.tolist(), rows.sources.tolist())
 
     def _copy(self, uid: int, slot: int, *, spare: bool) -> tuple[Holding, Int32]:
         """Copy a computed slot: share its full blocks, and have the rest copied to a new block. If
         `spare` is set, that block is allocated even if there is no rest. Return the copy's holding
         and tokens."""
-        source, known = self._of(slot), int(self._known[slot])
+        source, known = self._holding(slot), int(self._known[slot])
         if source.filled != known:
             raise ProtocolBug(
-                f"request {uid} copies a slot that is not computed: {self._story(slot)}"
+                f"request {uid} copies a slot that is not computed: {self._describe(slot)}"
             )
         full, rest = divmod(known, self._block_size)
         table = source.table[:full]
@@ -348,8 +349,8 @@ class BlockManager:
         if source.tainted:
             self._answers.tainted.append(uid)
         copy = dataclasses.replace(source, uid=uid, hashes=source.hashes[:full], table=table)
-        copy.announced, copy.lends = 0, min(source.lends, full)
-        copy.items = source.items.behind() if source.items is not None else None
+        copy.announced, copy.shareable = 0, min(source.shareable, full)
+        copy.items = source.items.for_copy() if source.items is not None else None
         self._answers.is_due = True
         return copy, self._tokens[slot, :known].copy()
 
@@ -384,24 +385,24 @@ class BlockManager:
 
     def _complete(self, step: int) -> None:
         """Release what waited for steps up to `step`, all of which are done."""
-        while self._left and self._left[0][0] < step:
-            self._left.popleft()
-        while self._fresh and self._fresh[0][0] <= step:
-            self._fresh.popleft()
+        while self._released and self._released[0][0] < step:
+            self._released.popleft()
+        while self._recently_indexed and self._recently_indexed[0][0] <= step:
+            self._recently_indexed.popleft()
         while self._in_flight and self._in_flight[0][0] <= step:
             _, slots, ends = self._in_flight.popleft()
             self._computed[slots] = ends
         self.pool.complete(step)
         self.items.cache.complete(step)
 
-    def _learn(self, event: KnownTokens) -> None:
+    def _record_known(self, event: KnownTokens) -> None:
         """Record newly known tokens, and queue filled blocks for `index`: planned steps compute all
         but the newest token of a sequence."""
         slots, known = event.slots, self._known[event.slots]
         if len(known) and known.min() < 0:
-            self._of(int(slots[known < 0][0]))
+            self._holding(int(slots[known < 0][0]))
         if len(event.counts):
-            places = counted_up(known, event.counts)
+            places = concatenate_ranges(known, event.counts)
             self._tokens[np.repeat(slots, event.counts), places] = event.token_ids
             self._known[slots] = known + event.counts
         else:
@@ -409,7 +410,7 @@ class BlockManager:
             self._known[slots] = known + 1
         if len(event.runs):
             starts = self._known[event.runs] - event.run_counts
-            self._void_ends(event.runs, starts.astype(np.int64))
+            self._discard_ends(event.runs, starts.astype(np.int64))
         full = known >= self._next_index[slots]
         if self._prefix_caching and full.any():
             self._to_index += zip(slots[full].tolist(), known[full].tolist(), strict=True)
@@ -419,26 +420,28 @@ class BlockManager:
         self.index()
         slots = event.slots.tolist()
         pairs = zip(slots, event.sources.tolist(), strict=True)
-        copies = [self._copy(self._of(slot).uid, source, spare=True) for slot, source in pairs]
+        copies = [self._copy(self._holding(slot).uid, source, spare=True) for slot, source in pairs]
         self._copies.copy_slots(slots, event.sources.tolist())
         for slot, (copy, tokens) in zip(slots, copies, strict=True):
-            self._let_go(slot, fence)
-            self._take_slot(slot, copy, tokens, indexed=len(copy.hashes))
+            self._release(slot, fence)
+            self._assign_slot(slot, copy, tokens, indexed=len(copy.hashes))
 
     def _distrust(self, event: Failures) -> None:
         """Remove the results of failed rows from the index, and report the sequences that read
         them."""
         self.index()
-        failing = []
+        failed = []
         for slot, start in zip(event.slots.tolist(), event.starts.tolist(), strict=True):
-            left = (holding for _, of, holding in self._left if of == slot)
-            holding = next(left, None) or self._of(slot)
-            failing.append((holding, max(start, holding.hit) // self._block_size))
+            released = (
+                holding for _, released_slot, holding in self._released if released_slot == slot
+            )
+            holding = next(released, None) or self._holding(slot)
+            failed.append((holding, max(start, holding.cached) // self._block_size))
             if holding.items is not None:
                 self.items.distrust(holding.items)
         # Sequences preempted in the meantime still get the results of steps in flight.
-        every = (*self._holdings.values(), *(holding for _, _, holding in self._left))
-        blocks, readers = spread_doubt(failing, every)
+        holdings = (*self._holdings.values(), *(holding for _, _, holding in self._released))
+        blocks, readers = propagate_taint(failed, holdings)
         self._answers.tainted += [holding.uid for holding in readers]
         self.pool.distrust(blocks)
         self._answers.is_due = True
@@ -446,9 +449,9 @@ class BlockManager:
     def _forget_index(self, number: int) -> None:
         """Clear the index, and keep running sequences out of it. Does nothing if the order with
         this number was already executed."""
-        if number <= self._forgotten:
+        if number <= self._forget_number:
             return
-        self._forgotten = number
+        self._forget_number = number
         for holding in self._holdings.values():
             holding.distrusted = True
         self.pool.forget_all()
@@ -481,47 +484,47 @@ class BlockManager:
                 self._complete_hashes(holding.hashes, tokens, holding.extras)
             block = holding.table[index]
             if self.pool.remember(block, holding.hashes[index]):
-                self._fresh.append((self._step, block))
+                self._recently_indexed.append((self._step, block))
             self._next_index[slot] = (index + 2) * size
 
     def _free(self, slots: Int32, fence: int) -> None:
         """Release the blocks of slots whose sequences have ended or were preempted."""
         self.index()
         for slot in slots.tolist():
-            holding = self._of(slot)
-            self._let_go(slot, fence)
-            self._left.append((fence, slot, holding))
-            self._room[slot], self._known[slot] = 0, _NOTHING_HELD
+            holding = self._holding(slot)
+            self._release(slot, fence)
+            self._released.append((fence, slot, holding))
+            self._capacity[slot], self._known[slot] = 0, _NOTHING_HELD
             if holding.items is not None:
                 self.items.free(holding.items, fence)
 
-    def _let_go(self, slot: int, fence: int) -> None:
+    def _release(self, slot: int, fence: int) -> None:
         """Give up all blocks of a slot; steps up to `fence` may still use them."""
         table = self._holdings.pop(slot).table
         self._copies.drop_blocks(table)
-        self._sharing.let_go(slot, table)
-        self._answers.free(fence, self.pool.release(table[::-1], fence))
+        self._sharing.release(slot, table)
+        self._answers.add_freed(fence, self.pool.release(table[::-1], fence))
         self._answers.is_due = True
 
     def take_answer(self) -> Answer | None:
         """Return everything to report since the last call, as one message; None if the scheduler
         does not wait for an answer."""
-        encoder = self.items.take_credits()
+        encoder = self.items.pop_credits()
         if not self._answers.is_due and encoder is None:
             return None
-        answers, self._answers = self._answers, Answers()
-        return answers.message(self._turn, self._sharing.take(), encoder)
+        answers, self._answers = self._answers, AnswerBuilder()
+        return answers.message(self._turn, self._sharing.drain_changed(), encoder)
 
     # -- restart --------------------------------------------------------------------------
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         """Forget all sequences after a restart; the runners keep their memory.
 
         Nothing is in flight on the runners. The index keeps the blocks that are known to be
         computed. Partly filled blocks are found by sequences that continue with the same tokens.
         Steps are counted from 1 again.
         """
-        for _, block in self._fresh:
+        for _, block in self._recently_indexed:
             self.pool.forget(block)
         self._leftovers = Leftovers(self.pool, self._block_size)
         for slot, holding in self._holdings.items():
@@ -529,32 +532,38 @@ class BlockManager:
                 computed = min(self._computed[slot], self._known[slot])
                 tokens = self._tokens[slot, :computed]
                 self._complete_hashes(holding.hashes, tokens, holding.extras)
-                self._leftovers.leave(holding, tokens)
+                self._leftovers.add(holding, tokens)
             self.pool.release(holding.table[::-1], fence=0)
-        self.pool.begin_anew()
-        self.items = ItemKeeper(self.items.limits)
-        for queue in (self._fresh, self._left, self._to_index, self._holdings, self._copies):
+        self.pool.restart()
+        self.items = ItemManager(self.items.limits)
+        for queue in (
+            self._recently_indexed,
+            self._released,
+            self._to_index,
+            self._holdings,
+            self._copies,
+        ):
             queue.clear()
         self._in_flight.clear()
-        self._known[:], self._room[:], self._computed[:] = _NOTHING_HELD, 0, 0
+        self._known[:], self._capacity[:], self._computed[:] = _NOTHING_HELD, 0, 0
         self._turn = self._step = 0
         blocks, slots = self.pool.blocks, len(self._known)
-        self._sharing, self._rows = Sharing(blocks, slots), RowExpander(slots)
-        self._answers = Answers()
+        self._sharing, self._rows = SharedBlockCounts(blocks, slots), RowExpander(slots)
+        self._answers = AnswerBuilder()
 
     # -- inspection -----------------------------------------------------------------------
 
-    def _of(self, slot: int) -> Holding:
+    def _holding(self, slot: int) -> Holding:
         holding = self._holdings.get(slot)
         if holding is None:
             raise ProtocolBug(f"turn {self._turn} refers to slot {slot}, which holds nothing")
         return holding
 
-    def _story(self, slot: int) -> str:
-        h = self._holdings[slot]
+    def _describe(self, slot: int) -> str:
+        holding = self._holdings[slot]
         return (
-            f"request {h.uid} in slot {slot}: {self._known[slot]} tokens known, "
-            f"{h.filled} filled, {len(h.table)} blocks of {self._block_size}, "
+            f"request {holding.uid} in slot {slot}: {self._known[slot]} tokens known, "
+            f"{holding.filled} filled, {len(holding.table)} blocks of {self._block_size}, "
             f"indexed to {self._next_index[slot] - self._block_size}"
         )
 
@@ -565,7 +574,7 @@ class BlockManager:
         self.items.check(h.items for h in self._holdings.values())
 
     @property
-    def held(self) -> int:
+    def num_held_slots(self) -> int:
         """Return the number of slots that hold blocks."""
         return len(self._holdings)
 

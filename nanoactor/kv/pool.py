@@ -8,7 +8,7 @@ from nanoactor.errors import ProtocolBug
 from nanoactor.kv.index_changes import IndexChanges
 
 _NOT_QUARANTINED = -1
-_AFTER_ALL = 1 << 62
+_ALL_STEPS = 1 << 62
 
 
 class BlockPool:
@@ -22,13 +22,13 @@ class BlockPool:
 
     def __init__(self, blocks: int) -> None:
         self._references = [0] * blocks
-        self._hash: list[bytes | None] = [None] * blocks
+        self._hashes: list[bytes | None] = [None] * blocks
         self._index: dict[bytes, int] = {}
         self._free: deque[int] = deque(range(blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._ticket = [_NOT_QUARANTINED] * blocks
         """Number of the latest release that quarantined each block; earlier releases are void."""
-        self._tickets = 0
+        self._last_ticket = 0
         self._quarantine: deque[tuple[int, int, list[int]]] = deque()
         """(step that must be done before the blocks may be written, release number, blocks)."""
         self._completed = 0
@@ -75,10 +75,10 @@ class BlockPool:
 
     def forget(self, block: int) -> None:
         """Remove a block's content from the index."""
-        content = self._hash[block]
+        content = self._hashes[block]
         if content is not None:
             del self._index[content]
-            self._hash[block] = None
+            self._hashes[block] = None
             if self.changes is not None:
                 self.changes.forget(content)
 
@@ -91,30 +91,30 @@ class BlockPool:
 
     def remember(self, block: int, content: bytes) -> bool:
         """Index a block's content unless either is already indexed; return True if it was added."""
-        if content in self._index or self._hash[block] is not None:
+        if content in self._index or self._hashes[block] is not None:
             return False
         self._index[content] = block
-        self._hash[block] = content
+        self._hashes[block] = content
         if self.changes is not None:
             self.changes.remember(content)
         return True
 
     def content_of(self, block: int) -> bytes | None:
         """Return the hash by which the block's content is indexed, or None."""
-        return self._hash[block]
+        return self._hashes[block]
 
     def is_held(self, block: int) -> bool:
         """Return True if a sequence holds a reference to the block."""
         return self._references[block] > 0
 
-    def tell_index(self) -> None:
+    def publish_index(self) -> None:
         """Publish the whole index, and its later changes, through `changes`."""
         self.changes = self.changes or IndexChanges()
-        self.changes.begin_anew(self._index)
+        self.changes.republish(self._index)
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         """End all quarantines, since nothing is in flight, and count steps from 1 again."""
-        self.complete(_AFTER_ALL)
+        self.complete(_ALL_STEPS)
         self._completed = 0
 
     def distrust(self, blocks: set[int]) -> None:
@@ -132,16 +132,16 @@ class BlockPool:
         of `blocks`.
         """
         orphans = []
-        self._tickets += 1
+        self._last_ticket += 1
         for block in blocks:
             if self._references[block] <= 0:
                 raise ProtocolBug(f"block {block} is released but not held")
             self._references[block] -= 1
             if not self._references[block]:
-                self._ticket[block] = self._tickets
+                self._ticket[block] = self._last_ticket
                 orphans.append(block)
         if orphans:
-            self._quarantine.append((fence, self._tickets, orphans))
+            self._quarantine.append((fence, self._last_ticket, orphans))
             self.complete(self._completed)
         return len(orphans)
 
@@ -157,7 +157,7 @@ class BlockPool:
 
     def _make_available(self, block: int) -> None:
         self._ticket[block] = _NOT_QUARANTINED
-        if self._hash[block] is None:
+        if self._hashes[block] is None:
             self._free.append(block)
         else:
             self._cached[block] = None
@@ -181,5 +181,5 @@ class BlockPool:
                 f"some blocks are in two states or in none: {held} held, {len(states)} not"
             )
         for content, block in self._index.items():
-            if self._hash[block] != content:
+            if self._hashes[block] != content:
                 raise ProtocolBug(f"block {block} is indexed under content that it does not hold")

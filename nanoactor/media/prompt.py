@@ -68,11 +68,11 @@ def expand_prompt(
     start token, placeholders and the end token. `encode` returns the ids of such a text. Raises
     `InvalidRequest` if the numbers of placeholders and items differ.
     """
-    at = np.flatnonzero(np.isin(token_ids, (config.image_token_id, config.video_token_id)))
-    _check(token_ids[at], items, config)
+    positions = np.flatnonzero(np.isin(token_ids, (config.image_token_id, config.video_token_id)))
+    _check_counts(token_ids[positions], items, config)
     parts: list[Int32] = []
     spans: list[PlacedSpan] = []
-    length = before = 0
+    length = copied_until = 0
 
     def add(piece: Int32) -> None:
         nonlocal length
@@ -81,17 +81,17 @@ def expand_prompt(
 
     pictures = (index for index, item in enumerate(items) if item.times is None)
     videos = (index for index, item in enumerate(items) if item.times is not None)
-    for place in at.tolist():
+    for place in positions.tolist():
         index = next(pictures if token_ids[place] == config.image_token_id else videos)
         item = items[index]
-        add(token_ids[before:place])
+        add(token_ids[copied_until:place])
         for piece, first_row in _pieces(item, config, encode):
             if first_row is not None:
                 span = VisualSpan(length, item.height, item.width)
                 spans.append(PlacedSpan(index, first_row, span))
             add(piece)
-        before = place + 1
-    add(token_ids[before:])
+        copied_until = place + 1
+    add(token_ids[copied_until:])
     return ExpandedPrompt(np.concatenate(parts).astype(np.int32), tuple(spans))
 
 
@@ -111,7 +111,7 @@ def _pieces(
         yield np.array([config.end_token_id], np.int32), None
 
 
-def _check(placeholders: Int32, items: Sequence[VisualItem], config: VisionConfig) -> None:
+def _check_counts(placeholders: Int32, items: Sequence[VisualItem], config: VisionConfig) -> None:
     for kind, token, given in (
         ("image", config.image_token_id, sum(item.times is None for item in items)),
         ("video", config.video_token_id, sum(item.times is not None for item in items)),
@@ -124,11 +124,11 @@ def _check(placeholders: Int32, items: Sequence[VisualItem], config: VisionConfi
             )
 
 
-def patch_times(times: Sequence[float], together: int) -> tuple[float, ...]:
+def patch_times(times: Sequence[float], frames_per_patch: int) -> tuple[float, ...]:
     """Return the time of each temporal patch in seconds: the mean of the times of its first and
     last frames. The last frame is repeated if the frames do not fill a patch."""
-    padded = [*times, *[times[-1]] * (-len(times) % together)]
-    firsts, lasts = padded[::together], padded[together - 1 :: together]
+    padded = [*times, *[times[-1]] * (-len(times) % frames_per_patch)]
+    firsts, lasts = padded[::frames_per_patch], padded[frames_per_patch - 1 :: frames_per_patch]
     return tuple((first + last) / 2 for first, last in zip(firsts, lasts, strict=True))
 
 

@@ -21,7 +21,7 @@ class EncoderLimits:
     depth: int = 1
     """Number of blocks in the tower."""
     ranks: int = 1
-    short: int = 0
+    short_prefix: int = 0
     """If at most this many tokens precede a picture that is not encoded yet, they wait for it."""
 
 
@@ -57,8 +57,8 @@ class EncodeUnits:
     ) -> EncodeUnits:
         """Divide an item whose pixels have the shape (frames, height, width, channels)."""
         frames, height, width, _ = shape
-        side, together = images.factor, vision.temporal_patch_size
-        grid = -(-frames // together), height // side, width // side
+        patch_side, frames_per_patch = images.factor, vision.temporal_patch_size
+        grid = -(-frames // frames_per_patch), height // patch_side, width // patch_side
         return cls.of(grid, budget, vision.depth)
 
     @property
@@ -67,7 +67,7 @@ class EncodeUnits:
         return self.frames * self.parts
 
     @property
-    def all_rows(self) -> int:
+    def total_rows(self) -> int:
         """Return the number of rows of the whole item."""
         return self.frames * self.rows
 
@@ -79,7 +79,7 @@ class EncodeUnits:
         """Return the number of leading rows that are available once `units` units are encoded."""
         return units // self.parts * self.rows
 
-    def whole(self, units: int) -> int:
+    def complete_units(self, units: int) -> int:
         """Return how many of the first `units` units belong to complete temporal patches."""
         return units // self.parts * self.parts
 

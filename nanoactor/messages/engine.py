@@ -37,7 +37,7 @@ class Stopping:
     eos_ids: tuple[int, ...]
     """End-of-sequence token ids; empty if they are ignored."""
     stop_ids: tuple[int, ...]
-    fewer_will_do: bool = False
+    clamp_max_tokens: bool = False
     """Whether `max_tokens` is a default or a cap, which is reduced to what still fits into the
     context."""
 
@@ -217,7 +217,7 @@ class Admission:
     blocks: int
     items: Items | None = None
     """Images and videos; pages of the encoder cache were debited for all of them."""
-    most_hits: int = 2**31 - 1
+    max_hits: int = 2**31 - 1
     """Maximum number of tokens that may be prefix cache hits; all others must be recomputed."""
 
 
@@ -236,8 +236,8 @@ class Admissions:
     masked_counts: Int32
     """Number of `masked_ids` that belong to each row."""
     freeze_ids: Int32
-    """(rows, limits.FREEZE_IDS): token ids after which a sequence stops decoding, as many as there
-    is room for; padded with -1."""
+    """(rows, limits.MAX_FREEZE_IDS): token ids after which a sequence stops decoding, as many as
+    there is room for; padded with -1."""
     rope_deltas: Int32
     """Rotary position minus token index for tokens after the prompt; negative after an image."""
     prompt_lengths: Int32

@@ -44,10 +44,6 @@ class Want(enum.IntFlag):
 SAMPLE, KEEP, SCORE, DECODE, POOL = (int(want) for want in Want)
 
 
-# NumPy is five times as fast with plain numbers as with an `IntFlag`.
-SAMPLE, KEEP, SCORE, DECODE, POOL = (int(want) for want in Want)
-
-
 @message(19)
 class Rows:
     """Rows of a step, as columns."""
@@ -127,7 +123,7 @@ class StepRows(NamedTuple):
 class RowExpander:
     """Expands the rows that were sent, and the slots that leave, to all rows of each step.
 
-    The inverse is `compressed`. Steps must be expanded in order.
+    The inverse is `compress_rows`. Steps must be expanded in order.
     """
 
     def __init__(self, slots: int) -> None:
@@ -157,17 +153,17 @@ class RowExpander:
         self._starts = self._by_slot[self._slots]
 
 
-def compressed(
-    before: Flags, now: Flags, starts: NDArray[np.integer], others: Rows
+def compress_rows(
+    before: Flags, after: Flags, starts: NDArray[np.integer], others: Rows
 ) -> tuple[Rows, Int32]:
     """Return the rows to send, and the slots that leave the decode batch.
 
-    `before` and `now` select the slots that decode in the previous step and in this one. `starts`
+    `before` and `after` select the slots that decode in the previous step and in this one. `starts`
     holds, by slot, the start positions of this step's decode rows.
     """
-    changed = np.flatnonzero(before != now).astype(np.int32)
-    joins = changed[now[changed]]
-    leaves = changed[~now[changed]]
+    changed = np.flatnonzero(before != after).astype(np.int32)
+    joins = changed[after[changed]]
+    leaves = changed[~after[changed]]
     if not len(joins):
         return others, leaves
     count = len(joins)
@@ -187,12 +183,12 @@ def compressed(
     )
 
 
-def counted_up(begins: NDArray[np.integer], counts: NDArray[np.integer]) -> Long:
-    """Concatenate the ranges of `counts` consecutive numbers that start at `begins`."""
+def concatenate_ranges(starts: NDArray[np.integer], counts: NDArray[np.integer]) -> Long:
+    """Concatenate the ranges of `counts` consecutive numbers that start at `starts`."""
     if len(counts) == 1:
-        begin = int(begins[0])
+        begin = int(starts[0])
         return np.arange(begin, begin + int(counts[0]))
     ends = counts.cumsum()
     total = int(ends[-1]) if len(ends) else 0
-    found: Long = ((begins - (ends - counts)).repeat(counts) + np.arange(total)).astype(np.int64)
-    return found
+    ranges: Long = ((starts - (ends - counts)).repeat(counts) + np.arange(total)).astype(np.int64)
+    return ranges

@@ -14,13 +14,18 @@ from nanoactor.model_files.generation_config import FILE, GenerationConfig, read
 from nanoactor.models.config import check_file, read_config
 from nanoactor.models.errors import ModelError, UnsupportedModel
 from nanoactor.models.families.registry import family_of, keeps_slot_state
-from nanoactor.models.limits import FREEZE_IDS
+from nanoactor.models.limits import MAX_FREEZE_IDS
 from nanoactor.models.model_config import ModelConfig
 from nanoactor.models.parallel import check_parallel
 from nanoactor.models.vision.image_config import ImageConfig, read_image_config
 from nanoactor.models.vision.video_config import VideoConfig, read_video_config
 from nanoactor.options.config import EngineConfig
-from nanoactor.options.pooling import JUDGEMENTS, PoolingConfig, describes_pooling, read_pooling
+from nanoactor.options.pooling import (
+    SCORE_TOKENS,
+    PoolingConfig,
+    is_pooling_checkpoint,
+    read_pooling,
+)
 from nanoactor.text.end_token import end_token
 from nanoactor.text.huggingface import find_tokenizer
 
@@ -31,9 +36,9 @@ DEMOS = {DEMO: "demo", "demo-vl": "demo_vl"}
 """Models that are part of the package, and their directories."""
 
 
-READ = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
+MODEL_FILE_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 """Name patterns of the files that are read."""
-FilePrint = tuple[int, int, int]
+Fingerprint = tuple[int, int, int]
 """Fingerprint of a file: size in bytes, modification time in ns, and inode."""
 
 
@@ -49,13 +54,13 @@ class ModelFiles:
     max_model_len: int
     tokenizer_directory: Path | None
     """Directory with `tokenizer.json` and the chat template; None if only token ids are served."""
-    given_tokenizer: Path
+    hf_tokenizer_directory: Path
     """The directory from which transformers reads the tokenizer."""
     images: ImageConfig | None = None
     """Parameters for resizing images; None for a text-only model."""
     videos: VideoConfig | None = None
     """Parameters for sampling and resizing video frames; None for a model without video input."""
-    lowers_length: bool = False
+    is_length_auto: bool = False
     """Whether `max_model_len` is lowered to the capacity of the KV cache."""
     chat_template: str | None = None
     """Source of the chat template that replaces the model's own; None if none was given."""
@@ -66,7 +71,7 @@ class ModelFiles:
     has_slot_state: bool = False
     """Whether layers keep per-sequence state outside the blocks, which rules out prefix cache
     hits."""
-    prints: Mapping[Path, FilePrint] = dataclasses.field(default_factory=dict)
+    fingerprints: Mapping[Path, Fingerprint] = dataclasses.field(default_factory=dict)
     """Fingerprints of all files that processes read, taken when the engine was created."""
 
     @property
@@ -75,9 +80,9 @@ class ModelFiles:
         vision = self.config.vision
         return () if vision is None else (vision.image_token_id, vision.video_token_id)
 
-    def fitted(self, tokens: int) -> ModelFiles:
+    def fit_to_cache(self, tokens: int) -> ModelFiles:
         """Return the files for a KV cache of `tokens` tokens; `max_model_len` may be lowered."""
-        if not self.lowers_length or tokens >= self.max_model_len:
+        if not self.is_length_auto or tokens >= self.max_model_len:
             return self
         return dataclasses.replace(self, max_model_len=tokens)
 
@@ -92,22 +97,22 @@ def read_model_files(config: EngineConfig) -> ModelFiles:
     model = read_config(directory)
     family_of(model.architecture)
     check_parallel(model, config.tensor_parallel_size)
-    length = _length(config, model)
+    length = _max_model_len(config, model)
     generation = _generation(config, directory)
     eos = generation.eos_token_ids or model.eos_token_ids
     _check_eos(eos, model.vocab_size, directory)
-    if keeps_slot_state(model) and len(eos) >= FREEZE_IDS:
+    if keeps_slot_state(model) and len(eos) >= MAX_FREEZE_IDS:
         raise UnsupportedModel(
             f"{directory} has {len(eos)} end-of-sequence ids, but a model whose layers keep "
-            f"states of sequences may have at most {FREEZE_IDS - 1}, because the device must "
+            f"states of sequences may have at most {MAX_FREEZE_IDS - 1}, because the device must "
             "know all of them"
         )
     skips, limit = config.skip_tokenizer_init, config.start_timeout
     images = None if model.vision is None else read_image_config(directory, model.vision)
-    given = _tokenizers(config, directory)
-    tokenizer = None if skips else find_tokenizer(given, limit)
+    tokenizer_source = _resolve_tokenizer(config, directory)
+    tokenizer = None if skips else find_tokenizer(tokenizer_source, limit)
     pooling = _pooling(config, directory, tokenizer)
-    generates = model.has_head and not (pooling and describes_pooling(directory))
+    generates = model.has_head and not (pooling and is_pooling_checkpoint(directory))
     if not generates and pooling is None:
         raise ModelError(
             f"{directory}: {model.architecture} has no language-modeling head, so it cannot "
@@ -117,14 +122,14 @@ def read_model_files(config: EngineConfig) -> ModelFiles:
         directory=directory,
         config=model,
         generation=generation,
-        eos_token_ids=_with_tokenizers(eos, tokenizer, model.vocab_size),
+        eos_token_ids=_with_tokenizer_eos(eos, tokenizer, model.vocab_size),
         max_model_len=length,
         tokenizer_directory=tokenizer,
-        given_tokenizer=given,
+        hf_tokenizer_directory=tokenizer_source,
         images=images,
         videos=_videos(directory, model, images),
-        prints=_prints({directory, tokenizer or directory}),
-        lowers_length=config.max_model_len == "auto",
+        fingerprints=_fingerprints({directory, tokenizer or directory}),
+        is_length_auto=config.max_model_len == "auto",
         chat_template=_chat_template(config.chat_template),
         pooling=pooling,
         generates=generates,
@@ -136,12 +141,12 @@ def _pooling(config: EngineConfig, directory: Path, tokenizer: Path | None) -> P
     """Return the model's pooling configuration, with the ids of the tokens from which scores are
     computed."""
     found = read_pooling(directory, config.pooling)
-    if found is None or not found.scores:
+    if found is None or not found.returns_scores:
         return found
-    return dataclasses.replace(found, token_ids=_judgements(directory, tokenizer))
+    return dataclasses.replace(found, token_ids=_judgement_ids(directory, tokenizer))
 
 
-def _judgements(directory: Path, tokenizer: Path | None) -> tuple[int, ...]:
+def _judgement_ids(directory: Path, tokenizer: Path | None) -> tuple[int, ...]:
     """Return the token ids of a reranker's judgments."""
     if tokenizer is None:
         raise InvalidConfig(
@@ -149,28 +154,28 @@ def _judgements(directory: Path, tokenizer: Path | None) -> tuple[int, ...]:
         )
     from nanoactor.text.tokenizer import load_tokenizer  # not imported by control processes
 
-    known = load_tokenizer(tokenizer)
-    ids = [token for word in JUDGEMENTS if (token := known.token_to_id(word)) is not None]
-    if len(ids) < len(JUDGEMENTS):
+    loaded = load_tokenizer(tokenizer)
+    ids = [token for word in SCORE_TOKENS if (token := loaded.token_to_id(word)) is not None]
+    if len(ids) < len(SCORE_TOKENS):
         raise InvalidConfig(
             f'pooling "yes_no" requires a reranker, but {directory} has no tokens '
-            f"{' and '.join(JUDGEMENTS)}"
+            f"{' and '.join(SCORE_TOKENS)}"
         )
     return tuple(ids)
 
 
 def _generation(config: EngineConfig, directory: Path) -> GenerationConfig:
     """Return the defaults recommended by the model's authors, or set by the engine's options."""
-    place = Path(config.generation_config)
+    source = Path(config.generation_config)
     overrides = dict(config.override_generation_config or {})
     if config.generation_config in ("auto", "vllm"):
         generation = read_generation_config(directory)
-    elif not (place / FILE).is_file():
+    elif not (source / FILE).is_file():
         raise InvalidConfig(
-            f'generation_config must be "auto", "vllm" or a directory with {FILE}, got {place}'
+            f'generation_config must be "auto", "vllm" or a directory with {FILE}, got {source}'
         )
     else:
-        generation = read_generation_config(place)
+        generation = read_generation_config(source)
     if config.generation_config == "vllm":
         generation = generation.without_recommendations()
     if overrides:
@@ -190,27 +195,27 @@ def _chat_template(given: str | None) -> str | None:
         raise InvalidConfig(f"chat_template {given!r:.200} cannot be read: {error}") from None
 
 
-def _tokenizers(config: EngineConfig, directory: Path) -> Path:
+def _resolve_tokenizer(config: EngineConfig, directory: Path) -> Path:
     """Return the directory of the tokenizer's files."""
     if config.tokenizer is None or config.tokenizer == config.model:
         return directory
     return resolve_model(config.tokenizer, download_dir=config.download_dir, weights=False)
 
 
-def _prints(directories: Iterable[Path]) -> dict[Path, FilePrint]:
-    found: dict[Path, FilePrint] = {}
+def _fingerprints(directories: Iterable[Path]) -> dict[Path, Fingerprint]:
+    found: dict[Path, Fingerprint] = {}
     for directory in directories:
-        for pattern in READ:
+        for pattern in MODEL_FILE_PATTERNS:
             for path in directory.glob(pattern):
                 check_file(path)
-                found[path] = file_print(path)
+                found[path] = fingerprint_file(path)
     return found
 
 
-def file_print(path: Path) -> FilePrint:
+def fingerprint_file(path: Path) -> Fingerprint:
     """Return a file's fingerprint. Raises `OSError` if its metadata cannot be read."""
-    told = path.stat()
-    return told.st_size, told.st_mtime_ns, told.st_ino
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 def _videos(directory: Path, model: ModelConfig, images: ImageConfig | None) -> VideoConfig | None:
@@ -220,14 +225,14 @@ def _videos(directory: Path, model: ModelConfig, images: ImageConfig | None) -> 
 
 
 def _check_eos(ids: tuple[int, ...], vocabulary: int, directory: Path) -> None:
-    wrong = [token for token in ids if not 0 <= token < vocabulary]
-    if wrong:
+    invalid = [token for token in ids if not 0 <= token < vocabulary]
+    if invalid:
         raise ModelError(
-            f"{directory}: eos_token_id {wrong[0]} is outside the vocabulary of {vocabulary} ids"
+            f"{directory}: eos_token_id {invalid[0]} is outside the vocabulary of {vocabulary} ids"
         )
 
 
-def _with_tokenizers(
+def _with_tokenizer_eos(
     eos: tuple[int, ...], tokenizer: Path | None, vocabulary: int
 ) -> tuple[int, ...]:
     """Return the end-of-sequence ids, including the tokenizer's own, as in vLLM: some tools for
@@ -244,13 +249,13 @@ def _with_tokenizers(
     return (*eos, found.id)
 
 
-def _length(config: EngineConfig, model: ModelConfig) -> int:
-    given = config.max_model_len
-    length = model.default_length if given is None or given == "auto" else given
-    if length > model.longest:
+def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    requested = config.max_model_len
+    length = model.default_max_length if requested is None or requested == "auto" else requested
+    if length > model.max_context_length:
         raise InvalidConfig(
-            f"max_model_len {length} exceeds {model.longest}, which is the limit set by the "
-            f"model's {_limit(model)}"
+            f"max_model_len {length} exceeds {model.max_context_length}, which is the limit set by "
+            f"the model's {_limiting_setting(model)}"
         )
     if length < 2:
         raise InvalidConfig(
@@ -259,11 +264,11 @@ def _length(config: EngineConfig, model: ModelConfig) -> int:
     return length
 
 
-def _limit(model: ModelConfig) -> str:
+def _limiting_setting(model: ModelConfig) -> str:
     """Return the end of an error message: which setting limits the length of sequences."""
-    if model.longest == model.window:
+    if model.max_context_length == model.window:
         return "sliding_window"
-    if model.longest != model.max_positions:
+    if model.max_context_length != model.max_positions:
         return "rope scaling"
     return "max_position_embeddings"
 
@@ -290,13 +295,13 @@ def resolve_model(
     if path.is_dir():
         found = path.resolve()
         if weights:
-            _check_kind(found)
+            _check_contents(found)
         return found
     if name in DEMOS:
         return Path(__file__).parent.parent / "models" / DEMOS[name]
     if path.is_file():
         raise ModelError(
-            f"{name} is a file{_KINDS_OF_FILES.get(path.suffix, '')}; give the directory of a "
+            f"{name} is a file{_FORMAT_BY_SUFFIX.get(path.suffix, '')}; give the directory of a "
             "model, with config.json and .safetensors files"
         )
     looks_local = path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1
@@ -305,10 +310,10 @@ def resolve_model(
             f"{name} is neither an existing directory nor a name on the Hugging Face hub "
             "(owner/model)"
         )
-    return _from_hub(name, revision, download_dir, weights)
+    return _download(name, revision, download_dir, weights)
 
 
-_KINDS_OF_FILES = {
+_FORMAT_BY_SUFFIX = {
     ".gguf": " in GGUF, llama.cpp's format, which is not supported",
     ".bin": " with weights in PyTorch's format, which is not supported",
     ".pt": " with weights in PyTorch's format, which is not supported",
@@ -316,7 +321,7 @@ _KINDS_OF_FILES = {
 }
 
 
-def _check_kind(directory: Path) -> None:
+def _check_contents(directory: Path) -> None:
     """Raise `ModelError` for a directory without `config.json` if its contents show the reason."""
     if (directory / "config.json").exists():
         return
@@ -338,20 +343,20 @@ def _check_kind(directory: Path) -> None:
         raise ModelError(f"{directory} contains weights but no config.json")
 
 
-def _from_hub(name: str, revision: str | None, download_dir: str | None, weights: bool) -> Path:
+def _download(name: str, revision: str | None, download_dir: str | None, weights: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    get = functools.partial(snapshot_download, name, revision=revision, cache_dir=download_dir)
+    download = functools.partial(snapshot_download, name, revision=revision, cache_dir=download_dir)
     try:
-        found = Path(get(local_files_only=True))
+        found = Path(download(local_files_only=True))
         if not weights or any(found.glob("*.safetensors")):
             return found
     except (LocalEntryNotFoundError, ValueError):
         pass  # not in the cache: ask the hub
-    wanted = [pattern for pattern in READ if weights or pattern != "*.safetensors"]
+    patterns = [pattern for pattern in MODEL_FILE_PATTERNS if weights or pattern != "*.safetensors"]
     try:
-        found = Path(get(allow_patterns=wanted))
+        found = Path(download(allow_patterns=patterns))
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
         raise ModelError(
             f"{name} is not a directory, is not in the Hugging Face cache, and cannot be "

@@ -20,7 +20,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from nanoactor.errors import ModelError
-from nanoactor.model_files.files import READ, FilePrint, ModelFiles, file_print
+from nanoactor.model_files.files import (
+    MODEL_FILE_PATTERNS,
+    Fingerprint,
+    ModelFiles,
+    fingerprint_file,
+)
 
 log = logging.getLogger("nanoactor.engine")
 T = TypeVar("T")
@@ -28,7 +33,7 @@ T = TypeVar("T")
 _TOKENIZER = ("tokenizer.json",)
 _TEMPLATE = ("tokenizer_config.json", "special_tokens_map.json", "*.jinja")
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
-_READERS: Mapping[str, tuple[str, ...]] = {
+_PATTERNS_BY_NODE: Mapping[str, tuple[str, ...]] = {
     "tokenizer": (*_TOKENIZER, *_TEMPLATE),
     "detokenizer": _TOKENIZER,
     "grammar": _TOKENIZER,
@@ -38,12 +43,12 @@ _READERS: Mapping[str, tuple[str, ...]] = {
 }
 """Name patterns of the files that each kind of node reads. The user's process reads the rest."""
 _CHUNK = 1 << 20
-_LOWEST = 19
-_LAST_CHUNK = 0.2
+_LOWEST_PRIORITY = 19
+_JOIN_TIMEOUT = 0.2
 """Seconds to wait, at the end, for the chunk that is being read."""
 
 
-class FilePrints:
+class FileFingerprints:
     """Checks that restarted nodes will read the same files as the others did."""
 
     def __init__(self, files: ModelFiles) -> None:
@@ -56,42 +61,42 @@ class FilePrints:
         self._stopping = False
         self._thread: threading.Thread | None = None
 
-    def learn(self) -> None:
+    def start_hashing(self) -> None:
         """Start computing the digest of every file, on a thread with the lowest priority."""
-        thread = threading.Thread(target=self._learn, name="nanoactor-digests", daemon=True)
+        thread = threading.Thread(target=self._hash_all, name="nanoactor-digests", daemon=True)
         try:
-            for directory in {path.parent for path in self._files.prints}:
+            for directory in {path.parent for path in self._files.fingerprints}:
                 self._directories[directory] = os.open(directory, os.O_PATH | os.O_DIRECTORY)
             thread.start()
             self._thread = thread
         except (OSError, RuntimeError) as error:  # resources exhausted, or files moved
             log.warning("the model's files cannot be hashed, so none of them may change: %s", error)
 
-    def _learn(self) -> None:
+    def _hash_all(self) -> None:
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
-        for path, known in self._files.prints.items():
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+        for path, known in self._files.fingerprints.items():
             with contextlib.suppress(OSError):
                 digest = self._digest(path)
                 # If not, the file was changed before its digest was computed.
-                if digest and file_print(path) == known:
+                if digest and fingerprint_file(path) == known:
                     self._digests[path] = digest
 
     def _digest(self, path: Path) -> bytes:
         """Return a file's digest; empty if the engine is closed first."""
-        found = hashlib.blake2b(digest_size=32)
+        hasher = hashlib.blake2b(digest_size=32)
         with path.open("rb", buffering=0) as file:
             while chunk := file.read(_CHUNK):
                 if self._stopping:
                     return b""
-                found.update(chunk)
-        return found.digest()
+                hasher.update(chunk)
+        return hasher.digest()
 
     def close(self) -> None:
         """Stop the thread, and close the file descriptors."""
         self._stopping = True
         if self._thread is not None:
-            self._thread.join(_LAST_CHUNK)
+            self._thread.join(_JOIN_TIMEOUT)
         for descriptor in self._directories.values():
             os.close(descriptor)
         self._directories = {}
@@ -99,70 +104,76 @@ class FilePrints:
     async def check(self, nodes: Iterable[str]) -> ModelFiles | None:
         """Check the files that `nodes` read. Return the model's files at their new location if they
         were moved. Raises `ModelError` if a file is gone or has changed."""
-        patterns = {pattern for node in nodes for pattern in _readers(node)}
+        patterns = {pattern for node in nodes for pattern in _patterns_read_by(node)}
         paths = [
             path
-            for path in self._files.prints
+            for path in self._files.fingerprints
             if any(fnmatch.fnmatch(path.name, pattern) for pattern in patterns)
         ]
-        places = {path: self._place(path) for path in paths}
-        doubtful = {
-            path: place for path, place in places.items() if self._differs(path, place) is not None
+        current_paths = {path: self._current_path(path) for path in paths}
+        changed = {
+            path: current
+            for path, current in current_paths.items()
+            if self._describe_change(path, current) is not None
         }
-        if doubtful:
-            await _on_thread(lambda: self._compare(doubtful))
-        return self._moved(places)
+        if changed:
+            await _on_thread(lambda: self._compare_digests(changed))
+        return self._relocated(current_paths)
 
-    def _place(self, path: Path) -> Path:
+    def _current_path(self, path: Path) -> Path:
         """Return the current path of a file: the original one unless its directory was renamed."""
         descriptor = self._directories.get(path.parent)
         if path.exists() or descriptor is None:
             return path
         with contextlib.suppress(OSError):
-            now = Path(os.readlink(f"/proc/self/fd/{descriptor}")) / path.name
-            if now.exists():
-                return now
+            path_now = Path(os.readlink(f"/proc/self/fd/{descriptor}")) / path.name
+            if path_now.exists():
+                return path_now
         return path
 
-    def _differs(self, path: Path, place: Path) -> str | None:
+    def _describe_change(self, path: Path, current: Path) -> str | None:
         """Compare a file's metadata with its fingerprint; return what happened to it, or None."""
         try:
-            now = file_print(place)
+            now = fingerprint_file(current)
         except OSError:
             raise ModelError(f"{path} has disappeared since the engine was started") from None
-        known: FilePrint = self._files.prints[path]
+        known: Fingerprint = self._files.fingerprints[path]
         if now == known:
             return None
         return "replaced" if now[2] != known[2] else "changed"
 
-    def _compare(self, places: Mapping[Path, Path]) -> None:
+    def _compare_digests(self, current_paths: Mapping[Path, Path]) -> None:
         """Compare digests, on a thread. Raises `ModelError` if a file's contents have changed."""
-        for path, place in places.items():
-            how, known = self._differs(path, place), self._digests.get(path)
-            same_size = place.stat().st_size == self._files.prints[path][0]
-            if not (known and same_size and self._digest(place) == known):
+        for path, current in current_paths.items():
+            change, digest = self._describe_change(path, current), self._digests.get(path)
+            same_size = current.stat().st_size == self._files.fingerprints[path][0]
+            if not (digest and same_size and self._digest(current) == digest):
                 raise ModelError(
-                    f"{path} has been {how} since the engine was started; start a new engine"
+                    f"{path} has been {change} since the engine was started; start a new engine"
                 )
-            log.warning("%s was %s but contains the same bytes", path, how)
+            log.warning("%s was %s but contains the same bytes", path, change)
 
-    def _moved(self, places: Mapping[Path, Path]) -> ModelFiles | None:
-        moved = {path.parent: place.parent for path, place in places.items() if path != place}
-        if not moved:
+    def _relocated(self, current_paths: Mapping[Path, Path]) -> ModelFiles | None:
+        new_directories = {
+            path.parent: current.parent
+            for path, current in current_paths.items()
+            if path != current
+        }
+        if not new_directories:
             return None
         files, tokenizer = self._files, self._files.tokenizer_directory
-        for before, after in moved.items():
+        for before, after in new_directories.items():
             log.warning("%s was moved to %s", before, after)
         return dataclasses.replace(
             files,
-            directory=moved.get(files.directory, files.directory),
-            tokenizer_directory=moved.get(tokenizer, tokenizer) if tokenizer else None,
+            directory=new_directories.get(files.directory, files.directory),
+            tokenizer_directory=new_directories.get(tokenizer, tokenizer) if tokenizer else None,
         )
 
 
-def _readers(node: str) -> Collection[str]:
+def _patterns_read_by(node: str) -> Collection[str]:
     """Return the patterns of the files that a node reads; all of them for an unknown node."""
-    return _READERS.get(node.partition(".")[0], READ)
+    return _PATTERNS_BY_NODE.get(node.partition(".")[0], MODEL_FILE_PATTERNS)
 
 
 async def _on_thread(work: Callable[[], T]) -> T:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from nanoactor.errors import InvalidConfig, InvalidRequest
-from nanoactor.models.config import as_ids, read_json
+from nanoactor.models.config import parse_token_ids, read_json
 from nanoactor.models.errors import ModelError
-from nanoactor.models.fields import flag, positive
+from nanoactor.models.fields import read_bool, read_positive_int
 from nanoactor.models.sampling.columns import DEFAULTS
 from nanoactor.requests.params import SamplingParams
 
@@ -108,20 +108,20 @@ class GenerationConfig:
         """Return this configuration overridden by `settings`, named as in the file. Raises
         `InvalidConfig` for a setting that is not applied or has an invalid value."""
         try:
-            made = parse_generation_config(settings, "override_generation_config")
+            parsed = parse_generation_config(settings, "override_generation_config")
         except ModelError as error:
             raise InvalidConfig(str(error)) from None
-        if made.not_applied:
+        if parsed.not_applied:
             raise InvalidConfig(
-                f"override_generation_config: the setting {made.not_applied[0]!r:.100} is not "
+                f"override_generation_config: the setting {parsed.not_applied[0]!r:.100} is not "
                 "supported"
             )
         given = {name for name in DEFAULTS if settings.get(name) is not None}
         given |= {"temperature"} if settings.get("do_sample") is False else set()
         return GenerationConfig(
-            {**self.sampling, **{name: made.sampling[name] for name in given}},
-            made.eos_token_ids or self.eos_token_ids,
-            made.max_new_tokens or self.max_new_tokens,
+            {**self.sampling, **{name: parsed.sampling[name] for name in given}},
+            parsed.eos_token_ids or self.eos_token_ids,
+            parsed.max_new_tokens or self.max_new_tokens,
             self.not_applied,
         )
 
@@ -137,8 +137,8 @@ def parse_generation_config(raw: Mapping[str, Any], origin: object = FILE) -> Ge
     applied = {*DEFAULTS, "do_sample", "eos_token_id", "max_new_tokens"}
     return GenerationConfig(
         sampling=_sampling(raw, origin),
-        eos_token_ids=as_ids(raw.get("eos_token_id"), origin),
-        max_new_tokens=_optional(raw, "max_new_tokens", origin),
+        eos_token_ids=parse_token_ids(raw.get("eos_token_id"), origin),
+        max_new_tokens=_optional_positive(raw, "max_new_tokens", origin),
         not_applied=tuple(
             name
             for name, value in raw.items()
@@ -147,8 +147,8 @@ def parse_generation_config(raw: Mapping[str, Any], origin: object = FILE) -> Ge
     )
 
 
-def _optional(raw: Mapping[str, Any], name: str, origin: object) -> int | None:
-    return None if raw.get(name) is None else positive(raw, name, origin)
+def _optional_positive(raw: Mapping[str, Any], name: str, origin: object) -> int | None:
+    return None if raw.get(name) is None else read_positive_int(raw, name, origin)
 
 
 def _is_neutral(name: str, value: Any) -> bool:
@@ -161,7 +161,7 @@ def _sampling(raw: Mapping[str, Any], origin: object) -> Mapping[str, float]:
         SamplingParams(**given)
     except InvalidRequest as error:
         raise ModelError(f"{origin}: {error}") from error
-    if not flag(raw, "do_sample", origin, True):
+    if not read_bool(raw, "do_sample", origin, True):
         penalty = given.get("repetition_penalty", DEFAULTS["repetition_penalty"])
         return {**DEFAULTS, "temperature": 0.0, "repetition_penalty": penalty}
     return {**DEFAULTS, **given}

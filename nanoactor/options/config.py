@@ -15,14 +15,14 @@ from nanoactor.models.options import (
     WEIGHT_FORMATS,
     DeviceOptions,
 )
-from nanoactor.options.pooling import POOLINGS
+from nanoactor.options.pooling import POOLING_METHODS
 from nanoactor.requests.params import make_numbers_plain
 
-_LEAST_STALL_TIMEOUT = 1.0
-_SHORT_STEPS = 4
+_MIN_STALL_TIMEOUT = 1.0
+_MAX_SHORT_STEPS = 4
 """Maximum number of steps in flight while a step takes longer on the host (half a millisecond, say)
 than on the device."""
-_MOST_LOGPROBS = 1000
+_MAX_MAX_LOGPROBS = 1000
 """Largest possible `max_logprobs`: the scores of a step's tokens must fit into one message."""
 Placement = Literal["default", "split", "single"]
 
@@ -30,9 +30,9 @@ Placement = Literal["default", "split", "single"]
 def simulated_times(device: str) -> tuple[float, float]:
     """Return a simulated device's time per step in milliseconds and per token in microseconds; 0
     and 0 if the name is malformed."""
-    base, plus, each = device.removeprefix("simulated:").partition("+")
+    base, plus, per_token = device.removeprefix("simulated:").partition("+")
     try:
-        return float(base), float(each) if plus else 0.0
+        return float(base), float(per_token) if plus else 0.0
     except ValueError:
         return 0.0, 0.0
 
@@ -219,28 +219,28 @@ class EngineConfig:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidConfig(f"{name} must be true or false, got {getattr(self, name)!r}")
         for name in ("block_size", "num_kv_blocks", "threads"):
-            self._check_whole(name, optional=True)
-        self._check_whole("encoder_cache_tokens", optional=True)
-        self._check_whole("max_pipeline_depth", optional=True)
-        self._check_whole("num_vision_workers")
-        self._check_whole("max_image_pixels")
+            self._check_positive_integer(name, optional=True)
+        self._check_positive_integer("encoder_cache_tokens", optional=True)
+        self._check_positive_integer("max_pipeline_depth", optional=True)
+        self._check_positive_integer("num_vision_workers")
+        self._check_positive_integer("max_image_pixels")
         self._check_media_limits()
         for name in ("max_num_seqs", "max_num_batched_tokens", "pipeline_depth", "num_tokenizers"):
-            self._check_whole(name)
-        self._check_whole("tensor_parallel_size")
-        self._check_whole("max_logprobs")
+            self._check_positive_integer(name)
+        self._check_positive_integer("tensor_parallel_size")
+        self._check_positive_integer("max_logprobs")
         for name in ("requests", "tokens", "media_bytes"):
-            self._check_whole(f"max_waiting_{name}")
-        self._check_whole("priority_window")
+            self._check_positive_integer(f"max_waiting_{name}")
+        self._check_positive_integer("priority_window")
         for name in ("start", "stop", "template", "mask", "hold"):
             self._check_number(f"{name}_timeout", 1e9)
         self._check_number("debug_delay_ms", 1e9)
         self._check_number("awake_ms", 1000, optional=True)
-        self._check_deaths()
+        self._check_restarts()
         self._check_model_options()
         self._check_salt()
         self._check_choice("plan_lead", ("eager", "late"))
-        self._check_choice("pooling", POOLINGS)
+        self._check_choice("pooling", POOLING_METHODS)
         self._check_choice("placement", get_args(Placement))
         self._check_choice("transport", ("ring", "queue"))
         self._check_choice("graph_mode", GRAPH_MODES)
@@ -254,17 +254,17 @@ class EngineConfig:
             )
         self._check_simulated()
         self._check_npu()
-        self._check_together()
+        self._check_combinations()
 
     def _check_model_options(self) -> None:
-        other = {"half": "float16", "float": "float32"}.get(str(self.dtype), self.dtype)
-        object.__setattr__(self, "dtype", other)
+        dtype = {"half": "float16", "float": "float32"}.get(str(self.dtype), self.dtype)
+        object.__setattr__(self, "dtype", dtype)
         self._check_choice("dtype", ("auto", *DTYPES))
         self._check_choice("load_format", ("auto", "dummy"))
         if self.max_model_len == -1:
             object.__setattr__(self, "max_model_len", "auto")
         if self.max_model_len != "auto":
-            self._check_whole("max_model_len", optional=True)
+            self._check_positive_integer("max_model_len", optional=True)
         overrides = self.override_generation_config
         if overrides is not None and not isinstance(overrides, Mapping):
             raise InvalidConfig(f"override_generation_config must be a dict, got {overrides!r:.80}")
@@ -298,15 +298,15 @@ class EngineConfig:
                     f"{count!r:.50}"
                 )
 
-    def _check_deaths(self) -> None:
+    def _check_restarts(self) -> None:
         if self.max_restarts != 0 or isinstance(self.max_restarts, bool):
-            self._check_whole("max_restarts")
+            self._check_positive_integer("max_restarts")
         self._check_number("restart_window", 1e9)
         if self.stall_timeout is not None:
             self._check_number("stall_timeout", 1e9)
-            if self.stall_timeout < _LEAST_STALL_TIMEOUT:
+            if self.stall_timeout < _MIN_STALL_TIMEOUT:
                 raise InvalidConfig(
-                    f"stall_timeout must be at least {_LEAST_STALL_TIMEOUT:g} s, or None, got "
+                    f"stall_timeout must be at least {_MIN_STALL_TIMEOUT:g} s, or None, got "
                     f"{self.stall_timeout!r}"
                 )
 
@@ -332,19 +332,19 @@ class EngineConfig:
             )
         if self.device == "auto" or self.device.startswith("npu"):
             return
-        for name, neutral in (
+        for name, defaults in (
             ("graph_mode", ("auto", "eager")),
             ("attention_layout", ("tnd",)),
             ("weight_format", ("nd",)),
             ("graph_cache_dir", (None,)),
         ):
-            if getattr(self, name) not in neutral:
+            if getattr(self, name) not in defaults:
                 raise InvalidConfig(
                     f"{name} {getattr(self, name)!r} is only supported on NPUs, not on device "
                     f"{self.device!r}"
                 )
 
-    def _check_together(self) -> None:
+    def _check_combinations(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise InvalidConfig(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
@@ -359,9 +359,9 @@ class EngineConfig:
             self._check_number("memory_utilization", 1.0)
             if not self.memory_utilization:
                 raise InvalidConfig("memory_utilization must be greater than 0")
-        if self.max_logprobs > _MOST_LOGPROBS:
+        if self.max_logprobs > _MAX_MAX_LOGPROBS:
             raise InvalidConfig(
-                f"max_logprobs must be at most {_MOST_LOGPROBS}, got {self.max_logprobs}"
+                f"max_logprobs must be at most {_MAX_MAX_LOGPROBS}, got {self.max_logprobs}"
             )
         if self.seed is not None and type(self.seed) is not int:
             raise InvalidConfig(f"seed must be an integer, got {self.seed!r}")
@@ -398,22 +398,26 @@ class EngineConfig:
         `pipeline_depth` may be in flight at no cost."""
         if self.max_pipeline_depth is not None:
             return self.max_pipeline_depth
-        deeper = deep and self.pipeline_depth > 1
-        return max(self.pipeline_depth, _SHORT_STEPS) if deeper else self.pipeline_depth
+        is_deeper = deep and self.pipeline_depth > 1
+        return max(self.pipeline_depth, _MAX_SHORT_STEPS) if is_deeper else self.pipeline_depth
 
-    def _check_whole(self, name: str, optional: bool = False) -> None:
+    def _check_positive_integer(self, name: str, optional: bool = False) -> None:
         value = getattr(self, name)
         if value is None and optional:
             return
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise InvalidConfig(f"{name} must be a positive integer, got {value!r}")
 
-    def _check_number(self, name: str, most: float, optional: bool = False) -> None:
+    def _check_number(self, name: str, maximum: float, optional: bool = False) -> None:
         value = getattr(self, name)
         if value is None and optional:
             return
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= most:
-            raise InvalidConfig(f"{name} must be a number from 0 to {most:g}, got {value!r}")
+        if (
+            not isinstance(value, int | float)
+            or isinstance(value, bool)
+            or not 0 <= value <= maximum
+        ):
+            raise InvalidConfig(f"{name} must be a number from 0 to {maximum:g}, got {value!r}")
 
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
         value = getattr(self, name)

@@ -8,16 +8,18 @@ from typing import Any
 
 from nanoactor.errors import InvalidConfig
 from nanoactor.options.config import EngineConfig
-from nanoactor.requests.known_names import ENGINE, Name
-from nanoactor.requests.named_parameters import meant
+from nanoactor.requests.known_names import ENGINE, ForeignOption
+from nanoactor.requests.named_parameters import suggestion
 
-_BY_NAME: Mapping[str, Name] = {name.theirs: name for name in ENGINE}
+_BY_NAME: Mapping[str, ForeignOption] = {name.theirs: name for name in ENGINE}
 
 
 def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
     """Return the configuration for options under our, vLLM's or SGLang's names. Raises
     `InvalidConfig`; for an unknown name, the message suggests a known one."""
-    known = [field.name for field in dataclasses.fields(EngineConfig) if field.name != "model"]
+    known_names = [
+        field.name for field in dataclasses.fields(EngineConfig) if field.name != "model"
+    ]
     chosen: dict[str, Any] = {}
     for name, value in options.items():
         foreign = _BY_NAME.get(name)
@@ -28,12 +30,12 @@ def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
             raise InvalidConfig(
                 f"{name} and {ours} are two names for the same option; give only one of them"
             )
-        if ours in known:
+        if ours in known_names:
             chosen[ours] = not value if foreign is not None and foreign.inverts else value
         elif foreign is None or foreign.ours:
             raise InvalidConfig(
-                f"unknown engine option {name!r:.100}{meant(name, [*known, *_BY_NAME])}"
+                f"unknown engine option {name!r:.100}{suggestion(name, [*known_names, *_BY_NAME])}"
             )
         elif not foreign.allows(value):
-            raise InvalidConfig(foreign.complaint(value))
+            raise InvalidConfig(foreign.error_message(value))
     return EngineConfig(model, **chosen)

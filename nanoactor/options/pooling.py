@@ -14,13 +14,13 @@ from nanoactor.models.config import check_file, read_json
 from nanoactor.models.errors import ModelError, UnsupportedModel
 from nanoactor.requests.pooling_params import PoolingParams
 
-Kind = Literal["last", "mean", "cls", "yes_no"]
-POOLINGS = ("auto", "none", "last", "mean", "cls", "yes_no")
-JUDGEMENTS = "no", "yes"
-"""Tokens whose logits give the score of a pair."""
+PoolingMethod = Literal["last", "mean", "cls", "yes_no"]
+POOLING_METHODS = ("auto", "none", "last", "mean", "cls", "yes_no")
+SCORE_TOKENS = "no", "yes"
+"""Tokens whose logits determine the score of a pair."""
 MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
-_MODES: Mapping[str, Kind] = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
-_READ = ("Transformer", "Pooling", "Normalize")
+_METHOD_BY_MODE: Mapping[str, PoolingMethod] = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
+_SUPPORTED_MODULES = ("Transformer", "Pooling", "Normalize")
 """Supported modules."""
 
 
@@ -28,7 +28,7 @@ _READ = ("Transformer", "Pooling", "Normalize")
 class PoolingConfig:
     """Pooling method of a model, and the prompts that may precede its texts."""
 
-    kind: Kind
+    kind: PoolingMethod
     """"last" and "cls": the final hidden state of the last or first token. "mean": the mean over
     all tokens. "yes_no": the logits of two tokens at the last position."""
     normalize: bool = True
@@ -41,19 +41,19 @@ class PoolingConfig:
     """For "yes_no", the ids of the two tokens, "no" first."""
 
     @property
-    def scores(self) -> bool:
+    def returns_scores(self) -> bool:
         """Return True if the model returns scores instead of vectors."""
         return self.kind == "yes_no"
 
-    def of_pair(self, params: PoolingParams) -> tuple[PoolingParams, PoolingParams]:
+    def params_of_pair(self, params: PoolingParams) -> tuple[PoolingParams, PoolingParams]:
         """Return the parameters for a query and a document whose vectors are compared: normalized,
         and with the model's `query` and `document` prompts if it has them and `params` has no
         prompt."""
-        named = [name if name in self.prompts else None for name in ("query", "document")]
+        prompt_names = [name if name in self.prompts else None for name in ("query", "document")]
         if params.prompt is not None or params.prompt_name is not None:
-            named = [params.prompt_name, params.prompt_name]
+            prompt_names = [params.prompt_name, params.prompt_name]
         query, document = (
-            dataclasses.replace(params, prompt_name=name, normalize=True) for name in named
+            dataclasses.replace(params, prompt_name=name, normalize=True) for name in prompt_names
         )
         return query, document
 
@@ -62,7 +62,7 @@ class PoolingConfig:
         return len(self.token_ids) or hidden_size
 
 
-def describes_pooling(directory: Path) -> bool:
+def is_pooling_checkpoint(directory: Path) -> bool:
     """Return True if a checkpoint is for pooling, not for generating text."""
     return (directory / MODULES).exists()
 
@@ -79,64 +79,68 @@ def read_pooling(directory: Path, kind: str = "auto") -> PoolingConfig | None:
         return None
     if kind == "yes_no":
         return PoolingConfig("yes_no", normalize=False)
-    given: Kind | None = next((one for one in _MODES.values() if one == kind), None)
-    if not describes_pooling(directory):
-        return None if given is None else PoolingConfig(given)
+    method: PoolingMethod | None = next(
+        (known for known in _METHOD_BY_MODE.values() if known == kind), None
+    )
+    if not is_pooling_checkpoint(directory):
+        return None if method is None else PoolingConfig(method)
     modules = _read_modules(directory / MODULES)
     for name, _ in modules:
-        if name not in _READ:
+        if name not in _SUPPORTED_MODULES:
             raise UnsupportedModel(
                 f"{directory / MODULES}: the module {name!r} is not supported; the supported "
-                f"modules are {', '.join(_READ)}"
+                f"modules are {', '.join(_SUPPORTED_MODULES)}"
             )
-    places = [path for name, path in modules if name == "Pooling"]
-    if not places and given is None:
+    pooling_folders = [path for name, path in modules if name == "Pooling"]
+    if not pooling_folders and method is None:
         raise UnsupportedModel(
             f"{directory / MODULES} has no Pooling module, so the option pooling must be set"
         )
-    found = given or _read_kind(directory / places[0] / "config.json")
+    effective_method = method or _read_method(directory / pooling_folders[0] / "config.json")
     prompts, default = _read_prompts(directory / PROMPTS)
     normalizes = any(name == "Normalize" for name, _ in modules)
-    return PoolingConfig(found, normalizes, prompts, default)
+    return PoolingConfig(effective_method, normalizes, prompts, default)
 
 
 def _read_modules(path: Path) -> list[tuple[str, str]]:
     """Return the class name and the folder of each module."""
     check_file(path)
     try:
-        listed = json.loads(path.read_text(encoding="utf-8-sig"))
+        entries = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read as JSON: {error}") from error
     modules: list[tuple[str, str]] = []
-    for each in listed if isinstance(listed, list) else [listed]:
-        if not isinstance(each, dict) or not isinstance(each.get("type"), str):
+    for entry in entries if isinstance(entries, list) else [entries]:
+        if not isinstance(entry, dict) or not isinstance(entry.get("type"), str):
             raise ModelError(
-                f"{path} must be a list of modules that each have a type, got {each!r:.80}"
+                f"{path} must be a list of modules that each have a type, got {entry!r:.80}"
             )
-        folder = each.get("path") or ""
+        folder = entry.get("path") or ""
         if not isinstance(folder, str) or Path(folder).is_absolute() or ".." in Path(folder).parts:
             raise ModelError(
                 f"{path}: the folder {folder!r:.80} of a module is not inside this directory"
             )
-        modules.append((each["type"].rpartition(".")[2], folder))
+        modules.append((entry["type"].rpartition(".")[2], folder))
     return modules
 
 
-def _read_kind(path: Path) -> Kind:
+def _read_method(path: Path) -> PoolingMethod:
     raw = read_json(path)
     mode = raw.get("pooling_mode")
-    modes = mode if isinstance(mode, list) else [mode] if mode is not None else _flagged(raw)
-    if len(modes) != 1 or modes[0] not in _MODES:
+    modes = (
+        mode if isinstance(mode, list) else [mode] if mode is not None else _modes_from_flags(raw)
+    )
+    if len(modes) != 1 or modes[0] not in _METHOD_BY_MODE:
         raise UnsupportedModel(
             f"{path}: pooling by {', '.join(map(str, modes)) or 'nothing'} is not supported; the "
-            f"pooling mode must be exactly one of {', '.join(_MODES)}"
+            f"pooling mode must be exactly one of {', '.join(_METHOD_BY_MODE)}"
         )
     if raw.get("include_prompt") is False:
         raise UnsupportedModel(f"{path}: include_prompt false is not supported")
-    return _MODES[modes[0]]
+    return _METHOD_BY_MODE[modes[0]]
 
 
-def _flagged(raw: Mapping[str, Any]) -> list[str]:
+def _modes_from_flags(raw: Mapping[str, Any]) -> list[str]:
     """Return the pooling modes in the older format, which has a flag for each mode."""
     prefix = "pooling_mode_"
     return [

@@ -6,7 +6,7 @@ from nanoactor.options.config import EngineConfig
 from nanoactor.runner.timing.threads import usable_cores
 from nanoactor.runtime.wiring import Options
 
-_AWAKE_MS = 3.0
+_DEFAULT_AWAKE_MS = 3.0
 """Default polling time of event loops in ms: long enough for a request to reach the runner, or for
 its first token to reach the user."""
 
@@ -32,4 +32,4 @@ def _awake_ms(config: EngineConfig, processes: int) -> float:
     are scarce."""
     if config.awake_ms is not None:
         return config.awake_ms
-    return _AWAKE_MS if usable_cores() >= 2 * processes else 0.0
+    return _DEFAULT_AWAKE_MS if usable_cores() >= 2 * processes else 0.0

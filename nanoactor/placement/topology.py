@@ -21,8 +21,8 @@ from nanoactor.runner.config import SIMULATED, RankConfig
 from nanoactor.runtime.ring import ring_capacity
 from nanoactor.runtime.topology import ActorSpec, EdgeSpec, NodeSpec, Topology
 from nanoactor.setup.actors import (
-    DELTA_BYTES,
-    MASKS_AT_ONCE,
+    MAX_DELTA_BYTES,
+    MAX_MASKS_PER_MESSAGE,
     ActorConfig,
     encoder_pages,
     has_grammars,
@@ -31,29 +31,29 @@ from nanoactor.text.scores import MAX_PIECE
 
 USER = "user"
 # Never imported in a control process: torch alone takes 200 MB and a second to import.
-_HEAVY = ("torch", "transformers", "torch_npu")
+_HEAVY_MODULES = ("torch", "transformers", "torch_npu")
 _MIB = 1 << 20
 # Maximum size in bytes of a request's rules: allowed ids, ids with their biases, and bad words in
 # two spellings each.
-_RULES = 12 * MAX_RULED_IDS + 8 * MAX_BAD_WORDS * (MAX_BAD_WORD_TOKENS + 1) + 1024
-_BAD_WORDS = 4 * MAX_BAD_WORD_LENGTH * MAX_BAD_WORDS
-# Text may be late, but the next step may not: if cores are scarce, control and runner processes go
-# first. The detokenizer merges output that it cannot send in time.
+_MAX_RULES_BYTES = 12 * MAX_RULED_IDS + 8 * MAX_BAD_WORDS * (MAX_BAD_WORD_TOKENS + 1) + 1024
+_MAX_BAD_WORDS_BYTES = 4 * MAX_BAD_WORD_LENGTH * MAX_BAD_WORDS
+# If cores are scarce, control and runner processes run first, as a late step delays all sequences
+# and late text does not. The detokenizer merges output that it cannot send in time.
 _DETOKENIZER_NICE = 10
-# Masks may be late too: if cores are scarce, other requests do not wait for those with a grammar.
+# A late mask delays only the request with the grammar.
 _GRAMMAR_NICE = 15
 # Images may be even later.
 _VISION_NICE = 19
 # Capacity in bytes of an edge for pieces of images or pixels, as that much is copied at once.
-_PIECES = 4 << 20
+_PIXEL_EDGE_BYTES = 4 << 20
 # Gloo and NCCL use the loopback interface unless the environment names another one.
-_LOOPBACK = "lo"
-_SMALLEST_DEFAULT_BLOCK = 16
+_LOOPBACK_INTERFACE = "lo"
+_MIN_DEFAULT_BLOCK_SIZE = 16
 
 
 # NumPy's OpenBLAS starts a thread for each core on import, which is a good part of a process's
 # startup time. None of our processes multiplies matrices with NumPy.
-LIGHT = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1"}
+LIGHT_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1"}
 
 
 def engine_topology(config: ActorConfig, rendezvous: Rendezvous | None = None) -> Topology:
@@ -79,24 +79,29 @@ def _actors(
     vision: list[str],
     rendezvous: Rendezvous | None,
 ) -> tuple[ActorSpec, ...]:
-    ranks = [_rank_config(config, r, rendezvous) for r in range(config.engine.tensor_parallel_size)]
-    home = "nanoactor.actors"
+    rank_configs = [
+        _rank_config(config, r, rendezvous) for r in range(config.engine.tensor_parallel_size)
+    ]
+    package = "nanoactor.actors"
     return (
-        ActorSpec("frontend", f"{home}.frontend:FrontendActor", config),
-        *(ActorSpec(name, f"{home}.tokenizer:TokenizerActor", config) for name in tokenizers),
-        *(ActorSpec(name, f"{home}.vision:VisionActor", config) for name in vision),
-        ActorSpec("scheduler", f"{home}.scheduler:SchedulerActor", config),
-        ActorSpec("blocks", f"{home}.blocks:BlockManagerActor", config),
+        ActorSpec("frontend", f"{package}.frontend:FrontendActor", config),
+        *(ActorSpec(name, f"{package}.tokenizer:TokenizerActor", config) for name in tokenizers),
+        *(ActorSpec(name, f"{package}.vision:VisionActor", config) for name in vision),
+        ActorSpec("scheduler", f"{package}.scheduler:SchedulerActor", config),
+        ActorSpec("blocks", f"{package}.blocks:BlockManagerActor", config),
         *(
-            ActorSpec(f"runner.{rank}", f"{home}.runner:RunnerActor", config_of_rank)
-            for rank, config_of_rank in enumerate(ranks)
+            ActorSpec(f"runner.{rank}", f"{package}.runner:RunnerActor", rank_config)
+            for rank, rank_config in enumerate(rank_configs)
         ),
-        ActorSpec("detokenizer", f"{home}.detokenizer:DetokenizerActor", config),
-        *(ActorSpec(name, f"{home}.grammar:GrammarActor", config) for name in _grammar(config)),
+        ActorSpec("detokenizer", f"{package}.detokenizer:DetokenizerActor", config),
+        *(
+            ActorSpec(name, f"{package}.grammar:GrammarActor", config)
+            for name in _grammar_actors(config)
+        ),
     )
 
 
-def _grammar(config: ActorConfig) -> tuple[str, ...]:
+def _grammar_actors(config: ActorConfig) -> tuple[str, ...]:
     """Return the name of the actor that makes masks; empty if there is none."""
     return ("grammar",) if has_grammars(config.files) else ()
 
@@ -108,41 +113,58 @@ def _rank_config(config: ActorConfig, rank: int, rendezvous: Rendezvous | None) 
 
 
 def _nodes(
-    actors: ActorConfig,
+    config: ActorConfig,
     tokenizers: list[str],
     vision: list[str],
     rendezvous: Rendezvous | None,
 ) -> tuple[NodeSpec, ...]:
-    config, grammar = actors.engine, _grammar(actors)
-    if config.placement == "single":
-        others = ("scheduler", "blocks", "detokenizer", *grammar, "runner.0")
-        return (NodeSpec(USER, ("frontend", *tokenizers, *vision, *others)),)
-    runner_blocks: tuple[str, ...] = ("tokenizers", "transformers", "jinja2")
-    if config.device.startswith(SIMULATED):
-        runner_blocks += _HEAVY
+    engine, grammar = config.engine, _grammar_actors(config)
+    if engine.placement == "single":
+        other_actors = ("scheduler", "blocks", "detokenizer", *grammar, "runner.0")
+        return (NodeSpec(USER, ("frontend", *tokenizers, *vision, *other_actors)),)
+    runner_blocked_modules: tuple[str, ...] = ("tokenizers", "transformers", "jinja2")
+    if engine.device.startswith(SIMULATED):
+        runner_blocked_modules += _HEAVY_MODULES
     control: dict[str, tuple[str, ...]] = {"control": ("scheduler", "blocks")}
-    if config.placement == "split":
+    if engine.placement == "split":
         control = {"scheduler": ("scheduler",), "blocks": ("blocks",)}
     return (
-        NodeSpec(USER, ("frontend",), roused=True),
-        *(NodeSpec(name, (name,), LIGHT, _HEAVY, roused=True) for name in tokenizers),
-        *(NodeSpec(name, (name,), LIGHT, _HEAVY, nice=_VISION_NICE) for name in vision),
-        *(NodeSpec(n, actors, LIGHT, _HEAVY, roused=True) for n, actors in control.items()),
-        NodeSpec(
-            "detokenizer", ("detokenizer",), LIGHT, _HEAVY, nice=_DETOKENIZER_NICE, roused=True
+        NodeSpec(USER, ("frontend",), wakes_early=True),
+        *(
+            NodeSpec(name, (name,), LIGHT_ENVIRONMENT, _HEAVY_MODULES, wakes_early=True)
+            for name in tokenizers
         ),
-        *(NodeSpec(name, (name,), LIGHT, _HEAVY, nice=_GRAMMAR_NICE) for name in grammar),
-        *_runner_nodes(config, runner_blocks, rendezvous),
+        *(
+            NodeSpec(name, (name,), LIGHT_ENVIRONMENT, _HEAVY_MODULES, nice=_VISION_NICE)
+            for name in vision
+        ),
+        *(
+            NodeSpec(n, actors, LIGHT_ENVIRONMENT, _HEAVY_MODULES, wakes_early=True)
+            for n, actors in control.items()
+        ),
+        NodeSpec(
+            "detokenizer",
+            ("detokenizer",),
+            LIGHT_ENVIRONMENT,
+            _HEAVY_MODULES,
+            nice=_DETOKENIZER_NICE,
+            wakes_early=True,
+        ),
+        *(
+            NodeSpec(name, (name,), LIGHT_ENVIRONMENT, _HEAVY_MODULES, nice=_GRAMMAR_NICE)
+            for name in grammar
+        ),
+        *_runner_nodes(engine, runner_blocked_modules, rendezvous),
     )
 
 
 def _runner_nodes(
-    config: EngineConfig, blocked: tuple[str, ...], rendezvous: Rendezvous | None
+    config: EngineConfig, blocked_modules: tuple[str, ...], rendezvous: Rendezvous | None
 ) -> list[NodeSpec]:
     # Idle OpenMP threads sleep, as the control actors need cores. Between the operators of a step
     # they keep spinning: waking a thread takes longer than many an operator.
     environment = {
-        **LIGHT,
+        **LIGHT_ENVIRONMENT,
         "OMP_WAIT_POLICY": "PASSIVE",
         "GOMP_SPINCOUNT": "10000",
         "KMP_BLOCKTIME": "1",
@@ -152,27 +174,35 @@ def _runner_nodes(
         # the caches, as each shape is used in all layers.
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
         "LRU_CACHE_CAPACITY": "16",
-        **_of_ascend(config),
+        **_ascend_environment(config),
     }
     if config.tensor_parallel_size > 1 and "GLOO_SOCKET_IFNAME" not in os.environ:
-        environment["GLOO_SOCKET_IFNAME"] = _LOOPBACK
+        environment["GLOO_SOCKET_IFNAME"] = _LOOPBACK_INTERFACE
     if config.tensor_parallel_size > 1 and "NCCL_SOCKET_IFNAME" not in os.environ:
-        environment["NCCL_SOCKET_IFNAME"] = _LOOPBACK
+        environment["NCCL_SOCKET_IFNAME"] = _LOOPBACK_INTERFACE
     nodes = []
     for rank in range(config.tensor_parallel_size):
         name = f"runner.{rank}"
         inherited = (rendezvous.descriptor,) if rendezvous and rank == 0 else ()
         group = "ranks" if config.tensor_parallel_size > 1 else ""
         nodes.append(
-            NodeSpec(name, (name,), environment, blocked, inherited, roused=True, group=group)
+            NodeSpec(
+                name,
+                (name,),
+                environment,
+                blocked_modules,
+                inherited,
+                wakes_early=True,
+                group=group,
+            )
         )
     return nodes
 
 
-def _of_ascend(config: EngineConfig) -> dict[str, str]:
+def _ascend_environment(config: EngineConfig) -> dict[str, str]:
     """Return the environment variables that torch_npu and CANN read on load, except those already
     set."""
-    wanted = {
+    variables = {
         # A separate thread submits operators to the device.
         "TASK_QUEUE_ENABLE": "1",
         # Choose free ports, as several engines may share a host.
@@ -180,8 +210,8 @@ def _of_ascend(config: EngineConfig) -> dict[str, str]:
         "HCCL_NPU_SOCKET_PORT_RANGE": "auto",
     }
     if config.device != "auto" and not config.device.startswith("npu"):
-        wanted = {}
-    return {name: value for name, value in wanted.items() if name not in os.environ}
+        variables = {}
+    return {name: value for name, value in variables.items() if name not in os.environ}
 
 
 def _edges(
@@ -191,37 +221,47 @@ def _edges(
 
     Memory that is never touched costs nothing, so the rings are sized for the worst case.
     """
-    length, seqs = files.max_model_len, config.max_num_seqs
-    rules = _RULES + MAX_GRAMMAR_BYTES * (files.tokenizer_directory is not None)
+    max_len, max_seqs = files.max_model_len, config.max_num_seqs
+    rules_bytes = _MAX_RULES_BYTES + MAX_GRAMMAR_BYTES * (files.tokenizer_directory is not None)
     # Text or token ids, template options, and stop strings.
-    prompt = ring_capacity(2 * max_prompt_bytes(files) + 4 * length + rules + _BAD_WORDS + _MIB)
+    prompt = ring_capacity(
+        2 * max_prompt_bytes(files) + 4 * max_len + rules_bytes + _MAX_BAD_WORDS_BYTES + _MIB
+    )
     # Token ids, the hash of every block, and stop strings.
-    each = 20 + 64 * bool(vision)
-    admitted = ring_capacity(each * length + rules + _MIB)
-    direct = ring_capacity(20 * min(length, DIRECT_TOKENS) + _MIB)
+    token_bytes = 20 + 64 * bool(vision)
+    admitted = ring_capacity(token_bytes * max_len + rules_bytes + _MIB)
+    direct = ring_capacity(20 * min(max_len, DIRECT_TOKENS) + _MIB)
     # A step may admit all sequences with their whole block tables, if their prefixes are cached.
-    table = 4 * -(-length // (config.block_size or _SMALLEST_DEFAULT_BLOCK))
-    row = 192 + _RULES + 4 * (MAX_STOP_IDS + len(files.eos_token_ids)) + table
+    block_table_bytes = 4 * -(-max_len // (config.block_size or _MIN_DEFAULT_BLOCK_SIZE))
+    row_bytes = (
+        192 + _MAX_RULES_BYTES + 4 * (MAX_STOP_IDS + len(files.eos_token_ids)) + block_table_bytes
+    )
     # A token's id, its successor for scoring, its rotary positions, and its row in the encoder
     # cache.
-    token = 8 + 24 * bool(vision)
-    stepped = seqs * row + token * config.max_num_batched_tokens + 64 * 1024
-    step = ring_capacity(stepped)
+    input_token_bytes = 8 + 24 * bool(vision)
+    step_bytes = (
+        max_seqs * row_bytes + input_token_bytes * config.max_num_batched_tokens + 64 * 1024
+    )
+    step = ring_capacity(step_bytes)
     # A step admits as many sequences as its token budget allows, and the last one may have any
     # length.
-    turn = ring_capacity(each * (length + config.max_num_batched_tokens) + stepped)
-    scores = (seqs + config.max_num_batched_tokens) * (32 + 8 * config.max_logprobs)
-    vectors = 4 * files.pooling.width(files.config.hidden_size) * seqs if files.pooling else 0
-    tokens = ring_capacity((512 + 16 * MAX_RUN) * seqs + scores + vectors + 64 * 1024)
+    turn = ring_capacity(token_bytes * (max_len + config.max_num_batched_tokens) + step_bytes)
+    logprobs_bytes = (max_seqs + config.max_num_batched_tokens) * (32 + 8 * config.max_logprobs)
+    vectors_bytes = (
+        4 * files.pooling.width(files.config.hidden_size) * max_seqs if files.pooling else 0
+    )
+    tokens = ring_capacity(
+        (512 + 16 * MAX_RUN) * max_seqs + logprobs_bytes + vectors_bytes + 64 * 1024
+    )
     # A budget in bytes, but at least the log-probabilities of one token.
-    told = (config.max_logprobs + 1) * (MAX_PIECE + 32)
-    chunk = ring_capacity(4 * DELTA_BYTES + 4 * length + told)
-    small = ring_capacity(64 * 1024 + 64 * seqs)
+    token_logprobs_bytes = (config.max_logprobs + 1) * (MAX_PIECE + 32)
+    chunk = ring_capacity(4 * MAX_DELTA_BYTES + 4 * max_len + token_logprobs_bytes)
+    small = ring_capacity(64 * 1024 + 64 * max_seqs)
     pages = encoder_pages(config, files)
     runners = tuple(f"runner.{rank}" for rank in range(config.tensor_parallel_size))
     # With images or masks, each runner reports those that it has received; otherwise only one
     # runner reports.
-    telling = runners if vision or has_grammars(files) else runners[:1]
+    reporting_runners = runners if vision or has_grammars(files) else runners[:1]
     # Each cycle has an edge whose outbox is bounded by the protocol: to one message that merges
     # updates (credits, stops, chunks), or to a multiple of the number of steps in flight.
     return (
@@ -229,12 +269,14 @@ def _edges(
         *(EdgeSpec(t, ("scheduler",), admitted) for t in tokenizers),
         EdgeSpec("frontend", ("scheduler",), max(small, direct)),
         EdgeSpec("scheduler", ("blocks",), turn),
-        EdgeSpec("blocks", ("scheduler",), ring_capacity(64 * 1024 + 64 * (seqs + pages)), bound=1),
+        EdgeSpec(
+            "blocks", ("scheduler",), ring_capacity(64 * 1024 + 64 * (max_seqs + pages)), bound=1
+        ),
         EdgeSpec("blocks", runners, step, name="runners"),
         *_index_edge(config),
         *(
             EdgeSpec(runner, ("scheduler",), tokens, bound=4 * config.steps_in_flight(deep=True))
-            for runner in telling
+            for runner in reporting_runners
         ),
         *_vision_edges(tokenizers, vision, runners, small),
         *_grammar_edges(config, files, runners, small),
@@ -258,14 +300,14 @@ def _grammar_edges(
     """Return the edges of the grammar actor, whose messages are merged until there is room."""
     if not has_grammars(files):
         return []
-    opened = ring_capacity(MAX_GRAMMAR_BYTES + 4 * files.max_model_len + 64 * 1024)
-    row = 4 * -(-files.config.vocab_size // 32)
-    masks = ring_capacity(MASKS_AT_ONCE * row + 64 * config.max_num_seqs + 64 * 1024)
-    each = 4 * MAX_REASON + 4 * MAX_RUN + 64
-    failed = ring_capacity(each * config.max_num_seqs + 64 * 1024)
+    open_bytes = ring_capacity(MAX_GRAMMAR_BYTES + 4 * files.max_model_len + 64 * 1024)
+    mask_bytes = 4 * -(-files.config.vocab_size // 32)
+    masks = ring_capacity(MAX_MASKS_PER_MESSAGE * mask_bytes + 64 * config.max_num_seqs + 64 * 1024)
+    failure_bytes = 4 * MAX_REASON + 4 * MAX_RUN + 64
+    failures_bytes = ring_capacity(failure_bytes * config.max_num_seqs + 64 * 1024)
     return [
-        EdgeSpec("scheduler", ("grammar",), opened),
-        EdgeSpec("grammar", ("scheduler",), max(small, failed), bound=1),
+        EdgeSpec("scheduler", ("grammar",), open_bytes),
+        EdgeSpec("grammar", ("scheduler",), max(small, failures_bytes), bound=1),
         EdgeSpec("grammar", runners, masks, name="runners", bound=1),
     ]
 
@@ -277,11 +319,11 @@ def _vision_edges(
     edges = []
     for worker in vision:
         edges += [
-            EdgeSpec("frontend", (worker,), _PIECES),
+            EdgeSpec("frontend", (worker,), _PIXEL_EDGE_BYTES),
             EdgeSpec("scheduler", (worker,), small),
             EdgeSpec(worker, ("frontend",), small, bound=1),
             EdgeSpec(worker, ("scheduler",), small, bound=1),
-            EdgeSpec(worker, runners, _PIECES, name="runners", bound=1),
+            EdgeSpec(worker, runners, _PIXEL_EDGE_BYTES, name="runners", bound=1),
             *(EdgeSpec(worker, (tokenizer,), small, bound=1) for tokenizer in tokenizers),
         ]
     return edges

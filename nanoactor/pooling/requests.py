@@ -28,16 +28,16 @@ def check_pooling(params: Any, pooling: PoolingConfig | None, hidden_size: int) 
     return pooling
 
 
-def kept_tokens(params: PoolingParams, limit: int) -> int:
+def truncation_length(params: PoolingParams, limit: int) -> int:
     """Return the number of tokens to keep at the end of a text; 0 keeps all. Raises
     `InvalidRequest` if `params` request more than `limit`."""
-    asked = params.truncate_prompt_tokens
-    if asked is not None and asked > limit:
-        raise InvalidRequest(f"truncate_prompt_tokens is {asked}, but max_model_len is {limit}")
-    return limit if asked == -1 else asked or 0
+    requested = params.truncate_prompt_tokens
+    if requested is not None and requested > limit:
+        raise InvalidRequest(f"truncate_prompt_tokens is {requested}, but max_model_len is {limit}")
+    return limit if requested == -1 else requested or 0
 
 
-def with_prompt(text: Any, params: PoolingParams, pooling: PoolingConfig) -> Any:
+def prepend_prompt(text: Any, params: PoolingParams, pooling: PoolingConfig) -> Any:
     """Return a text with the request's or the model's prompt prepended; token ids are returned
     unchanged. Raises `InvalidRequest` for other types, for an unknown prompt name, and for a prompt
     in combination with token ids."""

@@ -27,20 +27,20 @@ from nanoactor.ray_serve.options import FleetConfig
 from nanoactor.server.config import ServerConfig
 
 _SALT_BYTES = 32
-_SPARE_SECONDS = 15.0
+_EXIT_SECONDS = 15.0
 """Seconds after the drain timeout in which processes have to exit."""
 # Our code never blocks an event loop. Ray Serve's separate loops and threads would take a third
 # more CPU time.
-_ONE_LOOP = {
+_SINGLE_LOOP_VARIABLES = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
 }
-_QUIET = {"enable_access_log": False, "log_level": "WARNING"}
-_MANY = 1_000_000
+_QUIET_LOGGING = {"enable_access_log": False, "log_level": "WARNING"}
+_UNLIMITED_CALLS = 1_000_000
 """Limit on concurrent calls that is never reached: the calls for links are long-lived, and the
 engine's own queue limits requests."""
-_ROUTER = "nanoactor.ray_serve.router:ByName"
-_POLICY = "nanoactor.ray_serve.scaling:by_demand"
+_ROUTER_PATH = "nanoactor.ray_serve.router:ReplicaNameRouter"
+_POLICY_PATH = "nanoactor.ray_serve.scaling:by_demand"
 
 
 class Arguments(BaseModel):
@@ -67,21 +67,21 @@ def app(arguments: Arguments) -> Any:
     """Return the application. Raises `InvalidConfig`, or an error of pydantic, if an option is
     invalid."""
     engine = engine_config(arguments.model, arguments.engine)
-    server = _made(ServerConfig, arguments.server)
-    given = {**arguments.fleet, "replicas": arguments.replicas}
-    given |= {"ingresses": arguments.ingresses, "max_replicas": arguments.max_replicas}
-    return build(engine, server, _made(FleetConfig, given), arguments.environment)
+    server = _build_options(ServerConfig, arguments.server)
+    fleet_options = {**arguments.fleet, "replicas": arguments.replicas}
+    fleet_options |= {"ingresses": arguments.ingresses, "max_replicas": arguments.max_replicas}
+    return build(engine, server, _build_options(FleetConfig, fleet_options), arguments.environment)
 
 
-def _made(kind: Any, given: dict[str, Any]) -> Any:
-    names = [field.name for field in dataclasses.fields(kind)]
-    for name in given:
+def _build_options(options_class: Any, options: dict[str, Any]) -> Any:
+    names = [field.name for field in dataclasses.fields(options_class)]
+    for name in options:
         if name not in names:
             raise InvalidConfig(
                 f"{name!r:.100} is not an option; the options are {', '.join(names)}"
             )
-    lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-    return kind(**{**given, **lists})
+    lists = {name: tuple(value) for name, value in options.items() if isinstance(value, list)}
+    return options_class(**{**options, **lists})
 
 
 def build(
@@ -93,35 +93,35 @@ def build(
     """Return the application: the engine's replicas, and the ingresses in front of them."""
     if config.prefix_salt is None:
         config = dataclasses.replace(config, prefix_salt=secrets.token_bytes(_SALT_BYTES))
-    variables = {"env_vars": {**_ONE_LOOP, **(environment or {})}}
-    waits = server.drain_timeout + _SPARE_SECONDS
+    variables = {"env_vars": {**_SINGLE_LOOP_VARIABLES, **(environment or {})}}
+    drain_seconds = server.drain_timeout + _EXIT_SECONDS
     common = {
         "graceful_shutdown_wait_loop_s": 0.1,
         "health_check_period_s": 2.0,
         "health_check_timeout_s": max(5.0, fleet.silence_timeout),
-        "logging_config": _QUIET,
+        "logging_config": _QUIET_LOGGING,
     }
     engines = serve.deployment(Engine).options(
         name="engines",
         ray_actor_options={**resources(config, fleet), "runtime_env": variables},
-        max_ongoing_requests=_MANY,
-        graceful_shutdown_timeout_s=waits + _SPARE_SECONDS,
-        request_router_config=RequestRouterConfig(request_router_class=_ROUTER),
-        **_number_of(fleet),
+        max_ongoing_requests=_UNLIMITED_CALLS,
+        graceful_shutdown_timeout_s=drain_seconds + _EXIT_SECONDS,
+        request_router_config=RequestRouterConfig(request_router_class=_ROUTER_PATH),
+        **_scaling_options(fleet),
         **common,
     )
     ingress = serve.deployment(Ingress).options(
         name="ingress",
-        num_replicas=fleet.ingresses or nodes(),
+        num_replicas=fleet.ingresses or count_nodes(),
         ray_actor_options={"num_cpus": 0, "runtime_env": variables},
         max_replicas_per_node=1,
-        graceful_shutdown_timeout_s=waits,
+        graceful_shutdown_timeout_s=drain_seconds,
         **common,
     )
     return ingress.bind(engines.bind(config, fleet), config, server, fleet)
 
 
-def _number_of(fleet: FleetConfig) -> dict[str, Any]:
+def _scaling_options(fleet: FleetConfig) -> dict[str, Any]:
     if fleet.max_replicas is None or fleet.max_replicas == fleet.replicas:
         return {"num_replicas": fleet.replicas}
     scaling = AutoscalingConfig(
@@ -132,12 +132,12 @@ def _number_of(fleet: FleetConfig) -> dict[str, Any]:
         look_back_period_s=5.0,
         upscale_delay_s=5.0,
         downscale_delay_s=60.0,
-        policy=AutoscalingPolicy(policy_function=_POLICY),
+        policy=AutoscalingPolicy(policy_function=_POLICY_PATH),
     )
     return {"autoscaling_config": scaling}
 
 
-def nodes() -> int:
+def count_nodes() -> int:
     """Return the number of live Ray nodes; 1 if Ray is not initialized."""
     if not ray.is_initialized():
         return 1
@@ -147,13 +147,13 @@ def nodes() -> int:
 def resources(config: EngineConfig, fleet: FleetConfig) -> dict[str, Any]:
     """Return the resources that a replica's actor requests from Ray. The tensor-parallel ranks are
     child processes that see the devices of this one actor, so all of them are on one node."""
-    asked: dict[str, Any] = {"num_cpus": fleet.cpus_per_replica}
-    kind = accelerator(config.device)
-    if kind == "GPU":
-        asked["num_gpus"] = config.tensor_parallel_size
-    elif kind == "NPU":
-        asked["resources"] = {"NPU": config.tensor_parallel_size}
-    return asked
+    options: dict[str, Any] = {"num_cpus": fleet.cpus_per_replica}
+    resource = accelerator(config.device)
+    if resource == "GPU":
+        options["num_gpus"] = config.tensor_parallel_size
+    elif resource == "NPU":
+        options["resources"] = {"NPU": config.tensor_parallel_size}
+    return options
 
 
 def accelerator(device: str) -> str:
@@ -161,5 +161,5 @@ def accelerator(device: str) -> str:
     an accelerator that the cluster has."""
     if device != "auto":
         return {"cuda": "GPU", "npu": "NPU"}.get(device.partition(":")[0], "")
-    there = ray.cluster_resources() if ray.is_initialized() else {}
-    return next((kind for kind in ("GPU", "NPU") if there.get(kind, 0) > 0), "")
+    available = ray.cluster_resources() if ray.is_initialized() else {}
+    return next((resource for resource in ("GPU", "NPU") if available.get(resource, 0) > 0), "")

@@ -17,13 +17,13 @@ class RayConnector:
 
     def __init__(self, engines: Any) -> None:
         options = _transport(engines)
-        self._links = engines.options(method_name="link", stream=True, **options)
-        self._pushes = engines.options(method_name="push", **options)
+        self._link_calls = engines.options(method_name="link", stream=True, **options)
+        self._push_calls = engines.options(method_name="push", **options)
 
     @property
     def members(self) -> frozenset[str]:
         """Return the names of the replicas that are serving now."""
-        return MEMBERS.now
+        return MEMBERS.current
 
     def watch(self, changed: Callable[[], None]) -> None:
         """Call `changed` on the running event loop whenever the members change."""
@@ -31,8 +31,8 @@ class RayConnector:
 
     async def open(self, replica: str, link: str) -> AsyncGenerator[bytes, None]:
         """Open a link to a replica, and yield the replica's reports."""
-        _check(replica)
-        reports = self._links.remote(replica, link)
+        _check_not_empty(replica)
+        reports = self._link_calls.remote(replica, link)
         try:
             async for report in reports:
                 yield report
@@ -41,8 +41,8 @@ class RayConnector:
 
     async def push(self, replica: str, orders: bytes) -> bool:
         """Send orders to a replica; return False if it does not know the link."""
-        _check(replica)
-        is_known: bool = await self._pushes.remote(replica, orders)
+        _check_not_empty(replica)
+        is_known: bool = await self._push_calls.remote(replica, orders)
         return is_known
 
 
@@ -59,7 +59,7 @@ def _transport(engines: Any) -> dict[str, Any]:
     return {}
 
 
-def _check(replica: str) -> None:
+def _check_not_empty(replica: str) -> None:
     # If there are no replicas, a router holds calls until there is one.
-    if not MEMBERS.now:
+    if not MEMBERS.current:
         raise ReplicaGone(f"replica {replica} no longer serves")

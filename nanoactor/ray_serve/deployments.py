@@ -24,8 +24,8 @@ from nanoactor.ray_serve.api import serve
 from nanoactor.ray_serve.connector import RayConnector
 from nanoactor.ray_serve.loopback import bind_to_loopback
 from nanoactor.ray_serve.options import FleetConfig
-from nanoactor.ray_serve.ports import beside_proxy
-from nanoactor.ray_serve.starting import half_of_the_cores
+from nanoactor.ray_serve.ports import avoid_proxy_port
+from nanoactor.ray_serve.starting import restricted_to_half_of_cores
 from nanoactor.server.app import Server
 from nanoactor.server.config import ServerConfig
 from nanoactor.server.listening import url_of
@@ -43,14 +43,14 @@ class Engine:
     """A replica: one engine and its hub."""
 
     async def __init__(self, config: EngineConfig, fleet: FleetConfig) -> None:  # type: ignore[misc]
-        _write_logs(logging.WARNING)
-        with _environment_of_children(), half_of_the_cores():
-            self._llm = await asyncio.to_thread(_opened, config)
+        _configure_logging(logging.WARNING)
+        with _without_omp_num_threads(), restricted_to_half_of_cores():
+            self._llm = await asyncio.to_thread(_create_engine, config)
             digest = asyncio.ensure_future(asyncio.to_thread(fingerprint, self._llm.files, config))
             await self._llm.start()
         facts = self._llm.facts
-        made = f"{await digest}-{facts['dtype']}-{facts['block_size']}"
-        self._hub = Hub(self._llm, made, fleet.report_interval)
+        replica_fingerprint = f"{await digest}-{facts['dtype']}-{facts['block_size']}"
+        self._hub = Hub(self._llm, replica_fingerprint, fleet.report_interval)
         self._hub.start()
         self._fleet = fleet
 
@@ -63,7 +63,7 @@ class Engine:
     async def push(self, replica: str, orders: bytes) -> bool:
         """Process orders from an ingress; return False if the link has ended. `replica` is used
         only by the router."""
-        return self._hub.take(orders)
+        return self._hub.handle_orders(orders)
 
     def check_health(self) -> None:
         """Raise an error if the engine is dead, so that Ray replaces the replica."""
@@ -82,27 +82,29 @@ class Engine:
             await self._llm.close()
 
 
-def _opened(config: EngineConfig) -> AsyncLLM:
+def _create_engine(config: EngineConfig) -> AsyncLLM:
     """Create an engine. If a node has several replicas, one of them fetches the model while the
     others wait."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanoactor" / "locks"
-    home.mkdir(parents=True, exist_ok=True)
+    lock_directory = (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanoactor" / "locks"
+    )
+    lock_directory.mkdir(parents=True, exist_ok=True)
     name = hashlib.sha256(f"{config.model} {config.revision}".encode()).hexdigest()[:32]
-    with (home / f"{name}.lock").open("w") as lock:
+    with (lock_directory / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         return AsyncLLM(config)
 
 
 @contextlib.contextmanager
-def _environment_of_children() -> Iterator[None]:
+def _without_omp_num_threads() -> Iterator[None]:
     """Unset `OMP_NUM_THREADS`, which Ray sets for its own process, while child processes start: our
     runners choose their own number of threads."""
-    given = os.environ.pop("OMP_NUM_THREADS", None)
+    saved = os.environ.pop("OMP_NUM_THREADS", None)
     try:
         yield
     finally:
-        if given is not None:
-            os.environ["OMP_NUM_THREADS"] = given
+        if saved is not None:
+            os.environ["OMP_NUM_THREADS"] = saved
 
 
 class Ingress:
@@ -111,14 +113,14 @@ class Ingress:
     async def __init__(  # type: ignore[misc]
         self, engines: Any, config: EngineConfig, server: ServerConfig, fleet: FleetConfig
     ) -> None:
-        _write_logs(logging.INFO)
+        _configure_logging(logging.INFO)
         name = serve.get_replica_context().replica_id.unique_id
         connector = RayConnector(engines)
         self._llm = FleetLLM(config, connector, ingress=name, silence=fleet.silence_timeout)
         monitor = FleetMonitor(self._llm)
-        server = await beside_proxy(server)
+        server = await avoid_proxy_port(server)
         self._server = Server(
-            self._llm, server, texts=self._llm.texts, monitor=monitor, reuse_port=True
+            self._llm, server, text_service=self._llm.text_service, monitor=monitor, reuse_port=True
         )
         await self._server.start()
         log.info("%s: listening on %s", name, url_of(server, self._server.port))
@@ -146,8 +148,8 @@ class Ingress:
 
 
 @functools.cache
-def _write_logs(shown: int) -> None:
-    """Log to stderr, which Ray writes to a file of this process, and log records of level `shown`
+def _configure_logging(level: int) -> None:
+    """Log to stderr, which Ray writes to a file of this process, and log records of level `level`
     and above to the file that `LOG_VARIABLE` names, if it is on this machine."""
     for name in ("server", "access", "ray", "fleet", "engine"):
         logging.getLogger(f"nanoactor.{name}").setLevel(logging.INFO)
@@ -156,7 +158,7 @@ def _write_logs(shown: int) -> None:
     _add_handler(logger, sys.stderr, logging.INFO)
     if path := os.environ.get(LOG_VARIABLE):
         with contextlib.suppress(OSError):  # the file is on another machine
-            _add_handler(logger, open(path, "a", buffering=1), shown)  # noqa: SIM115 - it stays
+            _add_handler(logger, open(path, "a", buffering=1), level)  # noqa: SIM115 - it stays
 
 
 def _add_handler(logger: logging.Logger, stream: TextIO, level: int) -> None:

@@ -14,15 +14,15 @@ import threading
 from nanoactor.errors import NanoactorError
 from nanoactor.options.config import EngineConfig
 from nanoactor.ray_serve.deployments import LOG_VARIABLE
-from nanoactor.ray_serve.loopback import VARIABLE
+from nanoactor.ray_serve.loopback import LOOPBACK_VARIABLE
 from nanoactor.ray_serve.options import FleetConfig
 from nanoactor.server.config import ServerConfig
 
-NAME = "nanoactor"
+APPLICATION_NAME = "nanoactor"
 """Name of the application."""
-_LOOK_SECONDS = 5.0
-_WAIT_SECONDS = 0.2
-_STORE_BYTES = 128 << 20
+_STATUS_INTERVAL = 5.0
+_JOIN_SECONDS = 0.2
+_OBJECT_STORE_BYTES = 128 << 20
 """Size in bytes of Ray's object store: only reports in transit go through it."""
 
 log = logging.getLogger("nanoactor.ray")
@@ -35,7 +35,7 @@ def main() -> None:
     )
     config, server, fleet = pickle.load(sys.stdin.buffer)  # noqa: S301 - of our own parent
     stop = threading.Event()
-    threading.Thread(target=_wait_for_parent, args=(stop,), daemon=True).start()
+    threading.Thread(target=_wait_for_parent_exit, args=(stop,), daemon=True).start()
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the parent process handles signals
     try:
@@ -45,7 +45,7 @@ def main() -> None:
         sys.exit(1)
 
 
-def _wait_for_parent(stop: threading.Event) -> None:
+def _wait_for_parent_exit(stop: threading.Event) -> None:
     while os.read(sys.stdin.fileno(), 1 << 16):
         pass
     stop.set()
@@ -63,29 +63,29 @@ def run(
         logging.getLogger(name).setLevel(logging.ERROR)
     options: dict[str, object] = {"address": fleet.ray_address}
     if is_own:
-        most = max(fleet.replicas, fleet.max_replicas or 0)
-        cpus = max(os.cpu_count() or 1, math.ceil(most * fleet.cpus_per_replica))
+        max_replicas = max(fleet.replicas, fleet.max_replicas or 0)
+        cpus = max(os.cpu_count() or 1, math.ceil(max_replicas * fleet.cpus_per_replica))
         # "local" starts a new Ray instance even if this machine already runs another one.
-        options = {"address": "local", "num_cpus": cpus, "object_store_memory": _STORE_BYTES}
+        options = {"address": "local", "num_cpus": cpus, "object_store_memory": _OBJECT_STORE_BYTES}
         options |= {"include_dashboard": False}
     ray.init(**options, log_to_driver=False, logging_level="error")
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # again, as Ray has set its own handler
     try:
         serve.start(proxy_location="Disabled")
-        variables = {name: os.environ[name] for name in (VARIABLE,) if name in os.environ}
+        variables = {name: os.environ[name] for name in (LOOPBACK_VARIABLE,) if name in os.environ}
         if parent := os.environ.get("NANOACTOR_PARENT"):
             variables[LOG_VARIABLE] = f"/proc/{parent}/fd/2"
         application = build(config, server, fleet, variables)
         if not _deploy(application, stop):
             return
-        threading.Thread(target=_watch, args=(stop,), daemon=True).start()
+        threading.Thread(target=_log_errors, args=(stop,), daemon=True).start()
         stop.wait()
     finally:
         with contextlib.suppress(Exception):  # its controller may be gone
             if is_own:
                 serve.shutdown()
             else:
-                serve.delete(NAME)
+                serve.delete(APPLICATION_NAME)
         ray.shutdown()
 
 
@@ -97,47 +97,53 @@ def _deploy(application: object, stop: threading.Event) -> bool:
 
     def deploy() -> None:
         try:
-            serve.run(application, name=NAME, route_prefix=None)
+            serve.run(application, name=APPLICATION_NAME, route_prefix=None)
         except BaseException as error:
             failures.append(error)
 
     deploying = threading.Thread(target=deploy, daemon=True)
     deploying.start()
     while deploying.is_alive() and not stop.is_set():
-        deploying.join(_WAIT_SECONDS)
+        deploying.join(_JOIN_SECONDS)
     if stop.is_set():
         return False
     if failures:
-        found = serve.status().applications.get(NAME)
-        told = _reason(found) if found is not None else str(failures[0])[-1000:]
-        raise NanoactorError(f"the replicas failed to start: {told}")
+        status = serve.status().applications.get(APPLICATION_NAME)
+        reason = _failure_text(status) if status is not None else str(failures[0])[-1000:]
+        raise NanoactorError(f"the replicas failed to start: {reason}")
     return True
 
 
-def _reason(found: object) -> str:
+def _failure_text(status: object) -> str:
     """Return the last lines of an application's failure message."""
-    deployments = getattr(found, "deployments", {}).values()
-    told = [one.message for one in deployments if one.message] or [getattr(found, "message", "")]
-    lines = [line.strip() for line in "\n".join(told).splitlines() if line.strip()]
+    deployments = getattr(status, "deployments", {}).values()
+    messages = [deployment.message for deployment in deployments if deployment.message] or [
+        getattr(status, "message", "")
+    ]
+    lines = [line.strip() for line in "\n".join(messages).splitlines() if line.strip()]
     return " ".join(lines[-3:])[:1000]
 
 
-def _watch(stop: threading.Event) -> None:
+def _log_errors(stop: threading.Event) -> None:
     """Log errors that Ray Serve reports. Streams do not need its controller: they continue while
     the controller is being replaced and does not answer."""
     from nanoactor.ray_serve.api import serve
 
-    before = ""
-    while not stop.wait(_LOOK_SECONDS):
+    last_problem = ""
+    while not stop.wait(_STATUS_INTERVAL):
         try:
-            found = serve.status().applications.get(NAME)
-            is_wrong = found is not None and found.status in ("UNHEALTHY", "DEPLOY_FAILED")
-            said = f"the application is {found.status}: {_reason(found)}" if is_wrong else ""
+            status = serve.status().applications.get(APPLICATION_NAME)
+            is_unhealthy = status is not None and status.status in ("UNHEALTHY", "DEPLOY_FAILED")
+            problem = (
+                f"the application is {status.status}: {_failure_text(status)}"
+                if is_unhealthy
+                else ""
+            )
         except Exception as error:
-            said = f"Ray Serve's controller does not answer: {type(error).__name__}"
-        if said and said != before:
-            log.error("%s", said)
-        before = said
+            problem = f"Ray Serve's controller does not answer: {type(error).__name__}"
+        if problem and problem != last_problem:
+            log.error("%s", problem)
+        last_problem = problem
 
 
 if __name__ == "__main__":

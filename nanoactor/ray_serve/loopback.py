@@ -12,7 +12,7 @@ import logging
 import os
 from typing import Any
 
-VARIABLE = "NANOACTOR_RAY_LOOPBACK"
+LOOPBACK_VARIABLE = "NANOACTOR_RAY_LOOPBACK"
 """Environment variable set in the processes of a Ray instance that was started for one machine."""
 
 log = logging.getLogger("nanoactor.ray")
@@ -20,7 +20,7 @@ log = logging.getLogger("nanoactor.ray")
 
 def bind_to_loopback() -> None:
     """Make Ray Serve bind its port to loopback in this process if the environment requests it."""
-    if os.environ.get(VARIABLE) != "1":
+    if os.environ.get(LOOPBACK_VARIABLE) != "1":
         return
     try:
         from ray.serve._private import replica

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 from nanoactor.errors import InvalidConfig
-from nanoactor.fleet.fleet import SILENCE
+from nanoactor.fleet.fleet import SILENCE_TIMEOUT
 from nanoactor.fleet.pacing import INTERVAL
 from nanoactor.fleet.wire import Load
 
-_LONGEST = 3600.0
+_MAX_VALUE = 3600.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class FleetConfig:
     """Number of servers in front of the engines, one per node. Default: the number of nodes."""
     cpus_per_replica: float = 1.0
     """CPUs that Ray reserves for the processes of each replica."""
-    silence_timeout: float = SILENCE
+    silence_timeout: float = SILENCE_TIMEOUT
     """Seconds without a message after which a replica is considered hung. Its streams continue on
     other replicas."""
     report_interval: float = INTERVAL
@@ -43,25 +43,26 @@ class FleetConfig:
 
     def __post_init__(self) -> None:
         """Validate every option."""
-        self._check_whole("replicas", least=0)
+        self._check_integer("replicas", minimum=0)
         for name in ("max_replicas", "ingresses"):
             if getattr(self, name) is not None:
-                self._check_whole(name, least=1)
-        self._check_whole("target_waiting_tokens", least=1)
+                self._check_integer(name, minimum=1)
+        self._check_integer("target_waiting_tokens", minimum=1)
         if self.max_replicas is not None and self.max_replicas < self.replicas:
             raise InvalidConfig(
                 f"max_replicas ({self.max_replicas}) must be at least replicas ({self.replicas})"
             )
-        for name, least in (
+        for name, minimum in (
             ("cpus_per_replica", 0.0),
             ("silence_timeout", 1.0),
             ("report_interval", 0.001),
         ):
             value = getattr(self, name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not is_number or not least <= value <= _LONGEST:
+            if not is_number or not minimum <= value <= _MAX_VALUE:
                 raise InvalidConfig(
-                    f"{name} must be a number from {least:g} to {_LONGEST:g}, got {value!r:.100}"
+                    f"{name} must be a number from {minimum:g} to {_MAX_VALUE:g}, "
+                    f"got {value!r:.100}"
                 )
         if self.ray_address is not None and (
             not isinstance(self.ray_address, str) or not self.ray_address
@@ -70,18 +71,18 @@ class FleetConfig:
                 f"ray_address must be a non-empty string, got {self.ray_address!r:.100}"
             )
         if not self.replicas:
-            self._check_alone()
+            self._check_unused()
 
-    def _check_alone(self) -> None:
+    def _check_unused(self) -> None:
         for field in dataclasses.fields(self):
             if getattr(self, field.name) != field.default:
                 raise InvalidConfig(f"{field.name} works only with replicas: also set --replicas")
 
-    def _check_whole(self, name: str, least: int) -> None:
+    def _check_integer(self, name: str, minimum: int) -> None:
         value = getattr(self, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
             raise InvalidConfig(
-                f"{name} must be an integer of at least {least}, got {value!r:.100}"
+                f"{name} must be an integer of at least {minimum}, got {value!r:.100}"
             )
 
     def demand(self, load: Load, max_num_seqs: int) -> float:

@@ -16,18 +16,19 @@ from nanoactor.server.config import ServerConfig
 
 log = logging.getLogger("nanoactor.ray")
 
-_SECONDS = 2.0
-_TRIES = 16
-_HEALTH = "/-/healthz"
+_PROBE_SECONDS = 2.0
+_MAX_PORTS = 16
+_PROXY_HEALTH_PATH = "/-/healthz"
 """A route that Ray Serve's proxy has and our servers do not have."""
-_EVERY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - nothing is bound here
+_LOOPBACK_OF_WILDCARD = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - nothing is bound here
 
 
-async def beside_proxy(config: ServerConfig) -> ServerConfig:
+async def avoid_proxy_port(config: ServerConfig) -> ServerConfig:
     """Return the configuration with the first port, starting at its own, on which no Ray Serve
-    proxy listens. Raises `InvalidConfig` if proxies listen on all of the next `_TRIES` ports."""
-    for port in range(config.port, min(config.port + _TRIES, 1 << 16)):
-        if port and await _is_proxys(config.host, port):
+    proxy listens. Raises `InvalidConfig` if proxies listen on all of the next `_MAX_PORTS`
+    ports."""
+    for port in range(config.port, min(config.port + _MAX_PORTS, 1 << 16)):
+        if port and await _is_proxy_port(config.host, port):
             continue
         if port != config.port:
             log.warning(
@@ -41,17 +42,21 @@ async def beside_proxy(config: ServerConfig) -> ServerConfig:
     raise InvalidConfig(f"port {config.port} and the ports after it are used by other servers")
 
 
-async def _is_proxys(host: str, port: int) -> bool:
+async def _is_proxy_port(host: str, port: int) -> bool:
     """Return True if a Ray Serve proxy listens on a port. The port is probed several times, because
     the proxy may share it with an ingress."""
-    name = _EVERY.get(host, host)
-    url = f"http://[{name}]:{port}{_HEALTH}" if ":" in name else f"http://{name}:{port}{_HEALTH}"
-    timeout = aiohttp.ClientTimeout(total=_SECONDS)
+    address = _LOOPBACK_OF_WILDCARD.get(host, host)
+    url = (
+        f"http://[{address}]:{port}{_PROXY_HEALTH_PATH}"
+        if ":" in address
+        else f"http://{address}:{port}{_PROXY_HEALTH_PATH}"
+    )
+    timeout = aiohttp.ClientTimeout(total=_PROBE_SECONDS)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         for _ in range(8):
             try:
-                async with session.get(url, headers={"Connection": "close"}) as answer:
-                    if answer.status == 200:
+                async with session.get(url, headers={"Connection": "close"}) as response:
+                    if response.status == 200:
                         return True
             except (TimeoutError, aiohttp.ClientError, OSError):
                 return False

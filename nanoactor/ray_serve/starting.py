@@ -1,4 +1,5 @@
-"""Startup of a replica on cores that serving replicas use: it uses half of them until it is ready.
+"""Startup of a replica next to serving replicas: it is restricted to half of the cores until it is
+ready.
 
 A lower priority would be simpler, but an unprivileged process cannot raise its priority again.
 """
@@ -14,7 +15,7 @@ from nanoactor.runner.timing.threads import CORES_VARIABLE
 
 
 @contextlib.contextmanager
-def half_of_the_cores() -> Iterator[None]:
+def restricted_to_half_of_cores() -> Iterator[None]:
     """Restrict this process, and the processes that it starts meanwhile, to half of its allowed
     cores, and allow all of them again at the end. Runners still choose their number of threads
     based on all cores."""
@@ -23,17 +24,19 @@ def half_of_the_cores() -> Iterator[None]:
         yield
         return
     os.environ[CORES_VARIABLE] = str(len(cores))
-    _allow([os.getpid()], set(sorted(cores)[: len(cores) // 2]))
+    _set_affinity([os.getpid()], set(sorted(cores)[: len(cores) // 2]))
     try:
         yield
     finally:
         del os.environ[CORES_VARIABLE]
         own = os.getpid()
-        _allow([own], cores)  # first, so that processes started from now on may use all cores
-        _allow(_descendants(own), cores)
+        _set_affinity(
+            [own], cores
+        )  # first, so that processes started from now on may use all cores
+        _set_affinity(_descendants(own), cores)
 
 
-def _allow(pids: list[int], cores: set[int]) -> None:
+def _set_affinity(pids: list[int], cores: set[int]) -> None:
     """Pin all threads of these processes to these cores."""
     for pid in pids:
         for task in _tasks(pid):
@@ -49,9 +52,11 @@ def _tasks(pid: int) -> list[int]:
 
 
 def _descendants(pid: int) -> list[int]:
-    found: list[int] = []
+    children_of_tasks: list[int] = []
     for task in _tasks(pid):
         with contextlib.suppress(OSError):
             children = Path(f"/proc/{pid}/task/{task}/children").read_text().split()
-            found += map(int, children)
-    return found + [other for child in found for other in _descendants(child)]
+            children_of_tasks += map(int, children)
+    return children_of_tasks + [
+        other for child in children_of_tasks for other in _descendants(child)
+    ]

@@ -24,7 +24,7 @@ from nanoactor.requests.outputs import (
     RequestOutputKind,
 )
 from nanoactor.requests.params import SamplingParams
-from nanoactor.text.scores import ToldRun
+from nanoactor.text.scores import ReportedRun
 from nanoactor.vision.media import Media
 
 
@@ -41,9 +41,9 @@ class Entry:
         kind: RequestOutputKind,
         media: Sequence[Media] = (),
         answers: int = 1,
-        moved: bool = False,
+        is_moved: bool = False,
     ) -> None:
-        """Create an entry without output. If `moved`, the request comes from another engine and
+        """Create an entry without output. If `is_moved`, the request comes from another engine and
         resumes after the output in `submit`."""
         self.request_id = request_id
         self.submit = submit
@@ -51,7 +51,7 @@ class Entry:
         """The request's pictures and videos, as given: they may be needed again until it
         finishes."""
         self.kind = kind
-        self.moved = moved
+        self.is_moved = is_moved
         """Whether the request began in another engine. It was accepted there, so it is not rejected
         here."""
         self._arrival = time.monotonic()
@@ -64,11 +64,11 @@ class Entry:
         """Number of times that the caller has resumed the request's held sequences."""
         self.error: NanoactorError | None = None
         self.aborted = False
-        self.is_counted_out = False
+        self.has_left_queue = False
         """Whether the prompt no longer counts as waiting for a first token."""
         self._prompt_logprobs: list[Logprobs | None] = [None]
-        self._told_prompt = False
-        self._news = False
+        self._has_delivered_prompt = False
+        self._has_news = False
         self._waiter: asyncio.Future[None] | None = None
         self.accepted = asyncio.Event()
         """Set when the scheduler has accepted the request, or the request has ended without
@@ -93,7 +93,7 @@ class Entry:
         )
 
     @property
-    def places(self) -> list[int]:
+    def waiting_uids(self) -> list[int]:
         """Return the uids that count as waiting. Only the first uid of a held request counts, as
         its sequences start together and are answered together."""
         return [self.submit.uid] if self.submit.spec.held else list(self.uids)
@@ -102,15 +102,15 @@ class Entry:
     def is_held(self) -> bool:
         """Return True if the request is paused: all of its live sequences have emitted a token
         since it last resumed."""
-        living = [answer for answer in self.answers if answer.terminal is None]
-        due = all(len(answer.token_ids) > self.continued for answer in living)
-        return self.submit.spec.held and bool(living) and due
+        live = [answer for answer in self.answers if answer.terminal is None]
+        due = all(len(answer.token_ids) > self.continued for answer in live)
+        return self.submit.spec.held and bool(live) and due
 
-    async def held(self) -> None:
+    async def wait_until_held(self) -> None:
         """Wait until the request is paused or over. Raises the error that ended the request."""
-        while not (self.is_held or self.over):
-            await self.news()
-            self._news = False
+        while not (self.is_held or self.is_over):
+            await self.wait_for_news()
+            self._has_news = False
         self.raise_error()
 
     @property
@@ -122,25 +122,25 @@ class Entry:
         """Return the sequence with this uid."""
         return self.answers[uid - self.submit.uid]
 
-    def told_ids(self, answer: Answer) -> list[int]:
+    def emitted_ids(self, answer: Answer) -> list[int]:
         """Return the ids of a sequence's emitted tokens, including those emitted by another
         engine."""
         before = self.submit.output
         return [*(before.token_ids.tolist() if before is not None else ()), *answer.token_ids]
 
-    def told_characters(self, answer: Answer) -> int:
+    def emitted_characters(self, answer: Answer) -> int:
         """Return the number of emitted characters of a sequence's text, including those emitted by
         another engine."""
         return max(0, self.submit.spec.text_options.delivered) + sum(map(len, answer.text))
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Return True if the request is finished."""
         return self.error is not None or all(one.terminal is not None for one in self.answers)
 
     def wake(self) -> None:
         """Record that there is something to read, and wake the reader."""
-        self._news = True
+        self._has_news = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -162,21 +162,21 @@ class Entry:
             self.error = self.error or HoldExpired(terminal.error)
         elif terminal.reason == "refused":
             self.error = self.error or OutOfResources(terminal.error)
-        if self.over:
+        if self.is_over:
             self.end()
         else:
             self.wake()
 
     async def next(self) -> RequestOutput:
         """Wait for new output and return it. Raises the error that ended the request."""
-        await self.news()
-        self._news = False
+        await self.wait_for_news()
+        self._has_news = False
         self.raise_error()
         return self._output()
 
-    async def news(self) -> None:
+    async def wait_for_news(self) -> None:
         """Wait until there is something to read, but do not consume it."""
-        while not self._news or self._is_early:
+        while not self._has_news or self._must_wait:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
@@ -184,9 +184,9 @@ class Entry:
                 self._waiter = None
 
     @property
-    def _is_early(self) -> bool:
+    def _must_wait(self) -> bool:
         """Return True if the reader should wait although there is new output."""
-        if self.over:
+        if self.is_over:
             return False
         return self.kind is RequestOutputKind.FINAL_ONLY or not self.has_prompt_logprobs
 
@@ -209,37 +209,41 @@ class Entry:
             # with each of them.
             raise self.error.with_traceback(None)
 
-    def take_prompt_logprobs(self, run: ToldRun) -> None:
+    def add_prompt_logprobs(self, run: ReportedRun) -> None:
         """Append log-probabilities of the prompt, in the order of its tokens."""
         known = self._prompt_logprobs
-        for own, likeliest in run.logprobs:
-            known.append({self.prompt_token_ids[len(known)]: own} | likeliest)
-        if self.has_prompt_logprobs and self._news:  # new output has waited for these
+        for own, top in run.logprobs:
+            known.append({self.prompt_token_ids[len(known)]: own} | top)
+        if self.has_prompt_logprobs and self._has_news:  # new output has waited for these
             self.wake()
 
-    def set_prompt_logprobs(self, told: list[Logprobs | None]) -> None:
+    def set_prompt_logprobs(self, logprobs: list[Logprobs | None]) -> None:
         """Set all log-probabilities of the prompt."""
-        self._prompt_logprobs = told
+        self._prompt_logprobs = logprobs
         self.wake()
 
     def _output(self) -> RequestOutput:
         delta = self.kind is RequestOutputKind.DELTA
-        whole = not delta or len(self.answers) == 1
-        outputs = [answer.output(delta) for answer in self.answers if whole or answer.has_news]
+        include_all = not delta or len(self.answers) == 1
+        outputs = [
+            answer.output(delta) for answer in self.answers if include_all or answer.has_undelivered
+        ]
         first = self.answers[0].terminal
-        wanted = self.submit.spec.prompt_logprobs >= 0 and not (delta and self._told_prompt)
-        told = self._prompt_logprobs if wanted and self.has_prompt_logprobs else None
-        self._told_prompt = True
+        wanted = self.submit.spec.prompt_logprobs >= 0 and not (
+            delta and self._has_delivered_prompt
+        )
+        prompt_logprobs = self._prompt_logprobs if wanted and self.has_prompt_logprobs else None
+        self._has_delivered_prompt = True
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.submit.text,
             prompt_token_ids=self.prompt_token_ids,
             outputs=outputs,
-            finished=self.over,
+            finished=self.is_over,
             metrics=self.metrics,
             num_cached_tokens=first.cached_tokens if first else 0,
             num_preemptions=sum(one.terminal.preemptions for one in self.answers if one.terminal),
-            prompt_logprobs=told,
+            prompt_logprobs=prompt_logprobs,
         )
 
 
@@ -247,17 +251,17 @@ def entry_maker(
     built: tuple[Submit, tuple[Media, ...]],
     params: SamplingParams,
     request_id: str | None,
-    ids: str,
-    moved: bool = False,
+    id_prefix: str,
+    is_moved: bool = False,
 ) -> Callable[[int], Entry]:
     """Return a factory for the journal entry of a checked request, to be called with the request's
-    uid. Without a `request_id`, the request is named after `ids` and its uid."""
+    uid. Without a `request_id`, the request is named after `id_prefix` and its uid."""
     checked, media = built
 
     def make(uid: int) -> Entry:
         submit = dataclasses.replace(checked, uid=uid)
-        name = request_id or f"{ids}-{uid}"
-        return Entry(name, submit, params.output_kind, media, params.n, moved)
+        name = request_id or f"{id_prefix}-{uid}"
+        return Entry(name, submit, params.output_kind, media, params.n, is_moved)
 
     return make
 
@@ -278,17 +282,17 @@ class Answer:
         """Pooled result, if the request pools."""
         self.terminal: Terminal | None = None
         self._sum = 0.0
-        self._told = (0, 0)
+        self._delivered = (0, 0)
         """Number of texts and number of tokens that the reader has received."""
-        self._told_end = False
+        self._has_delivered_end = False
         """Whether the reader has received the end."""
 
-    def take_logprobs(self, run: ToldRun) -> None:
+    def add_logprob_run(self, run: ReportedRun) -> None:
         """Record the log-probabilities of the newest tokens."""
         assert self.logprobs is not None
         tokens = self.token_ids[len(self.logprobs) :]
         pairs = zip(tokens, run.logprobs, strict=True)
-        self.add_logprobs([{token: own} | most for token, (own, most) in pairs], run.offsets)
+        self.add_logprobs([{token: own} | top for token, (own, top) in pairs], run.offsets)
 
     def add_logprobs(self, logprobs: Sequence[Logprobs], offsets: Sequence[int]) -> None:
         """Append the log-probabilities of the newest tokens, each with the token's own first, and
@@ -300,18 +304,18 @@ class Answer:
             self._sum += next(iter(each.values())).logprob
 
     @property
-    def has_news(self) -> bool:
+    def has_undelivered(self) -> bool:
         """Return True if there is output that a reader of deltas has not received."""
-        ended = self.terminal is not None and not self._told_end
-        return ended or self._told != (len(self.text), len(self.token_ids))
+        ended = self.terminal is not None and not self._has_delivered_end
+        return ended or self._delivered != (len(self.text), len(self.token_ids))
 
     def output(self, delta: bool) -> CompletionOutput:
         """Return the output that the reader has not received yet if `delta`, else all output so
         far."""
-        texts, tokens = self._told if delta else (0, 0)
-        self._told = len(self.text), len(self.token_ids)
+        texts, tokens = self._delivered if delta else (0, 0)
+        self._delivered = len(self.text), len(self.token_ids)
         terminal, scored = self.terminal, self.logprobs is not None
-        self._told_end = terminal is not None
+        self._has_delivered_end = terminal is not None
         return CompletionOutput(
             self.index,
             "".join(self.text[texts:]),

@@ -8,7 +8,7 @@ import numpy as np
 
 from nanoactor.messages.engine import Submit, Terminal
 from nanoactor.messages.resuming import ToldTokens
-from nanoactor.models.sampling.columns import rows_of
+from nanoactor.models.sampling.columns import split_rows
 from nanoactor.recovery.journal import Entry
 
 LOST = (
@@ -25,43 +25,43 @@ POISON = (
 )
 
 
-def resumed(entry: Entry) -> list[Submit]:
+def resume_submits(entry: Entry) -> list[Submit]:
     """Return the submissions that resume an unfinished request. If it has no emitted output, the
     original submission is returned. Otherwise each of its unfinished sequences resumes separately
     after its emitted tokens, with the random numbers of the positions that follow."""
     spec = entry.submit.spec
-    wanted = -1 if entry.has_prompt_logprobs else spec.prompt_logprobs
+    prompt_logprobs = -1 if entry.has_prompt_logprobs else spec.prompt_logprobs
     if not any(answer.token_ids or answer.terminal for answer in entry.answers):
-        spec = dataclasses.replace(spec, prompt_logprobs=wanted)
+        spec = dataclasses.replace(spec, prompt_logprobs=prompt_logprobs)
         return [dataclasses.replace(entry.submit, spec=spec)]
-    living = [uid for uid in entry.uids if entry.answer(uid).terminal is None]
-    return [_going_on(entry, uid, wanted if uid == living[0] else -1) for uid in living]
+    live = [uid for uid in entry.uids if entry.answer(uid).terminal is None]
+    return [_resume_submit(entry, uid, prompt_logprobs if uid == live[0] else -1) for uid in live]
 
 
-def _going_on(entry: Entry, uid: int, prompt_logprobs: int) -> Submit:
+def _resume_submit(entry: Entry, uid: int, prompt_logprobs: int) -> Submit:
     spec, answer = entry.submit.spec, entry.answer(uid)
-    told, characters = entry.told_ids(answer), entry.told_characters(answer)
+    emitted, characters = entry.emitted_ids(answer), entry.emitted_characters(answer)
     spec = dataclasses.replace(
         spec,
-        sampling=rows_of(spec.sampling)[answer.index],
+        sampling=split_rows(spec.sampling)[answer.index],
         text_options=dataclasses.replace(spec.text_options, delivered=characters),
         prompt_logprobs=prompt_logprobs,
     )
-    found = dataclasses.replace(
+    submit = dataclasses.replace(
         entry.submit,
         uid=uid,
         spec=spec,
-        output=ToldTokens(np.array(told, np.int32)) if told else None,
+        output=ToldTokens(np.array(emitted, np.int32)) if emitted else None,
     )
     if entry.media:  # the text determines where its pictures belong
-        return found
+        return submit
     prompt = np.array(entry.prompt_token_ids, np.int32)
     return dataclasses.replace(
-        found, text=None, chat=None, chat_options="", token_ids=prompt, keep_last=0
+        submit, text=None, chat=None, chat_options="", token_ids=prompt, keep_last=0
     )
 
 
-def own_terminal(entry: Entry, uid: int, reason: str, error: str = "") -> Terminal:
+def local_terminal(entry: Entry, uid: int, reason: str, error: str = "") -> Terminal:
     """Return a terminal for a sequence whose end no other process has reported."""
     answer = entry.answer(uid)
     return Terminal(
@@ -69,8 +69,8 @@ def own_terminal(entry: Entry, uid: int, reason: str, error: str = "") -> Termin
         reason=reason,
         stop_reason=None,
         error=error,
-        tokens=len(entry.told_ids(answer)),
-        characters=entry.told_characters(answer),
+        tokens=len(entry.emitted_ids(answer)),
+        characters=entry.emitted_characters(answer),
         cached_tokens=0,
         preemptions=0,
         began=-1,

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 Scope = Literal["engine", "server", "sampling"]
-Fate = Literal["same", "alias", "moot", "refused"]
+Treatment = Literal["same", "alias", "moot", "refused"]
 Takes = Literal["value", "flag", "list"]
 
 
@@ -27,7 +27,7 @@ ANY = _AnyValue()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Name:
+class ForeignOption:
     """An option or a parameter of another engine."""
 
     theirs: str
@@ -40,14 +40,14 @@ class Name:
     """How the meaning differs, or why the name is not supported."""
     takes: Takes = "value"
     """What follows the flag on a command line."""
-    short: tuple[str, ...] = ()
+    other_flags: tuple[str, ...] = ()
     """Other flags with the same meaning."""
     inverts: bool = False
     """Whether the flag turns our option off."""
-    of: str = "vLLM"
+    engine: str = "vLLM"
 
     @property
-    def fate(self) -> Fate:
+    def treatment(self) -> Treatment:
         """Return how nanoactor treats the name."""
         if self.ours:
             return "same" if self.ours == self.theirs else "alias"
@@ -56,7 +56,7 @@ class Name:
     @property
     def flags(self) -> tuple[str, ...]:
         """Return the command-line flags that have this meaning."""
-        return (f"--{self.theirs.replace('_', '-')}", *self.short)
+        return (f"--{self.theirs.replace('_', '-')}", *self.other_flags)
 
     def allows(self, value: Any) -> bool:
         """Return True if a value has no effect or requests what nanoactor always does."""
@@ -64,7 +64,7 @@ class Name:
             return True
         return any(type(value) is type(one) and value == one for one in self.accepts)
 
-    def complaint(self, value: Any) -> str:
+    def error_message(self, value: Any) -> str:
         """Return the error message for a value that is not allowed."""
         if not self.accepts or (self.takes == "flag" and self.note):
             return f"{self.theirs} is not supported: {self.note}"
@@ -75,21 +75,21 @@ class Name:
         )
 
 
-_engine = functools.partial(Name, scope="engine")
-_server = functools.partial(Name, scope="server")
-_sampling = functools.partial(Name, scope="sampling")
+_engine = functools.partial(ForeignOption, scope="engine")
+_server = functools.partial(ForeignOption, scope="server")
+_sampling = functools.partial(ForeignOption, scope="sampling")
 
 
-def _same(scope: Scope, names: str) -> Iterator[Name]:
+def _same(scope: Scope, names: str) -> Iterator[ForeignOption]:
     for name in names.split():
-        yield Name(name, scope, name)
+        yield ForeignOption(name, scope, name)
 
 
 _NO_LORA = "LoRA adapters must be merged into the weights"
 _NO_QUANTIZATION = "the checkpoint's own `quantization_config` specifies its quantization"
 _ONE_STAGE = "layers cannot be spread over devices; use tensor_parallel_size instead"
 
-ENGINE: tuple[Name, ...] = (
+ENGINE: tuple[ForeignOption, ...] = (
     *_same("engine", "model tokenizer revision download_dir"),
     *_same("engine", "max_num_seqs block_size enable_prefix_caching"),
     *_same("engine", "enforce_eager tensor_parallel_size skip_tokenizer_init"),
@@ -122,35 +122,35 @@ ENGINE: tuple[Name, ...] = (
         "gpu_memory_utilization",
         ours="memory_utilization",
         note="a share of the memory that is free at startup; in vLLM, a share of all memory",
-        short=("--device-memory-utilization",),
+        other_flags=("--device-memory-utilization",),
     ),
     _engine("num_gpu_blocks_override", ours="num_kv_blocks"),
-    _engine("tp", ours="tensor_parallel_size", short=("-tp",)),
-    _engine("tp_size", ours="tensor_parallel_size", of="SGLang"),
-    _engine("model_path", ours="model", of="SGLang"),
-    _engine("tokenizer_path", ours="tokenizer", of="SGLang"),
-    _engine("context_length", ours="max_model_len", of="SGLang"),
+    _engine("tp", ours="tensor_parallel_size", other_flags=("-tp",)),
+    _engine("tp_size", ours="tensor_parallel_size", engine="SGLang"),
+    _engine("model_path", ours="model", engine="SGLang"),
+    _engine("tokenizer_path", ours="tokenizer", engine="SGLang"),
+    _engine("context_length", ours="max_model_len", engine="SGLang"),
     _engine(
         "mem_fraction_static",
         ours="memory_utilization",
         note="a share of the memory that is free at startup",
-        of="SGLang",
+        engine="SGLang",
     ),
     _engine(
         "chunked_prefill_size",
         ours="max_num_batched_tokens",
         note="prompts and streams share the tokens of a step; -1 is rejected",
-        of="SGLang",
+        engine="SGLang",
     ),
-    _engine("max_running_requests", ours="max_num_seqs", of="SGLang"),
-    _engine("page_size", ours="block_size", of="SGLang"),
-    _engine("random_seed", ours="seed", of="SGLang"),
+    _engine("max_running_requests", ours="max_num_seqs", engine="SGLang"),
+    _engine("page_size", ours="block_size", engine="SGLang"),
+    _engine("random_seed", ours="seed", engine="SGLang"),
     _engine(
         "disable_radix_cache",
         ours="enable_prefix_caching",
         takes="flag",
         inverts=True,
-        of="SGLang",
+        engine="SGLang",
     ),
     _engine("allowed_local_media_path", accepts=("",), note="requests cannot refer to local files"),
     _engine(
@@ -165,7 +165,7 @@ ENGINE: tuple[Name, ...] = (
         "compilation_config",
         accepts=({},),
         note="graphs are captured unless enforce_eager is set",
-        short=("-cc",),
+        other_flags=("-cc",),
     ),
     _engine(
         "convert",
@@ -178,7 +178,7 @@ ENGINE: tuple[Name, ...] = (
         "data_parallel_size",
         accepts=(1,),
         note="use --replicas to serve several engines on Ray",
-        short=("-dp",),
+        other_flags=("-dp",),
     ),
     _engine(
         "disable_custom_all_reduce",
@@ -208,7 +208,7 @@ ENGINE: tuple[Name, ...] = (
         accepts=(False,),
         note="each rank holds a part of every expert",
         takes="flag",
-        short=("-ep",),
+        other_flags=("-ep",),
     ),
     _engine("enable_lora", accepts=(False,), note=_NO_LORA, takes="flag"),
     _engine("lora_modules", note=_NO_LORA, takes="list"),
@@ -249,10 +249,10 @@ ENGINE: tuple[Name, ...] = (
         "optimization_level",
         accepts=(1, 2, 3),
         note="graphs are captured unless enforce_eager is set",
-        short=("-O",),
+        other_flags=("-O",),
     ),
-    _engine("pipeline_parallel_size", accepts=(1,), note=_ONE_STAGE, short=("-pp",)),
-    _engine("quantization", note=_NO_QUANTIZATION, short=("-q",)),
+    _engine("pipeline_parallel_size", accepts=(1,), note=_ONE_STAGE, other_flags=("-pp",)),
+    _engine("quantization", note=_NO_QUANTIZATION, other_flags=("-q",)),
     _engine(
         "runner",
         accepts=("auto", "generate"),
@@ -274,7 +274,7 @@ ENGINE: tuple[Name, ...] = (
         "speculative_config",
         accepts=({},),
         note="speculative decoding is not supported",
-        short=("-sc",),
+        other_flags=("-sc",),
     ),
     _engine(
         "structured_outputs_config",
@@ -301,7 +301,7 @@ ENGINE: tuple[Name, ...] = (
 )
 """Options of `LLM` and `AsyncLLM`, and of the command line."""
 
-SERVER: tuple[Name, ...] = (
+SERVER: tuple[ForeignOption, ...] = (
     *_same("server", "host port uds root_path allowed_media_domains"),
     *_same("server", "default_chat_template_kwargs ssl_keyfile ssl_certfile"),
     *_same("server", "disable_access_log_for_endpoints enable_tokenizer_info_endpoint"),
@@ -330,7 +330,7 @@ SERVER: tuple[Name, ...] = (
     _server("allowed_origins", ours="cors_origins", note="takes a JSON list"),
     _server("log_level", ours="log_level"),
     _server("uvicorn_log_level", ours="log_level"),
-    _server("fastapi_root_path", ours="root_path", of="SGLang"),
+    _server("fastapi_root_path", ours="root_path", engine="SGLang"),
     _server("disable_uvicorn_access_log", ours="access_log", takes="flag", inverts=True),
     _server(
         "allow_credentials",
@@ -342,7 +342,7 @@ SERVER: tuple[Name, ...] = (
         "api_server_count",
         accepts=(1,),
         note="one process serves HTTP; on Ray, --ingresses starts several",
-        short=("-asc",),
+        other_flags=("-asc",),
     ),
     _server(
         "chat_template_content_format",
@@ -414,7 +414,7 @@ SERVER: tuple[Name, ...] = (
 )  # fmt: skip
 """Options of the command line only."""
 
-SAMPLING: tuple[Name, ...] = (
+SAMPLING: tuple[ForeignOption, ...] = (
     _sampling("seed", ours="seed", note="-1 means no seed"),
     _sampling("logprobs", ours="logprobs", note="-1 (the whole vocabulary) is rejected"),
     _sampling("prompt_logprobs", ours="prompt_logprobs", note="-1 is rejected"),
@@ -467,5 +467,5 @@ SAMPLING: tuple[Name, ...] = (
 """Parameters of `SamplingParams`; fields that are not listed here have the same name and
 meaning."""
 
-NAMES: Mapping[str, Name] = {name.theirs: name for name in (*ENGINE, *SERVER)}
+NAMES: Mapping[str, ForeignOption] = {name.theirs: name for name in (*ENGINE, *SERVER)}
 """All options of `ENGINE` and `SERVER`, by their names in vLLM and SGLang."""

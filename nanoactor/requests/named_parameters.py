@@ -10,46 +10,48 @@ from typing import Any, TypeVar
 
 from nanoactor.errors import InvalidRequest
 
-_CERTAIN = 0.85
+_MIN_SIMILARITY = 0.85
 """Minimum similarity of two names for a suggestion: a wrong one is worse than none."""
 C = TypeVar("C", bound=type[Any])
 
 
-def meant(name: str, known: Iterable[str]) -> str:
+def suggestion(name: str, known: Iterable[str]) -> str:
     """Return a question that suggests the known name that `name` almost certainly stands for; empty
     if there is none."""
-    close = difflib.get_close_matches(name, [*known], 1, _CERTAIN)
+    close = difflib.get_close_matches(name, [*known], 1, _MIN_SIMILARITY)
     return f": did you mean {close[0]}?" if close else ""
 
 
-def names_parameters(neutral: Mapping[str, Sequence[Any]]) -> Callable[[C], C]:
+def rejects_unknown_parameters(ignored: Mapping[str, Sequence[Any]]) -> Callable[[C], C]:
     """Return a decorator that makes a dataclass's constructor raise `InvalidRequest` for unknown
-    parameters. A parameter in `neutral` is accepted with one of its listed values or None, and
+    parameters. A parameter in `ignored` is accepted with one of its listed values or None, and
     ignored."""
 
-    def decorate(kind: C) -> C:
-        made = kind.__init__
-        signature = inspect.signature(made)
-        name = kind.__name__
+    def decorate(cls: C) -> C:
+        original_init = cls.__init__
+        signature = inspect.signature(original_init)
+        name = cls.__name__
 
-        @functools.wraps(made)
+        @functools.wraps(original_init)
         def init(self: Any, *args: Any, **given: Any) -> None:
-            for key in given.keys() & neutral.keys():
+            for key in given.keys() & ignored.keys():
                 value = given.pop(key)
-                if value is not None and value not in neutral[key]:
-                    shown = " or ".join(map(repr, neutral[key]))
+                if value is not None and value not in ignored[key]:
+                    shown = " or ".join(map(repr, ignored[key]))
                     raise InvalidRequest(f"{key} is not supported; only {shown} is accepted")
             known = [key for key in signature.parameters if key != "self"]
             for key in given:
                 if key not in known:
-                    raise InvalidRequest(f"{name} has no parameter {key!r:.100}{meant(key, known)}")
+                    raise InvalidRequest(
+                        f"{name} has no parameter {key!r:.100}{suggestion(key, known)}"
+                    )
             try:
                 signature.bind(self, *args, **given)
             except TypeError as error:
                 raise InvalidRequest(f"{name}: {error}; pass parameters by name") from None
-            made(self, *args, **given)
+            original_init(self, *args, **given)
 
-        kind.__init__ = init
-        return kind
+        cls.__init__ = init
+        return cls
 
     return decorate

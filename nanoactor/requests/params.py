@@ -11,7 +11,7 @@ from typing import Any
 
 from nanoactor.errors import InvalidRequest
 from nanoactor.requests.known_names import SAMPLING
-from nanoactor.requests.named_parameters import names_parameters
+from nanoactor.requests.named_parameters import rejects_unknown_parameters
 from nanoactor.requests.outputs import RequestOutputKind
 from nanoactor.requests.structured_outputs import StructuredOutputsParams
 
@@ -21,15 +21,15 @@ MAX_RULED_IDS = 1024
 MAX_ANSWERS = 128
 """Maximum value of a request's `n`."""
 MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH, MAX_BAD_WORD_TOKENS = 128, 256, 32
-REFUSED: Mapping[str, str] = {
+REJECTED: Mapping[str, str] = {
     name.theirs: name.note for name in SAMPLING if name.note and not name.ours
 }
 """vLLM's parameters that are rejected by name, and the reason for each."""
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+IGNORED: Mapping[str, tuple[Any, ...]] = {
     name.theirs: name.accepts for name in SAMPLING if not name.note and not name.ours
 }
 """Other parameters of vLLM, with the values that are accepted because they have no effect."""
-BY_MODEL = (
+MODEL_DEFAULTS = (
     "temperature",
     "top_p",
     "top_k",
@@ -50,10 +50,10 @@ class TokenCap(int):
     """A `max_tokens` that is lowered, not rejected, if the context leaves less room."""
 
 
-_SIXTEEN = DefaultTokens(16)
+_DEFAULT_MAX_TOKENS = DefaultTokens(16)
 
 
-@names_parameters(NEUTRAL)
+@rejects_unknown_parameters(IGNORED)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Parameters of a request: how to choose tokens and when to stop.
@@ -104,7 +104,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     """Return the same for prompt tokens; the whole prompt is computed, without prefix-cache
     hits."""
-    max_tokens: int | None = _SIXTEEN
+    max_tokens: int | None = _DEFAULT_MAX_TOKENS
     """Maximum number of output tokens. Default on the command line: the model's, or as many as fit
     `max_model_len`."""
     truncate_prompt_tokens: int | None = None
@@ -134,31 +134,31 @@ class SamplingParams:
         make_numbers_plain(self)
         if self.seed == -1 and self.seed is not True:
             object.__setattr__(self, "seed", None)
-        _number("temperature", self.temperature, 0.0, 1e4)
-        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-        _whole("n", self.n, 1, MAX_ANSWERS, optional=False)
-        _whole("top_k", self.top_k, -1)
-        _whole("logprobs", self.logprobs, 0)
-        _whole("prompt_logprobs", self.prompt_logprobs, 0)
-        _whole("seed", self.seed, 0, 2**64 - 1)
-        _whole("max_tokens", self.max_tokens, 1)
-        _whole("min_tokens", self.min_tokens, 0, optional=False)
-        _whole("truncate_prompt_tokens", self.truncate_prompt_tokens, -1)
+        _check_number("temperature", self.temperature, 0.0, 1e4)
+        _check_number("top_p", self.top_p, 0.0, 1.0, exclusive_low=True)
+        _check_number("min_p", self.min_p, 0.0, 1.0)
+        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        _check_integer("n", self.n, 1, MAX_ANSWERS, optional=False)
+        _check_integer("top_k", self.top_k, -1)
+        _check_integer("logprobs", self.logprobs, 0)
+        _check_integer("prompt_logprobs", self.prompt_logprobs, 0)
+        _check_integer("seed", self.seed, 0, 2**64 - 1)
+        _check_integer("max_tokens", self.max_tokens, 1)
+        _check_integer("min_tokens", self.min_tokens, 0, optional=False)
+        _check_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1)
         if self.truncate_prompt_tokens == 0:
             raise InvalidRequest("truncate_prompt_tokens must be -1 or at least 1, got 0")
-        _whole("best_of", self.best_of, 1)
+        _check_integer("best_of", self.best_of, 1)
         for name in _FLAGS:
-            _flag(name, getattr(self, name))
-        for name, asks in (
+            _check_bool(name, getattr(self, name))
+        for name, is_set in (
             ("logits_processors", self.logits_processors is not None),
             ("best_of", self.best_of not in (None, 1)),
         ):
-            if asks:
-                raise InvalidRequest(f"{name} {REFUSED[name]}")
+            if is_set:
+                raise InvalidRequest(f"{name} {REJECTED[name]}")
         if not isinstance(self.output_kind, RequestOutputKind):
             raise InvalidRequest(
                 f"output_kind must be a RequestOutputKind, got {self.output_kind!r}"
@@ -168,26 +168,26 @@ class SamplingParams:
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens}"
                 + (", the default)" if isinstance(self.max_tokens, DefaultTokens) else ")")
             )
-        object.__setattr__(self, "stop", _stop_strings(self.stop))
+        object.__setattr__(self, "stop", _check_stop_strings(self.stop))
         if self.stop and not self.detokenize:
             raise InvalidRequest(
                 "stop strings require detokenize=True, because they are matched against the text"
             )
-        object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
-        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
-        object.__setattr__(self, "allowed_token_ids", _allowed_ids(self.allowed_token_ids))
-        object.__setattr__(self, "bad_words", _bad_words(self.bad_words))
-        made = _structured(self.structured_outputs, self.ignore_eos)
-        object.__setattr__(self, "structured_outputs", made)
+        object.__setattr__(self, "stop_token_ids", _check_stop_ids(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _check_biases(self.logit_bias))
+        object.__setattr__(self, "allowed_token_ids", _check_allowed_ids(self.allowed_token_ids))
+        object.__setattr__(self, "bad_words", _check_bad_words(self.bad_words))
+        structured_outputs = _check_structured_outputs(self.structured_outputs, self.ignore_eos)
+        object.__setattr__(self, "structured_outputs", structured_outputs)
 
     @classmethod
     def for_model(cls, **given: Any) -> SamplingParams:
         """Return parameters that use the model's recommendations for omitted ones. Raises the same
         exceptions as the constructor."""
-        return cls(**{**dict.fromkeys(BY_MODEL), **given})
+        return cls(**{**dict.fromkeys(MODEL_DEFAULTS), **given})
 
 
-@names_parameters({})
+@rejects_unknown_parameters({})
 @dataclasses.dataclass(frozen=True)
 class BeamSearchParams:
     """Parameters of a beam search. Raises `InvalidRequest` on construction, naming the
@@ -211,13 +211,13 @@ class BeamSearchParams:
     def __post_init__(self) -> None:
         """Check every value and normalize numbers."""
         make_numbers_plain(self)
-        _whole("beam_width", self.beam_width, 1, optional=False)
-        _whole("max_tokens", self.max_tokens, 1, optional=False)
+        _check_integer("beam_width", self.beam_width, 1, optional=False)
+        _check_integer("max_tokens", self.max_tokens, 1, optional=False)
         for name in ("ignore_eos", "include_stop_str_in_output"):
-            _flag(name, getattr(self, name))
+            _check_bool(name, getattr(self, name))
         if self.length_penalty is None:
             raise InvalidRequest("length_penalty must be a number in [-10, 10], got None")
-        _number("length_penalty", self.length_penalty, -10.0, 10.0)
+        _check_number("length_penalty", self.length_penalty, -10.0, 10.0)
         if self.temperature != 0:
             raise InvalidRequest(
                 f"temperature must be 0, got {self.temperature!r:.100}, because beam search does "
@@ -243,16 +243,16 @@ def derived_seed(seed: int, index: int) -> int:
 
 
 # Counts and ids are sent as int32.
-_MOST = 2**31 - 1
+_MAX_INT32 = 2**31 - 1
 
 
-_PLAIN = (bool, int, float, str, tuple, type(None), DefaultTokens, TokenCap)
+_PLAIN_TYPES = (bool, int, float, str, tuple, type(None), DefaultTokens, TokenCap)
 
 
 def plain_number(value: Any) -> Any:
     """Return a number of another library, such as NumPy, as a Python number; anything else
     unchanged."""
-    if type(value) in _PLAIN:
+    if type(value) in _PLAIN_TYPES:
         return value
     if isinstance(value, numbers.Integral):
         return int(value)
@@ -265,11 +265,11 @@ def plain_number(value: Any) -> Any:
 def make_numbers_plain(options: Any) -> None:
     """Replace the value of every field of a frozen dataclass by its `plain_number`."""
     for name, value in list(vars(options).items()):
-        if type(value) not in _PLAIN:
+        if type(value) not in _PLAIN_TYPES:
             object.__setattr__(options, name, plain_number(value))
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Format a value for an error message."""
     try:
         return f"{value!r:.100}"
@@ -277,33 +277,37 @@ def shown(value: Any) -> str:
         return "a number with too many digits"
 
 
-def _number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
+def _check_number(
+    name: str, value: Any, low: float, high: float, exclusive_low: bool = False
+) -> None:
     if value is None:
         return
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     # NaN fails every comparison, so it is rejected here too.
-    if not is_number or not low <= value <= high or (open_low and value == low):
-        bracket = "(" if open_low else "["
+    if not is_number or not low <= value <= high or (exclusive_low and value == low):
+        bracket = "(" if exclusive_low else "["
         raise InvalidRequest(
-            f"{name} must be a number in {bracket}{low:g}, {high:g}], got {shown(value)}"
+            f"{name} must be a number in {bracket}{low:g}, {high:g}], got {format_value(value)}"
         )
 
 
-def _flag(name: str, value: Any) -> None:
+def _check_bool(name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise InvalidRequest(f"{name} must be true or false, got {value!r:.100}")
 
 
-def _whole(name: str, value: Any, low: int, high: int = _MOST, optional: bool = True) -> None:
+def _check_integer(
+    name: str, value: Any, low: int, high: int = _MAX_INT32, optional: bool = True
+) -> None:
     if value is None and optional:
         return
     if not isinstance(value, int) or isinstance(value, bool):
-        raise InvalidRequest(f"{name} must be an integer, got {shown(value)}")
+        raise InvalidRequest(f"{name} must be an integer, got {format_value(value)}")
     if not low <= value <= high:
-        raise InvalidRequest(f"{name} must be from {low} to {high}, got {shown(value)}")
+        raise InvalidRequest(f"{name} must be from {low} to {high}, got {format_value(value)}")
 
 
-def _items(name: str, value: Any, what: str) -> tuple[Any, ...]:
+def _as_tuple(name: str, value: Any, what: str) -> tuple[Any, ...]:
     if value is None:
         return ()
     try:
@@ -314,8 +318,8 @@ def _items(name: str, value: Any, what: str) -> tuple[Any, ...]:
         raise InvalidRequest(f"{name} must be a list of {what}, got {value!r:.100}") from None
 
 
-def _stop_strings(stop: Any) -> tuple[str, ...]:
-    strings = (stop,) if isinstance(stop, str) else _items("stop", stop, "strings")
+def _check_stop_strings(stop: Any) -> tuple[str, ...]:
+    strings = (stop,) if isinstance(stop, str) else _as_tuple("stop", stop, "strings")
     if len(strings) > MAX_STOP_STRINGS:
         raise InvalidRequest(
             f"stop may contain at most {MAX_STOP_STRINGS} strings, got {len(strings)}"
@@ -329,19 +333,19 @@ def _stop_strings(stop: Any) -> tuple[str, ...]:
     return strings
 
 
-def _stop_ids(ids: Any) -> tuple[int, ...]:
-    found = _items("stop_token_ids", ids, "token ids")
+def _check_stop_ids(ids: Any) -> tuple[int, ...]:
+    found = _as_tuple("stop_token_ids", ids, "token ids")
     if len(found) > MAX_STOP_IDS:
         raise InvalidRequest(
             f"stop_token_ids may contain at most {MAX_STOP_IDS} ids, got {len(found)}"
         )
     found = tuple(plain_number(token) for token in found)
     for token in found:
-        _whole("stop_token_ids", token, 0, optional=False)
+        _check_integer("stop_token_ids", token, 0, optional=False)
     return found
 
 
-def _biases(given: Any) -> dict[int, float]:
+def _check_biases(given: Any) -> dict[int, float]:
     """Return the biases by token id; in JSON, the ids are strings."""
     if given is not None and not isinstance(given, Mapping):
         raise InvalidRequest(f"logit_bias must map token ids to numbers, got {given!r:.100}")
@@ -352,22 +356,24 @@ def _biases(given: Any) -> dict[int, float]:
         )
     found: dict[int, float] = {}
     for key, value in items:
-        is_number = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 11
-        token = int(key) if is_number else plain_number(key)
-        _whole("a token id in logit_bias", token, 0, optional=False)
+        is_digits = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 11
+        token = int(key) if is_digits else plain_number(key)
+        _check_integer("a token id in logit_bias", token, 0, optional=False)
         bias = plain_number(value)
         if bias is None:
             raise InvalidRequest(f"logit_bias[{token}] must be a number in [-100, 100], got None")
-        _number(f"logit_bias[{token}]", bias, -100.0, 100.0)
+        _check_number(f"logit_bias[{token}]", bias, -100.0, 100.0)
         found[token] = float(bias)
     return found
 
 
-def _allowed_ids(given: Any) -> tuple[int, ...] | None:
+def _check_allowed_ids(given: Any) -> tuple[int, ...] | None:
     """Return the ids, sorted and without duplicates; None if all ids are allowed."""
     if given is None:
         return None
-    found = tuple(plain_number(token) for token in _items("allowed_token_ids", given, "token ids"))
+    found = tuple(
+        plain_number(token) for token in _as_tuple("allowed_token_ids", given, "token ids")
+    )
     if not found:
         raise InvalidRequest(
             "allowed_token_ids must not be empty, because no token could be chosen"
@@ -377,14 +383,14 @@ def _allowed_ids(given: Any) -> tuple[int, ...] | None:
             f"allowed_token_ids may contain at most {MAX_RULED_IDS} ids, got {len(found)}"
         )
     for token in found:
-        _whole("allowed_token_ids", token, 0, optional=False)
+        _check_integer("allowed_token_ids", token, 0, optional=False)
     return tuple(sorted(set(found)))
 
 
-def _bad_words(given: Any) -> tuple[str, ...]:
+def _check_bad_words(given: Any) -> tuple[str, ...]:
     if isinstance(given, str):
         raise InvalidRequest(f"bad_words must be a list of strings, got {given!r:.100}")
-    words = _items("bad_words", given, "strings")
+    words = _as_tuple("bad_words", given, "strings")
     if len(words) > MAX_BAD_WORDS:
         raise InvalidRequest(
             f"bad_words may contain at most {MAX_BAD_WORDS} strings, got {len(words)}"
@@ -402,7 +408,7 @@ def _bad_words(given: Any) -> tuple[str, ...]:
     return words
 
 
-def _structured(given: Any, ignore_eos: bool) -> StructuredOutputsParams | None:
+def _check_structured_outputs(given: Any, ignore_eos: bool) -> StructuredOutputsParams | None:
     if given is None:
         return None
     if ignore_eos:

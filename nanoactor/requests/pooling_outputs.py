@@ -57,17 +57,17 @@ class ScoringRequestOutput:
     finished: bool = True
 
 
-def finished_vector(vector: Float32, *, dimensions: int | None, normalize: bool) -> Float32:
+def postprocess_vector(vector: Float32, *, dimensions: int | None, normalize: bool) -> Float32:
     """Return the first `dimensions` elements of a vector; `normalize` scales them to length 1.
 
     A vector of zeros is returned unchanged. The length to divide by is at least 1e-12, as in
     `torch.nn.functional.normalize`.
     """
-    kept = vector[:dimensions]
+    truncated = vector[:dimensions]
     if not normalize:
-        return kept.copy()
-    length = np.linalg.norm(kept)
-    scaled: Float32 = kept / max(length, np.float32(1e-12))
+        return truncated.copy()
+    length = np.linalg.norm(truncated)
+    scaled: Float32 = truncated / max(length, np.float32(1e-12))
     return scaled
 
 

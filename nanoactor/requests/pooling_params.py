@@ -32,8 +32,8 @@ class PoolingParams:
         make_numbers_plain(self)
         for name, others in (("dimensions", ()), ("truncate_prompt_tokens", (-1,))):
             value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if value is not None and not (whole and (value >= 1 or value in others)):
+            is_integer = isinstance(value, int) and not isinstance(value, bool)
+            if value is not None and not (is_integer and (value >= 1 or value in others)):
                 listed = "".join(f", {other}" for other in others)
                 raise InvalidRequest(
                     f"{name} must be an integer of at least 1{listed} or None, got {value!r:.100}"

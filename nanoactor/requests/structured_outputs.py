@@ -18,7 +18,7 @@ from nanoactor.requests.grammar_spec import (
     ToolGrammar,
 )
 
-_REFUSED = {
+_UNSUPPORTED = {
     "whitespace_pattern": "JSON may have any whitespace between its tokens, or none with "
     "disable_any_whitespace",
     "structural_tag": "use tools in chats, or a grammar that contains the tags",
@@ -62,40 +62,40 @@ class StructuredOutputsParams:
 
     def __post_init__(self) -> None:
         """Check every value, and normalize `json` and `choice`."""
-        self._check_forms()
+        self._check_constraints()
         if self.choice is not None:
             object.__setattr__(self, "choice", _choices(self.choice))
         if self.json is not None:
             text = _schema_text(self.json, self.disable_additional_properties)
             object.__setattr__(self, "json", text)
         elif self.disable_additional_properties:
-            raise _wrong("disable_additional_properties requires json")
+            raise _error("disable_additional_properties requires json")
 
-    def _check_forms(self) -> None:
+    def _check_constraints(self) -> None:
         """Raise `InvalidRequest` for errors that can be found without parsing."""
-        for name, instead in _REFUSED.items():
+        for name, instead in _UNSUPPORTED.items():
             if getattr(self, name) is not None:
-                raise _wrong(f"{name} is not supported: {instead}")
+                raise _error(f"{name} is not supported: {instead}")
         self._check_flags()
         if self.thoughts not in get_args(Thoughts):
             known = ", ".join(get_args(Thoughts))
-            raise _wrong(f"thoughts must be one of {known}, got {self.thoughts!r:.100}")
-        given = [name for name in _CONSTRAINTS if not _is_absent(getattr(self, name))]
-        if len(given) != 1:
-            found = ", ".join(given) or "none"
-            raise _wrong(f"give exactly one of {', '.join(_CONSTRAINTS)}, got {found}")
+            raise _error(f"thoughts must be one of {known}, got {self.thoughts!r:.100}")
+        constraints = [name for name in _CONSTRAINTS if not _is_absent(getattr(self, name))]
+        if len(constraints) != 1:
+            found = ", ".join(constraints) or "none"
+            raise _error(f"give exactly one of {', '.join(_CONSTRAINTS)}, got {found}")
         for name in ("regex", "grammar"):
-            if name in given:
+            if name in constraints:
                 _check_text(name, getattr(self, name))
-        if "tools" in given and not isinstance(self.tools, ToolGrammar):
-            raise _wrong(f"tools must be a ToolGrammar, got {self.tools!r:.100}")
+        if "tools" in constraints and not isinstance(self.tools, ToolGrammar):
+            raise _error(f"tools must be a ToolGrammar, got {self.tools!r:.100}")
 
     def _check_flags(self) -> None:
         for name in _FLAGS:
             if getattr(self, name) is None:  # vLLM's own default
                 object.__setattr__(self, name, False)
             if not isinstance(getattr(self, name), bool):
-                raise _wrong(f"{name} must be true or false, got {getattr(self, name)!r:.100}")
+                raise _error(f"{name} must be true or false, got {getattr(self, name)!r:.100}")
 
     @classmethod
     def of(cls, given: Any) -> StructuredOutputsParams:
@@ -109,7 +109,7 @@ class StructuredOutputsParams:
         names = [field.name for field in dataclasses.fields(cls)]
         for name in given:
             if name not in names:
-                raise _wrong(
+                raise _error(
                     f"{name!r:.100} is not a known member; the members are {', '.join(names)}"
                 )
         return cls(**given)
@@ -142,67 +142,71 @@ def _is_absent(value: Any) -> bool:
     return value is None or value is False
 
 
-def _wrong(text: str) -> InvalidRequest:
+def _error(text: str) -> InvalidRequest:
     return InvalidRequest(f"structured_outputs: {text}")
 
 
 def _check_text(name: str, value: Any) -> None:
     """Reject a value that is not text, cannot be encoded or is too long."""
     if not isinstance(value, str) or not value:
-        raise _wrong(f"{name} must be a non-empty string, got {value!r:.100}")
+        raise _error(f"{name} must be a non-empty string, got {value!r:.100}")
     try:
         size = len(value.encode())
     except UnicodeEncodeError as error:
-        raise _wrong(f"{name} must be valid Unicode: {error}") from None
+        raise _error(f"{name} must be valid Unicode: {error}") from None
     if size > MAX_GRAMMAR_BYTES:
-        raise _wrong(f"{name} has {size} bytes, but at most {MAX_GRAMMAR_BYTES} are accepted")
+        raise _error(f"{name} has {size} bytes, but at most {MAX_GRAMMAR_BYTES} are accepted")
 
 
 def _choices(given: Any) -> tuple[str, ...]:
     if isinstance(given, str | bytes) or not isinstance(given, Sequence) or not given:
-        raise _wrong(f"choice must be a non-empty list of strings, got {given!r:.100}")
+        raise _error(f"choice must be a non-empty list of strings, got {given!r:.100}")
     for text in given:
         _check_text("each choice", text)
     return tuple(dict.fromkeys(given))
 
 
-def _schema_text(given: Any, closed: bool) -> str:
+def _schema_text(schema_or_model: Any, closed: bool) -> str:
     """Return a schema as compact JSON text. The output has its properties in the schema's order."""
-    if isinstance(given, str):
-        _check_text("json", given)
-    elif isinstance(given, type):
-        if not hasattr(given, "model_json_schema"):
-            raise _wrong(
-                f"json must be a schema or a pydantic model, but the class {given.__name__} "
-                "has no model_json_schema"
+    if isinstance(schema_or_model, str):
+        _check_text("json", schema_or_model)
+    elif isinstance(schema_or_model, type):
+        if not hasattr(schema_or_model, "model_json_schema"):
+            raise _error(
+                "json must be a schema or a pydantic model, but the class "
+                f"{schema_or_model.__name__} has no model_json_schema"
             )
-        given = given.model_json_schema()
+        schema_or_model = schema_or_model.model_json_schema()
     try:
         # Always via text: a dict may contain types that JSON lacks, such as tuples.
-        text = given if isinstance(given, str) else json.dumps(given, allow_nan=False)
+        text = (
+            schema_or_model
+            if isinstance(schema_or_model, str)
+            else json.dumps(schema_or_model, allow_nan=False)
+        )
         schema = json.loads(text)
-        if _is_deep(schema):  # Python versions differ in the nesting depth that they support
+        if _is_too_deep(schema):  # Python versions differ in the nesting depth that they support
             raise RecursionError
         if not isinstance(schema, dict):
-            raise _wrong(f"json must be a schema (a JSON object), got {text:.100}")
+            raise _error(f"json must be a schema (a JSON object), got {text:.100}")
         if closed:
-            _close(schema)
+            _close_objects(schema)
         text = json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except (ValueError, TypeError) as error:
         if isinstance(error, InvalidRequest):
             raise
-        raise _wrong(f"json is not valid JSON: {error}") from None
+        raise _error(f"json is not valid JSON: {error}") from None
     except RecursionError:
-        raise _wrong("json is nested too deeply") from None
+        raise _error("json is nested too deeply") from None
     _check_text("json", text)
     return text
 
 
-def _is_deep(value: Any) -> bool:
+def _is_too_deep(value: Any) -> bool:
     level, depth = [value], 0
     while level := [one for one in level if isinstance(one, dict | list)]:
         depth += 1
-        if depth > _DEEPEST:
+        if depth > _MAX_DEPTH:
             return True
         level = [
             inner
@@ -212,33 +216,33 @@ def _is_deep(value: Any) -> bool:
     return False
 
 
-_DEEPEST = 500
+_MAX_DEPTH = 500
 """Maximum nesting depth of a schema as text; the grammar allows far less."""
-_COMBINED = {"allOf", "$ref", "$dynamicRef", "if", "dependentSchemas"}
-_SAYS = {"additionalProperties", "unevaluatedProperties", "patternProperties"}
-_ONE = ("items", "additionalItems", "contains", "additionalProperties")
-_LISTS = ("items", "prefixItems", "anyOf", "oneOf")
-_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
+_COMBINATORS = {"allOf", "$ref", "$dynamicRef", "if", "dependentSchemas"}
+_ADDITIONAL_KEYWORDS = {"additionalProperties", "unevaluatedProperties", "patternProperties"}
+_SCHEMA_KEYWORDS = ("items", "additionalItems", "contains", "additionalProperties")
+_SCHEMA_LIST_KEYWORDS = ("items", "prefixItems", "anyOf", "oneOf")
+_SCHEMA_MAP_KEYWORDS = ("properties", "patternProperties", "$defs", "definitions")
 
 
-def _close(schema: Any) -> None:
+def _close_objects(schema: Any) -> None:
     """Set `additionalProperties: false` on the schema's objects that leave it open."""
     if not isinstance(schema, dict):
         return
-    for inner in _inner(schema):
-        _close(inner)
+    for inner in _subschemas(schema):
+        _close_objects(inner)
     is_object = schema.get("type") in ("object", ["object", "null"]) or "properties" in schema
     # Schemas that are combined would forbid each other's properties.
-    if is_object and not schema.keys() & (_COMBINED | _SAYS):
+    if is_object and not schema.keys() & (_COMBINATORS | _ADDITIONAL_KEYWORDS):
         schema["additionalProperties"] = False
 
 
-def _inner(schema: Mapping[str, Any]) -> Iterator[Any]:
+def _subschemas(schema: Mapping[str, Any]) -> Iterator[Any]:
     """Yield the direct subschemas of a schema."""
-    yield from (schema[name] for name in _ONE if name in schema)
-    for name in _LISTS:
+    yield from (schema[name] for name in _SCHEMA_KEYWORDS if name in schema)
+    for name in _SCHEMA_LIST_KEYWORDS:
         if isinstance(found := schema.get(name), list):
             yield from found
-    for name in _BY_NAME:
+    for name in _SCHEMA_MAP_KEYWORDS:
         if isinstance(found := schema.get(name), dict):
             yield from found.values()

@@ -36,8 +36,8 @@ class RankConfig:
 
 
 _MIB = 1 << 20
-_MOST_RANKS = 64
-_LEAST_LENGTH = 2
+_MAX_RANKS = 64
+_MIN_LENGTH = 2
 """Number of tokens in the shortest context: one of the prompt, one of the output."""
 
 
@@ -45,11 +45,11 @@ def check_cache(blocks: int, files: ModelFiles, block_size: int, why: str) -> No
     """Raise `NotEnoughMemory` if the longest sequence does not fit into this many blocks. If
     `max_model_len` may be lowered, only the shortest must fit."""
     needed = -(-files.max_model_len // block_size)
-    if files.lowers_length:
-        needed = min(needed, -(-_LEAST_LENGTH // block_size))
+    if files.is_length_auto:
+        needed = min(needed, -(-_MIN_LENGTH // block_size))
     if blocks < needed:
-        room = max(0, blocks) * block_size
-        lower = f"lower max_model_len to {room} or less, or " if room > 1 else ""
+        capacity = max(0, blocks) * block_size
+        lower = f"lower max_model_len to {capacity} or less, or " if capacity > 1 else ""
         raise NotEnoughMemory(
             f"the KV cache would have {max(0, blocks)} blocks of {block_size} tokens ({why}), "
             f"but one sequence of max_model_len {files.max_model_len} needs {needed} blocks; "
@@ -67,22 +67,21 @@ def check_weights(
     ranks. `free` is the free memory in bytes of one device, or of all ranks together if they share
     memory (`shared`).
     """
-    room = free // ranks if shared else free
-    if weights // ranks <= room:
+    available = free // ranks if shared else free
+    if weights // ranks <= available:
         return
     device = "this machine" if shared else "each device"
-    taken = weights if shared else weights // ranks
+    needed = weights if shared else weights // ranks
     text = (
-        f"the weights in {what} take at least {taken // _MIB} MiB of {device}, which has "
+        f"the weights in {what} take at least {needed // _MIB} MiB of {device}, which has "
         f"{free // _MIB} MiB free; in addition, the cache takes {sequence // _MIB} MiB for one "
         "sequence of max_model_len, and steps need memory for activations"
     )
-    more = (2**n for n in range(_MOST_RANKS.bit_length()) if 2**n > ranks)
-    fits = next((n for n in more if (weights + sequence) // n < 0.9 * free), None)
-    if fits and not shared:
-        text += (
-            f". tensor_parallel_size {fits} would take {weights // fits // _MIB} MiB of each device"
-        )
+    larger_sizes = (2**n for n in range(_MAX_RANKS.bit_length()) if 2**n > ranks)
+    ranks_needed = next((n for n in larger_sizes if (weights + sequence) // n < 0.9 * free), None)
+    if ranks_needed and not shared:
+        mebibytes = weights // ranks_needed // _MIB
+        text += f". tensor_parallel_size {ranks_needed} would take {mebibytes} MiB of each device"
     raise NotEnoughMemory(
         f"{text}. A smaller model, another dtype or packed weights would need less memory"
     )

@@ -17,19 +17,19 @@ from collections.abc import Callable, Iterator
 from nanoactor.messages.engine import Int32, Step
 from nanoactor.models.devices.protocols import Device, TimedEvent
 from nanoactor.runner.batch.batch import NO_MASKS, HostBatch
-from nanoactor.runner.batch.double import BatchDouble
+from nanoactor.runner.batch.double import RehearsalBatch
 from nanoactor.runner.batch.inputs import Array, Inputs, Update
-from nanoactor.runner.batch.pixels import NO_PIXELS, PixelsOf, with_vision
+from nanoactor.runner.batch.pixels import NO_PIXELS, PixelsByNumber, with_vision
 from nanoactor.runner.batch.staging import Staging
 from nanoactor.runner.config import RankConfig
 from nanoactor.runner.model.model import LoadedModel
 from nanoactor.runner.model.resident import ResidentBatch
-from nanoactor.runner.protocol import Computed
+from nanoactor.runner.protocol import StepResult
 from nanoactor.runner.steps.choosing import TokenChooser
 from nanoactor.runner.steps.forward import StepForward
 from nanoactor.runner.steps.graph_runner import GraphRunner
 from nanoactor.runner.steps.graphs import MixedSizes
-from nanoactor.runner.steps.in_flight import InFlight
+from nanoactor.runner.steps.in_flight import StepBuffers
 from nanoactor.runner.steps.published import PublishedIds
 from nanoactor.runner.steps.scoring import AT_ONCE
 from nanoactor.runner.steps.step_choices import StepChoices
@@ -50,13 +50,13 @@ _SMALL_WARMUP_TOKENS, _SMALL_WARMUP_ROWS = 256, 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Launched:
+class _LaunchedStep:
     """A queued or finished step."""
 
     executor: DeviceExecutor
-    buffers: InFlight
+    buffers: StepBuffers
 
-    def wait(self) -> Computed:
+    def wait(self) -> StepResult:
         """Block until the token ids are on the host, and return the step's results."""
         return self.executor.collect(self.buffers)
 
@@ -70,24 +70,28 @@ class DeviceExecutor:
         Raises `ModelError` if the model's files are malformed or there is not enough memory.
         """
         engine = config.engine
-        self._config, self._device, self._longest = engine, device, config.files.max_model_len
-        alone = engine.tensor_parallel_size == 1
-        self.any_thread = device.traits.any_thread and alone
+        self._config, self._device, self._max_model_len = engine, device, config.files.max_model_len
+        is_single_rank = engine.tensor_parallel_size == 1
+        self.allows_any_thread = device.traits.allows_any_thread and is_single_rank
         self.max_depth = engine.steps_in_flight(deep=device.traits.deep_pipeline)
         self._dropped: list[int] = []
         with device.stream():
             self._model = LoadedModel(config, device)
-            fused = device.traits.fused_sampling if alone else device.traits.fused_sampling_of_ranks
+            fused = (
+                device.traits.fused_sampling
+                if is_single_rank
+                else device.traits.sharded_fused_sampling
+            )
             self._traits = self._model.batch_traits(fused, engine.max_num_seqs)
-            self._double = BatchDouble(self._traits, self.block_size)
-            self._free_buffers: deque[InFlight] = deque()
-            self._last: InFlight | None = None
+            self._rehearsal_batch = RehearsalBatch(self._traits, self.block_size)
+            self._free_buffers: deque[StepBuffers] = deque()
+            self._last_collected: StepBuffers | None = None
             """Buffers of the latest collected step. The clock counts from the end of that step, so
             they are reused only after the next one."""
             self._clock = DeviceClock.started(device)
             # With several ranks, the measurements of one would include waiting for the others.
-            measures = alone and not engine.threads and not device.traits.asynchronous
-            self._threads = ThreadChoice(self._model.threads) if measures else None
+            can_measure = is_single_rank and not engine.threads and not device.traits.asynchronous
+            self._threads = ThreadChoice(self._model.threads) if can_measure else None
             constrains = has_grammars(config.files)
             self.num_blocks = self._model.size_cache(*self._warm_up(constrains))
             self.encoder_pages = self._model.encoder.pages if self._model.encoder else 0
@@ -146,7 +150,7 @@ class DeviceExecutor:
         self._choices = StepChoices(model, chooser, self._batch.layout.slots)
         tokens, mixed = config.max_num_batched_tokens, MixedSizes((), ())
         if device.traits.captures_prompts:
-            mixed = MixedSizes.of(tokens, config.max_num_seqs, sees=model.encoder is not None)
+            mixed = MixedSizes.of(tokens, config.max_num_seqs, has_images=model.encoder is not None)
         self._forward = StepForward(
             model,
             self._resident,
@@ -157,21 +161,21 @@ class DeviceExecutor:
         )
         self._graphs = GraphRunner(config, model, self._forward, mixed, self.max_depth)
         self._staging = Staging(device, self.max_depth + 2)
-        self._packing: Staging | None = None
+        self._rehearsal_staging: Staging | None = None
         """Staging buffers for rehearsals."""
 
     def _empty_batch(self) -> HostBatch:
-        most = -(-self._longest // self.block_size)
+        max_blocks = -(-self._max_model_len // self.block_size)
         pooling = self._model.pooling.kind if self._model.pooling else ""
-        return HostBatch(self._config.max_num_seqs, most, self._traits, pooling)
+        return HostBatch(self._config.max_num_seqs, max_blocks, self._traits, pooling)
 
-    def renew(self) -> None:
+    def reset(self) -> None:
         """Drop all sequences; no step may be in flight."""
         with self._device.stream():
             self._batch, self._dropped = self._empty_batch(), []
-            self._resident.renew()
+            self._resident.reset()
             if self._model.encoder is not None:
-                self._model.encoder.forget()
+                self._model.encoder.reset()
 
     @property
     def _captures(self) -> bool:
@@ -181,9 +185,9 @@ class DeviceExecutor:
         )
 
     def _capture(self) -> None:
-        limits = self.num_blocks, self.block_size, self._longest
-        each, dummy = self._traits.tokens_per_program, self._resident.dummy
-        self._graphs.capture(each, dummy, lambda rows: longest_lengths(rows, *limits))
+        limits = self.num_blocks, self.block_size, self._max_model_len
+        tokens_per_program, dummy = self._traits.tokens_per_program, self._resident.dummy
+        self._graphs.capture(tokens_per_program, dummy, lambda rows: longest_lengths(rows, *limits))
         self._forward.published.restart()
 
     # -- memory ---------------------------------------------------------------------------
@@ -195,13 +199,16 @@ class DeviceExecutor:
         begin = time.monotonic()
         device.synchronize()
         free = device.memory().free
-        used = max(0, self._model.free - free)
-        longest = self._longest - 1
-        rows = min(-(-config.max_num_batched_tokens // longest), config.max_num_seqs)
-        most = min(config.max_num_batched_tokens, rows * longest)
-        tokens, decoding = most, config.max_num_seqs
+        used = max(0, self._model.free_bytes - free)
+        max_prompt = self._max_model_len - 1
+        rows = min(-(-config.max_num_batched_tokens // max_prompt), config.max_num_seqs)
+        max_tokens = min(config.max_num_batched_tokens, rows * max_prompt)
+        tokens, decode_rows = max_tokens, config.max_num_seqs
         if not device.traits.asynchronous:
-            tokens, decoding = min(most, _SMALL_WARMUP_TOKENS), min(decoding, _SMALL_WARMUP_ROWS)
+            tokens, decode_rows = (
+                min(max_tokens, _SMALL_WARMUP_TOKENS),
+                min(decode_rows, _SMALL_WARMUP_ROWS),
+            )
         prefill = prefill_step(tokens, min(rows, tokens), self.block_size)
         blocks = int(prefill.table_blocks.max()) + 1
         self._make_state(blocks, constrains)
@@ -209,55 +216,62 @@ class DeviceExecutor:
         # Memory kept in addition to the cache: buffers, and the libraries' own allocations.
         dummies = device.dummy_blocks(config.max_num_seqs, self.block_size)
         cache = (blocks + dummies) * self._model.block_bytes()
-        kept = max(0, free - device.memory().free - cache)
-        prompted, peak = self._measured(lambda: self._run_once(prefill))
-        decoded, captured = self._measured(lambda: self._decode_once(decoding))
-        self.warmed_up: tuple[tuple[int, float], ...] = ((tokens, prompted), (decoding, decoded))
-        _, cut = self._measured(lambda: self._decode_once(decoding, top_p=0.9))
-        _, ruled = self._measured(lambda: self._decode_once(decoding, repetition_penalty=1.1))
-        at_once, top = min(AT_ONCE, tokens), config.max_logprobs
-        _, scored = self._measured(lambda: self._choices.warm_up(at_once, top))
-        captured = max(captured, peak)
-        peak = max(peak * most // tokens, captured, cut, ruled, scored)
+        overhead = max(0, free - device.memory().free - cache)
+        prefill_seconds, peak = self._measure(lambda: self._run_once(prefill))
+        decode_seconds, decode_peak = self._measure(lambda: self._decode_once(decode_rows))
+        self.warmed_up: tuple[tuple[int, float], ...] = (
+            (tokens, prefill_seconds),
+            (decode_rows, decode_seconds),
+        )
+        _, top_p_peak = self._measure(lambda: self._decode_once(decode_rows, top_p=0.9))
+        _, rules_peak = self._measure(
+            lambda: self._decode_once(decode_rows, repetition_penalty=1.1)
+        )
+        score_rows, num_logprobs = min(AT_ONCE, tokens), config.max_logprobs
+        _, scores_peak = self._measure(lambda: self._choices.warm_up(score_rows, num_logprobs))
+        decode_peak = max(decode_peak, peak)
+        peak = max(peak * max_tokens // tokens, decode_peak, top_p_peak, rules_peak, scores_peak)
         peak += self._warm_up_encoder()  # partial encodings stay allocated during prefill
         if self._captures:
-            peak += captured + _GRAPH_BYTES * len(self._graphs)
+            peak += decode_peak + _GRAPH_BYTES * len(self._graphs)
         log.info("warm-up took %.1f s", time.monotonic() - begin)
         self._resident.states.clear()
-        return used, peak + kept + (_DRIVER_BYTES if device.traits.asynchronous else 0)
+        return used, peak + overhead + (_DRIVER_BYTES if device.traits.asynchronous else 0)
 
     def _warm_up_encoder(self) -> int:
         """Warm up the encoder, if there is one. Return the bytes that encoding the largest image
         takes."""
         if (encoder := self._model.encoder) is None:
             return 0
-        most = encoder.largest(self._longest)
-        rows = most if self._device.traits.asynchronous else min(most, _SMALL_WARMUP_TOKENS)
+        max_rows = encoder.max_rows(self._max_model_len)
+        rows = max_rows if self._device.traits.asynchronous else min(max_rows, _SMALL_WARMUP_TOKENS)
         encoder.warm_up(rows)
-        seconds, taken = self._measured(lambda: encoder.warm_up(rows))
+        seconds, peak = self._measure(lambda: encoder.warm_up(rows))
         self.warmed_up += ((rows, seconds),)
-        return taken * most // rows
+        return peak * max_rows // rows
 
-    def _measured(self, work: Callable[[], None]) -> tuple[float, int]:
+    def _measure(self, work: Callable[[], None]) -> tuple[float, int]:
         """Run `work`. Return its duration in seconds and its peak memory in bytes."""
-        self._device.reset_peak()
+        self._device.reset_peak_memory()
         begin = time.monotonic()
         work()
-        return time.monotonic() - begin, self._device.peak()
+        return time.monotonic() - begin, self._device.peak_memory()
 
     def _run_once(self, step: Step) -> None:
         self.launch(self.prepare(step)).wait()
         self._device.synchronize()
 
     def _decode_once(self, rows: int, **sampling: float) -> None:
-        dummy, longest = self._resident.dummy, self._longest
-        update = decode_update(rows, dummy, self._traits, longest, **sampling)
+        dummy, max_model_len = self._resident.dummy, self._max_model_len
+        update = decode_update(rows, dummy, self._traits, max_model_len, **sampling)
         self.launch(update).wait()
         self._device.synchronize()
 
     # -- running --------------------------------------------------------------------------
 
-    def prepare(self, step: Step, pixels: PixelsOf = NO_PIXELS, masks: Int32 = NO_MASKS) -> Update:
+    def prepare(
+        self, step: Step, pixels: PixelsByNumber = NO_PIXELS, masks: Int32 = NO_MASKS
+    ) -> Update:
         """Lay out a step, with NumPy only."""
         dropped, self._dropped = self._dropped, []
         return with_vision(self._batch.update(step, masks), step, pixels, dropped)
@@ -269,13 +283,13 @@ class DeviceExecutor:
 
     def rehearse(self) -> Iterator[object]:
         """Lay out and pack a dummy prompt, but send nothing to the device."""
-        update = self._double.update()
+        update = self._rehearsal_batch.update()
         yield update
-        self._packing = self._packing or Staging(self._device, in_flight=1)
+        self._rehearsal_staging = self._rehearsal_staging or Staging(self._device, in_flight=1)
         captured = self._graphs.captures_prompts
-        yield self._packing.put_inputs(_staged(update, captured=captured))
+        yield self._rehearsal_staging.put_inputs(_staged(update, captured=captured))
 
-    def launch(self, prepared: Update) -> _Launched:
+    def launch(self, prepared: Update) -> _LaunchedStep:
         """Queue a step, or compute it if the device is synchronous."""
         with self._device.stream():
             if self._threads is None or not prepared.rows:
@@ -286,33 +300,35 @@ class DeviceExecutor:
             self._threads.note(prepared, time.perf_counter() - begin)
             return launched
 
-    def _launch(self, update: Update) -> _Launched:
+    def _launch(self, update: Update) -> _LaunchedStep:
         if self._free_buffers:
             buffers = self._free_buffers.popleft()
         else:
-            buffers = InFlight.make(self._device, self._config.max_num_seqs)
-        fits = self._graphs.fit(update)
-        inputs = self._staging.put_inputs(_staged(update, captured=fits is not None))
+            buffers = StepBuffers.allocate(self._device, self._config.max_num_seqs)
+        captured_size = self._graphs.fit(update)
+        inputs = self._staging.put_inputs(_staged(update, captured=captured_size is not None))
         self._staging.send()
-        if fits:
-            self._graphs.fill(fits, update)
+        if captured_size:
+            self._graphs.fill(captured_size, update)
         buffers.begin.record()
         self._resident.apply(inputs)
         if update.encoding and self._model.encoder:
             self._model.encoder.apply(update.encoding)
             buffers.encoded.record()
-        states = self._graphs.run(update, inputs, fits)
+        states = self._graphs.run(update, inputs, captured_size)
         self._mark(buffers.forwarded)
-        room = fits.prompts if fits else None
-        chosen = self._choices.choose(update, inputs, states, buffers, room=room)
+        prompt_capacity = captured_size.prompts if captured_size else None
+        chosen = self._choices.choose(
+            update, inputs, states, buffers, prompt_capacity=prompt_capacity
+        )
         self._mark(buffers.sampled)
         published = None
         if update.prefill is None and update.decode_rows:
-            published = self._forward.published.take(update.decodes)
-        more = inputs.fallback or inputs.choices or update.resumed
-        buffers.take_ids(update, chosen, None if more else published)
+            published = self._forward.published.claim(update.decodes)
+        has_other_ids = inputs.fallback or inputs.choices or update.resumed
+        buffers.copy_ids(update, chosen, None if has_other_ids else published)
         buffers.end.record()
-        return _Launched(self, buffers)
+        return _LaunchedStep(self, buffers)
 
     def _mark(self, event: TimedEvent) -> None:
         """Record an event within a step if the device is synchronous; on others, one graph may hold
@@ -320,17 +336,17 @@ class DeviceExecutor:
         if not self.asynchronous:
             event.record()
 
-    def collect(self, buffers: InFlight) -> Computed:
+    def collect(self, buffers: StepBuffers) -> StepResult:
         """Wait for a step and return its results; free the buffers of the step before it."""
-        with self._model.explaining():
-            computed = buffers.collect(self._clock, split=not self.asynchronous)
-        if self._last is not None:
-            self._free_buffers.append(self._last)
-        self._last = buffers
+        with self._model.translating_errors():
+            computed = buffers.collect(self._clock, has_inner_events=not self.asynchronous)
+        if self._last_collected is not None:
+            self._free_buffers.append(self._last_collected)
+        self._last_collected = buffers
         return computed
 
 
 def _staged(update: Update, *, captured: bool) -> Inputs[Array]:
     """Return the inputs to stage; those of a captured step's prompts are copied separately."""
     inputs = update.inputs
-    return dataclasses.replace(inputs, prefill=None, seen=None) if captured else inputs
+    return dataclasses.replace(inputs, prefill=None, visual=None) if captured else inputs

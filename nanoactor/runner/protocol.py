@@ -9,11 +9,11 @@ from typing import Any, Protocol
 from nanoactor.messages.engine import Int32, Step
 from nanoactor.messages.pooling import StepVectors
 from nanoactor.messages.scores import StepScores
-from nanoactor.runner.batch.pixels import PixelsOf
+from nanoactor.runner.batch.pixels import PixelsByNumber
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Computed:
+class StepResult:
     """A step's results, and its times on the device in ns of the host's monotonic clock."""
 
     counts: Int32
@@ -33,7 +33,7 @@ class Computed:
     vectors: StepVectors | None = None
 
 
-class Prepared(Protocol):
+class PreparedStep(Protocol):
     """A step that has been laid out."""
 
     @property
@@ -41,10 +41,10 @@ class Prepared(Protocol):
         """Return the number of tokens that go through the layers."""
 
 
-class Launched(Protocol):
+class LaunchedStep(Protocol):
     """A step that was launched on the device."""
 
-    def wait(self) -> Computed:
+    def wait(self) -> StepResult:
         """Block until the step is done, and return its results. Called once, in step order, from
         one thread."""
 
@@ -53,7 +53,7 @@ class Executor(Protocol):
     """A device with a model loaded on it. It is created on the thread that will call `launch`."""
 
     num_blocks: int
-    any_thread: bool
+    allows_any_thread: bool
     """Whether other threads may call `launch` too, one at a time."""
     max_depth: int
     """Maximum number of steps in flight."""
@@ -90,7 +90,7 @@ class Executor(Protocol):
         """Return the number of steps launched operator by operator because they could not be
         captured."""
 
-    def prepare(self, step: Step, pixels: PixelsOf, masks: Int32) -> Prepared:
+    def prepare(self, step: Step, pixels: PixelsByNumber, masks: Int32) -> PreparedStep:
         """Lay out a step on the node's event loop while the device is busy; called in step order.
 
         `pixels` are the pixels of the items that the step encodes, by number. `masks`, (rows,
@@ -100,10 +100,10 @@ class Executor(Protocol):
     def drop_pixels(self, numbers: list[int]) -> None:
         """Drop the partial encodings of these pixels, which no later step continues."""
 
-    def renew(self) -> None:
+    def reset(self) -> None:
         """Drop all sequences. Called on the device's thread while no step is in flight."""
 
-    def launch(self, prepared: Any) -> Launched:
+    def launch(self, prepared: Any) -> LaunchedStep:
         """Queue or compute a step that `prepare` has returned; called in the same order."""
 
     def rehearse(self) -> Iterator[object]:

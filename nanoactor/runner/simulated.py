@@ -21,33 +21,33 @@ from nanoactor.messages.scores import StepScores
 from nanoactor.models.limits import NOTHING_ALLOWED
 from nanoactor.options.config import simulated_times
 from nanoactor.runner.batch.batch import BatchTraits, HostBatch
-from nanoactor.runner.batch.double import BatchDouble
+from nanoactor.runner.batch.double import RehearsalBatch
 from nanoactor.runner.batch.inputs import Long, PooledRows, Update
-from nanoactor.runner.batch.pixels import PixelsOf
+from nanoactor.runner.batch.pixels import PixelsByNumber
 from nanoactor.runner.config import RankConfig, check_cache
-from nanoactor.runner.protocol import Computed
+from nanoactor.runner.protocol import StepResult
 from nanoactor.setup.actors import encoder_pages
 
 _BLOCK_SIZE = 16
 # Knuth's multiplicative hash yields random-looking tokens, so that there is text to decode.
-_SPREAD = 2654435761
+_HASH_MULTIPLIER = 2654435761
 
 
-def _allowed(mask: Int32, wanted: int) -> int:
-    """Return an id that a mask allows and that depends on `wanted`; `NOTHING_ALLOWED` if it allows
+def _pick_allowed(mask: Int32, seed: int) -> int:
+    """Return an id that a mask allows and that depends on `seed`; `NOTHING_ALLOWED` if it allows
     none. Only one word of the mask is unpacked: unpacking all takes 0.4 ms per row for 150,000
     ids."""
     words = np.flatnonzero(mask)
     if not len(words):
         return NOTHING_ALLOWED
-    rest, at = divmod(wanted, len(words))
-    word = int(words[at])
+    quotient, word_index = divmod(seed, len(words))
+    word = int(words[word_index])
     bits = np.flatnonzero(np.unpackbits(mask[word : word + 1].view(np.uint8), bitorder="little"))
-    return 32 * word + int(bits[rest % len(bits)])
+    return 32 * word + int(bits[quotient % len(bits)])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Promise:
+class _ScheduledStep:
     """A step and its place in the device's timeline."""
 
     rows: int
@@ -58,12 +58,12 @@ class _Promise:
     scores: StepScores | None
     vectors: StepVectors | None
 
-    def wait(self) -> Computed:
+    def wait(self) -> StepResult:
         """Sleep until the step has ended, and return its results."""
-        left = self.end - time.monotonic_ns()
-        if left > 0:
-            time.sleep(left * 1e-9)
-        return Computed(
+        remaining = self.end - time.monotonic_ns()
+        if remaining > 0:
+            time.sleep(remaining * 1e-9)
+        return StepResult(
             self.counts,
             self.token_ids,
             self.begin,
@@ -81,42 +81,42 @@ class SimulatedExecutor:
 
     dtype_name = "none"
     device_name = "a simulated device"
-    asynchronous = any_thread = False
+    asynchronous = allows_any_thread = False
     too_large = uncaptured = 0
 
     def __init__(self, config: RankConfig) -> None:
         engine, files = config.engine, config.files
         self.max_depth = engine.steps_in_flight(deep=True)
         milliseconds, microseconds = simulated_times(engine.device)
-        self._nanoseconds, self._each = round(milliseconds * 1e6), round(microseconds * 1e3)
-        self.warmed_up: tuple[tuple[int, float], ...] = ((1, self._nanoseconds * 1e-9),)
+        self._step_ns, self._token_ns = round(milliseconds * 1e6), round(microseconds * 1e3)
+        self.warmed_up: tuple[tuple[int, float], ...] = ((1, self._step_ns * 1e-9),)
         self._vocabulary = files.config.vocab_size
         self.block_size = engine.block_size or _BLOCK_SIZE
-        each = -(-files.max_model_len // self.block_size)
-        self.num_blocks = engine.num_kv_blocks or engine.max_num_seqs * each
+        max_blocks = -(-files.max_model_len // self.block_size)
+        self.num_blocks = engine.num_kv_blocks or engine.max_num_seqs * max_blocks
         check_cache(self.num_blocks, files, self.block_size, "num_kv_blocks")
         self.encoder_pages = encoder_pages(engine, files)
         traits = BatchTraits(fallback_at_once=engine.max_num_seqs)
         pooling = files.pooling
         self._width = pooling.width(files.config.hidden_size) if pooling else 0
         self._new_batch = functools.partial(
-            HostBatch, engine.max_num_seqs, each, traits, pooling.kind if pooling else ""
+            HostBatch, engine.max_num_seqs, max_blocks, traits, pooling.kind if pooling else ""
         )
-        self._double = BatchDouble(traits, self.block_size)
-        self.renew()
+        self._rehearsal_batch = RehearsalBatch(traits, self.block_size)
+        self.reset()
 
-    def renew(self) -> None:
+    def reset(self) -> None:
         """Drop the simulated sequences and restart the timeline."""
         self._free_at, self._batch = 0, self._new_batch()
 
     def drop_pixels(self, numbers: list[int]) -> None:
         """Do nothing, as no image state is kept."""
 
-    def prepare(self, step: Step, pixels: PixelsOf, masks: Int32) -> _Promise:
+    def prepare(self, step: Step, pixels: PixelsByNumber, masks: Int32) -> _ScheduledStep:
         """Schedule a step on the timeline, after all previous steps."""
         update = self._batch.update(step, masks)
         begin = max(time.monotonic_ns(), self._free_at)
-        self._free_at = begin + self._nanoseconds + self._each * update.rows
+        self._free_at = begin + self._step_ns + self._token_ns * update.rows
         ids, seeds = np.empty(len(update.positions), np.int32), self._batch.sampling.seeds
         for part in update.inputs.fallback:
             ids[part.index] = self._tokens(update.positions[part.index], seeds(part.slots))
@@ -126,7 +126,7 @@ class SimulatedExecutor:
             assert part.masks is not None
             ids[at] = self._masked(part.masks, update.positions[at], seeds(part.slots))
             first = at.stop
-        return _Promise(
+        return _ScheduledStep(
             update.rows,
             update.counts,
             ids if update.order is None else ids[update.order],
@@ -136,22 +136,22 @@ class SimulatedExecutor:
             vectors=None if update.pooled is None else self._pooled(update.pooled),
         )
 
-    def launch(self, prepared: _Promise) -> _Promise:
+    def launch(self, prepared: _ScheduledStep) -> _ScheduledStep:
         """Return the step, which `prepare` has already scheduled."""
         return prepared
 
     def rehearse(self) -> Iterator[object]:
         """Lay out a dummy step."""
-        yield self._double.update()
+        yield self._rehearsal_batch.update()
 
     def _scored(self, update: Update) -> StepScores:
         """Return scores in which all tokens are equally likely."""
         assert update.scored is not None
-        most = min(update.scored.most, self._vocabulary)
-        table = np.zeros((len(update.scored.counts), 2 + 2 * most), np.int32)
+        num_top = min(update.scored.max_logprobs, self._vocabulary)
+        table = np.zeros((len(update.scored.counts), 2 + 2 * num_top), np.int32)
         words = np.full(1, -math.log(self._vocabulary), np.float32).view(np.int32)
-        table[:, 0], table[:, 1], table[:, 2 + most :] = words, 1, words
-        table[:, 2 : 2 + most] = np.arange(most)
+        table[:, 0], table[:, 1], table[:, 2 + num_top :] = words, 1, words
+        table[:, 2 : 2 + num_top] = np.arange(num_top)
         return update.scored.message(table)
 
     def _pooled(self, rows: PooledRows) -> StepVectors:
@@ -161,11 +161,11 @@ class SimulatedExecutor:
     def _tokens(self, positions: Long, seeds: Long) -> Int32:
         """Return token ids that depend only on position and seed, as a real sampler's random
         numbers do."""
-        mixed = (positions * 7919 + seeds % 65521) * _SPREAD
+        mixed = (positions * 7919 + seeds % 65521) * _HASH_MULTIPLIER
         return ((mixed >> 16) % self._vocabulary).astype(np.int32)
 
     def _masked(self, masks: Int32, positions: Long, seeds: Long) -> Int32:
         """Return token ids that `masks`, (rows, words), allow and that otherwise depend only on
         position and seed."""
         pairs = zip(masks, self._tokens(positions, seeds).tolist(), strict=True)
-        return np.array([_allowed(mask, wanted) for mask, wanted in pairs], np.int32)
+        return np.array([_pick_allowed(mask, wanted) for mask, wanted in pairs], np.int32)

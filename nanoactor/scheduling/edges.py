@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-BLOCKS, TEXT, GRAMMAR = "blocks", "detokenizer", "grammar"
+BLOCKS, DETOKENIZER, GRAMMAR = "blocks", "detokenizer", "grammar"
 VISION = "vision.{}"
 """Name of the edge to a vision worker, to be formatted with the worker's index."""
-Send = tuple[str, Any]
+Outgoing = tuple[str, Any]
 """An edge and the message to send on it."""

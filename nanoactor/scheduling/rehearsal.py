@@ -2,8 +2,8 @@
 
 After a pause of a few milliseconds, a handler takes three to five times as long as when it is
 called again immediately, because its code and the interpreter's code have been evicted from the CPU
-caches. An actor that is notified of a request before it arrives (`Context.rouse`) processes a dummy
-request on its own copies until then. The copies share only code with the engine: no state, no
+caches. An actor that is notified of a request before it arrives (`Context.wake_others`) processes a
+dummy request on its own copies until then. The copies share only code with the engine: no state, no
 numbers, no messages.
 """
 
@@ -29,72 +29,72 @@ from nanoactor.messages.engine import (
 from nanoactor.models.sampling.columns import pack
 from nanoactor.runtime.codec import encode
 from nanoactor.scheduling.config import SchedulerConfig
-from nanoactor.scheduling.edges import TEXT
+from nanoactor.scheduling.edges import DETOKENIZER
 from nanoactor.scheduling.scheduler import Scheduler
 
-_PROMPT, _SEQS = 512, 2
+_PROMPT_LENGTH, _MAX_SEQS = 512, 2
 _SALT = bytes(16)
-_ONE_TOKEN = RequestSpec(
+_SPEC = RequestSpec(
     priority=0,
     sampling=pack({"temperature": 0.7, "top_p": 0.9}),
     stopping=Stopping(max_tokens=1, min_tokens=0, eos_ids=(0,), stop_ids=()),
     text_options=TextOptions(stop=(), include_stop=False, skip_special=True, min_tokens=0),
 )
-_NONE, _TOKEN = np.empty(0, np.int32), np.array([5], np.int32)
+_NO_COUNTS, _TOKEN = np.empty(0, np.int32), np.array([5], np.int32)
 
 
 class Rehearsal:
     """A scheduler and a block manager that serve dummy requests of one output token, one by one."""
 
     def __init__(self, block_size: int) -> None:
-        blocks, length = 4 * -(-_PROMPT // block_size), 2 * _PROMPT
+        blocks, max_model_len = 4 * -(-_PROMPT_LENGTH // block_size), 2 * _PROMPT_LENGTH
         self._scheduler = Scheduler(
             SchedulerConfig(
                 blocks=blocks,
                 block_size=block_size,
-                max_num_seqs=_SEQS,
-                max_num_batched_tokens=_PROMPT,
-                max_model_len=length,
+                max_num_seqs=_MAX_SEQS,
+                max_num_batched_tokens=_PROMPT_LENGTH,
+                max_model_len=max_model_len,
             )
         )
-        self._manager = BlockManager(blocks, block_size, _SEQS, length, _SALT)
+        self._manager = BlockManager(blocks, block_size, _MAX_SEQS, max_model_len, _SALT)
         self._block_size = block_size
         self._uid = 0
 
-    def admit(self) -> Admit:
+    def next_request(self) -> Admit:
         """Return the next request; no two requests share a block."""
-        tokens = np.arange(_PROMPT, dtype=np.int32) + 7 * self._uid
+        tokens = np.arange(_PROMPT_LENGTH, dtype=np.int32) + 7 * self._uid
         request = Admit(
             uid=self._uid,
-            spec=_ONE_TOKEN,
+            spec=_SPEC,
             token_ids=tokens,
-            prompt_length=_PROMPT,
+            prompt_length=_PROMPT_LENGTH,
             hashes=block_hashes(tokens, self._block_size, _SALT, extras={}),
         )
         self._uid += 1
         return request
 
-    def play(self) -> Iterator[Any]:
+    def run(self) -> Iterator[Any]:
         """Serve a request; encode and yield each message that would be sent to another process."""
-        yield from self._tell(self.admit())
-        yield from self._settle()
+        yield from self._handle(self.next_request())
+        yield from self._drain_answers()
         done = StepDone(
             self._uid,
-            counts=_NONE,
+            counts=_NO_COUNTS,
             token_ids=_TOKEN,
             seconds=0.001,
             began=0,
         )
-        yield from self._tell(done)
-        yield from self._settle()
+        yield from self._handle(done)
+        yield from self._drain_answers()
 
-    def _settle(self) -> Iterator[Any]:
+    def _drain_answers(self) -> Iterator[Any]:
         while (answer := self._manager.take_answer()) is not None:
-            yield from self._tell(answer)
+            yield from self._handle(answer)
 
-    def _tell(self, event: Any) -> Iterator[Any]:
+    def _handle(self, event: Any) -> Iterator[Any]:
         for edge, message in self._scheduler.handle(event):
-            sent = message if edge == TEXT else self._manager.take(message)
+            sent = message if edge == DETOKENIZER else self._manager.apply_turn(message)
             if sent is not None:
                 encode(sent)
             yield sent
@@ -102,10 +102,10 @@ class Rehearsal:
 
 def first_step(block_size: int) -> Step:
     """Return the step that computes a dummy prompt."""
-    return next(sent for sent in Rehearsal(block_size).play() if type(sent) is Step)
+    return next(sent for sent in Rehearsal(block_size).run() if type(sent) is Step)
 
 
 def text_messages() -> list[Open | Tokens]:
     """Return all messages that the detokenizer receives for a dummy request, in order."""
-    sent = Rehearsal(_PROMPT).play()
+    sent = Rehearsal(_PROMPT_LENGTH).run()
     return [message for message in sent if isinstance(message, Open | Tokens)]

@@ -35,11 +35,11 @@ from nanoactor.messages.engine import (
 from nanoactor.messages.orders import ForgetIndex, Pause
 from nanoactor.messages.resuming import Resume
 from nanoactor.scheduling.config import SchedulerConfig
-from nanoactor.scheduling.edges import BLOCKS, TEXT, Send
+from nanoactor.scheduling.edges import BLOCKS, DETOKENIZER, Outgoing
 from nanoactor.scheduling.features.constraints import Constraints
 from nanoactor.scheduling.features.feature import Features
 from nanoactor.scheduling.features.forking import Forking
-from nanoactor.scheduling.features.holding import HeldAnswers
+from nanoactor.scheduling.features.holding import HeldSequences
 from nanoactor.scheduling.features.items import Pictures
 from nanoactor.scheduling.features.pooling import Pooling
 from nanoactor.scheduling.resources.budget import BlockBudget
@@ -53,10 +53,10 @@ from nanoactor.scheduling.steps.arrivals import Arrivals
 from nanoactor.scheduling.steps.depth import PipelineDepth
 from nanoactor.scheduling.steps.output import OutputBuffer
 from nanoactor.scheduling.steps.planned import PlannedRow, PlannedStep
-from nanoactor.scheduling.steps.queues import RunningBatch, WaitingLine
+from nanoactor.scheduling.steps.queues import RunningBatch, WaitingQueues
 from nanoactor.scheduling.steps.results import Results, check_due, split_rows
 from nanoactor.scheduling.steps.turns import TurnBuilder
-from nanoactor.scheduling.steps.unanswered import Unanswered
+from nanoactor.scheduling.steps.unanswered import UnansweredTurns
 
 _NO_SLOTS = np.empty(0, np.int64)
 
@@ -74,35 +74,38 @@ class Scheduler:
         self._turn = TurnBuilder(self._running.table)
         self.items = Pictures(config.encoder)
         self.constraints = Constraints(
-            self._running, self._lower, ranks=config.ranks, jumps=config.jump_forward
+            self._running, self._rewind, ranks=config.ranks, jumps=config.jump_forward
         )
-        places = self.budget, self._running, WaitingLine()
-        self._room = Room(*places, self._pages, self._reserve, config.block_size)
-        self.holds = HeldAnswers(self.live, self._room, self._turn, self._give_up_slot)
+        places = self.budget, self._running, WaitingQueues()
+        self._room = Room(*places, self._available_pages, self._reserved_blocks, config.block_size)
+        self.held_sequences = HeldSequences(self.live, self._room, self._turn, self._release_slot)
         forking = Forking(self._room, self._note_admission)
         pooling = Pooling(config.pooling, self._output)
-        self._features = Features(self.items, self.constraints, self.holds, forking, pooling)
+        self._features = Features(
+            self.items, self.constraints, self.held_sequences, forking, pooling
+        )
         self.arrivals = Arrivals(self._output, self.statistics)
-        self._planned = self._completed = self._preempted_at = self._wanted = 0
+        self._planned = self._completed = self._preempted_at = self._requested = 0
         """The last steps that were planned, completed, preceded by a preemption, and requested."""
         self._in_flight: deque[PlannedStep] = deque()
         self._depth = PipelineDepth(config.depth, config.max_depth)
-        self._unanswered = Unanswered()
-        self._full = -1
-        """The running batch's `progress` when its prompts last filled the next step; else -1."""
-        self._turns: list[Send] = []
-        self._out: list[Send] = []
+        self._unanswered = UnansweredTurns()
+        self._full_version = -1
+        """The running batch's `prefill_version` when its prompts last filled the next step; else
+        -1."""
+        self._turns: list[Outgoing] = []
+        self._out: list[Outgoing] = []
 
-    def handle(self, event: Any) -> list[Send]:
+    def handle(self, event: Any) -> list[Outgoing]:
         """Process one event and return the messages to send, turns before all others."""
         if type(event) is StepDone and self._unanswered.hold_back(event):
             return []
-        may_go_on = self._process(event)
+        can_plan_more = self._process(event)
         if self._unanswered.held_back:
             for results in self._unanswered.release():
-                may_go_on = self._process(results)
-        while may_go_on:  # each additional step is a separate event and turn
-            may_go_on = self._process(None)
+                can_plan_more = self._process(results)
+        while can_plan_more:  # each additional step is a separate event and turn
+            can_plan_more = self._process(None)
         turns, out = self._turns, self._out
         self._turns, self._out = [], []
         return [*turns, *out]
@@ -119,15 +122,15 @@ class Scheduler:
             self._plan()
         else:
             self._admit_waiting()
-        self._make_way()
-        may_go_on = self._planned > before and self._may_plan()
+        self._release_held_slot()
+        can_plan_more = self._planned > before and self._may_plan()
         self._send_turn(fence=before)
         if (tokens := self._output.flush(self._completed)) is not None:
-            self._out.append((TEXT, tokens))
-        return may_go_on
+            self._out.append((DETOKENIZER, tokens))
+        return can_plan_more
 
     def _handle(self, event: Any) -> None:
-        feature = self._features.owners.get(type(event))
+        feature = self._features.by_event.get(type(event))
         if feature is None:
             self.HANDLERS[type(event)](self, event)
         else:
@@ -139,29 +142,29 @@ class Scheduler:
         them."""
         for flush in self._features.frequent["flush"]:
             self._out += flush(self._turn)
-        if self._turn.gives_up:
+        if self._turn.releases_blocks:
             self.budget.expect(self._turn.number, fence)
         # With late planning, the block manager should have no tokens left to record before a plan.
         may_wait = bool(self._in_flight) and self.config.plan_lead == "eager"
-        turn = self._turn.take(self._completed, fence, may_wait=may_wait)
+        turn = self._turn.build(self._completed, fence, may_wait=may_wait)
         if turn is not None:
             self._turns.append((BLOCKS, turn))
 
     # -- requests arrive and end ----------------------------------------------------------
 
     def _on_admit(self, event: Admit) -> None:
-        answers = Sequence.answers(event, self._running.table, self.config)
-        living, opened = self.arrivals.admit(event, answers)
-        self.live |= {sequence.uid: sequence for sequence in living}
+        arrived = Sequence.of_request(event, self._running.table, self.config)
+        sequences, opened = self.arrivals.admit(event, arrived)
+        self.live |= {sequence.uid: sequence for sequence in sequences}
         self._out += opened
         for feature in self._features:
-            feature.arrive(living)
-        for sequence in living:
+            feature.arrive(sequences)
+        for sequence in sequences:
             if (end := sequence.end_restored()) is not None:  # the end was never reported
                 self._end(sequence, end)
 
     def _on_abort(self, event: Abort) -> None:
-        if self.arrivals.overtaken(event):
+        if self.arrivals.note_early_abort(event):
             return
         if (sequence := self.live.get(event.uid)) is not None:
             self.statistics.count_abort()
@@ -184,21 +187,21 @@ class Scheduler:
         self.statistics.finished += 1
         self._output.stop_ids.remove(sequence.watched_ids)
         self._output.finish(sequence.uid, end, sequence)
-        waits = sequence.phase is Phase.WAITING
+        was_waiting = sequence.phase is Phase.WAITING
         sequence.finish()
         del self.live[sequence.uid]
-        if waits:
+        if was_waiting:
             self._room.waiting.note_end(sequence)
         elif sequence.slot >= 0:
-            self._give_up_slot(sequence)
+            self._release_slot(sequence)
         for feature in self._features:
             feature.close(sequence)
 
     # -- blocks and slots -----------------------------------------------------------------
 
-    def _give_up_slot(self, sequence: Sequence) -> None:
+    def _release_slot(self, sequence: Sequence) -> None:
         self._turn.free(sequence.slot)
-        self.budget.give_up_slot(sequence.slot, fence=self._planned)
+        self.budget.release_slot(sequence.slot, fence=self._planned)
         for feature in self._features:
             feature.leave(sequence)
         self._running.leave(sequence)
@@ -206,11 +209,11 @@ class Scheduler:
     def _on_answer(self, event: Answer) -> None:
         self._unanswered.note_answer(event.turn)
         self.budget.refund(int(event.refunds.sum()))
-        found = zip(event.uids.tolist(), event.hits.tolist(), strict=True)
-        admitted = [self._answer_admission(uid, hit) for uid, hit in found]
+        pairs = zip(event.uids.tolist(), event.hits.tolist(), strict=True)
+        admitted = [self._answer_admission(uid, hit) for uid, hit in pairs]
         for feature in self._features:
             feature.answer(event, admitted)
-        self._running.table.share(event.slots, event.shared, event.turn)
+        self._running.table.note_shared(event.slots, event.shared, event.turn)
         freed = zip(event.fences.tolist(), event.freed.tolist(), strict=True)
         self.budget.answer(event.turn, freed)
         for uid in event.tainted.tolist():
@@ -220,14 +223,14 @@ class Scheduler:
     def _answer_admission(self, uid: int, hit: int) -> Sequence | None:
         """Process the answer to the oldest admission; return the sequence if it starts running
         now."""
-        entry = self._unanswered.pop(uid)
-        sequence = entry.sequence
+        admission = self._unanswered.pop(uid)
+        sequence = admission.sequence
         sequence.history.note_match(min(hit, sequence.prompt_length))
-        if entry.step:
-            self.statistics.take_back(hit)
+        if admission.step:
+            self.statistics.discount_hits(hit)
         slot = sequence.slot
         if (
-            slot < 0 or self._running.table.admitted[slot] != entry.turn
+            slot < 0 or self._running.table.admission_turns[slot] != admission.turn
         ):  # the sequence has given up that slot
             return None
         self._running.table.shared[slot] = 0
@@ -239,27 +242,30 @@ class Scheduler:
 
     def _admit_waiting(self) -> None:
         """Admit sequences from the head of the queue while the next step has budget for them."""
-        if not self._room.waiting or self._running.progress == self._full:
+        if not self._room.waiting or self._running.prefill_version == self._full_version:
             return
-        tokens = self.config.max_num_batched_tokens - self._running.left_to_prefill
-        while self.budget.free_slots and tokens > 0:
+        budget = self.config.max_num_batched_tokens - self._running.left_to_prefill
+        while self.budget.free_slots and budget > 0:
             if (head := self._room.head) is None:
                 return
-            need = -(-head.length // self.config.block_size)
+            blocks = -(-head.length // self.config.block_size)
             # A preempted sequence can be admitted once all its results are in: known == scheduled.
-            if head.last_step > self._completed or self.budget.credits < need + self._reserve():
+            if (
+                head.last_step > self._completed
+                or self.budget.credits < blocks + self._reserved_blocks()
+            ):
                 return
             # Waiting pays off: a block is indexed as soon as the step that computes it is planned.
-            hits = self.config.prefix_caching and head.is_read
-            if hits and self._running.is_about_to_compute_for(head):
+            may_hit = self.config.prefix_caching and head.is_prompt_read
+            if may_hit and self._running.will_compute_prefix_of(head):
                 return
             self._room.waiting.pop(head)
-            self._admit(head, need)
-            tokens -= head.target
-        if tokens <= 0:
-            self._full = self._running.progress
+            self._admit(head, blocks)
+            budget -= head.target
+        if budget <= 0:
+            self._full_version = self._running.prefill_version
 
-    def _reserve(self) -> int:
+    def _reserved_blocks(self) -> int:
         """Return the number of credits that admissions leave to sequences that need a block now.
 
         Without this reserve, a preempted sequence would take back the blocks that it had to give
@@ -268,57 +274,59 @@ class Scheduler:
         """
         if not len(self._running):
             return 0
-        _, starving = self._running.table.demand()
+        _, starving = self._running.table.readiness()
         needed = int(np.count_nonzero(starving)) + len(self._running.starving)
         return needed + min(len(self._running), self.config.blocks // 64)
 
-    def _pages(self) -> int:
+    def _available_pages(self) -> int:
         """Return the number of pages of the encoder cache that admissions may spend."""
         return self.items.budget.credits
 
-    def _make_way(self) -> None:
+    def _release_held_slot(self) -> None:
         """Release the slot of a held sequence if another sequence waits and nothing is in flight.
         The number of freed blocks is known before the next slot is released."""
-        under_way = self._in_flight or self.budget.oldest_unanswered is not None
-        if under_way or self._room.head is None:
+        is_busy = self._in_flight or self.budget.oldest_unanswered is not None
+        if is_busy or self._room.head is None:
             return
-        found = [yielding() for yielding in self._features.frequent["yielding"]]
-        if (sequence := next(filter(None, found), None)) is not None:
-            self._give_up_slot(sequence)
+        candidates = [
+            yield_candidate() for yield_candidate in self._features.frequent["sequence_to_yield"]
+        ]
+        if (sequence := next(filter(None, candidates), None)) is not None:
+            self._release_slot(sequence)
             sequence.hold()
 
-    def _admit(self, sequence: Sequence, need: int) -> None:
-        self.budget.debit(need)
-        self._running.enter(sequence, self.budget.take_slot(), need)
-        self._unanswered.admit(self._turn.number, sequence)
-        self._turn.admit(sequence, need)
+    def _admit(self, sequence: Sequence, blocks: int) -> None:
+        self.budget.debit(blocks)
+        self._running.enter(sequence, self.budget.allocate_slot(), blocks)
+        self._unanswered.note_admission(self._turn.number, sequence)
+        self._turn.admit(sequence, blocks)
         self._note_admission(sequence)
 
     def _note_admission(self, sequence: Sequence) -> None:
-        self._running.table.admitted[sequence.slot] = self._turn.number
+        self._running.table.admission_turns[sequence.slot] = self._turn.number
         for feature in self._features:
             feature.admit(sequence, self._turn.number)
 
-    def _feed(self, starving: list[Sequence]) -> list[Sequence]:
+    def _grant_blocks(self, starving: list[Sequence]) -> list[Sequence]:
         """Give one more block to each of these sequences; return those that got one.
 
         The others skip this step. The sequence that has waited longest goes first, so that each is
         passed over at most once.
         """
         step = self._planned + 1
-        self._make_room(starving)
+        self._preempt_for(starving)
         queue = [s for s in starving if s.slot >= 0]  # the others have just been preempted
         queue.sort(key=lambda s: (s.starved_since or step, s.priority_key))
-        fed, unfed = queue[: self.budget.credits], queue[self.budget.credits :]
-        self.budget.debit(len(fed))
-        self._running.table.grow([sequence.slot for sequence in fed])
-        for sequence in fed:
-            sequence.starve(0)
-        for sequence in unfed:
-            sequence.starve(step)
-        return fed
+        granted, denied = queue[: self.budget.credits], queue[self.budget.credits :]
+        self.budget.debit(len(granted))
+        self._running.table.grow([sequence.slot for sequence in granted])
+        for sequence in granted:
+            sequence.record_starved(0)
+        for sequence in denied:
+            sequence.record_starved(step)
+        return granted
 
-    def _make_room(self, starving: list[Sequence]) -> None:
+    def _preempt_for(self, starving: list[Sequence]) -> None:
         """Preempt the youngest sequences until there is, or will be, a block for each starving one.
 
         No sequence is preempted while pending credits suffice or, for at most `depth` steps, while
@@ -332,7 +340,7 @@ class Scheduler:
             return
         while missing > 0 and len(self._running) > 1:
             victim = self._running.youngest
-            missing -= max(1, victim.gives_back) + (victim in starving)
+            missing -= max(1, victim.num_freeable_blocks) + (victim in starving)
             self._preempt(victim)
         self._preempted_at = step
 
@@ -341,19 +349,19 @@ class Scheduler:
         next. It still gets its tokens from steps in flight, and can be admitted again once they
         have arrived."""
         self.statistics.preemptions += 1
-        rows_in = [p.step for p in self._in_flight if p.has_row(victim.slot)]
-        victim.note_preemption(max(rows_in, default=0))
+        steps = [p.step for p in self._in_flight if p.has_row(victim.slot)]
+        victim.note_preemption(max(steps, default=0))
         is_computed = victim.is_computed
-        self._give_up_slot(victim)
+        self._release_slot(victim)
         if is_computed:
             victim.hold()
         else:
             self._room.waiting.push(victim)
 
-    def _lower(self, sequence: Sequence) -> None:
-        self._output.void(sequence, self._planned)
+    def _rewind(self, sequence: Sequence) -> None:
+        self._output.discard_results(sequence, self._planned)
         if sequence.slot >= 0:
-            self._running.lower(sequence)
+            self._running.rewind(sequence)
 
     # -- steps ----------------------------------------------------------------------------
 
@@ -365,55 +373,61 @@ class Scheduler:
         if unanswered is not None and self._planned >= unanswered + self.config.depth:
             return False
         at_once = self.config.plan_lead == "eager" or not self._in_flight
-        return at_once or self._wanted > self._planned
+        return at_once or self._requested > self._planned
 
     def _on_step_wanted(self, event: StepWanted) -> None:
-        self._wanted = max(self._wanted, event.step)
+        self._requested = max(self._requested, event.step)
 
     def _plan(self) -> None:
         """Plan one step: every sequence that decodes, then prompts within the remaining budget.
         Sequences are admitted between the two, so that newly admitted ones are not preempted
         immediately."""
-        decode_batch, grown, sitting_out = self._choose_decodes()
+        decode_batch, grown, num_skipped = self._choose_decodes()
         self._admit_waiting()
-        decodes, turn = len(decode_batch.slots), self._turn.number
+        num_decodes, turn = len(decode_batch.slots), self._turn.number
         prefilling = self._running.prefilling
-        found = [feature.encode(prefilling) for feature in self._features if prefilling]
-        slices = next((slices for slices in found if slices is not None), None)
-        rows = self._running.choose_rows(self.config.max_num_batched_tokens - decodes, turn)
-        others: list[PlannedRow] = []
+        encodings = [feature.plan_encoding(prefilling) for feature in self._features if prefilling]
+        slices = next((slices for slices in encodings if slices is not None), None)
+        rows = self._running.choose_rows(self.config.max_num_batched_tokens - num_decodes, turn)
+        extra_rows: list[PlannedRow] = []
         if rows or self._running.stepwise:
-            others = [row for f in self._features for row in f.choose(self._planned + 1, rows)]
-        if not decodes and not rows and slices is None and not others:
+            extra_rows = [
+                row for f in self._features for row in f.plan_rows(self._planned + 1, rows)
+            ]
+        if not num_decodes and not rows and slices is None and not extra_rows:
             return
         self._planned += 1
         if rows:
-            self._unanswered.ride(turn, self._planned, {row.sequence.uid for row in rows})
-        rows += others
+            self._unanswered.note_first_rows(
+                turn, self._planned, {row.sequence.uid for row in rows}
+            )
+        rows += extra_rows
         planned = PlannedStep(self._planned, decode_batch, rows, encodes=slices is not None)
         self._in_flight.append(planned)
         self._turn.plan(planned, grown, slices)
-        self.statistics.count_step(planned.positions, decodes, sitting_out)
+        self.statistics.count_step(planned.num_positions, num_decodes, num_skipped)
 
     def _choose_decodes(self) -> tuple[DecodeBatch, list[Sequence], int]:
         """Return the decode batch, the sequences that get another block, and the number of
         sequences that skip this step."""
         table = self._running.table
         if not len(self._running):
-            return table.decode(_NO_SLOTS, all_fed=True), [], 0
-        others = self._running.starving
-        if others:
+            return table.decode(_NO_SLOTS, none_starving=True), [], 0
+        blocked = self._running.starving
+        if blocked:
             table.interrupt()
-        if (same := table.decode_again()) is not None:
-            return same, [], 0
-        grown: list[Sequence] = []
-        ready, starving = table.demand()
-        if others or starving.any():
-            grown = self._feed([*self._running.owners(np.flatnonzero(starving)), *others])
-            ready, starving = table.demand()
-        sitting_out = int(np.count_nonzero(starving)) + len(self._running.starving)
-        batch = table.decode(np.flatnonzero(ready), all_fed=not starving.any())
-        return batch, grown, sitting_out
+        if (repeated := table.decode_again()) is not None:
+            return repeated, [], 0
+        granted: list[Sequence] = []
+        ready, starving = table.readiness()
+        if blocked or starving.any():
+            granted = self._grant_blocks(
+                [*self._running.owners(np.flatnonzero(starving)), *blocked]
+            )
+            ready, starving = table.readiness()
+        num_skipped = int(np.count_nonzero(starving)) + len(self._running.starving)
+        batch = table.decode(np.flatnonzero(ready), none_starving=not starving.any())
+        return batch, granted, num_skipped
 
     # -- results --------------------------------------------------------------------------
 
@@ -421,7 +435,7 @@ class Scheduler:
         due = self._in_flight.popleft() if self._in_flight else None
         planned = check_due(due, event, self._running)
         planned.note_begin(event.began)
-        self._depth.note(planned, event.seconds)
+        self._depth.note_step(planned, event.seconds)
         self._completed = event.step
         self.budget.complete(event.step)
         for note_done in self._features.frequent["note_done"]:
@@ -430,24 +444,24 @@ class Scheduler:
         results = split_rows(planned, event, self._running)
         for sequence, slot, start in results.failed:
             self._turn.fail(slot, start)
-            self._unanswered.doubt(self._turn.number)
+            self._unanswered.note_failure(self._turn.number)
             self._fail(sequence, ends.NOT_FINITE)
-        for sequence in (s for s in results.choiceless if event.step > s.void_until):
+        for sequence in (s for s in results.choiceless if event.step > s.discarded_until):
             self._fail(sequence, ends.choiceless(sequence.is_constrained))
-        self._output.take_scores(planned, event)
+        self._output.record_scores(planned, event)
         for take_results in self._features.frequent["take_results"]:
             for sequence, end in take_results(results, event.step):
                 self._end(sequence, end)
-        self._take_tokens(results)
+        self._append_tokens(results)
 
-    def _take_tokens(self, results: Results) -> None:
-        known, candidates = self._output.take(results)
+    def _append_tokens(self, results: Results) -> None:
+        known, candidates = self._output.append_results(results)
         for sequence in candidates:
             if (end := sequence.end_reached()) is not None:
                 self._end(sequence, end)
                 continue
-            for go_on in self._features.frequent["go_on"]:
-                go_on(sequence)
+            for note_token in self._features.frequent["note_token"]:
+                note_token(sequence)
         if refused := self._output.take_refused():
             for note_refused in self._features.frequent["note_refused"]:
                 note_refused(refused)
@@ -455,14 +469,14 @@ class Scheduler:
             for note_results in self._features.frequent["note_results"]:
                 note_results(rows)
         for slots, tokens in known:
-            self._turn.know(slots, tokens)
+            self._turn.add_known(slots, tokens)
 
     def _jump(self, sequence: Sequence, run: Int32) -> None:
         """Append forced tokens, up to and including one that ends the sequence."""
         slot = sequence.slot
         known, end = self._output.append_run(sequence, run)
-        self._turn.know_run(slot, known)
-        self._running.resume(sequence)
+        self._turn.add_known_run(slot, known)
+        self._running.queue_prefill(sequence)
         if end is not None:
             self._end(sequence, end)
 
@@ -473,11 +487,11 @@ class Scheduler:
         return list(map(int, self._running.table.uids[slots]))
 
     @property
-    def is_waiting(self) -> bool:
+    def is_stalled(self) -> bool:
         """Return True if there are live sequences and planning is not paused, but neither a step
         nor a feature's request that they depend on is in flight."""
         idle = bool(self.live) and not self._in_flight and not self._depth.is_paused
-        return idle and not any(feature.waits for feature in self._features)
+        return idle and not any(feature.is_waiting for feature in self._features)
 
     def figures(self) -> dict[str, Any]:
         """Return counts since the start, the current numbers of waiting, running and live
@@ -515,6 +529,6 @@ class Scheduler:
     }
     """Handlers of the events that do not belong to a feature."""
     EVENTS: ClassVar[frozenset[type]] = frozenset(HANDLERS).union(
-        *(feature.HANDLERS for feature in (Pictures, Constraints, HeldAnswers))
+        *(feature.HANDLERS for feature in (Pictures, Constraints, HeldSequences))
     )
     """All event types that the scheduler handles."""

@@ -34,7 +34,7 @@ class SchedulerStatistics:
         self.sat_out += sat_out
         self.mixed_steps += bool(prefill_tokens and decode_tokens)
 
-    def take_back(self, prefill_tokens: int) -> None:
+    def discount_hits(self, prefill_tokens: int) -> None:
         """Subtract prompt tokens that were found in the prefix cache."""
         self.prefill_tokens -= prefill_tokens
 

@@ -14,12 +14,12 @@ from nanoactor.admission.request import Request
 from nanoactor.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanoactor.server.choices import Choice, Delta, TextChoice
 from nanoactor.server.errors import APIError, unavailable
-from nanoactor.server.logprobs import of_prompt
+from nanoactor.server.logprobs import prompt_logprobs
 from nanoactor.server.requests import Body, ChatRequest, StreamOptions
 
 
 @dataclasses.dataclass(frozen=True)
-class Echoed:
+class EchoedPrompt:
     """Stand-in for an engine request if the prompt is only echoed."""
 
     prompt_token_ids: Sequence[int]
@@ -28,75 +28,80 @@ class Echoed:
 class Answer:
     """An answer in progress: its engine requests and their outputs."""
 
-    def __init__(self, body: Body, requests: Sequence[Request | Echoed]) -> None:
+    def __init__(self, body: Body, requests: Sequence[Request | EchoedPrompt]) -> None:
         self.body = body
-        self.streamed = body.stream
-        self._prompt_most = body.prompt_logprobs
+        self.is_streamed = body.stream
+        self._num_prompt_logprobs = body.prompt_logprobs
         self.requests = requests
         self.choices: Sequence[Choice] = ()
-        self.cached = 0
-        self.each = body.n or 1
+        self.cached_tokens = 0
+        self.choices_per_request = body.n or 1
         """Number of choices per request."""
         self.prompt_logprobs: list[Any] | None = None
         """Prompt log-probabilities of a chat, which has one prompt; None unless requested."""
-        self.reasons: list[str | None] = [None] * (len(requests) * self.each)
+        self.finish_reasons: list[str | None] = [None] * (len(requests) * self.choices_per_request)
         """Finish reason of each choice; None until the choice has finished."""
-        self.told = [0] * (len(requests) * self.each)
+        self.tokens_sent = [0] * (len(requests) * self.choices_per_request)
         """Number of tokens sent to the client, for each choice."""
-        self.reasoning = 0
+        self.reasoning_tokens = 0
         """Number of reasoning tokens among the tokens sent, estimated from the text."""
         self.stop_reason: int | str | None = None
         """The stop string or stop token id that ended the latest finished choice, if any."""
-        self.times: dict[str, float] = {}
+        self.phase_seconds: dict[str, float] = {}
         self.token_ids: list[list[int]] | None = None
         """Output token ids of each choice; None unless requested."""
         if body.return_token_ids:
-            self.token_ids = [[] for _ in self.told]
-        self._unsent: list[list[int]] = [[] for _ in self.told]
+            self.token_ids = [[] for _ in self.tokens_sent]
+        self._unsent: list[list[int]] = [[] for _ in self.tokens_sent]
         """Output token ids of each choice that are not yet in any delta."""
-        self.is_complete = False
+        self.has_finished_request = False
         """Whether any of the requests has finished; a chat has only one request."""
 
-    def said(self, number: int, completion: CompletionOutput) -> int:
-        """Return the number of new tokens in `completion` that are sent to the client."""
-        choice = self.choices[number * self.each + completion.index]
-        return 0 if choice.mute else len(completion.token_ids)
+    def count_visible_tokens(self, number: int, completion: CompletionOutput) -> int:
+        """Return the number of new tokens in `completion` that the client gets to see."""
+        choice = self.choices[number * self.choices_per_request + completion.index]
+        return 0 if choice.is_muted else len(completion.token_ids)
 
-    def take(self, number: int, output: RequestOutput) -> list[Delta]:
-        """Process an engine output and return deltas. Raises `APIError` if a choice is aborted."""
+    def process(self, number: int, output: RequestOutput) -> list[Delta]:
+        """Process an output of request `number` and return its deltas. Raises `APIError` if the
+        engine has aborted a choice."""
         deltas: list[Delta] = []
-        first = number * self.each
+        first = number * self.choices_per_request
         if output.prompt_logprobs is not None:
-            self._take_prompt(self.choices[first : first + self.each], output)
-            for choice in self.choices[first : first + self.each]:
+            self._add_prompt_logprobs(
+                self.choices[first : first + self.choices_per_request], output
+            )
+            for choice in self.choices[first : first + self.choices_per_request]:
                 deltas += choice.push_prompt(output)
         for completion in output.outputs:
-            deltas += self._take_choice(first + completion.index, completion)
+            deltas += self._process_choice(first + completion.index, completion)
         if output.finished:
-            self.cached += output.num_cached_tokens
-            self.is_complete = True
+            self.cached_tokens += output.num_cached_tokens
+            self.has_finished_request = True
             if len(self.choices) == 1:
-                self.times = _times(output.metrics)
+                self.phase_seconds = _phase_seconds(output.metrics)
         return deltas
 
-    def _take_prompt(self, choices: Sequence[Choice], output: RequestOutput) -> None:
-        if output.prompt_logprobs is None or self._prompt_most is None:
+    def _add_prompt_logprobs(self, choices: Sequence[Choice], output: RequestOutput) -> None:
+        if output.prompt_logprobs is None or self._num_prompt_logprobs is None:
             return
-        told = of_prompt(output.prompt_token_ids, output.prompt_logprobs, self._prompt_most)
+        logprobs = prompt_logprobs(
+            output.prompt_token_ids, output.prompt_logprobs, self._num_prompt_logprobs
+        )
         for choice in choices:
             if isinstance(choice, TextChoice):
-                choice.prompt_logprobs = told
+                choice.prompt_logprobs = logprobs
             else:
-                self.prompt_logprobs = told
+                self.prompt_logprobs = logprobs
 
-    def _take_choice(self, index: int, completion: CompletionOutput) -> list[Delta]:
+    def _process_choice(self, index: int, completion: CompletionOutput) -> list[Delta]:
         choice, deltas = self.choices[index], []
-        if not choice.mute:
-            self.told[index] += len(completion.token_ids)
+        if not choice.is_muted:
+            self.tokens_sent[index] += len(completion.token_ids)
             if choice.logprobs is not None:
                 choice.logprobs.add(completion)
             deltas += choice.push(completion.text)
-            self.reasoning += choice.reasoning_share(len(completion.token_ids))
+            self.reasoning_tokens += choice.reasoning_share(len(completion.token_ids))
             if self.token_ids is not None:
                 self.token_ids[index] += completion.token_ids
                 self._unsent[index] += completion.token_ids
@@ -104,18 +109,20 @@ class Answer:
             raise unavailable("the server is shutting down, so this answer is incomplete")
         if completion.finish_reason is not None:
             self.stop_reason = completion.stop_reason
-            self.reasons[index] = completion.finish_reason
-            deltas += choice.finish("length" if choice.mute else completion.finish_reason)
+            self.finish_reasons[index] = completion.finish_reason
+            deltas += choice.finish("length" if choice.is_muted else completion.finish_reason)
         if self.token_ids is not None and deltas:
-            self._tell_ids(index, deltas[0])
+            self._attach_token_ids(index, deltas[0])
         return deltas
 
-    def _tell_ids(self, index: int, delta: Delta) -> None:
+    def _attach_token_ids(self, index: int, delta: Delta) -> None:
         """Add the ids of all tokens since the previous delta to `delta`. The first delta also gets
         the prompt's token ids, except in a chat, where they are placed next to the choices."""
         assert self.token_ids is not None
         if len(self.token_ids[index]) == len(self._unsent[index]) and not self.is_chat:
-            delta["prompt_token_ids"] = [*self.requests[index // self.each].prompt_token_ids]
+            delta["prompt_token_ids"] = [
+                *self.requests[index // self.choices_per_request].prompt_token_ids
+            ]
         delta["token_ids"], self._unsent[index] = self._unsent[index], []
 
     @property
@@ -129,9 +136,9 @@ class Answer:
         return sum(len(request.prompt_token_ids) for request in self.requests)
 
     @property
-    def note(self) -> str:
+    def log_note(self) -> str:
         """Return the numbers of prompt and output tokens as text for the access log."""
-        return f" {self.prompt_tokens}+{sum(self.told)} tokens"
+        return f" {self.prompt_tokens}+{sum(self.tokens_sent)} tokens"
 
 
 class AnswerWriter(Protocol):
@@ -146,7 +153,7 @@ class AnswerWriter(Protocol):
     def push(self, deltas: list[Delta]) -> bytes:
         """Process deltas and return their events."""
 
-    def take(self, deltas: list[Delta]) -> None:
+    def collect(self, deltas: list[Delta]) -> None:
         """Process deltas of an answer that is not streamed."""
 
     def end(self) -> bytes:
@@ -155,8 +162,8 @@ class AnswerWriter(Protocol):
     def error(self, problem: APIError) -> bytes:
         """Return the final events of a stream that ends with an error."""
 
-    def whole(self) -> dict[str, Any]:
-        """Return the whole answer, after `take` has processed all deltas."""
+    def response(self) -> dict[str, Any]:
+        """Return the response body, after `collect` has processed all deltas."""
 
 
 class CompletionWriter:
@@ -165,11 +172,11 @@ class CompletionWriter:
     ping = b""
 
     def __init__(self, answer: Answer) -> None:
-        body, self._answer = answer.body, answer
+        body, self._respond = answer.body, answer
         chat = answer.is_chat
         options = body.stream_options or StreamOptions()
-        self._tells_usage = options.include_usage
-        self._tells_usage_always = options.include_usage and options.continuous_usage_stats
+        self._includes_usage = options.include_usage
+        self._includes_usage_always = options.include_usage and options.continuous_usage_stats
         self._head = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
             "object": "chat.completion" if chat else "text_completion",
@@ -181,28 +188,28 @@ class CompletionWriter:
     def begin(self, deltas: list[Delta]) -> bytes:
         """Return the events for the role in a chat, or for an echoed prompt."""
         prompt = {}
-        if self._answer.is_chat and self._answer.token_ids is not None:
-            prompt["prompt_token_ids"] = [*self._answer.requests[0].prompt_token_ids]
+        if self._respond.is_chat and self._respond.token_ids is not None:
+            prompt["prompt_token_ids"] = [*self._respond.requests[0].prompt_token_ids]
         return b"".join([self._chunk([delta], **prompt) for delta in deltas])
 
     def push(self, deltas: list[Delta]) -> bytes:
         """Return an event for each delta."""
         return b"".join([self._chunk([delta]) for delta in deltas])
 
-    def take(self, deltas: list[Delta]) -> None:
+    def collect(self, deltas: list[Delta]) -> None:
         """Do nothing, because the choices store their own output."""
 
-    def _chunk(self, choices: list[Delta], usage: Any = None, **more: Any) -> bytes:
-        value = {**self._chunk_head, "choices": choices, **more}
-        if self._tells_usage_always and choices:
-            answer, index = self._answer, choices[0]["index"]
-            request = answer.requests[index // answer.each]
-            usage = _usage(len(request.prompt_token_ids), answer.told[index])
-        return event(value | {"usage": usage} if self._tells_usage else value)
+    def _chunk(self, choices: list[Delta], usage: Any = None, **extra_fields: Any) -> bytes:
+        value = {**self._chunk_head, "choices": choices, **extra_fields}
+        if self._includes_usage_always and choices:
+            answer, index = self._respond, choices[0]["index"]
+            request = answer.requests[index // answer.choices_per_request]
+            usage = _usage(len(request.prompt_token_ids), answer.tokens_sent[index])
+        return event(value | {"usage": usage} if self._includes_usage else value)
 
     def end(self) -> bytes:
         """Return the usage event, if requested, and the `[DONE]` event."""
-        usage = self._chunk([], self._usage()) if self._tells_usage else b""
+        usage = self._chunk([], self._usage()) if self._includes_usage else b""
         return usage + _DONE
 
     def error(self, problem: APIError) -> bytes:
@@ -211,23 +218,25 @@ class CompletionWriter:
 
     def _usage(self) -> dict[str, Any]:
         """Return the token counts of all choices, and the times if there is only one choice."""
-        answer = self._answer
-        details: dict[str, Any] = {"prompt_tokens_details": {"cached_tokens": answer.cached}}
+        answer = self._respond
+        details: dict[str, Any] = {"prompt_tokens_details": {"cached_tokens": answer.cached_tokens}}
         if answer.is_chat:
-            details["completion_tokens_details"] = {"reasoning_tokens": answer.reasoning}
-        return _usage(answer.prompt_tokens, sum(answer.told)) | details | answer.times
+            details["completion_tokens_details"] = {"reasoning_tokens": answer.reasoning_tokens}
+        return (
+            _usage(answer.prompt_tokens, sum(answer.tokens_sent)) | details | answer.phase_seconds
+        )
 
-    def whole(self) -> dict[str, Any]:
-        """Return all choices and the usage."""
-        answer = self._answer
-        choices = [choice.whole() for choice in answer.choices]
+    def response(self) -> dict[str, Any]:
+        """Return the response body: all choices and the usage."""
+        answer = self._respond
+        choices = [choice.complete() for choice in answer.choices]
         prompt: dict[str, Any] = {}
         if answer.prompt_logprobs is not None:
             prompt["prompt_logprobs"] = answer.prompt_logprobs
         for index, ids in enumerate(answer.token_ids or ()):
             choices[index]["token_ids"] = ids
-            told = [*answer.requests[index // answer.each].prompt_token_ids]
-            (prompt if answer.is_chat else choices[index])["prompt_token_ids"] = told
+            prompt_ids = [*answer.requests[index // answer.choices_per_request].prompt_token_ids]
+            (prompt if answer.is_chat else choices[index])["prompt_token_ids"] = prompt_ids
         return {**self._head, "choices": choices, **prompt, "usage": self._usage()}
 
 
@@ -247,16 +256,16 @@ def _usage(prompt: int, completion: int) -> dict[str, Any]:
     }
 
 
-def _times(metrics: RequestMetrics) -> dict[str, float]:
+def _phase_seconds(metrics: RequestMetrics) -> dict[str, float]:
     """Return the times that a request spent in the queue, in prefill and in decode, in seconds.
 
     The names are those of Groq's API. The result is empty if the request has no output token.
     """
-    began, first = metrics.first_scheduled_time, metrics.first_token_time
-    if began is None or first is None:
+    first_step, first_token = metrics.first_scheduled_time, metrics.first_token_time
+    if first_step is None or first_token is None:
         return {}
     return {
-        "queue_time": began - metrics.arrival_time,
-        "prompt_time": first - began,
-        "completion_time": (metrics.last_token_time or first) - first,
+        "queue_time": first_step - metrics.arrival_time,
+        "prompt_time": first_token - first_step,
+        "completion_time": (metrics.last_token_time or first_token) - first_token,
     }

@@ -18,19 +18,19 @@ from nanoactor.server.anthropic.routes import MessagesRoutes
 from nanoactor.server.compat_routes import CompatRoutes
 from nanoactor.server.completions import Completions
 from nanoactor.server.config import ServerConfig
-from nanoactor.server.connections import acceptor
+from nanoactor.server.connections import connection_factory
 from nanoactor.server.context import json_response
 from nanoactor.server.http import HttpFrontend, Routes
-from nanoactor.server.listening import close_unix, listen, tls
+from nanoactor.server.listening import bind_socket, make_tls_context, remove_unix_socket
 from nanoactor.server.media import MediaLimits, MediaLoader
 from nanoactor.server.metrics import Metrics
 from nanoactor.server.monitor import Monitor
-from nanoactor.server.observe import Observation
+from nanoactor.server.observe import ObservationRoutes
 from nanoactor.server.openapi import document
 from nanoactor.server.pooling.routes import PoolingRoutes
 from nanoactor.server.requests import Decoder
 from nanoactor.server.responses.routes import ResponsesRoutes
-from nanoactor.server.serving import Engine, Watch
+from nanoactor.server.serving import Engine, MonitorProtocol
 from nanoactor.server.text_routes import TextRoutes
 from nanoactor.server.text_service import TextService
 from nanoactor.server.translating import Options
@@ -38,18 +38,18 @@ from nanoactor.setup.actors import render_options
 
 log = logging.getLogger("nanoactor.server")
 
-_BACKLOG = 4096
-_DIVISIBLE = 16
+_LISTEN_BACKLOG = 4096
+_MIN_DIVISIBLE_QUEUE = 16
 """Minimum queue length at which one client may fill only half of the queue."""
 _PICTURES_BYTES = 64 << 20
 """Additional bytes allowed in a request's body if the model accepts pictures."""
-_STORED = "{id:(?!input_tokens|compact)[^/]+}"
+_RESPONSE_ID = "{id:(?!input_tokens|compact)[^/]+}"
 """Path pattern for a response id; it does not match the other routes of the API."""
-_REPLY_SECONDS = 2.0
+_FINAL_SEND_SECONDS = 2.0
 """Maximum number of seconds for sending the last answers at shutdown."""
 
 
-_HANDSHAKE = 10.0
+_MAX_HANDSHAKE_SECONDS = 10.0
 """Maximum number of seconds for a client's TLS handshake."""
 
 
@@ -61,13 +61,13 @@ class Server:
         llm: Engine,
         config: ServerConfig,
         *,
-        texts: TextService | None = None,
-        monitor: Watch | None = None,
+        text_service: TextService | None = None,
+        monitor: MonitorProtocol | None = None,
         reuse_port: bool = False,
     ) -> None:
         """`llm` must not have been started; the server starts and closes it. An `llm` that
-        represents several engines needs its own `texts` and `monitor`. `reuse_port` lets another
-        server listen on the same port, for instance to replace this one."""
+        represents several engines needs its own `text_service` and `monitor`. `reuse_port` lets
+        another server listen on the same port, for instance to replace this one."""
         self._reuse_port = reuse_port
         self.config = config
         self.llm = llm
@@ -80,57 +80,65 @@ class Server:
             monitor = Monitor(self._tracer, self.metrics, llm.config.stall_timeout)
         assert monitor is not None
         self._monitor = monitor
-        self.metrics.engine = monitor.collect
-        longest = 2 * max_prompt_bytes(llm.files)
-        self._texts = texts
-        if texts is None and llm.files.tokenizer_directory is not None:
-            limits = render_options(llm.config, llm.files)
+        self.metrics.engine_metrics = monitor.collect
+        max_text_bytes = 2 * max_prompt_bytes(llm.files)
+        self._text_service = text_service
+        if text_service is None and llm.files.tokenizer_directory is not None:
+            render_limits = render_options(llm.config, llm.files)
             reserved = llm.files.placeholders
-            self._texts = TextService(llm.files.tokenizer_directory, longest, limits, reserved)
+            self._text_service = TextService(
+                llm.files.tokenizer_directory, max_text_bytes, render_limits, reserved
+            )
         # JSON escapes and decimal token ids take more bytes than the prompt's text.
-        sees = llm.files.images is not None
-        largest = config.max_body_bytes or longest + (1 << 20) + sees * _PICTURES_BYTES
-        decoder = Decoder(config.strict, sees, self._template_members)
-        self._http = HttpFrontend(config, self.names, largest, self.metrics, decoder)
+        accepts_images = llm.files.images is not None
+        max_body_bytes = (
+            config.max_body_bytes or max_text_bytes + (1 << 20) + accepts_images * _PICTURES_BYTES
+        )
+        decoder = Decoder(config.strict, accepts_images, self._template_members)
+        self._http = HttpFrontend(config, self.names, max_body_bytes, self.metrics, decoder)
         self._media = MediaLoader(MediaLimits(config.allowed_media_domains))
         self._completions = Completions(
             llm,
-            self._texts,
+            self._text_service,
             self._http,
             self.metrics,
             self._media,
             separate_reasoning=config.separate_reasoning,
-            most_answers=config.max_answers_per_client or _fair_share(llm.config),
-            caps=not config.strict,
+            max_answers=config.max_answers_per_client or _max_answers_per_client(llm.config),
+            cap_max_tokens=not config.strict,
             tool_call_parser=config.tool_call_parser,
             reasoning_parser=config.reasoning_parser,
         )
         app = self._http.application(self._routes())
         app.cleanup_ctx.append(_lifetime(llm.start, llm.close))
         app.cleanup_ctx.append(_lifetime(_nothing, self._media.close))
-        if self._texts is not None and texts is None:
-            app.cleanup_ctx.append(_lifetime(self._texts.start, self._texts.close))
+        if self._text_service is not None and text_service is None:
+            app.cleanup_ctx.append(_lifetime(self._text_service.start, self._text_service.close))
         app.cleanup_ctx.append(_lifetime(self._monitor.start, self._monitor.stop))
         self._runner = web.AppRunner(
             app,
             handler_cancellation=True,  # a disconnect cancels the request's handler
-            shutdown_timeout=_REPLY_SECONDS,
+            shutdown_timeout=_FINAL_SEND_SECONDS,
         )
-        self._listening: asyncio.Server | None = None
+        self._listening_server: asyncio.Server | None = None
 
     def _template_members(self) -> Sequence[str]:
-        return () if self._texts is None else self._texts.template.members
+        return () if self._text_service is None else self._text_service.template.members
 
     def _translation_options(self) -> Options:
-        sees = self.llm.files.images is not None
-        shows = self._texts is not None and self._texts.template.shows_result_pictures
-        return Options(sees, shows, self.config.drop_volatile_lines)
+        accepts_images = self.llm.files.images is not None
+        renders_result_pictures = (
+            self._text_service is not None and self._text_service.template.renders_result_pictures
+        )
+        return Options(accepts_images, renders_result_pictures, self.config.drop_volatile_lines)
 
     def _routes(self) -> Routes:
-        texts = TextRoutes(self.llm, self._texts, self._http, self._media, self.names)
-        apis = self._completions, texts, self._http, self._translation_options
+        text_routes = TextRoutes(self.llm, self._text_service, self._http, self._media, self.names)
+        apis = self._completions, text_routes, self._http, self._translation_options
         messages, responses = MessagesRoutes(*apis), ResponsesRoutes(*apis)
-        looks = Observation(self._tracer, self._monitor, self.metrics, self._http, self._texts)
+        observation = ObservationRoutes(
+            self._tracer, self._monitor, self.metrics, self._http, self._text_service
+        )
         openapi_document = document(self.names, bool(self.config.api_keys), self.config.root_path)
 
         async def openapi(request: web.Request) -> web.StreamResponse:
@@ -141,7 +149,8 @@ class Server:
             self._http,
             self.metrics,
             self.names[0],
-            most_answers=self.config.max_answers_per_client or _fair_share(self.llm.config),
+            max_answers=self.config.max_answers_per_client
+            or _max_answers_per_client(self.llm.config),
         )
         compat = CompatRoutes(self.llm, self._completions, self._http, self.names)
         routes: dict[str, Any] = {
@@ -150,25 +159,25 @@ class Server:
             "/v1/responses": ("POST", responses.create),
             "/v1/responses/input_tokens": ("POST", responses.input_tokens),
             "/v1/responses/compact": ("POST", responses.compact),
-            f"/v1/responses/{_STORED}": ("GET", responses.stored),
-            f"/v1/responses/{_STORED}/cancel": ("POST", responses.stored),
+            f"/v1/responses/{_RESPONSE_ID}": ("GET", responses.stored),
+            f"/v1/responses/{_RESPONSE_ID}/cancel": ("POST", responses.stored),
             "/v1/messages": ("POST", messages.create),
             "/v1/messages/count_tokens": ("POST", messages.count_tokens),
-            "/v1/models": ("GET", texts.models),
-            "/v1/models/{model:.+?}": ("GET", texts.model),
-            "/tokenize": ("POST", texts.tokenize),
-            "/detokenize": ("POST", texts.detokenize),
-            "/live": ("GET", looks.live),
-            "/ready": ("GET", looks.ready),
-            "/health": ("GET", looks.health),
-            "/metrics": ("GET", looks.metrics),
-            "/trace": ("GET", looks.trace),
-            "/activity": ("GET", looks.activity),
+            "/v1/models": ("GET", text_routes.models),
+            "/v1/models/{model:.+?}": ("GET", text_routes.model),
+            "/tokenize": ("POST", text_routes.tokenize),
+            "/detokenize": ("POST", text_routes.detokenize),
+            "/live": ("GET", observation.live),
+            "/ready": ("GET", observation.ready),
+            "/health": ("GET", observation.health),
+            "/metrics": ("GET", observation.metrics),
+            "/trace": ("GET", observation.trace),
+            "/activity": ("GET", observation.activity),
             "/openapi.json": ("GET", openapi),
-            "/favicon.ico": ("GET", looks.icon),
-            "/": ("GET", looks.page),
+            "/favicon.ico": ("GET", observation.icon),
+            "/": ("GET", observation.page),
             **pooling.routes(),
-            **compat.routes(openapi_document, looks.health),
+            **compat.routes(openapi_document, observation.health),
         }
         if self.config.enable_tokenizer_info_endpoint:
             routes |= compat.tokenizer_routes()
@@ -179,34 +188,40 @@ class Server:
     async def start(self) -> None:
         """Start the engine, then listen. Raises the engine's errors, and `OSError` if the address
         is not available. After an error, nothing is left running."""
-        security = tls(self.config)
-        listener = listen(self.config, self._reuse_port)
+        tls_context = make_tls_context(self.config)
+        listener = bind_socket(self.config, self._reuse_port)
         self.port = 0 if self.config.uds is not None else listener.getsockname()[1]
         try:
             await self._runner.setup()
             self._check_template_defaults()
             assert self._runner.server is not None
             raise_descriptor_limit()
-            accept = acceptor(self._runner.server, self.config, self._http.note)
+            accept = connection_factory(self._runner.server, self.config, self._http.log_request)
             loop = asyncio.get_running_loop()
-            options: dict[str, Any] = {"sock": listener, "backlog": _BACKLOG, "ssl": security}
-            if security is not None:
-                options["ssl_handshake_timeout"] = min(self.config.idle_timeout, _HANDSHAKE)
+            options: dict[str, Any] = {
+                "sock": listener,
+                "backlog": _LISTEN_BACKLOG,
+                "ssl": tls_context,
+            }
+            if tls_context is not None:
+                options["ssl_handshake_timeout"] = min(
+                    self.config.idle_timeout, _MAX_HANDSHAKE_SECONDS
+                )
             if self.config.uds is not None:
-                self._listening = await loop.create_unix_server(accept, **options)
+                self._listening_server = await loop.create_unix_server(accept, **options)
             else:
-                self._listening = await loop.create_server(accept, **options)
+                self._listening_server = await loop.create_server(accept, **options)
         except BaseException:
             listener.close()
-            close_unix(self.config)
+            remove_unix_socket(self.config)
             await self._runner.cleanup()
             raise
 
     def _check_template_defaults(self) -> None:
         defaults = self._http.template_defaults
         try:
-            if self._texts is not None:
-                self._texts.template.check(defaults)
+            if self._text_service is not None:
+                self._text_service.template.check(defaults)
         except InvalidRequest as error:
             text = str(error).removeprefix("chat_template_kwargs: ")
             raise InvalidConfig(f"default_chat_template_kwargs: {text}") from None
@@ -214,26 +229,26 @@ class Server:
     async def drain(self) -> None:
         """Refuse new requests and wait until all running requests have ended. Requests that exceed
         `drain_timeout` are aborted."""
-        self._http.draining = True
-        if self._reuse_port and self._listening is not None:
-            self._listening.close()  # new connections go to the other servers on this port
-        log.info("shutting down while %d requests are in progress", self._http.at_work)
-        if not await self._http.idle(self.config.drain_timeout):
+        self._http.is_draining = True
+        if self._reuse_port and self._listening_server is not None:
+            self._listening_server.close()  # new connections go to the other servers on this port
+        log.info("shutting down while %d requests are in progress", self._http.active_posts)
+        if not await self._http.wait_idle(self.config.drain_timeout):
             log.warning(
                 "cutting off %d answers that did not finish within the drain timeout",
-                self._completions.live,
+                self._completions.num_live,
             )
-            self._completions.break_off()
-            await self._http.idle(_REPLY_SECONDS)
+            self._completions.abort_all()
+            await self._http.wait_idle(_FINAL_SEND_SECONDS)
 
     async def stop(self) -> None:
         """Drain, then stop the server and the engine."""
         try:
             await self.drain()
         finally:
-            if self._listening is not None:
-                self._listening.close()
-                close_unix(self.config)
+            if self._listening_server is not None:
+                self._listening_server.close()
+                remove_unix_socket(self.config)
             await self._runner.cleanup()
 
 
@@ -241,12 +256,12 @@ async def _nothing() -> None:
     """Do nothing, for a component that needs no start."""
 
 
-def _fair_share(config: EngineConfig) -> int:
+def _max_answers_per_client(config: EngineConfig) -> int:
     """Return the maximum number of sequences per client: `max_num_seqs` plus half of the queue,
     which leaves room for other clients. A queue that is too short to divide may be filled by one
     client."""
     queue = config.max_waiting_requests
-    return config.max_num_seqs + (queue // 2 if queue >= _DIVISIBLE else queue + 1)
+    return config.max_num_seqs + (queue // 2 if queue >= _MIN_DIVISIBLE_QUEUE else queue + 1)
 
 
 def _lifetime(
@@ -254,12 +269,12 @@ def _lifetime(
 ) -> Callable[[web.Application], AsyncIterator[None]]:
     """Wrap a component's start and stop as an aiohttp cleanup context."""
 
-    async def live(app: web.Application) -> AsyncIterator[None]:
+    async def lifetime(app: web.Application) -> AsyncIterator[None]:
         await start()
         yield
         await stop()
 
-    return live
+    return lifetime
 
 
 def raise_descriptor_limit() -> None:

@@ -10,7 +10,7 @@ import msgspec
 
 from nanoactor.server.answer import Answer
 from nanoactor.server.choices import Delta
-from nanoactor.server.tool_calls import whole_characters
+from nanoactor.server.tool_calls import replace_surrogates
 
 Event = dict[str, Any]
 
@@ -36,7 +36,7 @@ class BlockWriter(abc.ABC):
         """Pieces of text, reasoning or arguments in the last block."""
 
     @abc.abstractmethod
-    def encoded(self, events: list[Event]) -> bytes:
+    def encode_events(self, events: list[Event]) -> bytes:
         """Encode events for sending."""
 
     @abc.abstractmethod
@@ -45,26 +45,26 @@ class BlockWriter(abc.ABC):
         and name."""
 
     @abc.abstractmethod
-    def opened(self, kind: str) -> list[Event]:
+    def open_events(self, kind: str) -> list[Event]:
         """Return the events that start the last block."""
 
     @abc.abstractmethod
-    def grown(self, kind: str, text: str) -> list[Event]:
+    def delta_events(self, kind: str, text: str) -> list[Event]:
         """Return the events that append a piece of text to the last block."""
 
     @abc.abstractmethod
-    def closed(self, kind: str, text: str) -> list[Event]:
+    def close_events(self, kind: str, text: str) -> list[Event]:
         """Store the complete text in the last block and return the events that end the block."""
 
     @abc.abstractmethod
-    def scored(self, entries: list[dict[str, Any]]) -> None:
+    def add_logprobs(self, entries: list[dict[str, Any]]) -> None:
         """Record log-probabilities of tokens; called before the text of these tokens is added."""
 
     def push(self, deltas: list[Delta]) -> bytes:
         """Process deltas and return their events."""
-        return self.encoded(self._events(deltas))
+        return self.encode_events(self._events(deltas))
 
-    def take(self, deltas: list[Delta]) -> None:
+    def collect(self, deltas: list[Delta]) -> None:
         """Process deltas of an answer that is not streamed."""
         self._events(deltas)
 
@@ -73,15 +73,15 @@ class BlockWriter(abc.ABC):
         if not self._open:
             return []
         self._open = False
-        return self.closed(self._kind, "".join(self._texts))
+        return self.close_events(self._kind, "".join(self._texts))
 
     def _events(self, deltas: list[Delta]) -> list[Event]:
         events: list[Event] = []
-        for one in deltas:
-            self.reason = one["finish_reason"] or self.reason
-            delta = one["delta"]
-            if scores := one.get("logprobs"):
-                self.scored(scores["content"])
+        for choice in deltas:
+            self.reason = choice["finish_reason"] or self.reason
+            delta = choice["delta"]
+            if logprobs := choice.get("logprobs"):
+                self.add_logprobs(logprobs["content"])
             for kind, member in (("thoughts", "reasoning_content"), ("text", "content")):
                 if text := delta.get(member):
                     events += self._add(kind, text)
@@ -91,44 +91,44 @@ class BlockWriter(abc.ABC):
 
     def _add(self, kind: str, text: str) -> list[Event]:
         """Append text to the open block, or to a new block if the open one is of another kind."""
-        begin = [] if self._open and self._kind == kind else self._begin(kind, {})
+        start_events = [] if self._open and self._kind == kind else self._begin(kind, {})
         self._texts.append(text)
-        return [*begin, *self.grown(kind, text)]
+        return [*start_events, *self.delta_events(kind, text)]
 
     def _call(self, call: dict[str, Any]) -> list[Event]:
         function = call["function"]
-        begin = self._begin("call", {**call, **function}) if "id" in call else []
+        start_events = self._begin("call", {**call, **function}) if "id" in call else []
         if not function["arguments"]:
-            return begin
-        return [*begin, *self._add("call", function["arguments"])]
+            return start_events
+        return [*start_events, *self._add("call", function["arguments"])]
 
     def _begin(self, kind: str, call: dict[str, Any]) -> list[Event]:
-        before = self.close()
+        end_events = self.close()
         self.blocks.append(self.new_block(kind, call))
         self._open, self._kind, self._texts = True, kind, []
-        return [*before, *self.opened(kind)]
+        return [*end_events, *self.open_events(kind)]
 
 
-def parsed_arguments(text: str) -> dict[str, Any] | None:
+def parse_arguments(text: str) -> dict[str, Any] | None:
     """Return the arguments of a call as a JSON-encodable object, or None if the text is not such an
     object, for instance because it was cut off. Lone surrogates are replaced."""
     try:
-        value = json.loads(text or "{}", strict=False, parse_constant=_refuse)
-        msgspec.json.encode(value := _writable(value))
+        value = json.loads(text or "{}", strict=False, parse_constant=_reject_constant)
+        msgspec.json.encode(value := _encodable(value))
     except (ValueError, RecursionError, OverflowError):
         return None
     return value if isinstance(value, dict) else None
 
 
-def _refuse(name: str) -> Any:
+def _reject_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a JSON value")
 
 
-def _writable(value: Any) -> Any:
+def _encodable(value: Any) -> Any:
     if isinstance(value, str):
-        return whole_characters(value)
+        return replace_surrogates(value)
     if isinstance(value, dict):
-        return {whole_characters(name): _writable(one) for name, one in value.items()}
+        return {replace_surrogates(name): _encodable(one) for name, one in value.items()}
     if isinstance(value, float) and value in (float("inf"), float("-inf")):
         raise ValueError("a number is too large")
-    return [_writable(one) for one in value] if isinstance(value, list) else value
+    return [_encodable(one) for one in value] if isinstance(value, list) else value

@@ -10,19 +10,20 @@ from nanoactor.server.tool_calls import CallFinder, ToolCallParser
 from nanoactor.server.tool_choice import Tool
 from nanoactor.server.xml_calls import QwenCoderCalls
 
-WITH_SPECIAL_TOKENS: tuple[CallForm, ...] = ("llama3_json", "mistral", "mistral_args")
+SPECIAL_TOKEN_FORMS: tuple[CallForm, ...] = ("llama3_json", "mistral", "mistral_args")
 """Call forms marked by special tokens, which the output text omits by default."""
 
 
-def call_form(wanted: str, of_template: CallForm) -> CallForm:
-    """Return the call form to use. `wanted` is the server option; "auto" uses the template's."""
-    match wanted:
+def call_form(configured: str, template_form: CallForm) -> CallForm:
+    """Return the call form to use. `configured` is the server option; "auto" uses the
+    template's."""
+    match configured:
         case "hermes" | "qwen3_coder" | "llama3_json":
-            return wanted
-        case "mistral" if of_template not in ("mistral", "mistral_args"):
+            return configured
+        case "mistral" if template_form not in ("mistral", "mistral_args"):
             return "mistral"
         case _:  # the template determines which of Mistral's two forms is used
-            return of_template
+            return template_form
 
 
 def call_finder(form: CallForm, tools: Sequence[Tool]) -> CallFinder:

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_FIRST = ("$schema", "type", "title", "description", "enum", "properties", "required")
-_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_KEYWORD_ORDER = ("$schema", "type", "title", "description", "enum", "properties", "required")
+_SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords whose values map arbitrary names to schemas."""
-_VALUES = ("default", "const", "examples", "enum", "required", "example")
+_VALUE_KEYWORDS = ("default", "const", "examples", "enum", "required", "example")
 """Keywords whose values are not schemas."""
 
 
-def ordered_schema(schema: Any) -> Any:
+def canonical_schema(schema: Any) -> Any:
     """Return a JSON schema with its members in canonical order.
 
     Keywords get a fixed order. Properties in the list `required` come first, in the order of that
@@ -24,38 +24,43 @@ def ordered_schema(schema: Any) -> Any:
     their entire order.
     """
     if isinstance(schema, list):
-        return [ordered_schema(one) for one in schema]
+        return [canonical_schema(one) for one in schema]
     if not isinstance(schema, Mapping):
         return schema
-    found = {}
+    canonical = {}
     for keyword in sorted(schema, key=_rank):
         value = schema[keyword]
-        if keyword in _BY_NAME and isinstance(value, Mapping):
-            names = _names(value, schema.get("required") if keyword == "properties" else ())
-            value = {name: ordered_schema(value[name]) for name in names}
-        elif keyword in _VALUES:
-            value = ordered(value)
+        if keyword in _SCHEMAS_BY_NAME and isinstance(value, Mapping):
+            names = _property_order(
+                value, schema.get("required") if keyword == "properties" else ()
+            )
+            value = {name: canonical_schema(value[name]) for name in names}
+        elif keyword in _VALUE_KEYWORDS:
+            value = sort_members(value)
         else:
-            value = ordered_schema(value)
-        found[keyword] = value
-    return found
+            value = canonical_schema(value)
+        canonical[keyword] = value
+    return canonical
 
 
 def _rank(keyword: str) -> tuple[int, str]:
-    return (_FIRST.index(keyword) if keyword in _FIRST else len(_FIRST), keyword)
+    return (
+        _KEYWORD_ORDER.index(keyword) if keyword in _KEYWORD_ORDER else len(_KEYWORD_ORDER),
+        keyword,
+    )
 
 
-def _names(members: Mapping[str, Any], first: Any) -> list[str]:
-    given = first if isinstance(first, Sequence) and not isinstance(first, str) else ()
-    named = [name for name in given if isinstance(name, str) and name in members]
+def _property_order(members: Mapping[str, Any], first: Any) -> list[str]:
+    required = first if isinstance(first, Sequence) and not isinstance(first, str) else ()
+    named = [name for name in required if isinstance(name, str) and name in members]
     return [*dict.fromkeys(named), *sorted(members.keys() - set(named))]
 
 
-def ordered(value: Any) -> Any:
+def sort_members(value: Any) -> Any:
     """Return a JSON value with the members of its objects sorted by name."""
     if isinstance(value, Mapping):
-        return {name: ordered(value[name]) for name in sorted(value)}
-    return [ordered(one) for one in value] if isinstance(value, list) else value
+        return {name: sort_members(value[name]) for name in sorted(value)}
+    return [sort_members(one) for one in value] if isinstance(value, list) else value
 
 
 class ArgumentOrder:
@@ -68,22 +73,22 @@ class ArgumentOrder:
         """Position of each name in a schema's `properties`, by the `id` of that mapping. Computed
         only once, because a call may have many objects and a schema many properties."""
 
-    def of(self, arguments: Any) -> Any:
+    def apply(self, arguments: Any) -> Any:
         """Return the arguments of a call with their members in the order of the schema. Members
         that the schema does not name follow, sorted by name."""
-        return self._ordered(arguments, self._schema)
+        return self._apply(arguments, self._schema)
 
-    def _ordered(self, value: Any, schema: Any) -> Any:
-        known = schema if isinstance(schema, Mapping) else {}
+    def _apply(self, value: Any, schema: Any) -> Any:
+        schema_members = schema if isinstance(schema, Mapping) else {}
         if isinstance(value, list):
-            return [self._ordered(one, known.get("items")) for one in value]
+            return [self._apply(one, schema_members.get("items")) for one in value]
         if not isinstance(value, Mapping):
             return value
-        members = known.get("properties")
+        members = schema_members.get("properties")
         members = members if isinstance(members, Mapping) else {}
         positions = self._positions_of(members)
         names = sorted(value, key=lambda name: (positions.get(name, len(positions)), name))
-        return {name: self._ordered(value[name], members.get(name)) for name in names}
+        return {name: self._apply(value[name], members.get(name)) for name in names}
 
     def _positions_of(self, members: Mapping[str, Any]) -> dict[str, int]:
         if not members:

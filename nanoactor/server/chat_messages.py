@@ -15,7 +15,7 @@ from msgspec import Meta, Struct
 from nanoactor.errors import InvalidRequest
 from nanoactor.server.errors import invalid
 from nanoactor.server.media import MediaLoader
-from nanoactor.text.conversation import TEXT_PARTS, THOUGHT_PARTS, check_messages
+from nanoactor.text.conversation import REASONING_PARTS, TEXT_PARTS, check_messages
 
 _IMAGE = "image_url"
 _MEDIA = {"image": "images", "audio": "audio", "video": "videos", "file": "files"}
@@ -36,7 +36,7 @@ class ContentPart(Struct, omit_defaults=True):
     """A part of a message's content: text, earlier reasoning of the assistant, or a picture if the
     model has vision."""
 
-    type: Annotated[str, Meta(examples=[*TEXT_PARTS, *THOUGHT_PARTS, _IMAGE])]
+    type: Annotated[str, Meta(examples=[*TEXT_PARTS, *REASONING_PARTS, _IMAGE])]
     text: str | None = None
     refusal: str | None = None
     thinking: str | None = None
@@ -62,8 +62,8 @@ class ToolCall(Struct):
 
 
 class Message(Struct):
-    """One message of a conversation. The fields that are null in what servers answer may come
-    back as such; members that only the model's chat template knows are given to it."""
+    """One message of a conversation. Fields that servers return as null may be sent back as null.
+    Members that are not declared here are passed to the chat template."""
 
     role: Annotated[
         str,
@@ -85,33 +85,35 @@ class Message(Struct):
     annotations: Annotated[list[Any], Meta(description="Passed to the chat template")] | None = None
 
 
-_KNOWN = frozenset(Message.__struct_fields__) | {"thinking"}
-_KNOWN_OF_PART = frozenset(ContentPart.__struct_fields__) | {"detail"}
-_KNOWN_OF_CALL = frozenset(ToolCall.__struct_fields__)
-_KNOWN_OF_FUNCTION = frozenset(CalledFunction.__struct_fields__)
+_MESSAGE_MEMBERS = frozenset(Message.__struct_fields__) | {"thinking"}
+_PART_MEMBERS = frozenset(ContentPart.__struct_fields__) | {"detail"}
+_CALL_MEMBERS = frozenset(ToolCall.__struct_fields__)
+_FUNCTION_MEMBERS = frozenset(CalledFunction.__struct_fields__)
 
 
-def check_conversation(messages: Sequence[Message], given: Sequence[Any], sees: bool) -> None:
-    """Raise `APIError` if the messages are invalid, or if one contains a picture and `sees` is
-    False. `given` contains the same messages as the client wrote them."""
+def check_conversation(
+    messages: Sequence[Message], raw: Sequence[Any], accepts_images: bool
+) -> None:
+    """Raise `APIError` if the messages are invalid, or if one contains a picture and
+    `accepts_images` is False. `raw` contains the same messages as the client wrote them."""
     for number, message in enumerate(messages):
         for index, part in enumerate(message.content if isinstance(message.content, list) else ()):
-            _check_part(part, f"messages[{number}].content[{index}]", sees)
+            _check_part(part, f"messages[{number}].content[{index}]", accepts_images)
     try:
-        check_messages(given)
+        check_messages(raw)
     except InvalidRequest as error:
         raise invalid(str(error), "messages") from None
 
 
-def _check_part(part: ContentPart, path: str, sees: bool) -> None:
+def _check_part(part: ContentPart, path: str, accepts_images: bool) -> None:
     kind = part.type
-    if kind in TEXT_PARTS or kind in THOUGHT_PARTS:
-        name = (TEXT_PARTS | THOUGHT_PARTS)[kind]
+    if kind in TEXT_PARTS or kind in REASONING_PARTS:
+        name = (TEXT_PARTS | REASONING_PARTS)[kind]
         if getattr(part, name) is None:
             raise invalid(f"{path}: a part of type {kind!r} requires the field {name}", path)
         return
     if kind == _IMAGE:
-        if not sees:
+        if not accepts_images:
             raise invalid("this model does not accept images, only text", f"{path}.type")
         if part.image_url is None:
             raise invalid(f"{path}: a part of type {kind!r} requires the field {kind}", path)
@@ -119,38 +121,45 @@ def _check_part(part: ContentPart, path: str, sees: bool) -> None:
     if media := [many for one, many in _MEDIA.items() if one in kind]:
         text = f"{media[0]} are not supported here; a part must be text or {_IMAGE}"
         raise invalid(text, f"{path}.type")
-    known = ", ".join([*TEXT_PARTS, *THOUGHT_PARTS, _IMAGE])
+    known = ", ".join([*TEXT_PARTS, *REASONING_PARTS, _IMAGE])
     raise invalid(
         f"{path}: the type of a part must be one of {known}, got {kind!r:.100}", f"{path}.type"
     )
 
 
-def unread_members(given: Sequence[Any], read: Collection[str]) -> Iterator[str]:
+def unknown_members(raw: Sequence[Any], template_members: Collection[str]) -> Iterator[str]:
     """Yield the paths of message members that this server does not know and the chat template does
-    not read. `read` contains the names of the members that the template reads."""
-    for number, message in enumerate(given):
+    not read. `template_members` contains the names of the members that the template reads."""
+    for number, message in enumerate(raw):
         path = f"messages[{number}]"
-        yield from _unread(message, _KNOWN, read, path)
+        yield from _unknown_in(message, _MESSAGE_MEMBERS, template_members, path)
         content, calls = message.get("content"), message.get("tool_calls")
         for index, part in enumerate(content if isinstance(content, list) else ()):
-            yield from _unread(part, _KNOWN_OF_PART, read, f"{path}.content[{index}]")
+            yield from _unknown_in(
+                part, _PART_MEMBERS, template_members, f"{path}.content[{index}]"
+            )
         for index, call in enumerate(calls if isinstance(calls, list) else ()):
             at = f"{path}.tool_calls[{index}]"
-            yield from _unread(call, _KNOWN_OF_CALL, read, at)
-            yield from _unread(call["function"], _KNOWN_OF_FUNCTION, read, f"{at}.function")
+            yield from _unknown_in(call, _CALL_MEMBERS, template_members, at)
+            yield from _unknown_in(
+                call["function"], _FUNCTION_MEMBERS, template_members, f"{at}.function"
+            )
 
 
-def _unread(
-    given: Mapping[str, Any], known: Collection[str], read: Collection[str], path: str
+def _unknown_in(
+    value: Mapping[str, Any],
+    known_members: Collection[str],
+    template_members: Collection[str],
+    path: str,
 ) -> Iterator[str]:
-    for name in given.keys() - known:
-        if name not in read and given[name] not in (None, [], {}, ""):
+    for name in value.keys() - known_members:
+        if name not in template_members and value[name] not in (None, [], {}, ""):
             yield f"{path}.{name}"
 
 
-def conversation(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def conversation(raw: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages in the form that `AsyncLLM` accepts: only picture parts are changed."""
-    return [_message(message) for message in given]
+    return [_message(message) for message in raw]
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,20 +172,20 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
 def _part(part: Mapping[str, Any]) -> dict[str, Any]:
     if part.get("type") != _IMAGE:
         return {**part}
-    address = part[_IMAGE]
-    return {"type": "image", "image": address["url"], "detail": address.get("detail") or "auto"}
+    image = part[_IMAGE]
+    return {"type": "image", "image": image["url"], "detail": image.get("detail") or "auto"}
 
 
 def without_pictures(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages with each picture part reduced to its type."""
-    found = []
+    reduced_messages = []
     for message in messages:
         content = message.get("content")
         if isinstance(content, list):
-            bare = [{"type": "image"} if part["type"] == "image" else part for part in content]
-            message = {**message, "content": bare}
-        found.append({**message})
-    return found
+            reduced = [{"type": "image"} if part["type"] == "image" else part for part in content]
+            message = {**message, "content": reduced}
+        reduced_messages.append({**message})
+    return reduced_messages
 
 
 def text_of(message: Mapping[str, Any]) -> str:

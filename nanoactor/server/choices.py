@@ -21,13 +21,18 @@ class TextChoice:
     """A choice of a text completion."""
 
     def __init__(
-        self, index: int, echo: str = "", logprobs: TextLogprobs | None = None, mute: bool = False
+        self,
+        index: int,
+        echo: str = "",
+        logprobs: TextLogprobs | None = None,
+        is_muted: bool = False,
     ) -> None:
-        """`echo` is the prompt if the completion repeats it. If `mute`, the output is omitted."""
+        """`echo` is the prompt if the completion repeats it. If `is_muted`, the output is
+        omitted."""
         self._index = index
         self._echo = echo
         self.logprobs = logprobs
-        self.mute = mute
+        self.is_muted = is_muted
         self.prompt_logprobs: list[Any] | None = None
         """Prompt log-probabilities in the form of the response; None unless requested."""
         self._text: list[str] = []
@@ -56,20 +61,20 @@ class TextChoice:
         return 0
 
     def _new_logprobs(self) -> Any:
-        return None if self.logprobs is None else self.logprobs.take()
+        return None if self.logprobs is None else self.logprobs.pop_new()
 
     def finish(self, reason: str) -> list[Delta]:
         """Return the final delta, which has the finish reason but no text."""
         self._reason = reason
         return [_choice(self._index, reason, self._new_logprobs(), text="")]
 
-    def whole(self) -> Delta:
+    def complete(self) -> Delta:
         """Return the complete choice, including the prompt if it is echoed."""
-        logprobs = None if self.logprobs is None else self.logprobs.whole()
-        whole = _choice(self._index, self._reason, logprobs, text="".join(self._text))
+        logprobs = None if self.logprobs is None else self.logprobs.all_entries()
+        choice = _choice(self._index, self._reason, logprobs, text="".join(self._text))
         if self.prompt_logprobs is not None:
-            whole["prompt_logprobs"] = self.prompt_logprobs
-        return whole
+            choice["prompt_logprobs"] = self.prompt_logprobs
+        return choice
 
 
 class ChatChoice:
@@ -80,17 +85,17 @@ class ChatChoice:
         index: int,
         reasoning: ReasoningParser | None,
         tools: CallFinder | None,
-        one_call: bool = False,
+        single_call: bool = False,
         logprobs: ChatLogprobs | None = None,
         *,
         named_call: bool = False,
     ) -> None:
         """Without a `reasoning` or `tools` parser, the reasoning or the calls stay in the content.
-        If `one_call`, calls after the first are dropped. If `named_call`, the request has named
+        If `single_call`, calls after the first are dropped. If `named_call`, the request has named
         the function to call."""
         self.logprobs = logprobs
-        self.mute = False
-        self._one_call = one_call
+        self.is_muted = False
+        self._single_call = single_call
         self._named_call = named_call
         self._index = index
         self._reasoning = reasoning
@@ -104,19 +109,19 @@ class ChatChoice:
 
     def begin(self) -> list[Delta]:
         """Return the initial delta, which contains the role."""
-        return [self._member({"role": "assistant", "content": ""})]
+        return [self._chat_delta({"role": "assistant", "content": ""})]
 
     def push_prompt(self, output: RequestOutput) -> list[Delta]:
         """Return no deltas, because a conversation is not echoed."""
         return []
 
     def push(self, text: str) -> list[Delta]:
-        """Add text and return the deltas that are now certain."""
+        """Add text and return the deltas that can now be sent."""
         thoughts = ""
         if self._reasoning is not None:
             thoughts, text = self._reasoning.push(text)
         self._latest = len(thoughts), len(text)
-        return self._scored(self._deltas(thoughts, self._pieces(text)))
+        return self._with_logprobs(self._deltas(thoughts, self._pieces(text)))
 
     def reasoning_share(self, tokens: int) -> int:
         """Estimate how many of the latest piece's `tokens` are reasoning tokens: in proportion to
@@ -124,10 +129,10 @@ class ChatChoice:
         while reasoning is open, and none otherwise."""
         if self._reasoning is None:
             return 0
-        thoughts, others = self._latest
-        if not thoughts and not others:
-            return tokens if self._reasoning.thinking else 0
-        return round(tokens * thoughts / (thoughts + others))
+        thoughts, other_characters = self._latest
+        if not thoughts and not other_characters:
+            return tokens if self._reasoning.is_thinking else 0
+        return round(tokens * thoughts / (thoughts + other_characters))
 
     def _pieces(self, text: str) -> list[Piece]:
         if self._tools is not None:
@@ -145,24 +150,24 @@ class ChatChoice:
         deltas = self._deltas(thoughts, pieces)
         # As in OpenAI's API, the finish reason is not "tool_calls" if the request has named the
         # function to call.
-        says_calls = self._calls and reason == "stop" and not self._named_call
-        self._reason = "tool_calls" if says_calls else reason
-        return self._scored([*deltas, self._member({}, self._reason)])
+        has_calls = self._calls and reason == "stop" and not self._named_call
+        self._reason = "tool_calls" if has_calls else reason
+        return self._with_logprobs([*deltas, self._chat_delta({}, self._reason)])
 
-    def _scored(self, deltas: list[Delta]) -> list[Delta]:
+    def _with_logprobs(self, deltas: list[Delta]) -> list[Delta]:
         """Attach the log-probabilities of all tokens since the last deltas to the first delta."""
         if self.logprobs is not None and deltas:
-            deltas[0]["logprobs"] = self.logprobs.take()
+            deltas[0]["logprobs"] = self.logprobs.pop_new()
         return deltas
 
     def _deltas(self, thoughts: str, pieces: list[Piece]) -> list[Delta]:
         deltas = []
         if thoughts:
             self._thoughts.append(thoughts)
-            deltas.append(self._member({"reasoning_content": thoughts}))
-        if self._one_call:
+            deltas.append(self._chat_delta({"reasoning_content": thoughts}))
+        if self._single_call:
             pieces = [piece for piece in pieces if isinstance(piece, str) or piece.index == 0]
-        return deltas + [self._member(self._delta(piece)) for piece in pieces]
+        return deltas + [self._chat_delta(self._delta(piece)) for piece in pieces]
 
     def _delta(self, piece: Piece) -> Delta:
         if isinstance(piece, Call):
@@ -180,10 +185,10 @@ class ChatChoice:
         self._content.append(piece)
         return {"content": piece}
 
-    def _member(self, delta: Delta, reason: str | None = None) -> Delta:
+    def _chat_delta(self, delta: Delta, reason: str | None = None) -> Delta:
         return _choice(self._index, reason, delta=delta)
 
-    def whole(self) -> Delta:
+    def complete(self) -> Delta:
         """Return the complete message."""
         content = "".join(self._content)
         message: dict[str, Any] = {
@@ -195,7 +200,7 @@ class ChatChoice:
             message["reasoning_content"] = "".join(self._thoughts)
         if self._calls:
             message["tool_calls"] = self._calls
-        logprobs = None if self.logprobs is None else self.logprobs.whole()
+        logprobs = None if self.logprobs is None else self.logprobs.all_entries()
         return _choice(self._index, self._reason, logprobs, message=message)
 
 

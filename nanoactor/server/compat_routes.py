@@ -1,4 +1,4 @@
-"""Routes requested by health probes, routers and programs written for vLLM's server."""
+"""Routes that vLLM's server has and that health probes, routers and other programs rely on."""
 
 from __future__ import annotations
 
@@ -17,9 +17,15 @@ from nanoactor.server.context import json_response
 from nanoactor.server.errors import APIError, invalid
 from nanoactor.server.http import HttpFrontend, Routes
 from nanoactor.server.serving import Engine
-from nanoactor.text.template_files import CONFIG, read_template_files
+from nanoactor.text.template_files import TOKENIZER_CONFIG, read_template_files
 
-_FILES = ("vocab_file", "merges_file", "tokenizer_file", "special_tokens_map_file", "name_or_path")
+_FILE_MEMBERS = (
+    "vocab_file",
+    "merges_file",
+    "tokenizer_file",
+    "special_tokens_map_file",
+    "name_or_path",
+)
 """Members of a tokenizer's configuration that contain file names."""
 
 
@@ -39,7 +45,7 @@ class CompatRoutes:
         return {
             "/version": ("GET", self.version),
             "/load": ("GET", self.load),
-            "/docs": ("GET", _page(document)),
+            "/docs": ("GET", _docs_page(document)),
             "/ping": ("GET, POST", health),
             "/invocations": ("POST", self.invocations),
         }
@@ -65,20 +71,20 @@ class CompatRoutes:
 
     async def load(self, request: web.Request) -> web.StreamResponse:
         """Handle `GET /load`: return the number of answers in progress."""
-        return json_response({"server_load": self._completions.live})
+        return json_response({"server_load": self._completions.num_live})
 
     async def invocations(self, request: web.Request) -> web.StreamResponse:
         """Handle `POST /invocations`: a chat if the body has messages, else a completion."""
         body = await self._http.body(request)
         try:
-            given = msgspec.json.decode(body)
+            decoded = msgspec.json.decode(body)
         except (msgspec.DecodeError, UnicodeError, RecursionError):
-            given = None
-        if not isinstance(given, dict) or ("messages" in given) == ("prompt" in given):
+            decoded = None
+        if not isinstance(decoded, dict) or ("messages" in decoded) == ("prompt" in decoded):
             raise invalid(
                 "the body must be a JSON object with either messages (for a chat) or a prompt"
             )
-        handler = self._completions.chat if "messages" in given else self._completions.completions
+        handler = self._completions.chat if "messages" in decoded else self._completions.completions
         return await handler(request)
 
     async def tokenizer_info(self, request: web.Request) -> web.StreamResponse:
@@ -87,30 +93,32 @@ class CompatRoutes:
         files = self._llm.files
         if files.tokenizer_directory is None:
             raise APIError(404, "the engine has no tokenizer because skip_tokenizer_init is set")
-        path = files.tokenizer_directory / CONFIG
-        told = read_json(path) if path.exists() else {}
-        found = read_template_files(files.tokenizer_directory, files.chat_template)
-        told = {name: _plain(value) for name, value in told.items() if name not in _FILES}
-        told |= dict(found.special_tokens)
-        told["tokenizer_class"] = str(told.get("tokenizer_class") or "PreTrainedTokenizerFast")
-        if found.sources:
-            told["chat_template"] = found.sources.get("default", "")
-        return json_response(told)
+        path = files.tokenizer_directory / TOKENIZER_CONFIG
+        info = read_json(path) if path.exists() else {}
+        template_files = read_template_files(files.tokenizer_directory, files.chat_template)
+        info = {
+            name: _token_text(value) for name, value in info.items() if name not in _FILE_MEMBERS
+        }
+        info |= dict(template_files.special_tokens)
+        info["tokenizer_class"] = str(info.get("tokenizer_class") or "PreTrainedTokenizerFast")
+        if template_files.sources:
+            info["chat_template"] = template_files.sources.get("default", "")
+        return json_response(info)
 
     # -- control --------------------------------------------------------------------------
 
-    def _engine(self) -> AsyncLLM:
+    def _require_single_engine(self) -> AsyncLLM:
         if not isinstance(self._llm, AsyncLLM):
             raise APIError(404, "this path controls a single engine, but this server runs several")
         return self._llm
 
     async def server_info(self, request: web.Request) -> web.StreamResponse:
         """Handle `GET /server_info`: return the engine's options under vLLM's names."""
-        form = request.query.get("config_format", "text")
-        if form not in ("text", "json"):
+        config_format = request.query.get("config_format", "text")
+        if config_format not in ("text", "json"):
             raise invalid("config_format must be text or json", "config_format")
         config, facts = self._llm.config, self._llm.facts
-        told = {
+        info = {
             "model_config": {
                 "model": config.model,
                 "served_model_name": self._names[0],
@@ -133,8 +141,8 @@ class CompatRoutes:
             "device_config": {"device": facts["device"]},
             "weight_transfer_config": None,
         }
-        shown = told if form == "json" else str(told)
-        return json_response({"vllm_config": shown, "version": nanoactor.__version__})
+        config_value = info if config_format == "json" else str(info)
+        return json_response({"vllm_config": config_value, "version": nanoactor.__version__})
 
     async def world_size(self, request: web.Request) -> web.StreamResponse:
         """Handle `GET /get_world_size`."""
@@ -142,7 +150,7 @@ class CompatRoutes:
 
     async def reset_prefix_cache(self, request: web.Request) -> web.StreamResponse:
         """Handle `POST /reset_prefix_cache`."""
-        return json_response({"success": await self._engine().reset_prefix_cache()})
+        return json_response({"success": await self._require_single_engine().reset_prefix_cache()})
 
     async def pause(self, request: web.Request) -> web.StreamResponse:
         """Handle `POST /pause?mode=keep`: suspend all requests until `/resume`."""
@@ -153,25 +161,25 @@ class CompatRoutes:
                 "aborts them",
                 "mode",
             )
-        await self._engine().pause_generation()
+        await self._require_single_engine().pause_generation()
         return json_response({"status": "paused"})
 
     async def resume(self, request: web.Request) -> web.StreamResponse:
         """Handle `POST /resume`."""
-        await self._engine().resume_generation()
+        await self._require_single_engine().resume_generation()
         return json_response({"status": "resumed"})
 
     async def is_paused(self, request: web.Request) -> web.StreamResponse:
         """Handle `GET /is_paused`."""
-        return json_response({"is_paused": await self._engine().is_paused()})
+        return json_response({"is_paused": await self._require_single_engine().is_paused()})
 
 
-def _plain(value: Any) -> Any:
+def _token_text(value: Any) -> Any:
     """Return the text of a special token, or any other value unchanged."""
     return value["content"] if isinstance(value, dict) and "content" in value else value
 
 
-def _page(document: Mapping[str, Any]) -> Callable[[web.Request], Any]:
+def _docs_page(document: Mapping[str, Any]) -> Callable[[web.Request], Any]:
     """Return the handler of a page that lists all routes. The page loads no other resources."""
     rows = "".join(
         f"<tr><td>{method.upper()}</td><td><code>{html.escape(path)}</code></td>"

@@ -18,8 +18,8 @@ from nanoactor.errors import InvalidRequest
 from nanoactor.requests.grammar_spec import CallForm, Thoughts
 from nanoactor.requests.params import SamplingParams
 from nanoactor.runtime.concurrency import run_all
-from nanoactor.server.answer import Answer, AnswerWriter, CompletionWriter, Echoed
-from nanoactor.server.call_forms import WITH_SPECIAL_TOKENS, call_finder, call_form
+from nanoactor.server.answer import Answer, AnswerWriter, CompletionWriter, EchoedPrompt
+from nanoactor.server.call_forms import SPECIAL_TOKEN_FORMS, call_finder, call_form
 from nanoactor.server.chat_messages import (
     conversation,
     load_pictures,
@@ -39,32 +39,32 @@ from nanoactor.server.logprobs import ChatLogprobs, TextLogprobs
 from nanoactor.server.media import MediaLoader
 from nanoactor.server.metrics import Metrics, Timer
 from nanoactor.server.pings import Write, pinged
-from nanoactor.server.reasoning import Begin, ReasoningParser, ends_in_thoughts
+from nanoactor.server.reasoning import OutputStart, ReasoningParser, ends_in_thoughts
 from nanoactor.server.requests import (
     Body,
     ChatRequest,
     CompletionRequest,
-    prompts,
+    num_logprobs,
+    request_prompts,
     sampling_params,
     template_options,
-    wanted_logprobs,
 )
 from nanoactor.server.serving import Engine
 from nanoactor.server.shares import Shares
-from nanoactor.server.structured import Constraint, said_of
+from nanoactor.server.structured import Constraint, errors_name_field
 from nanoactor.server.text_service import TextService
-from nanoactor.server.tool_calls import CallFinder, CallsBehindThoughts
+from nanoactor.server.tool_calls import CallFinder, CallsAfterReasoning
 from nanoactor.server.tool_choice import named_tool
 from nanoactor.server.turns import Turns
 from nanoactor.text.template import TemplateFacts
 
-_STREAM = {
+_STREAM_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
     # Some proxies buffer responses until they are complete unless this header forbids it.
     "X-Accel-Buffering": "no",
 }
-_GONE = (asyncio.CancelledError, ConnectionError)
+_DISCONNECTED = (asyncio.CancelledError, ConnectionError)
 """Exceptions raised if a client has disconnected."""
 Send = Callable[[list[Delta]], Awaitable[None]]
 """Sends deltas of an answer to the client."""
@@ -77,31 +77,31 @@ class Completions:
     def __init__(
         self,
         llm: Engine,
-        texts: TextService | None,
+        text_service: TextService | None,
         http: HttpFrontend,
         metrics: Metrics,
         media: MediaLoader,
         *,
         separate_reasoning: bool,
-        most_answers: int,
-        caps: bool,
+        max_answers: int,
+        cap_max_tokens: bool,
         tool_call_parser: str = "auto",
         reasoning_parser: str = "auto",
     ) -> None:
-        """`texts` is None if the engine has no tokenizer. `separate_reasoning` is the default for
-        requests that do not set it. `most_answers` is the maximum number of answers in progress
-        per client. If `caps`, a `max_tokens` that exceeds the remaining context is lowered instead
-        of refused."""
+        """`text_service` is None if the engine has no tokenizer. `separate_reasoning` is the
+        default for requests that do not set it. `max_answers` is the maximum number of answers in
+        progress per client. If `cap_max_tokens`, a `max_tokens` that exceeds the remaining context
+        is lowered instead of refused."""
         self._llm = llm
-        self._texts = texts
+        self._text_service = text_service
         self._http = http
         self._metrics = metrics
         self._media = media
         self._separate_reasoning = separate_reasoning
-        self._caps = caps
+        self._cap_max_tokens = cap_max_tokens
         self._tool_call_parser, self._reasoning_parser = tool_call_parser, reasoning_parser
         self._turns = Turns()
-        self._shares = Shares(most_answers)
+        self._shares = Shares(max_answers)
         self._live: dict[Answer, Sequence[Request]] = {}
         """Answers in progress, each with its engine requests."""
 
@@ -110,26 +110,30 @@ class Completions:
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """Handle `POST /v1/completions`."""
         body = await self._http.read(request, CompletionRequest)
-        wanted = prompts(body, self._llm.files.max_model_len)
-        mute = bool(body.echo) and body.max_tokens == 0
-        scored, constraint = wanted_logprobs(body) is not None, body.constraint
-        if mute and not scored and body.prompt_logprobs is None:
-            return await self._echo_alone(request, body, wanted)
+        prompts = request_prompts(body, self._llm.files.max_model_len)
+        is_muted = bool(body.echo) and body.max_tokens == 0
+        wants_logprobs, constraint = num_logprobs(body) is not None, body.constraint
+        if is_muted and not wants_logprobs and body.prompt_logprobs is None:
+            return await self._answer_echo_only(request, body, prompts)
 
         async def choices() -> Sequence[Choice]:
-            echoes = await self._echoes(wanted) if body.echo else [""] * len(wanted)
-            made = await self._text_logprobs(body, wanted)
-            each = range(body.n or 1)
-            pairs = [(e, m) for e, m in zip(echoes, made, strict=True) for _ in each]
+            echoes = await self._echoes(prompts) if body.echo else [""] * len(prompts)
+            logprob_factories = await self._text_logprobs(body, prompts)
+            choice_range = range(body.n or 1)
+            pairs = [
+                (text, factory)
+                for text, factory in zip(echoes, logprob_factories, strict=True)
+                for _ in choice_range
+            ]
             return [
-                TextChoice(index, echo, make and make(), mute)
-                for index, (echo, make) in enumerate(pairs)
+                TextChoice(index, echo, make_logprobs and make_logprobs(), is_muted)
+                for index, (echo, make_logprobs) in enumerate(pairs)
             ]
 
-        if mute:
-            body, constraint = _at_least_one(body), None
-        how = _How(constraint=constraint)
-        return await self._generate(request, body, wanted, choices, how)
+        if is_muted:
+            body, constraint = _with_one_token(body), None
+        inputs = _AnswerInputs(constraint=constraint)
+        return await self._generate(request, body, prompts, choices, inputs)
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Handle `POST /v1/chat/completions`."""
@@ -140,106 +144,111 @@ class Completions:
         self, request: web.Request, body: ChatRequest, make_writer: MakeWriter = CompletionWriter
     ) -> web.StreamResponse:
         """Answer a chat from any API. `make_writer` creates the writer for the API's format."""
-        template = self._texts.template if self._texts is not None else None
+        template = self._text_service.template if self._text_service is not None else None
         variables = template.variables if template is not None else ()
         options = template_options(body, variables, self._http.template_defaults)
         if template is not None:
-            self._http.decoder.check_tools(body, options, template.shows_tools)
+            self._http.decoder.drop_hidden_tools(body, options, template.renders_tools)
             template.check(options)
         separate = body.separate_reasoning
         if separate is None:
             separate = self._separate_reasoning and self._reasoning_parser != "none"
         if body.calls_tools and body.skip_special_tokens is None:
-            body.skip_special_tokens = self._call_form not in WITH_SPECIAL_TOKENS
-        wanted = [conversation(body.given["messages"])]
-        bare = without_pictures(wanted[0])
+            body.skip_special_tokens = self._call_form not in SPECIAL_TOKEN_FORMS
+        prompts = [conversation(body.raw["messages"])]
+        messages = without_pictures(prompts[0])
         constraint, thoughts = body.constraint, None
         if constraint is not None:  # it applies only after the reasoning
-            thoughts = await self._thoughts(body, bare, options)
+            thoughts = await self._thoughts(body, messages, options)
             constraint = constraint.for_model(thoughts, self._call_form)
 
         async def choices() -> Sequence[Choice]:
-            begins: Begin = thoughts or await self._thoughts(body, bare, options)
+            output_start: OutputStart = thoughts or await self._thoughts(body, messages, options)
             # If the output continues a message's content, it does not start with reasoning.
-            begins = "said" if body.continue_final_message and begins == "none" else begins
+            output_start = (
+                "content"
+                if body.continue_final_message and output_start == "none"
+                else output_start
+            )
             return [
-                self._chat_choice(body, index, begins, separate) for index in range(body.n or 1)
+                self._chat_choice(body, index, output_start, separate)
+                for index in range(body.n or 1)
             ]
 
-        await load_pictures(wanted[0], self._media)
-        how = _How(options, constraint, make_writer, tuple(bare))
-        return await self._generate(request, body, wanted, choices, how)
+        await load_pictures(prompts[0], self._media)
+        inputs = _AnswerInputs(options, constraint, make_writer, tuple(messages))
+        return await self._generate(request, body, prompts, choices, inputs)
 
     async def _text_logprobs(
-        self, body: CompletionRequest, wanted: Sequence[Prompt]
+        self, body: CompletionRequest, prompts: Sequence[Prompt]
     ) -> list[Callable[[], TextLogprobs] | None]:
         """Return a `TextLogprobs` factory for each prompt, or None for each if not requested."""
-        most, as_ids = wanted_logprobs(body), bool(body.return_tokens_as_token_ids)
-        if most is None:
-            return [None] * len(wanted)
-        if not body.echo or self._texts is None:
-            return [functools.partial(TextLogprobs, most, as_ids)] * len(wanted)
-        given = [p["prompt_token_ids"] if isinstance(p, Mapping) else p for p in wanted]
-        found = await self._texts.spans(given)
-        return [functools.partial(TextLogprobs, most, as_ids, spans) for spans in found]
+        num_top, as_ids = num_logprobs(body), bool(body.return_tokens_as_token_ids)
+        if num_top is None:
+            return [None] * len(prompts)
+        if not body.echo or self._text_service is None:
+            return [functools.partial(TextLogprobs, num_top, as_ids)] * len(prompts)
+        token_ids = [p["prompt_token_ids"] if isinstance(p, Mapping) else p for p in prompts]
+        all_spans = await self._text_service.spans(token_ids)
+        return [functools.partial(TextLogprobs, num_top, as_ids, spans) for spans in all_spans]
 
     def _chat_choice(
-        self, body: ChatRequest, index: int, begins: Begin, separate: bool
+        self, body: ChatRequest, index: int, output_start: OutputStart, separate: bool
     ) -> ChatChoice:
         """Create a choice. Unless `separate`, reasoning stays in the content."""
         as_ids = bool(body.return_tokens_as_token_ids)
         tools: CallFinder | None = None
         if body.calls_tools:
             tools = call_finder(self._call_form, body.tools or ())
-            tools = tools if separate else CallsBehindThoughts(begins, tools)
+            tools = tools if separate else CallsAfterReasoning(output_start, tools)
         return ChatChoice(
             index,
-            ReasoningParser(begins) if separate else None,
+            ReasoningParser(output_start) if separate else None,
             tools,
             body.parallel_tool_calls is False,
             ChatLogprobs(body.top_logprobs or 0, as_ids) if body.logprobs else None,
             named_call=named_tool(body.tool_choice) is not None,
         )
 
-    async def _echo_alone(
-        self, request: web.Request, body: CompletionRequest, wanted: Sequence[Prompt]
+    async def _answer_echo_only(
+        self, request: web.Request, body: CompletionRequest, prompts: Sequence[Prompt]
     ) -> web.StreamResponse:
         """Answer with only the prompts, without using the engine."""
-        sampling_params(_at_least_one(body))
-        echoed = [Echoed(await self._token_ids(prompt)) for prompt in wanted]
+        sampling_params(_with_one_token(body))
+        echoed = [EchoedPrompt(await self._token_ids(prompt)) for prompt in prompts]
         answer = Answer(body, echoed)
         answer.choices = [
             TextChoice(index * (body.n or 1) + answer, echo)
-            for index, echo in enumerate(await self._echoes(wanted))
+            for index, echo in enumerate(await self._echoes(prompts))
             for answer in range(body.n or 1)
         ]
-        context_of(request).note += answer.note
+        context_of(request).note += answer.log_note
 
         async def finish(send: Send) -> None:
             for choice in answer.choices:
                 await send(choice.finish("length"))
 
-        return await self._answer(request, answer, CompletionWriter(answer), finish)
+        return await self._respond(request, answer, CompletionWriter(answer), finish)
 
     async def _token_ids(self, prompt: Prompt) -> Sequence[int]:
         """Return the token ids of a prompt. Raises `APIError` if they leave no room for output."""
         if isinstance(prompt, Mapping):
             ids: Sequence[int] = prompt["prompt_token_ids"]
-        elif self._texts is None or not isinstance(prompt, str):
+        elif self._text_service is None or not isinstance(prompt, str):
             raise invalid("a text prompt requires a tokenizer, but the engine has none", "prompt")
         else:
-            ids = await self._texts.encode(prompt, special=True)
+            ids = await self._text_service.encode(prompt, add_special_tokens=True)
         if len(ids) >= self._llm.files.max_model_len:
             raise context_length_exceeded(len(ids), self._llm.files.max_model_len)
         return ids
 
-    async def _echoes(self, wanted: Sequence[Prompt]) -> list[str]:
+    async def _echoes(self, prompts: Sequence[Prompt]) -> list[str]:
         """Return the text of each prompt."""
-        ids = [prompt["prompt_token_ids"] for prompt in wanted if isinstance(prompt, Mapping)]
-        if ids and self._texts is None:
+        ids = [prompt["prompt_token_ids"] for prompt in prompts if isinstance(prompt, Mapping)]
+        if ids and self._text_service is None:
             raise invalid("echo requires a tokenizer, but the engine has none", "echo")
-        texts = iter(await self._texts.decode_all(ids) if self._texts and ids else ())
-        return [prompt if isinstance(prompt, str) else next(texts) for prompt in wanted]
+        texts = iter(await self._text_service.decode_all(ids) if self._text_service and ids else ())
+        return [prompt if isinstance(prompt, str) else next(texts) for prompt in prompts]
 
     async def _thoughts(
         self, body: ChatRequest, messages: list[Any], options: Mapping[str, Any]
@@ -248,15 +257,19 @@ class Completions:
         `<think>`, which the output will not repeat."""
         if body.continue_final_message:
             return "open" if ends_in_thoughts(text_of(messages[-1])) else "none"
-        if self._texts is None or body.add_generation_prompt is False:
+        if self._text_service is None or body.add_generation_prompt is False:
             return "none"
-        found = await self._texts.thoughts(options, messages)
+        thoughts = await self._text_service.thoughts(options, messages)
         # In this format, outputs start with reasoning without a tag, unless the prompt closed it.
-        return "open" if self._reasoning_parser == "deepseek_r1" and found != "none" else found
+        return (
+            "open" if self._reasoning_parser == "deepseek_r1" and thoughts != "none" else thoughts
+        )
 
     @property
     def _call_form(self) -> CallForm:
-        template = self._texts.template if self._texts is not None else TemplateFacts()
+        template = (
+            self._text_service.template if self._text_service is not None else TemplateFacts()
+        )
         return call_form(self._tool_call_parser, template.call_form)
 
     # -- generation -----------------------------------------------------------------------
@@ -265,87 +278,95 @@ class Completions:
         self,
         request: web.Request,
         body: Body,
-        wanted: Sequence[Prompt],
+        prompts: Sequence[Prompt],
         make_choices: Callable[[], Awaitable[Sequence[Choice]]],
-        how: _How,
+        inputs: _AnswerInputs,
     ) -> web.StreamResponse:
         """Generate an answer within the client's limit. The prompts are queued first, so that a
         full queue is reported at once and the choices are prepared while the prompts wait."""
         # Validate `n` first, so that an invalid value is not reported as too many answers.
-        each = SamplingParams(n=1 if body.n is None else body.n).n
-        with self._shares.hold(self._http.client_of(request), len(wanted) * each):
-            return await self._answered(request, body, wanted, make_choices, how)
+        choices_per_prompt = SamplingParams(n=1 if body.n is None else body.n).n
+        with self._shares.hold(self._http.client_of(request), len(prompts) * choices_per_prompt):
+            return await self._run_answer(request, body, prompts, make_choices, inputs)
 
-    async def _answered(
+    async def _run_answer(
         self,
         request: web.Request,
         body: Body,
-        wanted: Sequence[Prompt],
+        prompts: Sequence[Prompt],
         make_choices: Callable[[], Awaitable[Sequence[Choice]]],
-        how: _How,
+        inputs: _AnswerInputs,
     ) -> web.StreamResponse:
-        requests = self._submit(body, wanted, how)
-        answer, constraint = Answer(body, requests), how.constraint
+        requests = self._submit(body, prompts, inputs)
+        answer, constraint = Answer(body, requests), inputs.constraint
         self._live[answer] = requests
         try:
             answer.choices = await make_choices()
             # No header has been sent yet, so an error in a prompt can still set the HTTP status.
-            with said_of(constraint):
-                for each in requests:
-                    await each.accepted()
+            with errors_name_field(constraint):
+                for engine_request in requests:
+                    await engine_request.accepted()
                 if constraint is not None:  # shared by all requests, so wait for one
-                    await requests[0].begun()
-            return await self._answer(
+                    await requests[0].wait_for_output()
+            return await self._respond(
                 request,
                 answer,
-                how.writer(answer),
+                inputs.writer(answer),
                 lambda send: self._read_all(answer, requests, send),
             )
         finally:
             del self._live[answer]
-            for each in requests:
-                each.close()
-            self._note_ends(answer)
-            context_of(request).note += answer.note
-            self._note_turn(answer, how)
+            for engine_request in requests:
+                engine_request.close()
+            self._count_finish_reasons(answer)
+            context_of(request).note += answer.log_note
+            self._count_turn_tokens(answer, inputs)
 
-    def _note_ends(self, answer: Answer) -> None:
+    def _count_finish_reasons(self, answer: Answer) -> None:
         """Count the answer's choices by finish reason."""
-        error, gone = sys.exception(), "error"
-        if isinstance(error, _GONE):
-            gone = "abort"
+        error, unfinished = sys.exception(), "error"
+        if isinstance(error, _DISCONNECTED):
+            unfinished = "abort"
         elif isinstance(error, Exception):
             problem = error if isinstance(error, APIError) else from_engine(error, frozenset())
             if problem.status < 500:
                 return  # a refused request does not count as an answer
-        for reason in answer.reasons:
-            self._metrics.success.labels(reason or gone).inc()
+        for reason in answer.finish_reasons:
+            self._metrics.success.labels(reason or unfinished).inc()
 
-    def _note_turn(self, answer: Answer, how: _How) -> None:
+    def _count_turn_tokens(self, answer: Answer, inputs: _AnswerInputs) -> None:
         """Record how many prompt tokens of the previous turn were reused and how many were
         recomputed, if the answer is complete."""
-        if how.messages and answer.is_complete:
+        if inputs.messages and answer.has_finished_request:
             size: int = self._llm.facts["block_size"]
             counted = self._turns.add(
-                how.messages, how.options or {}, answer.prompt_tokens, answer.cached, size
+                inputs.messages,
+                inputs.options or {},
+                answer.prompt_tokens,
+                answer.cached_tokens,
+                size,
             )
             for fate, tokens in zip(("reused", "computed"), counted, strict=True):
                 self._metrics.turn_tokens.labels(fate).inc(tokens)
 
-    def _submit(self, body: Body, wanted: Sequence[Prompt], how: _How) -> list[Request]:
-        priority, options = body.priority or 0, how.options
+    def _submit(
+        self, body: Body, prompts: Sequence[Prompt], inputs: _AnswerInputs
+    ) -> list[Request]:
+        priority, options = body.priority or 0, inputs.options
         try:
-            with said_of(how.constraint):
-                params = sampling_params(body, how.constraint, caps=self._caps)
+            with errors_name_field(inputs.constraint):
+                params = sampling_params(
+                    body, inputs.constraint, cap_max_tokens=self._cap_max_tokens
+                )
                 return self._llm.submit(
-                    wanted, params, priority=priority, chat_template_kwargs=options
+                    prompts, params, priority=priority, chat_template_kwargs=options
                 )
         except InvalidRequest as error:
             if isinstance(body, ChatRequest) and str(error).startswith("logprobs"):
                 raise invalid(f"top_{error}", "top_logprobs") from None
             raise
 
-    async def _answer(
+    async def _respond(
         self,
         request: web.Request,
         answer: Answer,
@@ -354,38 +375,40 @@ class Completions:
     ) -> web.StreamResponse:
         """Send the deltas that `read` produces, either as a stream or as one response."""
         # Encoded before any header is sent, so that an error can still set the HTTP status.
-        begin = writer.begin([delta for choice in answer.choices for delta in choice.begin()])
-        if answer.streamed:
-            return await self._stream(request, writer, begin, read)
+        first_events = writer.begin(
+            [delta for choice in answer.choices for delta in choice.begin()]
+        )
+        if answer.is_streamed:
+            return await self._stream(request, writer, first_events, read)
 
-        async def keep(deltas: list[Delta]) -> None:
-            writer.take(deltas)
+        async def collect(deltas: list[Delta]) -> None:
+            writer.collect(deltas)
 
-        await read(keep)
-        return json_response(writer.whole())
+        await read(collect)
+        return json_response(writer.response())
 
     async def _stream(
         self,
         request: web.Request,
         writer: AnswerWriter,
-        begin: bytes,
+        first_events: bytes,
         read: Callable[[Send], Awaitable[None]],
     ) -> web.StreamResponse:
         """Send server-sent events. Once the headers are sent, errors are reported as events."""
-        context, response = context_of(request), web.StreamResponse(headers=_STREAM)
+        context, response = context_of(request), web.StreamResponse(headers=_STREAM_HEADERS)
         await response.prepare(request)
 
         try:
             async with pinged(response.write, writer.ping) as write:
-                if begin:
-                    await write(begin)
+                if first_events:
+                    await write(first_events)
                 await read(functools.partial(_send, writer, write))
             last = writer.end()
         except ConnectionError:
             raise
         except Exception as error:
             # The error event replaces the mark by which clients recognize the end.
-            problem = context.explain(error)
+            problem = context.to_api_error(error)
             last = writer.error(problem)
             context.broken_off = True
             context.note += f" broken off: {problem.message!r:.300}"
@@ -401,8 +424,8 @@ class Completions:
             return
         await run_all(
             [
-                functools.partial(self._read, answer, index, each, send)
-                for index, each in enumerate(requests)
+                functools.partial(self._read, answer, index, engine_request, send)
+                for index, engine_request in enumerate(requests)
             ]
         )
 
@@ -413,21 +436,21 @@ class Completions:
                 timer = timers.setdefault(
                     completion.index, Timer(self._metrics, request.metrics_of(completion.index))
                 )
-                timer.tokens(answer.said(index, completion))
-            if deltas := answer.take(index, output):
+                timer.add_tokens(answer.count_visible_tokens(index, completion))
+            if deltas := answer.process(index, output):
                 await send(deltas)
         for number, timer in timers.items():
             timer.end(None if number else len(request.prompt_token_ids))
-        self._metrics.most_tokens.observe(max(timer.count for timer in timers.values()))
+        self._metrics.longest_answer_tokens.observe(max(timer.count for timer in timers.values()))
 
     # -- shutdown -------------------------------------------------------------------------
 
     @property
-    def live(self) -> int:
+    def num_live(self) -> int:
         """Return the number of answers in progress."""
         return len(self._live)
 
-    def break_off(self) -> None:
+    def abort_all(self) -> None:
         """Abort all answers in progress. Each client receives an error."""
         for requests in self._live.values():
             for request in requests:
@@ -441,14 +464,14 @@ async def _send(writer: AnswerWriter, write: Write, deltas: list[Delta]) -> None
         await write(written)
 
 
-def _at_least_one(body: CompletionRequest) -> CompletionRequest:
+def _with_one_token(body: CompletionRequest) -> CompletionRequest:
     """Return the body with `max_tokens` 1, because the engine cannot generate 0 tokens. The caller
     drops the output."""
     return msgspec.structs.replace(body, max_tokens=1, min_tokens=None)
 
 
 @dataclasses.dataclass(frozen=True)
-class _How:
+class _AnswerInputs:
     """Inputs of an answer besides the request's body."""
 
     options: Mapping[str, Any] | None = None

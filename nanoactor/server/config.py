@@ -115,11 +115,11 @@ class ServerConfig:
 
     def _check_names(self) -> None:
         """Check and normalize the model's names and the root path; check the TLS file options."""
-        given = self.served_model_name
-        names = (given,) if isinstance(given, str) else tuple(given or ())
+        value = self.served_model_name
+        names = (value,) if isinstance(value, str) else tuple(value or ())
         if not all(isinstance(name, str) and name for name in names):
             raise InvalidConfig(
-                f"served_model_name must be one or more non-empty strings, got {given!r:.100}"
+                f"served_model_name must be one or more non-empty strings, got {value!r:.100}"
             )
         object.__setattr__(self, "served_model_name", names or None)
         path = self.root_path.rstrip("/")

@@ -15,24 +15,24 @@ from nanoactor.server.config import ServerConfig
 from nanoactor.server.context import context_of, json_response
 from nanoactor.server.errors import RETRY_AFTER, APIError, unavailable
 
-_LONGEST_FAULT = 200
+_MAX_QUOTED_CHARACTERS = 200
 """Maximum number of characters quoted from a parser's message."""
-_LINGER = 2.0
+_LINGER_SECONDS = 2.0
 """Seconds for which the rest of a refused body is read, so that the client can read the answer."""
 
-Note = Callable[[web.BaseRequest, int, float], None]
+LogRequest = Callable[[web.BaseRequest, int, float], None]
 """Called with a request, the status of the response and the duration in seconds."""
 
 
-def acceptor(
-    server: web.Server, config: ServerConfig, note: Note
+def connection_factory(
+    server: web.Server, config: ServerConfig, log_request: LogRequest
 ) -> Callable[[], asyncio.BaseProtocol]:
     """Return a protocol factory for new connections to `server`. Connections beyond the limit are
-    refused. `note` is called for requests that are rejected at this stage."""
+    refused. `log_request` is called for requests that are rejected at this stage."""
     options: dict[str, Any] = {
         "loop": asyncio.get_running_loop(),
         "keepalive_timeout": config.idle_timeout,
-        "lingering_time": _LINGER,
+        "lingering_time": _LINGER_SECONDS,
         "access_log": None,
         "auto_decompress": False,
         "logger": logging.getLogger("nanoactor.http"),
@@ -41,7 +41,7 @@ def acceptor(
     def accept() -> asyncio.BaseProtocol:
         if len(server.connections) >= config.max_connections:
             return _Refusal()
-        return Connection(server, note, **options)
+        return Connection(server, log_request, **options)
 
     return accept
 
@@ -49,9 +49,9 @@ def acceptor(
 class Connection(web.RequestHandler):
     """Connection that answers malformed requests in the API's format and logs no traceback."""
 
-    def __init__(self, server: web.Server, note: Note, **options: Any) -> None:
+    def __init__(self, server: web.Server, log_request: LogRequest, **options: Any) -> None:
         super().__init__(server, **options)
-        self._note = note
+        self._log_request = log_request
         self.stalled = False
         """Whether the connection timed out because the client did not read the data sent."""
 
@@ -72,7 +72,7 @@ class Connection(web.RequestHandler):
         if request.writer.output_size:
             raise ConnectionError("the answer has already begun, so it can only be cut off")
         if status >= 500 and isinstance(exc, Exception):
-            problem = context.explain(exc)
+            problem = context.to_api_error(exc)
         else:
             problem = malformed(exc, status)
             request._version = HttpVersion11  # aiohttp assumes 1.0 if it cannot parse a request
@@ -81,25 +81,25 @@ class Connection(web.RequestHandler):
             context.error_body(problem), status=problem.status, headers=context.headers
         )
         response.force_close()
-        self._note(request, problem.status, 0.0)
+        self._log_request(request, problem.status, 0.0)
         return response
 
 
 def malformed(error: BaseException | None, status: int = 400) -> APIError:
     """Return the error for bytes that are not a valid HTTP request."""
-    said = error.message if isinstance(error, HttpProcessingError) else str(error or "")
-    told = said.strip().partition("\n")[0].rstrip(":")
+    message = error.message if isinstance(error, HttpProcessingError) else str(error or "")
+    first_line = message.strip().partition("\n")[0].rstrip(":")
     if isinstance(error, LineTooLong):
         line, limit = error.args[0], error.args[1]
         is_target = bytes(line).lstrip().startswith((b"/", b"http"))
         what, code = ("the request's target", 414) if is_target else ("a header", 431)
         return APIError(code, f"{what} is longer than {limit} bytes")
-    if "Too many headers" in told:
+    if "Too many headers" in first_line:
         return APIError(431, "the request has too many headers: at most 128 are accepted")
-    if "overflow" in told and "Content-Length" in told:
+    if "overflow" in first_line and "Content-Length" in first_line:
         return APIError(413, "the body is too long: its Content-Length does not fit into 64 bits")
-    shown = "".join(c if c.isprintable() else "?" for c in told)[:_LONGEST_FAULT]
-    return APIError(status, "the request is not valid HTTP" + (f": {shown}" if shown else ""))
+    quoted = "".join(c if c.isprintable() else "?" for c in first_line)[:_MAX_QUOTED_CHARACTERS]
+    return APIError(status, "the request is not valid HTTP" + (f": {quoted}" if quoted else ""))
 
 
 class _Refusal(asyncio.Protocol):

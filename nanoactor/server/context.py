@@ -1,4 +1,4 @@
-"""Context of a request apart from its body, and JSON responses."""
+"""Per-request state other than the body, and JSON responses."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import msgspec
 from aiohttp import HttpVersion10, HttpVersion11, web
 
 from nanoactor.server.anthropic.errors import error_body
-from nanoactor.server.errors import APIError, from_engine, renamed
+from nanoactor.server.errors import APIError, from_engine, rename_fields
 
 log = logging.getLogger("nanoactor.server")
 
-_WITHOUT_VERSION = (
+_V1_PATHS = (
     "/models",
     "/completions",
     "/chat/completions",
@@ -34,30 +34,30 @@ class RequestContext:
     """State of a request while it is handled, and its outcome for the log."""
 
     def __init__(self, request: web.BaseRequest) -> None:
-        given = request.headers.get("x-request-id", "")
-        self.id = given if _ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
+        header = request.headers.get("x-request-id", "")
+        self.id = header if _ID.fullmatch(header) else f"req-{uuid.uuid4().hex}"
         self.path = _canonical(request.path)
         self.headers = {"x-request-id": self.id, "Server": "nanoactor"}
         """Headers of any response to the request, including errors."""
         self.fields: frozenset[str] = frozenset()
         """Names of the fields of this kind of request."""
-        self.names: Mapping[str, str] = {}
+        self.field_names: Mapping[str, str] = {}
         """Field names in the request's API that differ from a chat's, by the chat's field name."""
         self.note = ""
         """Details of the outcome, for the access log."""
         self.broken_off = False
         """Whether the response ended with an error after it had started."""
 
-    def is_below(self, root: str) -> None:
+    def strip_root(self, root: str) -> None:
         """Remove the proxy's prefix `root` from the path, if present."""
         if root and (self.path == root or self.path.startswith(f"{root}/")):
             self.path = _canonical(self.path.removeprefix(root))
 
-    def explain(self, error: Exception) -> APIError:
+    def to_api_error(self, error: Exception) -> APIError:
         """Convert an exception to an error for the client. The cause of an internal error is only
         logged."""
         problem = error if isinstance(error, APIError) else from_engine(error, self.fields)
-        problem = renamed(problem, self.names)
+        problem = rename_fields(problem, self.field_names)
         if problem.code == "internal_error":
             log.error("request %s failed", self.id, exc_info=error)
         return problem
@@ -77,8 +77,8 @@ CURRENT_ID: contextvars.ContextVar[str] = contextvars.ContextVar("request id", d
 def context_of(request: web.BaseRequest) -> RequestContext:
     """Return the context of a request, creating it on first use."""
     if _CONTEXT not in request:
-        request[_CONTEXT] = made = RequestContext(request)
-        CURRENT_ID.set(made.id)
+        request[_CONTEXT] = context = RequestContext(request)
+        CURRENT_ID.set(context.id)
     return request[_CONTEXT]
 
 
@@ -86,7 +86,7 @@ def _canonical(path: str) -> str:
     """Return the path in the form of the routes: without trailing slashes, and with the /v1 that
     clients may omit."""
     path = path.rstrip("/") or "/"
-    if path in _WITHOUT_VERSION or path.startswith("/models/"):
+    if path in _V1_PATHS or path.startswith("/models/"):
         return f"/v1{path}"
     return path
 

@@ -20,10 +20,11 @@ from nanoactor.errors import (
 from nanoactor.runtime.errors import NodeDied, NodeStalled
 
 RETRY_AFTER = "1"
-"""Seconds until a retry makes sense: a full queue advances within steps of the engine."""
-_LONGEST = 2000
+"""Value of the header `Retry-After`, in seconds. A full queue usually has room again after a few
+steps of the engine."""
+_MAX_MESSAGE_CHARACTERS = 2000
 """Maximum number of characters in a message, as some messages quote the request."""
-# Anchored at the ends of the decoder's messages, which may quote a client in between.
+# Anchored at the ends of the decoder's messages, as the text in between may quote the client.
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.([A-Za-z_][\w.\[\]]*)`$")
 _UNKNOWN = re.compile(r"^Object contains unknown field `(.*)`(?: - at `\$\.?([^`]*)`)?$", re.DOTALL)
 
@@ -38,7 +39,7 @@ class ErrorDetail(Struct):
 
 
 class Error(Struct):
-    """The body of an answer that is an error, as OpenAI writes it."""
+    """The body of an error response, in OpenAI's format."""
 
     error: ErrorDetail
 
@@ -58,7 +59,7 @@ class APIError(Exception):
         """`param` names the invalid field of the request; `code` is machine-readable."""
         super().__init__(message)
         self.status = status
-        self.message = message[:_LONGEST]
+        self.message = message[:_MAX_MESSAGE_CHARACTERS]
         self.param = param
         self.code = code
         self.headers = dict(headers or {})
@@ -82,11 +83,11 @@ def unavailable(message: str) -> APIError:
     return APIError(503, message, headers={"Retry-After": RETRY_AFTER})
 
 
-def check_model(asked: str, names: Sequence[str]) -> None:
-    """Raise `APIError` unless `asked` is one of the served model's names."""
-    if asked not in names:
+def check_model(name: str, names: Sequence[str]) -> None:
+    """Raise `APIError` unless `name` is one of the served model's names."""
+    if name not in names:
         served = " or ".join(map(repr, names))
-        text = f"the model {asked[:200]!r} does not exist; this server serves {served}"
+        text = f"the model {name[:200]!r} does not exist; this server serves {served}"
         raise APIError(404, text, param="model", code="model_not_found")
 
 
@@ -96,7 +97,7 @@ def context_length_exceeded(tokens: int, limit: int) -> APIError:
     return APIError(400, text, param="prompt", code="context_length_exceeded")
 
 
-_LATER = {"Retry-After": RETRY_AFTER}
+_RETRY_LATER = {"Retry-After": RETRY_AFTER}
 # Beginnings of the engine's messages about lengths; the text after them may quote a client.
 _TOO_LONG = re.compile(
     r"(the|a) prompt has \d+ (tokens|bytes)"
@@ -105,7 +106,7 @@ _TOO_LONG = re.compile(
 )
 
 
-def death_for_clients(error: BaseException) -> str:
+def death_message(error: BaseException) -> str:
     """Return the message about the engine's death for clients. The text of an exception that caused
     it is only logged, because it may name files."""
     cause = error.__cause__
@@ -119,9 +120,9 @@ def from_engine(error: Exception, names: frozenset[str]) -> APIError:
     if isinstance(error, EngineOverloaded):
         return APIError(429, str(error), code="overloaded", headers={"Retry-After": RETRY_AFTER})
     if isinstance(error, EngineDead | EngineClosed):
-        return APIError(503, death_for_clients(error), code="engine_dead")
+        return APIError(503, death_message(error), code="engine_dead")
     if isinstance(error, OutOfResources):
-        return APIError(503, str(error), code="out_of_resources", headers=_LATER)
+        return APIError(503, str(error), code="out_of_resources", headers=_RETRY_LATER)
     if isinstance(error, PoisonRequest):  # a status that clients do not retry
         return APIError(422, str(error), code="poison_request")
     if isinstance(error, ComputationFailed):
@@ -129,8 +130,8 @@ def from_engine(error: Exception, names: frozenset[str]) -> APIError:
     if isinstance(error, InvalidRequest):
         text = str(error)
         # If a parameter is invalid, the engine's message begins with its name.
-        first = re.match(r"\w+", text)
-        param = first[0] if first and first[0] in names else None
+        parameter = re.match(r"\w+", text)
+        param = parameter[0] if parameter and parameter[0] in names else None
         code = "context_length_exceeded" if _TOO_LONG.match(text) else None
         return APIError(400, text, param=param, code=code)
     if isinstance(error, RecursionError):  # Python's limit, which also counts calls
@@ -140,7 +141,7 @@ def from_engine(error: Exception, names: frozenset[str]) -> APIError:
     )
 
 
-def renamed(problem: APIError, names: Mapping[str, str]) -> APIError:
+def rename_fields(problem: APIError, names: Mapping[str, str]) -> APIError:
     """Replace a chat's field names in an error with those of another API; return the error."""
     for ours, theirs in names.items():
         if re.match(rf"{re.escape(ours)}\b", problem.message):

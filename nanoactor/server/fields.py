@@ -1,4 +1,4 @@
-"""The treatment of each request field: honored, refused or ignored.
+"""Table of all request fields, which tells whether a field is honored, refused or ignored.
 
 All fields that OpenAI's, Anthropic's and vLLM's APIs define for the generating routes are listed.
 `docs/server.md` contains this table; `python -m tests.server.fields_table` generates it.
@@ -12,19 +12,19 @@ import logging
 import re
 from typing import Any, Literal
 
-from nanoactor.requests.params import REFUSED, SamplingParams
+from nanoactor.requests.params import REJECTED, SamplingParams
 
 log = logging.getLogger("nanoactor.server")
 
 _INDEX = re.compile(r"\[\d+\]")
 Status = Literal["honoured", "refused", "ignored"]
-_BOTH, _CHAT, _TEXT = ("chat", "completions"), ("chat",), ("completions",)
+_CHAT_AND_TEXT, _CHAT, _TEXT = ("chat", "completions"), ("chat",), ("completions",)
 _RESPONSES, _MESSAGES = ("responses",), ("messages",)
 _AGENTS, _ALL = ("responses", "messages"), ("chat", "completions", "responses", "messages")
 TEMPLATE_FIELDS = ("reasoning_effort", "verbosity", "enable_thinking", "thinking")
 """Fields that a chat template may read as variables of the same names."""
-_POOLED = "embeddings", "rerank", "score"
-_UNSTORED = "responses are not stored; send the whole conversation as input"
+_POOLING = "embeddings", "rerank", "score"
+_NOT_STORED = "responses are not stored; send the whole conversation as input"
 _FOR_TEMPLATES = "passed to the chat template if the template reads it, otherwise ignored"
 
 
@@ -40,13 +40,13 @@ class Field:
     note: str = ""
 
 
-_NOT_SENT = {"output_kind", "detokenize", "structured_outputs", *REFUSED}
+_NOT_SENT = {"output_kind", "detokenize", "structured_outputs", *REJECTED}
 SAMPLING = tuple(f.name for f in dataclasses.fields(SamplingParams) if f.name not in _NOT_SENT)
 """Names of the engine's sampling parameters that are also request fields. `output_kind` and
 `detokenize` are up to the server, and several request fields can define a constraint."""
 
-_NOT_OF_AGENTS = {"n", "logprobs", "prompt_logprobs", "truncate_prompt_tokens", "max_tokens"}
-EXTENSIONS = tuple(name for name in SAMPLING if name not in {*_NOT_OF_AGENTS, "stop"})
+_CHAT_ONLY_SAMPLING = {"n", "logprobs", "prompt_logprobs", "truncate_prompt_tokens", "max_tokens"}
+EXTENSIONS = tuple(name for name in SAMPLING if name not in {*_CHAT_ONLY_SAMPLING, "stop"})
 """Sampling parameters that the Responses and Messages routes also accept, even if their APIs do not
 define them."""
 
@@ -55,8 +55,8 @@ def _fields(
     status: Status, routes: tuple[str, ...], *names: str, note: str = "", **neutral: Any
 ) -> list[Field]:
     """Return fields with the same status. A keyword argument is a field's neutral value."""
-    found = [Field(name, routes, status, note=note) for name in names]
-    return found + [Field(name, routes, status, (v,), note) for name, v in neutral.items()]
+    fields = [Field(name, routes, status, note=note) for name in names]
+    return fields + [Field(name, routes, status, (v,), note) for name, v in neutral.items()]
 
 
 _honoured = functools.partial(_fields, "honoured")
@@ -64,12 +64,14 @@ _refused = functools.partial(_fields, "refused")
 _ignored = functools.partial(_fields, "ignored")
 
 FIELDS: tuple[Field, ...] = (
-    *_honoured(_BOTH, *SAMPLING),
+    *_honoured(_CHAT_AND_TEXT, *SAMPLING),
     *_honoured(_AGENTS, *EXTENSIONS),
     *_honoured(_ALL, "model", "stream"),
     *_honoured(_ALL, "priority", note="lower values run first"),
-    *_honoured((*_BOTH, "responses"), "user", note="written to the access log"),
-    *_honoured(_BOTH, "stream_options", note="`include_usage` and `continuous_usage_stats`"),
+    *_honoured((*_CHAT_AND_TEXT, "responses"), "user", note="written to the access log"),
+    *_honoured(
+        _CHAT_AND_TEXT, "stream_options", note="`include_usage` and `continuous_usage_stats`"
+    ),
     *_honoured(_TEXT, "prompt", note="text, token ids, or a list of either"),
     *_honoured(_TEXT, "echo", note="with `max_tokens` 0, nothing is generated"),
     *_honoured(("chat", *_AGENTS), "tools", "chat_template_kwargs"),
@@ -81,63 +83,76 @@ FIELDS: tuple[Field, ...] = (
         note="`auto`, `none`, `required`, a function, or `allowed_tools`",
     ),
     *_honoured(("chat", "responses"), "parallel_tool_calls", note="false allows at most one call"),
-    *_honoured(_BOTH, "response_format", note="`text`, `json_object` or `json_schema`"),
-    *_honoured(_BOTH, "structured_outputs", note="same as in vLLM"),
-    *_honoured(_BOTH, "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *_honoured(_CHAT_AND_TEXT, "response_format", note="`text`, `json_object` or `json_schema`"),
+    *_honoured(_CHAT_AND_TEXT, "structured_outputs", note="same as in vLLM"),
+    *_honoured(_CHAT_AND_TEXT, "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     *_honoured(_CHAT, *TEMPLATE_FIELDS, note=_FOR_TEMPLATES),
     *_honoured(_CHAT, "top_logprobs", note="requires `logprobs`"),
-    *_honoured(_BOTH, "return_tokens_as_token_ids", note="applies to `logprobs`"),
+    *_honoured(_CHAT_AND_TEXT, "return_tokens_as_token_ids", note="applies to `logprobs`"),
     *_honoured(
-        _BOTH, "return_token_ids", note="adds `token_ids` and `prompt_token_ids` to the response"
+        _CHAT_AND_TEXT,
+        "return_token_ids",
+        note="adds `token_ids` and `prompt_token_ids` to the response",
     ),
-    *_refused(_BOTH, use_beam_search=False),
-    *_refused(_BOTH, best_of=1, note=REFUSED["best_of"]),
-    *_refused(_BOTH, logits_processors=[], note=REFUSED["logits_processors"]),
-    *_refused(_BOTH, detokenize=True, note="answers are always text"),
-    *_refused(_BOTH, "structural_tag", logprob_token_ids=[]),
-    *_refused(_BOTH, return_weight_versions=False),
-    *_refused(_BOTH, thinking_token_budget=-1, repetition_detection={}),
-    *_refused(_BOTH, truncation_side="left", note="the last tokens are always kept"),
-    *_refused(_BOTH, kv_transfer_params={}, note="the parameters could replace the prompt"),
-    *_refused(_BOTH, mm_processor_kwargs={}, media_io_kwargs={}, routed_experts_prompt_start=0),
+    *_refused(_CHAT_AND_TEXT, use_beam_search=False),
+    *_refused(_CHAT_AND_TEXT, best_of=1, note=REJECTED["best_of"]),
+    *_refused(_CHAT_AND_TEXT, logits_processors=[], note=REJECTED["logits_processors"]),
+    *_refused(_CHAT_AND_TEXT, detokenize=True, note="answers are always text"),
+    *_refused(_CHAT_AND_TEXT, "structural_tag", logprob_token_ids=[]),
+    *_refused(_CHAT_AND_TEXT, return_weight_versions=False),
+    *_refused(_CHAT_AND_TEXT, thinking_token_budget=-1, repetition_detection={}),
+    *_refused(_CHAT_AND_TEXT, truncation_side="left", note="the last tokens are always kept"),
+    *_refused(
+        _CHAT_AND_TEXT, kv_transfer_params={}, note="the parameters could replace the prompt"
+    ),
+    *_refused(
+        _CHAT_AND_TEXT, mm_processor_kwargs={}, media_io_kwargs={}, routed_experts_prompt_start=0
+    ),
     *_refused(_TEXT, suffix="", prompt_embeds=[], add_special_tokens=True),
     *_honoured(
-        _BOTH, "json_schema", "regex", note="SGLang's names for members of `structured_outputs`"
+        _CHAT_AND_TEXT,
+        "json_schema",
+        "regex",
+        note="SGLang's names for members of `structured_outputs`",
     ),
     *_honoured(
-        _BOTH,
+        _CHAT_AND_TEXT,
         "grammar",
         "ebnf",
         note="names in llama.cpp and SGLang for `structured_outputs.grammar`",
     ),
     *_honoured(
-        _BOTH,
+        _CHAT_AND_TEXT,
         "max_new_tokens",
         "min_new_tokens",
         note="SGLang's names for `max_tokens` and `min_tokens`",
     ),
     *_refused(
-        _BOTH,
+        _CHAT_AND_TEXT,
         repeat_penalty=1,
         note="it applies only to the latest tokens; use `repetition_penalty` instead",
     ),
-    *_refused(_BOTH, typical_p=1, top_a=0, top_n_sigma=-1, mirostat=0, dynatemp_range=0),
-    *_refused(_BOTH, dry_multiplier=0, xtc_probability=0, adaptive_target=-1),
+    *_refused(_CHAT_AND_TEXT, typical_p=1, top_a=0, top_n_sigma=-1, mirostat=0, dynatemp_range=0),
+    *_refused(_CHAT_AND_TEXT, dry_multiplier=0, xtc_probability=0, adaptive_target=-1),
     *_refused(
-        _BOTH,
+        _CHAT_AND_TEXT,
         "samplers",
         "stop_regex",
         "custom_logit_processor",
         note="this sampling method is not supported",
     ),
-    *_refused(_BOTH, n_predict=-1, note="use `max_tokens` instead"),
-    *_refused(_BOTH, n_probs=0, note="use `logprobs` instead"),
-    *_refused(_BOTH, no_stop_trim=False, note="use `include_stop_str_in_output` instead"),
-    *_refused(_BOTH, lora=[], lora_path="", return_hidden_states=False),
-    *_ignored(_BOTH, "cache_prompt", "id_slot", "min_keep", "repeat_last_n", "t_max_predict_ms"),
-    *_ignored(_BOTH, "session_params", "stream_reasoning"),
-    *_refused(_BOTH, extra_body={}, note="put its members at the top level of the request"),
-    *_refused(_BOTH, options={}, note="put its members at the top level of the request"),
+    *_refused(_CHAT_AND_TEXT, n_predict=-1, note="use `max_tokens` instead"),
+    *_refused(_CHAT_AND_TEXT, n_probs=0, note="use `logprobs` instead"),
+    *_refused(_CHAT_AND_TEXT, no_stop_trim=False, note="use `include_stop_str_in_output` instead"),
+    *_refused(_CHAT_AND_TEXT, lora=[], lora_path="", return_hidden_states=False),
+    *_ignored(
+        _CHAT_AND_TEXT, "cache_prompt", "id_slot", "min_keep", "repeat_last_n", "t_max_predict_ms"
+    ),
+    *_ignored(_CHAT_AND_TEXT, "session_params", "stream_reasoning"),
+    *_refused(
+        _CHAT_AND_TEXT, extra_body={}, note="put its members at the top level of the request"
+    ),
+    *_refused(_CHAT_AND_TEXT, options={}, note="put its members at the top level of the request"),
     *_refused(_CHAT, add_special_tokens=False, echo=False),
     *_refused(_CHAT, include_reasoning=True, note="use `separate_reasoning` instead"),
     *_refused(_CHAT, return_prompt_text=False, documents=[], modalities=["text"]),
@@ -145,13 +160,15 @@ FIELDS: tuple[Field, ...] = (
     *_refused(_CHAT, functions=[], note="use `tools` instead"),
     Field("function_call", _CHAT, "refused", ("none", "auto"), "use `tool_choice` instead"),
     *_refused(_CHAT, "audio", "moderation", "web_search_options"),
-    *_ignored(_BOTH, "guided_decoding_backend", "guided_whitespace_pattern", "length_penalty"),
-    *_ignored(_BOTH, "early_stopping", "spaces_between_special_tokens"),
-    *_ignored(_BOTH, "watermarking", "stream_interval"),
-    *_ignored(_BOTH, "request_id", note="use the header `x-request-id` instead"),
-    *_ignored(_BOTH, "session_id", "vllm_xargs", "ec_transfer_params"),
-    *_ignored(_BOTH, "cache_salt", note="the prefix cache is shared by all callers"),
-    *_ignored(_BOTH, "mm_payload", "return_mm_kwargs", "return_token_offsets"),
+    *_ignored(
+        _CHAT_AND_TEXT, "guided_decoding_backend", "guided_whitespace_pattern", "length_penalty"
+    ),
+    *_ignored(_CHAT_AND_TEXT, "early_stopping", "spaces_between_special_tokens"),
+    *_ignored(_CHAT_AND_TEXT, "watermarking", "stream_interval"),
+    *_ignored(_CHAT_AND_TEXT, "request_id", note="use the header `x-request-id` instead"),
+    *_ignored(_CHAT_AND_TEXT, "session_id", "vllm_xargs", "ec_transfer_params"),
+    *_ignored(_CHAT_AND_TEXT, "cache_salt", note="the prefix cache is shared by all callers"),
+    *_ignored(_CHAT_AND_TEXT, "mm_payload", "return_mm_kwargs", "return_token_offsets"),
     *_ignored(_CHAT, "metadata", "store", "service_tier", "prediction", "safety_identifier"),
     *_ignored(_CHAT, "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
     *_honoured(_RESPONSES, "input", "instructions", "max_output_tokens", "stop"),
@@ -166,7 +183,7 @@ FIELDS: tuple[Field, ...] = (
     *_honoured(_RESPONSES, "store", note="nothing is stored, and the response says so"),
     *_honoured(_RESPONSES, "truncation", note="a long input is never truncated"),
     *_honoured(_RESPONSES, "metadata", note="returned in the response"),
-    *_refused(_RESPONSES, "previous_response_id", "conversation", note=_UNSTORED),
+    *_refused(_RESPONSES, "previous_response_id", "conversation", note=_NOT_STORED),
     *_refused(
         _RESPONSES,
         background=False,
@@ -201,19 +218,19 @@ FIELDS: tuple[Field, ...] = (
         _AGENTS, logprobs=False, prompt_logprobs=0, note="use `/v1/chat/completions` instead"
     ),
     *_refused(_AGENTS, "truncate_prompt_tokens", "structured_outputs", "response_format"),
-    *_honoured(_POOLED, "model", "priority", "user", "truncate_prompt_tokens"),
+    *_honoured(_POOLING, "model", "priority", "user", "truncate_prompt_tokens"),
     *_honoured(("embeddings",), "input", "encoding_format", "dimensions", "normalize"),
     *_honoured(("embeddings",), "prompt_name", "prompt"),
     *_honoured(("rerank",), "query", "top_n", "return_documents"),
     *_honoured(("score",), "text_1", "text_2", "queries"),
     *_honoured(("rerank", "score"), "documents", "instruction"),
     *_refused(
-        _POOLED,
+        _POOLING,
         add_special_tokens=True,
         note="the special tokens that the model was trained with are always added",
     ),
-    *_refused(_POOLED, truncation_side="left", note="the last tokens are always kept"),
-    *_refused(_POOLED, mm_processor_kwargs={}, embed_dtype="float32", endianness="native"),
+    *_refused(_POOLING, truncation_side="left", note="the last tokens are always kept"),
+    *_refused(_POOLING, mm_processor_kwargs={}, embed_dtype="float32", endianness="native"),
     *_refused(("embeddings",), messages=[], note="use `input` instead"),
     *_refused(
         ("embeddings",), instruction="", note="use `prompt` instead, which is put before each text"
@@ -223,7 +240,7 @@ FIELDS: tuple[Field, ...] = (
 )
 
 
-OF_TOKENIZE: dict[str, Field] = {
+TOKENIZE_FIELDS: dict[str, Field] = {
     field.name: field
     for field in _refused(
         ("tokenize",), "chat_template", mm_processor_kwargs={}, return_token_strs=False
@@ -232,39 +249,40 @@ OF_TOKENIZE: dict[str, Field] = {
 """Fields of vLLM's `/tokenize` that are refused because they would change the answer, by name."""
 
 
-def of_route(route: str) -> dict[str, Field]:
+def route_fields(route: str) -> dict[str, Field]:
     """Return the fields of a route, by name."""
     return {field.name: field for field in FIELDS if route in field.routes}
 
 
 def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
     """Return True if a value is null or one of the neutral values."""
-    return value is None or any(_same(value, other) for other in neutral)
+    return value is None or any(_is_same(value, other) for other in neutral)
 
 
-def _same(value: Any, neutral: Any) -> bool:
+def _is_same(value: Any, neutral: Any) -> bool:
     # In Python, True equals 1 and False equals 0; to a client they are different values.
     return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
 
 
-class Warned:
-    """Field names that were warned about, once per name and for at most `MOST` names."""
+class WarnOnce:
+    """Field names that were warned about, once per name and for at most `MAX_NAMES` names."""
 
-    MOST = 200
+    MAX_NAMES = 200
 
     def __init__(self) -> None:
         self._names: set[str] = set()
 
-    def warn(self, name: str, what: str) -> None:
+    def warn(self, name: str, treatment: str) -> None:
         """Log how a field is treated, the first time that it occurs."""
-        if len(self._names) >= self.MOST:
+        if len(self._names) >= self.MAX_NAMES:
             return
         name = _INDEX.sub("[*]", name[:200])[:80]
         if name in self._names:
             return
         self._names.add(name)
-        log.warning("requests have the field %r, which %s", name, what)
-        if len(self._names) == self.MOST:
+        log.warning("requests have the field %r, which %s", name, treatment)
+        if len(self._names) == self.MAX_NAMES:
             log.warning(
-                "the names of %d ignored fields have been logged; no more will be logged", self.MOST
+                "the names of %d ignored fields have been logged; no more will be logged",
+                self.MAX_NAMES,
             )

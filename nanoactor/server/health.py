@@ -10,7 +10,7 @@ Figures = Mapping[str, Mapping[str, Any]]
 """Statistics of each actor, by the actor's name."""
 
 
-_BEHIND = ("detokenizer", "frontend")
+_DOWNSTREAM_ACTORS = ("detokenizer", "frontend")
 """Actors that process a step only when they receive its tokens."""
 
 
@@ -30,7 +30,7 @@ class Health:
     """By actor: seconds since the actor's latest step, and since it last reported statistics."""
 
     @property
-    def well(self) -> bool:
+    def is_ok(self) -> bool:
         """Return True if a load balancer should send requests here."""
         return self.status == "ok"
 
@@ -44,21 +44,31 @@ def assess(figures: Figures, heard_at: Mapping[str, int], now: int, limit: float
     have to process what the scheduler has sent them, since a long prefill has steps without tokens.
     """
     scheduler = figures.get("scheduler", {})
-    since, told_at = (int(scheduler.get(name, 0)) for name in ("live_since", "tokens_at"))
-    pending = bool(since) or bool(figures.get("frontend", {}).get("entries", 0))
+    work_since, tokens_sent_at = (
+        int(scheduler.get(name, 0)) for name in ("live_since", "tokens_at")
+    )
+    pending = bool(work_since) or bool(figures.get("frontend", {}).get("entries", 0))
     if scheduler.get("paused"):  # no steps are expected, so none is late
-        since, pending = 0, False
+        work_since, pending = 0, False
     actors: dict[str, dict[str, float | None]] = {}
     lags: dict[str, float] = {}
-    may_take = max((float(own.get("step_may_take", 0.0)) for own in figures.values()), default=0.0)
-    for name, own in figures.items():
+    step_allowance = max(
+        (
+            float(figures_of_actor.get("step_may_take", 0.0))
+            for figures_of_actor in figures.values()
+        ),
+        default=0.0,
+    )
+    for name, figures_of_actor in figures.items():
         silence = (now - heard_at[name]) * 1e-9
         step_age = None
-        if since and "step_at" in own:
-            step_age = (now - max(int(own["step_at"]), since)) * 1e-9
+        if work_since and "step_at" in figures_of_actor:
+            step_age = (now - max(int(figures_of_actor["step_at"]), work_since)) * 1e-9
         actors[name] = {"step_age": step_age, "silence": silence}
-        has_all = name in _BEHIND and int(own.get("step_at", 0)) >= told_at
-        lags[name] = max(silence, 0.0 if has_all else (step_age or 0.0) - may_take)
+        is_caught_up = (
+            name in _DOWNSTREAM_ACTORS and int(figures_of_actor.get("step_at", 0)) >= tokens_sent_at
+        )
+        lags[name] = max(silence, 0.0 if is_caught_up else (step_age or 0.0) - step_allowance)
     culprit = _culprit(actors, lags, limit)
     stalled = bool(culprit) and pending
     age = actors.get("scheduler", {}).get("step_age")
@@ -70,7 +80,7 @@ def _culprit(
 ) -> str:
     """Return the actor with the longest silence above `limit`, as the actors that wait for it lag
     as much. If there is none, return the actor with the largest lag above `limit`, if any."""
-    silent = {name: own["silence"] or 0.0 for name, own in actors.items()}
+    silent = {name: ages_of_actor["silence"] or 0.0 for name, ages_of_actor in actors.items()}
     for ages in (silent, lags):
         worst = max(ages, key=lambda name: ages[name], default="")
         if worst and ages[worst] > limit:

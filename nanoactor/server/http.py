@@ -30,10 +30,10 @@ access_log = logging.getLogger("nanoactor.access")
 
 OPEN_PATHS = ("/live", "/ready", "/favicon.ico")
 """Paths that need no API key: probes use them, or browsers request them on their own."""
-_QUIET = (*OPEN_PATHS, "/health", "/metrics", "/activity")
+_POLLED_PATHS = (*OPEN_PATHS, "/health", "/metrics", "/activity")
 """Paths that programs poll; successful requests for them are logged at debug level."""
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|\d+\.\d+\.\d+\.\d+|localhost|[\w.-]+\.localhost)(:\d+)?")
-_NEAR = 0.85
+_MIN_SIMILARITY = 0.85
 """Minimum similarity at which an existing path is suggested for an unknown one."""
 _NOT_SERVED = {
     "/embed": "embeddings are served at /v1/embeddings",
@@ -52,18 +52,18 @@ _NOT_SERVED = {
     "/generate": "text is generated at /v1/completions and /v1/chat/completions",
 }
 """Hints for clients that look for another server's feature, by a part of the requested path."""
-_MANY_BODIES = 64
+_MAX_LARGE_BODIES = 64
 """Number of bodies of the maximum size that may be in transit at once."""
 _SMALL_BODY = 1 << 16
-_GONE = 499
+_CLIENT_GONE_STATUS = 499
 """Status that is logged if the client has disconnected, as in nginx."""
-_OUTCOMES = {429: "overloaded", _GONE: "client_gone", 503: "unavailable"}
+_OUTCOMES = {429: "overloaded", _CLIENT_GONE_STATUS: "client_gone", 503: "unavailable"}
 
 _BODY = web.RequestKey("body", bytes)
 Routes = Mapping[str, tuple[str, Handler]]
 """By path: the comma-separated methods, and the handler."""
 B = TypeVar("B", bound=Struct)
-_GENERATES = (CompletionRequest, ChatRequest, MessagesRequest, ResponsesRequest)
+_GENERATION_REQUESTS = (CompletionRequest, ChatRequest, MessagesRequest, ResponsesRequest)
 
 
 class HttpFrontend:
@@ -87,15 +87,15 @@ class HttpFrontend:
         self.template_defaults = dict(config.default_chat_template_kwargs or {})
         """Variables of the chat template for requests that do not set them."""
         self.decoder = decoder
-        self._body_room = _MANY_BODIES * max_body_bytes
+        self._body_budget = _MAX_LARGE_BODIES * max_body_bytes
         self._paths: list[str] = []
-        self._places = dict.fromkeys(("", config.root_path))
+        self._prefixes = dict.fromkeys(("", config.root_path))
         """Prefixes of all routes: a proxy may keep its own part of a path, or remove it."""
         quiet = (config.disable_access_log_for_endpoints or "").split(",")
         self._unlogged = {path.strip() for path in quiet}
-        self.draining = False
+        self.is_draining = False
         """Whether new work is refused."""
-        self.at_work = 0
+        self.active_posts = 0
         """Number of POST requests in progress, counted from the arrival of their headers."""
         self._idle = asyncio.Event()
         self._idle.set()
@@ -103,44 +103,44 @@ class HttpFrontend:
     def application(self, routes: Routes) -> web.Application:
         """Return the application that serves these routes."""
         self._paths = [path for path in routes if "{" not in path]
-        app = web.Application(middlewares=[self._account, self._answer_errors, self._admit])
+        app = web.Application(middlewares=[self._log_outcome, self._answer_errors, self._admit])
         app.on_response_prepare.append(self._add_headers)
         for path, (method, handler) in routes.items():
             # Clients may omit the /v1 or add trailing slashes.
             pattern = path.replace("/v1/", "/{version:(v1/)?}") + "{slashes:/*}"
-            for place, below in itertools.product((path, pattern), self._places):
-                for each in method.split(", "):
-                    add = app.router.add_get if each == "GET" else app.router.add_post
-                    add(below + place, handler, expect_handler=_expect_later)
+            for path_pattern, prefix in itertools.product((path, pattern), self._prefixes):
+                for name in method.split(", "):
+                    add = app.router.add_get if name == "GET" else app.router.add_post
+                    add(prefix + path_pattern, handler, expect_handler=_expect_later)
         return app
 
-    async def idle(self, seconds: float) -> bool:
+    async def wait_idle(self, seconds: float) -> bool:
         """Wait until no work is running; return False on timeout."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._idle.wait()
-        return not self.at_work
+        return not self.active_posts
 
     # -- middlewares, the outermost first -------------------------------------------------
 
     @web.middleware
-    async def _account(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _log_outcome(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Count a request and log its outcome."""
-        context_of(request).is_below(self._config.root_path)
-        begin, status = time.monotonic(), _GONE
-        is_work = int(request.method == "POST")
-        self._change_work(is_work)
+        context_of(request).strip_root(self._config.root_path)
+        begin, status = time.monotonic(), _CLIENT_GONE_STATUS
+        post_count = int(request.method == "POST")
+        self._change_active_posts(post_count)
         try:
             response = await handler(request)
             status = response.status
             return response
         finally:
-            self._change_work(-is_work)
-            self.note(request, status, time.monotonic() - begin)
+            self._change_active_posts(-post_count)
+            self.log_request(request, status, time.monotonic() - begin)
 
-    def _change_work(self, change: int) -> None:
-        self.at_work += change
-        if self.at_work:
+    def _change_active_posts(self, change: int) -> None:
+        self.active_posts += change
+        if self.active_posts:
             self._idle.clear()
         else:
             self._idle.set()
@@ -154,7 +154,7 @@ class HttpFrontend:
         except ConnectionError:
             raise
         except Exception as error:
-            problem = context.explain(error)
+            problem = context.to_api_error(error)
         if request.writer.output_size:
             raise ConnectionResetError("the answer has already begun") from problem
         if problem.code or problem.param:
@@ -196,12 +196,12 @@ class HttpFrontend:
         for part, text in _NOT_SERVED.items():
             if part in path:
                 return f" ({text})"
-        near = difflib.get_close_matches(path[:100], self._paths, 1, _NEAR)
-        return f" (did you mean {near[0]}?)" if near else ""
+        matches = difflib.get_close_matches(path[:100], self._paths, 1, _MIN_SIMILARITY)
+        return f" (did you mean {matches[0]}?)" if matches else ""
 
     def _check_key(self, request: web.Request) -> None:
         headers = request.headers
-        if not self._keys.admits(headers.get("Authorization"), headers.get("x-api-key")):
+        if not self._keys.is_authorized(headers.get("Authorization"), headers.get("x-api-key")):
             browser = "text/html" in request.headers.get("Accept", "")
             challenge = 'Basic realm="nanoactor", charset="UTF-8"' if browser else "Bearer"
             raise APIError(
@@ -214,8 +214,8 @@ class HttpFrontend:
 
     def client_of(self, request: web.Request) -> str:
         """Return an identifier of the request's client."""
-        given = request.headers.get("Authorization"), request.headers.get("x-api-key")
-        return self._keys.client(*given, request.remote or "")
+        credentials = request.headers.get("Authorization"), request.headers.get("x-api-key")
+        return self._keys.client(*credentials, request.remote or "")
 
     def _check_host(self, request: web.Request) -> None:
         """Check the `Host` header: a remote site can point its own name at 127.0.0.1 and make a
@@ -255,23 +255,23 @@ class HttpFrontend:
         if self._allowed_origin(request):
             response.headers["Access-Control-Allow-Methods"] = "GET, POST"
             # Clients add headers of their own; an allowed origin may send any header.
-            wanted = request.headers.get("Access-Control-Request-Headers", "")
-            response.headers["Access-Control-Allow-Headers"] = wanted
+            requested_headers = request.headers.get("Access-Control-Request-Headers", "")
+            response.headers["Access-Control-Allow-Headers"] = requested_headers
             response.headers["Access-Control-Max-Age"] = "600"
         return response
 
     # -- access log -----------------------------------------------------------------------
 
-    def note(self, request: web.BaseRequest, status: int, seconds: float) -> None:
+    def log_request(self, request: web.BaseRequest, status: int, seconds: float) -> None:
         """Count and log a request."""
         context = context_of(request)
         outcome = _OUTCOMES.get(status) or ("ok" if status < 400 else f"{status // 100}xx")
         path = context.path if context.path in self._paths else "other"
         self._metrics.requests.labels(path, "broken_off" if context.broken_off else outcome).inc()
         if self._config.access_log and context.path not in self._unlogged:
-            quiet = status < 400 and context.path in _QUIET
+            is_polled = status < 400 and context.path in _POLLED_PATHS
             access_log.log(
-                logging.DEBUG if quiet else logging.INFO,
+                logging.DEBUG if is_polled else logging.INFO,
                 "%s %s %s %d %.1f ms %s%s%s",
                 request.remote or "-",
                 request.method[:20],
@@ -294,20 +294,20 @@ class HttpFrontend:
             context.note = f" user={user[:100]!r}"
         if model := getattr(body, "model", None):
             check_model(model, self._names)
-        if isinstance(body, _GENERATES):
+        if isinstance(body, _GENERATION_REQUESTS):
             body.model = self._names[0]
         return body
 
     async def body(self, request: web.Request) -> bytes:
         """Return the complete body of a request. Raises `APIError` if the content type is not JSON,
         or if the body is too long or arrives too slowly. A second call returns the same body."""
-        known: bytes | None = request.get(_BODY)
-        if known is not None:
-            return known
-        request[_BODY] = body = await self._whole_body(request)
+        cached: bytes | None = request.get(_BODY)
+        if cached is not None:
+            return cached
+        request[_BODY] = body = await self._receive_body(request)
         return body
 
-    async def _whole_body(self, request: web.Request) -> bytes:
+    async def _receive_body(self, request: web.Request) -> bytes:
         kind = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise APIError(
@@ -329,31 +329,32 @@ class HttpFrontend:
             raise APIError(408, f"the body did not arrive within {seconds:g} s") from None
         except (web.RequestPayloadError, HttpProcessingError) as error:
             raise APIError(400, f"the body cannot be read: {error}") from None
-        if self.draining:
+        if self.is_draining:
             raise unavailable("the server is shutting down")
         return body
 
     async def _read(self, request: web.Request) -> bytes:
-        """Read the whole body. Large bodies in transit share a limit; small ones do not count."""
+        """Read the whole body. All large bodies in transit share one budget; small bodies do not
+        count toward it."""
         body = bytearray()
-        held = 0
+        counted = 0
         try:
             while part := await request.content.readany():
                 body += part
                 if len(body) > self._max_body:
                     raise self._too_large()
                 if len(body) > _SMALL_BODY:
-                    self._body_room -= len(body) - held
-                    held = len(body)
-                    if self._body_room < 0:
+                    self._body_budget -= len(body) - counted
+                    counted = len(body)
+                    if self._body_budget < 0:
                         raise unavailable("too many large bodies are being received")
             return bytes(body)
         finally:
-            self._body_room += held
+            self._body_budget += counted
 
     def _too_large(self) -> APIError:
         return APIError(413, f"the body is longer than {self._max_body} bytes")
 
 
 async def _expect_later(request: web.Request) -> None:
-    """Do nothing: a body (`Expect: 100-continue`) is requested after the headers are accepted."""
+    """Do nothing. `_receive_body` answers `Expect: 100-continue` once the headers are accepted."""

@@ -16,11 +16,18 @@ import secrets
 import string
 from collections.abc import Callable, Collection
 
-from nanoactor.server.reasoning import held_back
-from nanoactor.server.tool_calls import Arguments, Call, Piece, SteppedCalls, decoded_call, text_of
+from nanoactor.server.reasoning import partial_tag_length
+from nanoactor.server.tool_calls import (
+    Arguments,
+    Call,
+    CallStateMachine,
+    Piece,
+    decode_call,
+    decode_json_string,
+)
 
 PYTHON_TAG, TOOL_CALLS, ARGS, CALL_ID = "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
-_LONGEST_HEADER = 1024
+_MAX_HEADER_CHARACTERS = 1024
 _HEADER = re.compile(
     r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)',
     re.DOTALL,
@@ -56,7 +63,7 @@ class _ObjectEnd:
         return None
 
 
-class _JsonCalls(SteppedCalls):
+class _JsonCalls(CallStateMachine):
     """Finder of JSON objects that are calls. Subclasses determine where a call may occur."""
 
     def __init__(self, names: Collection[str] = ()) -> None:
@@ -80,21 +87,21 @@ class _JsonCalls(SteppedCalls):
         """Select the parsing step that follows the end of a candidate."""
 
     def _mark(self) -> str:
-        """Return the mark before the held text, which becomes text if no call follows."""
+        """Return the mark that preceded the held text; it is emitted as text if no call follows."""
         return ""
 
     def _candidate(self, pieces: list[Piece]) -> bool:
         """Decide whether to stream the object that starts here as a call."""
-        header = _HEADER.match(self._held[:_LONGEST_HEADER])
+        header = _HEADER.match(self._buffer[:_MAX_HEADER_CHARACTERS])
         if header is not None:
-            name = text_of(header[1])
+            name = decode_json_string(header[1])
             if name and self._is_known(name):
-                self._open(name, self._held[header.end() :], self._tail, pieces)
+                self._open(name, self._buffer[header.end() :], self._tail, pieces)
                 return True
-        elif len(self._held) < _LONGEST_HEADER and _ObjectEnd().find(self._held) is None:
+        elif len(self._buffer) < _MAX_HEADER_CHARACTERS and _ObjectEnd().find(self._buffer) is None:
             return False
         self._end = _ObjectEnd()
-        self._step = self._whole
+        self._step = self._whole_object
         return True
 
     def _is_known(self, name: str) -> bool:
@@ -106,16 +113,16 @@ class _JsonCalls(SteppedCalls):
         """Start a call whose arguments are the object that follows."""
         pieces.append(Call(self.calls, name))
         self.calls += 1
-        self._said_since = False
-        self._end, self._outer, self._held = _ObjectEnd(), _ObjectEnd(depth=1), rest
+        self._has_text_since_call = False
+        self._end, self._outer, self._buffer = _ObjectEnd(), _ObjectEnd(depth=1), rest
         self._step, self._next = self._arguments, tail
 
     def _arguments(self, pieces: list[Piece]) -> bool:
-        end = self._end.find(self._held)
-        passed = self._held if end is None else self._held[:end]
+        end = self._end.find(self._buffer)
+        passed = self._buffer if end is None else self._buffer[:end]
         if passed:
             pieces.append(Arguments(self.calls - 1, passed))
-        self._held = self._held[len(passed) :]
+        self._buffer = self._buffer[len(passed) :]
         if end is None:
             return False
         self._step = self._next
@@ -123,60 +130,63 @@ class _JsonCalls(SteppedCalls):
 
     def _tail(self, pieces: list[Piece]) -> bool:
         """Drop the rest of the object after the arguments: other members and the closing brace."""
-        end = self._outer.find(self._held)
-        self._held = "" if end is None else self._held[end:]
+        end = self._outer.find(self._buffer)
+        self._buffer = "" if end is None else self._buffer[end:]
         if end is None:
             return False
         self._after_object(True)
         return True
 
-    def _whole(self, pieces: list[Piece]) -> bool:
-        """Hold back a candidate to its end: the member order is unusual, or it is not a call."""
-        end = self._end.find(self._held)
-        self._parts.append(self._held if end is None else self._held[:end])
-        self._held = "" if end is None else self._held[end:]
+    def _whole_object(self, pieces: list[Piece]) -> bool:
+        """Hold back a candidate up to its end, as its members are in an unusual order or it may not
+        be a call."""
+        end = self._end.find(self._buffer)
+        self._parts.append(self._buffer if end is None else self._buffer[:end])
+        self._buffer = "" if end is None else self._buffer[end:]
         if end is None:
             return False
         raw, self._parts = "".join(self._parts), []
-        self._after_object(self._take(raw, pieces))
+        self._after_object(self._emit_object(raw, pieces))
         return True
 
-    def _take(self, raw: str, pieces: list[Piece]) -> bool:
+    def _emit_object(self, raw: str, pieces: list[Piece]) -> bool:
         """Emit a complete object as a call or as text. Return True if it is a call."""
-        call = decoded_call(raw)
+        call = decode_call(raw)
         if call is None or not self._is_known(call[0]):
-            self._say(raw, pieces)
+            self._emit_text(raw, pieces)
             return False
         pieces += [Call(self.calls, call[0]), Arguments(self.calls, call[1])]
         self.calls += 1
-        self._said_since = False
+        self._has_text_since_call = False
         return True
 
     def _text_up_to(
-        self, mark: str, then: Callable[[list[Piece]], bool], pieces: list[Piece]
+        self, mark: str, next_step: Callable[[list[Piece]], bool], pieces: list[Piece]
     ) -> bool:
         """Emit the text up to a mark, without the whitespace before the mark. Return True if the
         mark was found."""
-        before, found, rest = self._held.partition(mark)
-        if found:
-            self._say(before.rstrip(), pieces)
-            self._step, self._held = then, rest
+        before, mark_found, rest = self._buffer.partition(mark)
+        if mark_found:
+            self._emit_text(before.rstrip(), pieces)
+            self._step, self._buffer = next_step, rest
             return True
-        certain = self._held[: len(self._held) - held_back(self._held, mark)].rstrip()
-        self._held = self._held[len(certain) :]
-        self._say(certain, pieces)
+        certain = self._buffer[
+            : len(self._buffer) - partial_tag_length(self._buffer, mark)
+        ].rstrip()
+        self._buffer = self._buffer[len(certain) :]
+        self._emit_text(certain, pieces)
         return False
 
     def finish(self) -> list[Piece]:
         """Return the text that is still held back at the end of the output."""
         pieces: list[Piece] = []
-        held, self._held = "".join(self._parts) + self._held, ""
+        rest, self._buffer = "".join(self._parts) + self._buffer, ""
         self._parts = []
         if self._step in (self._arguments, self._tail):
             return []
-        held = self._mark() + held
-        if held.strip() or not self.calls:
-            self._say(held, pieces)
+        rest = self._mark() + rest
+        if rest.strip() or not self.calls:
+            self._emit_text(rest, pieces)
         return pieces
 
 
@@ -184,14 +194,14 @@ class LlamaCalls(_JsonCalls):
     """Finds tool calls in Llama 3 output: JSON objects at its start or after `<|python_tag|>`."""
 
     def _begin(self, pieces: list[Piece]) -> bool:
-        begin = self._held.lstrip()
-        if not begin or (begin != PYTHON_TAG and PYTHON_TAG.startswith(begin)):
+        stripped = self._buffer.lstrip()
+        if not stripped or (stripped != PYTHON_TAG and PYTHON_TAG.startswith(stripped)):
             return False
-        if begin.startswith(PYTHON_TAG):
-            self._held = begin[len(PYTHON_TAG) :]
+        if stripped.startswith(PYTHON_TAG):
+            self._buffer = stripped[len(PYTHON_TAG) :]
             self._step = self._tagged
-        elif begin.startswith("{"):
-            self._held, self._step = begin, self._candidate
+        elif stripped.startswith("{"):
+            self._buffer, self._step = stripped, self._candidate
         else:
             self._step = self._text
         return True
@@ -201,11 +211,11 @@ class LlamaCalls(_JsonCalls):
 
     def _tagged(self, pieces: list[Piece]) -> bool:
         """Process what follows a tag: an object, or a Python program, which stays text."""
-        begin = self._held.lstrip()
-        if not begin:
+        stripped = self._buffer.lstrip()
+        if not stripped:
             return False
-        self._held = begin
-        self._step = self._candidate if begin.startswith("{") else self._text
+        self._buffer = stripped
+        self._step = self._candidate if stripped.startswith("{") else self._text
         return True
 
     def _after_object(self, was_call: bool) -> None:
@@ -213,12 +223,12 @@ class LlamaCalls(_JsonCalls):
 
     def _between(self, pieces: list[Piece]) -> bool:
         """Skip the separators between calls."""
-        self._held = self._held.lstrip(" \t\r\n;,")
-        if not self._held or (self._held != PYTHON_TAG and PYTHON_TAG.startswith(self._held)):
+        self._buffer = self._buffer.lstrip(" \t\r\n;,")
+        if not self._buffer or (self._buffer != PYTHON_TAG and PYTHON_TAG.startswith(self._buffer)):
             return False
-        if self._held.startswith(PYTHON_TAG):
-            self._held = self._held[len(PYTHON_TAG) :]
-        elif self._held.startswith("{"):
+        if self._buffer.startswith(PYTHON_TAG):
+            self._buffer = self._buffer[len(PYTHON_TAG) :]
+        elif self._buffer.startswith("{"):
             self._step = self._candidate
         else:
             self._step = self._text
@@ -236,35 +246,35 @@ class MistralCalls(_JsonCalls):
         return self._text_up_to(TOOL_CALLS, self._marked, pieces)
 
     def _marked(self, pieces: list[Piece]) -> bool:
-        begin = self._held.lstrip()
-        if not begin:
+        stripped = self._buffer.lstrip()
+        if not stripped:
             return False
-        self._in_list = begin.startswith("[")
+        self._in_list = stripped.startswith("[")
         if self._in_list:
-            self._held, self._step = begin[1:], self._between
-        elif begin.startswith("{"):
-            self._held, self._step = begin, self._candidate
+            self._buffer, self._step = stripped[1:], self._between
+        elif stripped.startswith("{"):
+            self._buffer, self._step = stripped, self._candidate
         else:
-            self._held, self._step = begin, self._named
+            self._buffer, self._step = stripped, self._named
         return True
 
     def _named(self, pieces: list[Piece]) -> bool:
         """Parse a name and the text that is allowed between the name and the arguments."""
-        is_whole = "{" in self._held or len(self._held) >= _LONGEST_HEADER
-        found = _NAMED.match(self._held[:_LONGEST_HEADER]) if is_whole else None
-        if found is not None:
-            self._open(found[1], self._held[found.end() :], self._over, pieces)
+        is_whole = "{" in self._buffer or len(self._buffer) >= _MAX_HEADER_CHARACTERS
+        match = _NAMED.match(self._buffer[:_MAX_HEADER_CHARACTERS]) if is_whole else None
+        if match is not None:
+            self._open(match[1], self._buffer[match.end() :], self._after_arguments, pieces)
             return True
         if not is_whole:
             return False
         self._step = self._begin  # the mark was only mentioned
-        self._say(TOOL_CALLS, pieces)
+        self._emit_text(TOOL_CALLS, pieces)
         return True
 
     def _mark(self) -> str:
         return TOOL_CALLS if self._step == self._named else ""
 
-    def _over(self, pieces: list[Piece]) -> bool:
+    def _after_arguments(self, pieces: list[Piece]) -> bool:
         self._step = self._begin
         return True
 
@@ -273,12 +283,12 @@ class MistralCalls(_JsonCalls):
 
     def _between(self, pieces: list[Piece]) -> bool:
         """Skip the separators between the calls in a list, and the end of the list."""
-        self._held = self._held.lstrip(" \t\r\n,")
-        if not self._held:
+        self._buffer = self._buffer.lstrip(" \t\r\n,")
+        if not self._buffer:
             return False
-        if self._held.startswith("{"):
+        if self._buffer.startswith("{"):
             self._step = self._candidate
         else:
-            self._held = self._held.removeprefix("]")
+            self._buffer = self._buffer.removeprefix("]")
             self._step = self._begin
         return True

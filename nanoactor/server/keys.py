@@ -22,16 +22,16 @@ class Keys:
             return address
         return _digest(_key_in(authorization or "") or (api_key or "").strip()).hex()
 
-    def admits(self, authorization: str | None, api_key: str | None = None) -> bool:
+    def is_authorized(self, authorization: str | None, api_key: str | None = None) -> bool:
         """Return True if a request with these Authorization and x-api-key headers is authorized. If
         no keys are configured, every request is authorized. Browsers prompt for a user name and a
         password; the password is the key."""
         if not self._digests:
             return True
-        given = [_digest(_key_in(authorization or "")), _digest((api_key or "").strip())]
+        digests = [_digest(_key_in(authorization or "")), _digest((api_key or "").strip())]
         # Compare all of them, even after a match, so that the time reveals nothing.
-        fits = [hmac.compare_digest(one, known) for one in given for known in self._digests]
-        return any(fits)
+        matches = [hmac.compare_digest(one, known) for one in digests for known in self._digests]
+        return any(matches)
 
 
 def _digest(key: str) -> bytes:

@@ -13,22 +13,22 @@ from nanoactor.errors import InvalidConfig
 from nanoactor.server.config import ServerConfig
 
 
-def listen(config: ServerConfig, reuse_port: bool = False) -> socket.socket:
+def bind_socket(config: ServerConfig, reuse_port: bool = False) -> socket.socket:
     """Return a socket bound to the configured address; called before the model is loaded. Raises
     `OSError` if the address is not available."""
     if config.uds is not None:
-        return _listen_unix(Path(config.uds))
+        return _bind_unix(Path(config.uds))
     family, _, _, _, address = socket.getaddrinfo(
         config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
     # The kernel closes connections whose clients leave sent data unread for this many ms.
-    unread = max(1, min(int(1000 * config.send_timeout), 2**31 - 1))
+    unread_timeout_ms = max(1, min(int(1000 * config.send_timeout), 2**31 - 1))
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if reuse_port:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unread)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unread_timeout_ms)
         listener.setblocking(False)
         listener.bind(address)
     except BaseException:
@@ -37,11 +37,11 @@ def listen(config: ServerConfig, reuse_port: bool = False) -> socket.socket:
     return listener
 
 
-def _listen_unix(path: Path) -> socket.socket:
+def _bind_unix(path: Path) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.setblocking(False)
-        _remove_dead(path)
+        _remove_stale_socket(path)
         before = os.umask(0o177)  # no other user may connect, not even for a moment
         try:
             listener.bind(str(path))
@@ -53,7 +53,7 @@ def _listen_unix(path: Path) -> socket.socket:
     return listener
 
 
-def _remove_dead(path: Path) -> None:
+def _remove_stale_socket(path: Path) -> None:
     """Remove the socket file of a killed server, on which no process listens."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(path.stat().st_mode):
@@ -65,13 +65,13 @@ def _remove_dead(path: Path) -> None:
                 path.unlink()
 
 
-def close_unix(config: ServerConfig) -> None:
+def remove_unix_socket(config: ServerConfig) -> None:
     """Remove the socket file if the server listens on a Unix socket."""
     if config.uds is not None:
         Path(config.uds).unlink(missing_ok=True)
 
 
-def tls(config: ServerConfig) -> ssl.SSLContext | None:
+def make_tls_context(config: ServerConfig) -> ssl.SSLContext | None:
     """Return the TLS context, or None if no certificate is configured. Raises `InvalidConfig` if
     the files are invalid."""
     if config.ssl_certfile is None or config.ssl_keyfile is None:

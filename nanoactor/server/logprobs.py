@@ -8,12 +8,12 @@ from typing import Any
 from nanoactor.requests.outputs import CompletionOutput, Logprob, Logprobs
 from nanoactor.text.spans import Spans
 
-Shape = dict[str, Any]
+JsonObject = dict[str, Any]
 
 
-def spelled(token: int, logprob: Logprob, as_ids: bool) -> str:
+def token_text(token: int, logprob: Logprob, as_ids: bool) -> str:
     """Return a token's text, or its id if `as_ids` or if its bytes are unknown. Bytes that are not
-    valid UTF-8 are escaped as in OpenAI's API, so that no two tokens are spelled alike."""
+    valid UTF-8 are escaped as in OpenAI's API, so that no two tokens get the same text."""
     if as_ids or logprob.bytes is None:
         return f"token_id:{token}"
     try:
@@ -22,98 +22,100 @@ def spelled(token: int, logprob: Logprob, as_ids: bool) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in logprob.bytes)
 
 
-def cut(told: Logprobs, token: int, most: int) -> Logprobs:
-    """Return the entries of the token itself and of the `most` likeliest tokens."""
+def keep_top(entries: Logprobs, token: int, num_top: int) -> Logprobs:
+    """Return the entries of the token itself and of the `num_top` likeliest tokens."""
     return {
-        other: one
-        for other, one in told.items()
-        if other == token or (one.rank is not None and one.rank <= most)
+        other: entry
+        for other, entry in entries.items()
+        if other == token or (entry.rank is not None and entry.rank <= num_top)
     }
 
 
 class TextLogprobs:
     """Log-probabilities of one choice of a completion, available in pieces and as a whole."""
 
-    def __init__(self, most: int, as_ids: bool, spans: Spans = (b"", [])) -> None:
-        """`most` is the number of likeliest tokens reported at each position. If `as_ids`, tokens
-        are reported by id. `spans` are the spans of the prompt's tokens if it is echoed."""
-        self._most, self._as_ids, self._spans = most, as_ids, spans
+    def __init__(self, num_top: int, as_ids: bool, spans: Spans = (b"", [])) -> None:
+        """`num_top` is the number of likeliest tokens reported at each position. If `as_ids`,
+        tokens are reported by id. `spans` are the spans of the prompt's tokens if it is echoed."""
+        self._num_top, self._as_ids, self._spans = num_top, as_ids, spans
         self._echoed = 0
-        self._pending = _no_text()
-        self._all = _no_text()
+        self._pending = _no_entries()
+        self._all = _no_entries()
 
     def add_prompt(
         self, ids: Sequence[int], logprobs: Sequence[Logprobs | None], echo: str
     ) -> None:
         """Add the log-probabilities of the prompt that the choice starts with."""
-        first, starts = self._spans
-        for token, told, start in zip(ids, logprobs, starts, strict=True):
-            own = Logprob(0.0, bytes=first) if told is None else told[token]
-            self._add(token, own, told, start)
+        first_bytes, starts = self._spans
+        for token, entries, start in zip(ids, logprobs, starts, strict=True):
+            own = Logprob(0.0, bytes=first_bytes) if entries is None else entries[token]
+            self._add(token, own, entries, start)
         self._echoed = len(echo)
 
     def add(self, completion: CompletionOutput) -> None:
         """Add the log-probabilities of new tokens."""
-        told, offsets = completion.logprobs or [], completion.text_offsets or []
-        for token, logprobs, offset in zip(completion.token_ids, told, offsets, strict=True):
+        new_logprobs, offsets = completion.logprobs or [], completion.text_offsets or []
+        for token, logprobs, offset in zip(
+            completion.token_ids, new_logprobs, offsets, strict=True
+        ):
             self._add(token, logprobs[token], logprobs, self._echoed + offset)
 
-    def _add(self, token: int, own: Logprob, told: Logprobs | None, offset: int) -> None:
-        shape = self._pending
-        shape["tokens"].append(spelled(token, own, self._as_ids))
-        shape["token_logprobs"].append(None if told is None else own.logprob)
-        shape["text_offset"].append(offset)
+    def _add(self, token: int, own: Logprob, entries: Logprobs | None, offset: int) -> None:
+        pending = self._pending
+        pending["tokens"].append(token_text(token, own, self._as_ids))
+        pending["token_logprobs"].append(None if entries is None else own.logprob)
+        pending["text_offset"].append(offset)
         top: dict[str, float] | None = None
-        for other, logprob in cut(told or {}, token, self._most).items():
+        for other, logprob in keep_top(entries or {}, token, self._num_top).items():
             top = top or {}
-            name = spelled(other, logprob, self._as_ids)
+            name = token_text(other, logprob, self._as_ids)
             top[name] = max(logprob.logprob, top.get(name, logprob.logprob))
-        shape["top_logprobs"].append(top)
+        pending["top_logprobs"].append(top)
 
-    def take(self) -> Shape | None:
+    def pop_new(self) -> JsonObject | None:
         """Return the new entries, or None if there are none."""
         if not self._pending["tokens"]:
             return None
-        new, self._pending = self._pending, _no_text()
+        new, self._pending = self._pending, _no_entries()
         for name, values in new.items():
             self._all[name] += values
         return new
 
-    def whole(self) -> Shape:
-        """Return all entries that `take` has returned."""
+    def all_entries(self) -> JsonObject:
+        """Return all entries that `pop_new` has returned."""
         return self._all
 
 
-def _no_text() -> Shape:
+def _no_entries() -> JsonObject:
     return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
 
 class ChatLogprobs:
     """Log-probabilities of a chat message, available in pieces and as a whole."""
 
-    def __init__(self, most: int, as_ids: bool) -> None:
-        """`most` is the number of likeliest tokens reported at each position."""
-        self._most, self._as_ids = most, as_ids
-        self._pending: list[Shape] = []
-        self._all: list[Shape] = []
+    def __init__(self, num_top: int, as_ids: bool) -> None:
+        """`num_top` is the number of likeliest tokens reported at each position."""
+        self._num_top, self._as_ids = num_top, as_ids
+        self._pending: list[JsonObject] = []
+        self._all: list[JsonObject] = []
 
     def add(self, completion: CompletionOutput) -> None:
         """Add the log-probabilities of new tokens."""
-        told = completion.logprobs or []
-        for token, logprobs in zip(completion.token_ids, told, strict=True):
+        new_logprobs = completion.logprobs or []
+        for token, logprobs in zip(completion.token_ids, new_logprobs, strict=True):
             likeliest = sorted(logprobs.items(), key=lambda item: item[1].rank or 0)
-            top = [self._shape(*item) for item in likeliest[: self._most]]
-            self._pending.append(self._shape(token, logprobs[token]) | {"top_logprobs": top})
+            top = [self._entry(*item) for item in likeliest[: self._num_top]]
+            self._pending.append(self._entry(token, logprobs[token]) | {"top_logprobs": top})
 
-    def _shape(self, token: int, logprob: Logprob) -> Shape:
-        replaced = logprob.decoded_token
+    def _entry(self, token: int, logprob: Logprob) -> JsonObject:
+        decoded = logprob.decoded_token
         return {
-            "token": replaced if replaced and not self._as_ids else spelled(token, logprob, True),
+            "token": decoded if decoded and not self._as_ids else token_text(token, logprob, True),
             "logprob": logprob.logprob,
             "bytes": None if logprob.bytes is None else list(logprob.bytes),
         }
 
-    def take(self) -> Shape | None:
+    def pop_new(self) -> JsonObject | None:
         """Return the new entries, or None if there are none."""
         if not self._pending:
             return None
@@ -121,22 +123,29 @@ class ChatLogprobs:
         self._all += new
         return {"content": new, "refusal": None}
 
-    def whole(self) -> Shape:
-        """Return all entries that `take` has returned."""
+    def all_entries(self) -> JsonObject:
+        """Return all entries that `pop_new` has returned."""
         return {"content": self._all, "refusal": None}
 
 
-def of_prompt(
-    ids: Sequence[int], logprobs: Sequence[Logprobs | None], most: int
-) -> list[Shape | None]:
+def prompt_logprobs(
+    ids: Sequence[int], logprobs: Sequence[Logprobs | None], num_top: int
+) -> list[JsonObject | None]:
     """Return the log-probabilities of a prompt in vLLM's format: a dict by token id for each token,
     or None for a token without log-probabilities."""
     pairs = zip(ids, logprobs, strict=True)
-    return [None if told is None else _by_id(cut(told, token, most)) for token, told in pairs]
+    return [
+        None if entries is None else _entries_by_id(keep_top(entries, token, num_top))
+        for token, entries in pairs
+    ]
 
 
-def _by_id(told: Logprobs) -> Shape:
+def _entries_by_id(entries: Logprobs) -> JsonObject:
     return {
-        str(token): {"logprob": one.logprob, "rank": one.rank, "decoded_token": one.decoded_token}
-        for token, one in told.items()
+        str(token): {
+            "logprob": entry.logprob,
+            "rank": entry.rank,
+            "decoded_token": entry.decoded_token,
+        }
+        for token, entry in entries.items()
     }

@@ -27,15 +27,15 @@ from nanoactor.server.addresses import is_public
 LookUp = Callable[[str, int], Awaitable[Sequence[str]]]
 """Called with a host name and a port; returns the host's addresses."""
 
-_INSTEAD = "send the picture itself as data:image/png;base64,..."
+_ADVICE = "send the picture itself as data:image/png;base64,..."
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,30}):")
-_WEB = ("http", "https")
+_WEB_SCHEMES = ("http", "https")
 _WEB_PORTS = (80, 443)
-_REDIRECTS = (301, 302, 303, 307, 308)
-_LONGEST_URL = 8192
-_CONNECTIONS = 64
+_REDIRECT_STATUSES = (301, 302, 303, 307, 308)
+_MAX_URL_CHARACTERS = 8192
+_MAX_CONNECTIONS = 64
 """Maximum number of concurrent connections in total; each may load `max_bytes` into memory."""
-_LOOKUPS = 4
+_MAX_LOOKUPS = 4
 """Maximum number of concurrent lookups of host names."""
 
 _NAME = re.compile(r"(?=.{1,253}\Z)(?:[a-z0-9_-]{1,63}\.)*[a-z0-9_-]{1,63}")
@@ -44,21 +44,21 @@ _ENTRY = re.compile(r"(\*?\.)?(\[[0-9a-f]*:[0-9a-f:.]+\]|[a-z0-9_.-]+)(?::([0-9]
 _UNSAFE = re.compile(r"[\x00-\x20\x7f\\]")
 
 
-_IMAGE = re.compile(r"image/[a-z0-9][a-z0-9!#$&^_.+-]*")
-_UNTYPED = ("", "application/octet-stream", "binary/octet-stream")
+_IMAGE_TYPE = re.compile(r"image/[a-z0-9][a-z0-9!#$&^_.+-]*")
+_UNTYPED_TYPES = ("", "application/octet-stream", "binary/octet-stream")
 _HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "nanoactor"}
 
-_LONGEST_HEAD = 1024
+_MAX_HEAD_CHARACTERS = 1024
 """Maximum number of characters in a `data:` URL up to and including the comma."""
-_SMALL = 1 << 20
-_PIECE = 1 << 16
+_SMALL_DATA = 1 << 20
+_PIECE_CHARACTERS = 1 << 16
 """Number of base64 characters decoded per call; a multiple of four."""
 _SPACES = b" \t\n\f\r"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MediaLimits:
-    """Limits on what may be fetched. Raises `InvalidConfig` with the name of an invalid option."""
+    """Limits on fetched pictures. Raises `InvalidConfig`, which names the invalid option."""
 
     allowed_domains: tuple[str, ...]
     """Allowed host names, in lower case. ".example.org" or "*.example.org" allows all subdomains of
@@ -74,11 +74,13 @@ class MediaLimits:
     def __post_init__(self) -> None:
         """Check each option on its own."""
         for entry in self.allowed_domains:
-            _Rule.of(entry)
-        for name, least in (("max_bytes", 1), ("max_redirects", 0)):
+            _Rule.parse(entry)
+        for name, minimum in (("max_bytes", 1), ("max_redirects", 0)):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
-                raise InvalidConfig(f"{name} must be an integer of at least {least}, got {value!r}")
+            if not isinstance(value, int) or value < minimum:
+                raise InvalidConfig(
+                    f"{name} must be an integer of at least {minimum}, got {value!r}"
+                )
         if not 0 < self.timeout < 1e9:
             raise InvalidConfig(f"timeout must be a positive number, got {self.timeout!r}")
 
@@ -94,7 +96,7 @@ class MediaLoader:
         _is_public: Callable[[str], bool] | None = None,
     ) -> None:
         self._limits = limits
-        self._rules = tuple(map(_Rule.of, limits.allowed_domains))
+        self._rules = tuple(map(_Rule.parse, limits.allowed_domains))
         self._is_public = _is_public or is_public
         self._resolver = _Resolver(_resolve, self._is_public)
         self._session: aiohttp.ClientSession | None = None
@@ -109,16 +111,16 @@ class MediaLoader:
         Only the number of bytes is checked, not their content. Raises `InvalidRequest` if the URL
         is not allowed or does not lead to a picture, and `EngineClosed` for a fetch after `close`.
         """
-        found = _SCHEME.match(url)
-        if found is None:
+        match = _SCHEME.match(url)
+        if match is None:
             raise InvalidRequest("the image URL must begin with data:, https: or http:")
-        scheme = found[1].lower()
+        scheme = match[1].lower()
         if scheme == "data":
             return await _load_data(url, self._limits.max_bytes)
-        if scheme not in _WEB:
+        if scheme not in _WEB_SCHEMES:
             raise _wrong_scheme("the image URL", scheme)
         if not self._rules:
-            raise InvalidRequest(f"this server does not fetch pictures from URLs: {_INSTEAD}")
+            raise InvalidRequest(f"this server does not fetch pictures from URLs: {_ADVICE}")
         return await self._fetch(url)
 
     async def close(self) -> None:
@@ -137,20 +139,20 @@ class MediaLoader:
         seconds = self._limits.timeout
         try:
             async with asyncio.timeout(seconds) as limit:
-                with self._listed(limit):
-                    return await self._follow(_parsed(url, "the image URL"))
+                with self._register(limit):
+                    return await self._follow(_parse_url(url, "the image URL"))
         except TimeoutError:
             if self._closed:
-                raise _closed() from None
+                raise _closed_error() from None
             raise InvalidRequest(
-                f"the picture did not arrive within {seconds:g} s: try again, or {_INSTEAD}"
+                f"the picture did not arrive within {seconds:g} s: try again, or {_ADVICE}"
             ) from None
         except (aiohttp.ClientError, OSError) as error:
             # The error's own text contains addresses, which must not be exposed.
-            raise InvalidRequest(f"{_reason(error)}: try again, or {_INSTEAD}") from error
+            raise InvalidRequest(f"{_reason(error)}: try again, or {_ADVICE}") from error
 
     @contextlib.contextmanager
-    def _listed(self, limit: asyncio.Timeout) -> Iterator[None]:
+    def _register(self, limit: asyncio.Timeout) -> Iterator[None]:
         """Register a fetch so that `close` can abort it, by expiring its time limit, and wait for
         it to end."""
         self._running.add(limit)
@@ -164,37 +166,37 @@ class MediaLoader:
 
     async def _follow(self, url: URL) -> bytes:
         """Fetch the URL and follow redirects. Each URL is checked before it is fetched."""
-        what = "the image URL"
+        subject = "the image URL"
         for _ in range(self._limits.max_redirects + 1):
-            self._check(url, what)
+            self._check(url, subject)
             async with self._open().get(url, allow_redirects=False) as response:
-                if response.status not in _REDIRECTS:
+                if response.status not in _REDIRECT_STATUSES:
                     return await self._read(response)
-                url = _target(url, response)
-            what = "the address that the image URL redirects to"
+                url = _redirect_target(url, response)
+            subject = "the address that the image URL redirects to"
         raise InvalidRequest(
             f"the image URL redirects more than {self._limits.max_redirects} times: "
             "send the URL of the picture itself"
         )
 
-    def _check(self, url: URL, what: str) -> None:
+    def _check(self, url: URL, subject: str) -> None:
         """Raise `InvalidRequest` if the URL itself shows that it may not be fetched."""
-        if url.scheme not in _WEB:
-            raise _wrong_scheme(what, url.scheme)
+        if url.scheme not in _WEB_SCHEMES:
+            raise _wrong_scheme(subject, url.scheme)
         if "@" in url.raw_authority:
-            raise InvalidRequest(f"{what} must not contain a user name or password")
+            raise InvalidRequest(f"{subject} must not contain a user name or password")
         try:
             host, port = _canonical(url.raw_host or ""), url.port
         except ValueError:
             raise InvalidRequest(
-                f"{what} has no valid host or port; a host must be a name, an IPv4 address of "
+                f"{subject} has no valid host or port; a host must be a name, an IPv4 address of "
                 "four decimal numbers, or an IPv6 address in brackets"
             ) from None
-        rules = [rule for rule in self._rules if rule.names(host)]
+        rules = [rule for rule in self._rules if rule.matches(host)]
         if not rules:
-            raise InvalidRequest(f"{what} has a host that this server does not allow: {_INSTEAD}")
+            raise InvalidRequest(f"{subject} has a host that this server does not allow: {_ADVICE}")
         if not any(rule.allows(port) for rule in rules):
-            raise InvalidRequest(f"{what} has the port {port}, which this server does not allow")
+            raise InvalidRequest(f"{subject} has the port {port}, which this server does not allow")
         # Addresses are checked here, because only names reach the resolver.
         if _is_address(host) and not self._is_public(host):
             raise _not_public()
@@ -202,11 +204,11 @@ class MediaLoader:
     def _open(self) -> aiohttp.ClientSession:
         """Return the shared session, creating it on first use."""
         if self._closed:
-            raise _closed()
+            raise _closed_error()
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(
-                    resolver=self._resolver, use_dns_cache=False, limit=_CONNECTIONS
+                    resolver=self._resolver, use_dns_cache=False, limit=_MAX_CONNECTIONS
                 ),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 headers=_HEADERS,
@@ -244,26 +246,26 @@ class _Rule:
     port: int | None
 
     @classmethod
-    def of(cls, entry: str) -> _Rule:
+    def parse(cls, entry: str) -> _Rule:
         """Parse an entry. Raises `InvalidConfig` if no host could match it."""
-        found = _ENTRY.fullmatch(entry)
+        match = _ENTRY.fullmatch(entry)
         try:
-            if found is None:
+            if match is None:
                 raise ValueError
-            host = _canonical(found[2].strip("[]"))
-            port = int(found[3]) if found[3] else None
+            host = _canonical(match[2].strip("[]"))
+            port = int(match[3]) if match[3] else None
             if port is not None and not 0 < port < 1 << 16:
                 raise ValueError
-            if found[1] and _is_address(host):
+            if match[1] and _is_address(host):
                 raise ValueError
         except ValueError:
             raise InvalidConfig(
                 "allowed_media_domains must contain host names in lower case, such as "
                 f"'example.org', '*.example.org' or 'example.org:8080', got {entry!r}"
             ) from None
-        return cls(f".{host}" if found[1] else host, port)
+        return cls(f".{host}" if match[1] else host, port)
 
-    def names(self, host: str) -> bool:
+    def matches(self, host: str) -> bool:
         """Return True if the rule matches this host."""
         return host.endswith(self.host) if self.host.startswith(".") else host == self.host
 
@@ -279,10 +281,10 @@ class _Resolver(AbstractResolver):
     """
 
     def __init__(self, look_up: LookUp | None, is_public: Callable[[str], bool]) -> None:
-        self._look_up = look_up or self._ask_system
+        self._look_up = look_up or self._system_lookup
         self._is_public = is_public
         # Slow name servers must not occupy the event loop's default threads, which others need.
-        self._threads = ThreadPoolExecutor(_LOOKUPS, "nanoactor-names")
+        self._threads = ThreadPoolExecutor(_MAX_LOOKUPS, "nanoactor-names")
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
@@ -311,12 +313,12 @@ class _Resolver(AbstractResolver):
         """Cancel pending lookups; running ones end by themselves."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _ask_system(self, host: str, port: int) -> list[str]:
-        ask = functools.partial(
+    async def _system_lookup(self, host: str, port: int) -> list[str]:
+        look_up = functools.partial(
             socket.getaddrinfo, host, port, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG
         )
-        found = await asyncio.get_running_loop().run_in_executor(self._threads, ask)
-        return [str(address[0]) for *_, address in found]
+        address_infos = await asyncio.get_running_loop().run_in_executor(self._threads, look_up)
+        return [str(address[0]) for *_, address in address_infos]
 
 
 def _canonical(host: str) -> str:
@@ -343,44 +345,45 @@ def _is_address(host: str) -> bool:
 # -- URLs and responses -------------------------------------------------------------------
 
 
-def _parsed(text: str, what: str) -> URL:
+def _parse_url(text: str, subject: str) -> URL:
     """Parse a URL. Its path and query are left unchanged, since they may be signed."""
-    if len(text) > _LONGEST_URL:
-        raise InvalidRequest(f"{what} must not be longer than {_LONGEST_URL} characters")
+    if len(text) > _MAX_URL_CHARACTERS:
+        raise InvalidRequest(f"{subject} must not be longer than {_MAX_URL_CHARACTERS} characters")
     if _UNSAFE.search(text):
         raise InvalidRequest(
-            f"{what} contains a space, a backslash or a control character; write it "
+            f"{subject} contains a space, a backslash or a control character; write it "
             "percent-encoded, such as %20 for a space"
         )
     try:
         text.encode()  # yarl would drop lone surrogates
         return URL(text, encoded=text.isascii())
     except (ValueError, IndexError):  # `IndexError` for http://[]@
-        raise InvalidRequest(f"{what} is not a valid URL") from None
+        raise InvalidRequest(f"{subject} is not a valid URL") from None
 
 
-def _target(url: URL, response: aiohttp.ClientResponse) -> URL:
+def _redirect_target(url: URL, response: aiohttp.ClientResponse) -> URL:
     """Return the target URL of a redirect, which is still to be checked."""
-    what = "the address that the image URL redirects to"
+    subject = "the address that the image URL redirects to"
     location = response.headers.get("Location")
     if not location:
         raise InvalidRequest("the image URL redirects without a Location header; send another URL")
-    target = _parsed(location, what)
+    target = _parse_url(location, subject)
     try:
         return url.join(target)
     except ValueError:
-        raise InvalidRequest(f"{what} is not a valid URL") from None
+        raise InvalidRequest(f"{subject} is not a valid URL") from None
 
 
 def _check_head(response: aiohttp.ClientResponse) -> None:
-    """Raise `InvalidRequest` if the status or headers rule out a picture or show compression."""
+    """Raise `InvalidRequest` if the status or headers show that the response is not a picture, or
+    is compressed."""
     if response.status != 200:
         raise InvalidRequest(
             f"the image URL does not lead to a picture: its host answered {response.status}, "
             "not 200"
         )
     kind = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-    if kind not in _UNTYPED and not _IMAGE.fullmatch(kind):
+    if kind not in _UNTYPED_TYPES and not _IMAGE_TYPE.fullmatch(kind):
         raise InvalidRequest(
             f"the image URL does not lead to a picture: its Content-Type is {kind[:100]!r}, "
             "not image/*"
@@ -403,9 +406,9 @@ def _reason(error: Exception) -> str:
     return "the image URL's host sent an invalid HTTP response or closed the connection"
 
 
-def _wrong_scheme(what: str, scheme: str) -> InvalidRequest:
+def _wrong_scheme(subject: str, scheme: str) -> InvalidRequest:
     return InvalidRequest(
-        f"{what} has the scheme {scheme[:31]!r}, but pictures are only read from data:, https: "
+        f"{subject} has the scheme {scheme[:31]!r}, but pictures are only read from data:, https: "
         "and http: URLs, and redirects must lead to https: or http: URLs"
     )
 
@@ -413,7 +416,7 @@ def _wrong_scheme(what: str, scheme: str) -> InvalidRequest:
 def _not_public() -> InvalidRequest:
     return InvalidRequest(
         "the image URL's host must have a DNS entry with only public addresses; otherwise, "
-        f"{_INSTEAD}"
+        f"{_ADVICE}"
     )
 
 
@@ -423,7 +426,7 @@ def _too_large(limit: int) -> InvalidRequest:
     )
 
 
-def _closed() -> EngineClosed:
+def _closed_error() -> EngineClosed:
     return EngineClosed("the server is shutting down and fetches no more pictures")
 
 
@@ -434,30 +437,30 @@ async def _load_data(url: str, max_bytes: int) -> bytes:
     """Return the content of a `data:` URL. Spaces and line breaks within base64 are skipped, as in
     browsers, because mail encoders insert them. Other deviations, such as another alphabet or
     missing padding, are errors."""
-    comma = url.find(",", 0, _LONGEST_HEAD)
+    comma = url.find(",", 0, _MAX_HEAD_CHARACTERS)
     if comma < 0:
         raise InvalidRequest("the data: URL has no comma: write data:image/png;base64,...")
     kind, *parameters = (part.strip().lower() for part in url[len("data:") : comma].split(";"))
-    if not _IMAGE.fullmatch(kind):
+    if not _IMAGE_TYPE.fullmatch(kind):
         raise InvalidRequest(
             f"the data: URL has the media type {kind[:100]!r}: write data:image/png;base64,..."
         )
     if parameters[-1:] != ["base64"]:
         raise InvalidRequest("the data: URL is not in base64: write data:image/png;base64,...")
-    if len(url) - comma <= _SMALL:
-        return _decoded(url, comma + 1, max_bytes)
-    return await asyncio.to_thread(_decoded, url, comma + 1, max_bytes)
+    if len(url) - comma <= _SMALL_DATA:
+        return _decode_base64(url, comma + 1, max_bytes)
+    return await asyncio.to_thread(_decode_base64, url, comma + 1, max_bytes)
 
 
-def _decoded(url: str, start: int, max_bytes: int) -> bytes:
+def _decode_base64(url: str, start: int, max_bytes: int) -> bytes:
     """Decode the base64 text that begins at index `start`."""
-    text = _compact(url, start, max_bytes)
+    text = _strip_whitespace(url, start, max_bytes)
     if not text:
         raise InvalidRequest("the data: URL has no data after the comma")
     padding = 2 if text.endswith(b"==") else int(text.endswith(b"="))
     if len(text) // 4 * 3 - padding > max_bytes:
         raise _too_large(max_bytes)
-    pieces = (text[at : at + _PIECE] for at in range(0, len(text), _PIECE))
+    pieces = (text[at : at + _PIECE_CHARACTERS] for at in range(0, len(text), _PIECE_CHARACTERS))
     try:
         # The treatment of padding by strict_mode differs between versions of Python.
         if len(text) % 4 or text.find(b"=", 0, len(text) - padding) >= 0:
@@ -470,7 +473,7 @@ def _decoded(url: str, start: int, max_bytes: int) -> bytes:
         ) from None
 
 
-def _compact(url: str, start: int, max_bytes: int) -> bytes:
+def _strip_whitespace(url: str, start: int, max_bytes: int) -> bytes:
     """Return the base64 text without whitespace. Raises `InvalidRequest` if it is too long for
     `max_bytes` bytes.
 
@@ -480,8 +483,8 @@ def _compact(url: str, start: int, max_bytes: int) -> bytes:
     limit = (max_bytes + 2) // 3 * 4
     pieces: list[bytes] = []
     size = 0
-    for at in range(start, len(url), _PIECE):
-        piece = url[at : at + _PIECE].encode("ascii", "replace").translate(None, _SPACES)
+    for at in range(start, len(url), _PIECE_CHARACTERS):
+        piece = url[at : at + _PIECE_CHARACTERS].encode("ascii", "replace").translate(None, _SPACES)
         size += len(piece)
         if size > limit:
             raise _too_large(max_bytes)

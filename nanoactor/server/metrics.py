@@ -20,16 +20,33 @@ from prometheus_client.utils import floatToGoString
 
 import nanoactor
 from nanoactor.requests.outputs import RequestMetrics
-from nanoactor.server.vllm_metrics import under_vllms_names
+from nanoactor.server.vllm_metrics import with_vllm_names
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # counter creation times are not used
 
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 """Possible finish reasons of an answer."""
 
-_LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
-_LAGS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1)
-_TOKENS = tuple(float(1 << power) for power in range(18))
+_LATENCY_BOUNDS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1,
+    2.5,
+    5,
+    10,
+    30,
+    60,
+    120,
+)
+_LAG_BOUNDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1)
+_TOKEN_BOUNDS = tuple(float(1 << power) for power in range(18))
 
 
 class Histogram:
@@ -43,10 +60,10 @@ class Histogram:
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
-    def observe(self, value: float, times: int = 1) -> None:
-        """Record a value `times` times."""
-        self._counts[bisect.bisect_left(self._bounds, value)] += times
-        self._sum += value * times
+    def observe(self, value: float, count: int = 1) -> None:
+        """Record a value `count` times."""
+        self._counts[bisect.bisect_left(self._bounds, value)] += count
+        self._sum += value * count
 
     def family(self) -> Metric:
         """Return the histogram with cumulative buckets, as Prometheus requires."""
@@ -73,19 +90,19 @@ class Timer:
         """Return the number of tokens received."""
         return self._tokens
 
-    def tokens(self, count: int) -> None:
+    def add_tokens(self, count: int) -> None:
         """Record `count` new tokens."""
         if not count:
             return
         times, metrics = self._times, self._metrics
-        came = times.last_token_time or 0.0
+        arrived = times.last_token_time or 0.0
         if not self._tokens:
-            self._last = times.first_token_time or came
+            self._last = times.first_token_time or arrived
             metrics.ttft.observe(self._last - times.arrival_time)
             self._tokens, count = 1, count - 1
         if count:
-            metrics.itl.observe((came - self._last) / count, count)
-        self._last = came
+            metrics.itl.observe((arrived - self._last) / count, count)
+        self._last = arrived
         self._tokens += count
 
     def end(self, prompt: int | None) -> None:
@@ -102,14 +119,15 @@ class Timer:
         if self._tokens > 1 and times.first_token_time is not None:
             metrics.tpot.observe((self._last - times.first_token_time) / (self._tokens - 1))
 
-    def _observe_phases(self, began: float) -> None:
-        """Record the durations of prefill, decode and both; the first step started at `began`."""
+    def _observe_phases(self, first_step: float) -> None:
+        """Record the durations of prefill, decode and both; the first step started at
+        `first_step`."""
         metrics, first = self._metrics, self._times.first_token_time
         if first is None:
             return
-        metrics.prefill.observe(first - began)
+        metrics.prefill.observe(first - first_step)
         metrics.decode.observe(max(0.0, self._last - first))
-        metrics.inference.observe(max(first, self._last) - began)
+        metrics.inference.observe(max(first, self._last) - first_step)
 
 
 class Metrics(Collector):
@@ -178,26 +196,28 @@ class Metrics(Collector):
         )
         self.e2e = self._histogram("request_seconds", "Time from a request's arrival to its end.")
         self.prompt_tokens = self._histogram(
-            "request_prompt_tokens", "Prompt tokens of completed requests.", _TOKENS
+            "request_prompt_tokens", "Prompt tokens of completed requests.", _TOKEN_BOUNDS
         )
         self.output_tokens = self._histogram(
-            "request_output_tokens", "Output tokens of completed requests.", _TOKENS
+            "request_output_tokens", "Output tokens of completed requests.", _TOKEN_BOUNDS
         )
-        self.most_tokens = self._histogram(
+        self.longest_answer_tokens = self._histogram(
             "request_max_num_generation_tokens",
             "Tokens in the longest answer of completed requests.",
-            _TOKENS,
+            _TOKEN_BOUNDS,
         )
         self.lag = self._histogram(
             "event_loop_lag_seconds",
             "Delay with which the server's event loop handled a timer.",
-            _LAGS,
+            _LAG_BOUNDS,
         )
-        self.engine: Callable[[], Iterator[Metric]] = lambda: iter(())
+        self.engine_metrics: Callable[[], Iterator[Metric]] = lambda: iter(())
         """Returns the latest known metrics of the engine."""
         self._registry.register(self)
 
-    def _histogram(self, name: str, text: str, bounds: Sequence[float] = _LATENCY) -> Histogram:
+    def _histogram(
+        self, name: str, text: str, bounds: Sequence[float] = _LATENCY_BOUNDS
+    ) -> Histogram:
         histogram = Histogram(f"nanoactor_{name}", text, bounds)
         self._histograms.append(histogram)
         return histogram
@@ -208,17 +228,17 @@ class Metrics(Collector):
         info.add_metric([], {"model_name": self._model, "version": nanoactor.__version__})
         yield info
         families = [histogram.family() for histogram in self._histograms]
-        families += self.engine()
+        families += self.engine_metrics()
         yield from families
         if self._vllm_names:
-            yield from under_vllms_names([*families, *self.success.collect()], self._model)
+            yield from with_vllm_names([*families, *self.success.collect()], self._model)
 
     def text(self) -> bytes:
         """Return the metrics in the Prometheus text format."""
         text: bytes = generate_latest(self._registry)
         return text
 
-    def note_vector(self, times: RequestMetrics, prompt: int) -> None:
+    def record_pooling(self, times: RequestMetrics, prompt: int) -> None:
         """Record a finished embedding or score. `prompt` is the number of tokens in its prompt."""
         if times.first_scheduled_time is not None:
             self.queue.observe(times.first_scheduled_time - times.arrival_time)

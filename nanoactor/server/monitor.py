@@ -19,27 +19,27 @@ from nanoactor.actors.runner import DEVICE
 from nanoactor.actors.scheduler import LOAD
 from nanoactor.api.engine import AsyncLLM
 from nanoactor.errors import EngineClosed, EngineDead
-from nanoactor.server.errors import death_for_clients
+from nanoactor.server.errors import death_message
 from nanoactor.server.health import Health, assess, dead, recovering
 from nanoactor.server.metrics import Metrics
 
 log = logging.getLogger("nanoactor.server")
 
-INTERVAL, BINS, KEPT = 0.5, 10, 60
+INTERVAL, BINS, MAX_SNAPSHOTS = 0.5, 10, 60
 """Seconds between snapshots, number of bins per snapshot, and number of snapshots kept."""
 _LAG_INTERVAL = 0.02
-_EARLIER = 0.5
-"""Share of the stall timeout after which /health fails, so that load balancers can react before the
-engine is given up."""
-_SHARE_OVER = 20
-"""Number of snapshots over which shares are averaged: ten seconds."""
-_IDLE = "Share of the time with pending work in which the device was idle, over ten seconds."
-_AGE = "Age of each actor's latest step while there is work, otherwise 0."
-_CACHED = "Prompt tokens that were looked up in the prefix cache."
-_PREEMPTIONS = "Sequences that were preempted to free their blocks for older ones."
-_UNCAPTURED = "Steps launched operator by operator because their size could not be captured."
+_HEALTH_LIMIT_FRACTION = 0.5
+"""Fraction of the stall timeout after which /health fails, so that load balancers can react before
+the stalled process is killed."""
+_AVERAGED_SNAPSHOTS = 20
+"""Number of snapshots, ten seconds of them, over which busy and idle shares are averaged."""
+_IDLE_HELP = "Share of the time with pending work in which the device was idle, over ten seconds."
+_AGE_HELP = "Age of each actor's latest step while there is work, otherwise 0."
+_CACHED_HELP = "Prompt tokens that were looked up in the prefix cache."
+_PREEMPTIONS_HELP = "Sequences that were preempted to free their blocks for older ones."
+_UNCAPTURED_HELP = "Steps launched operator by operator because their size could not be captured."
 _COUNTERS = (
-    ("prefix_cache_prompt_tokens", _CACHED, "blocks", "prompt_tokens"),
+    ("prefix_cache_prompt_tokens", _CACHED_HELP, "blocks", "prompt_tokens"),
     (
         "prefix_cache_hit_tokens",
         "Prompt tokens that were found in the prefix cache.",
@@ -50,8 +50,8 @@ _COUNTERS = (
     ("decode_tokens", "Decode tokens computed.", "scheduler", "decode_tokens"),
     ("output_tokens", "Output tokens of all sequences.", "scheduler", "output_tokens"),
     ("steps", "Steps planned.", "scheduler", "steps"),
-    ("preemptions", _PREEMPTIONS, "scheduler", "preemptions"),
-    ("uncaptured_steps", _UNCAPTURED, "runner.0", "steps_uncaptured"),
+    ("preemptions", _PREEMPTIONS_HELP, "scheduler", "preemptions"),
+    ("uncaptured_steps", _UNCAPTURED_HELP, "runner.0", "steps_uncaptured"),
     ("device_busy_seconds", "Time in which the device computed.", "runner.0", "busy_seconds"),
     ("load_seconds", "Time in which there was work to do.", "scheduler", "load_seconds"),
     (
@@ -68,7 +68,7 @@ _COUNTERS = (
     ),
 )
 """Counters: name, help text, and the actor and name of the source statistic."""
-_PICTURES = (
+_VISION_COUNTERS = (
     ("pictures", "Pictures that came with requests.", "items"),
     ("pictures_decoded", "Pictures that were decoded because their pixels were needed.", "decoded"),
     ("picture_decode_seconds", "Time in which vision workers decoded pictures.", "decode_seconds"),
@@ -83,7 +83,7 @@ class Snapshot:
     number: int
     tracks: dict[str, list[int]]
     """By actor and device: busy percentage in each of the `BINS` intervals before the snapshot."""
-    gone: list[str]
+    dead_actors: list[str]
     """Actors whose process has died since the previous snapshot or is being replaced."""
     busy_seconds: float
     """Seconds for which the device has been busy since the start."""
@@ -102,25 +102,25 @@ class Monitor:
         """`stall_timeout` is the engine's, in seconds; /health fails long before it."""
         self._llm = llm
         self._metrics = metrics
-        self._limit = math.inf if stall_timeout is None else _EARLIER * stall_timeout
-        self._snapshots: deque[Snapshot] = deque(maxlen=KEPT)
+        self._limit = math.inf if stall_timeout is None else _HEALTH_LIMIT_FRACTION * stall_timeout
+        self._snapshots: deque[Snapshot] = deque(maxlen=MAX_SNAPSHOTS)
         self._figures: dict[str, dict[str, Any]] = {}
         self._heard_at: dict[str, int] = {}
         self._nodes: dict[str, str] = {}
         """Name of each actor's process, by actor."""
         self._restarts_before: Mapping[str, int] = {}
-        self._looked_to = time.monotonic_ns()
+        self._activity_end = time.monotonic_ns()
         self._number = 0
         self._dead = ""
         self._tasks: list[asyncio.Task[None]] = []
-        self._was_well = True
-        metrics.engine = self.collect
+        self._was_ok = True
+        metrics.engine_metrics = self.collect
 
     async def start(self) -> None:
         """Take the first snapshot and start the monitoring tasks."""
-        await self._look()
+        await self._take_snapshot()
         self._tasks = [
-            asyncio.ensure_future(self._keep_looking()),
+            asyncio.ensure_future(self._snapshot_loop()),
             asyncio.ensure_future(self._measure_lag()),
         ]
 
@@ -130,25 +130,25 @@ class Monitor:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _keep_looking(self) -> None:
+    async def _snapshot_loop(self) -> None:
         while not self._dead:
             await asyncio.sleep(INTERVAL)
             try:
-                await self._look()
-                self._tell_health()
+                await self._take_snapshot()
+                self._log_health()
             except (EngineDead, EngineClosed) as error:
                 self._dead = str(error)
                 log.critical("%s", error)
-                self._tell_health()
+                self._log_health()
             except Exception:  # errors in statistics must not end the monitoring
                 log.exception("the engine's health could not be read")
 
-    def _tell_health(self) -> None:
+    def _log_health(self) -> None:
         """Log each change of the health once."""
         health = self.health()
-        if health.well != self._was_well:
-            self._was_well = health.well
-            if health.well:
+        if health.is_ok != self._was_ok:
+            self._was_ok = health.is_ok
+            if health.is_ok:
                 log.warning("the engine is healthy again")
             else:
                 log.error("the engine is %s: %s", health.status, health.culprit)
@@ -162,28 +162,28 @@ class Monitor:
 
     # -- snapshots ------------------------------------------------------------------------
 
-    async def _look(self) -> None:
-        begin, now = self._looked_to, time.monotonic_ns()
+    async def _take_snapshot(self) -> None:
+        begin, now = self._activity_end, time.monotonic_ns()
         width = max(1, (now - begin) // BINS)
         figures, tracks = await asyncio.gather(
             self._llm.statistics(), self._llm.activity(begin, width, BINS)
         )
-        heard = time.monotonic_ns()
-        for name, own in figures.items():
-            self._figures[name] = own["actor"]
-            self._heard_at[name] = heard
-            self._nodes[name] = own["node"]["name"]
-        self._looked_to = begin + width * BINS
+        received_at = time.monotonic_ns()
+        for name, actor_statistics in figures.items():
+            self._figures[name] = actor_statistics["actor"]
+            self._heard_at[name] = received_at
+            self._nodes[name] = actor_statistics["node"]["name"]
+        self._activity_end = begin + width * BINS
         self._number += 1
         shares = {
             name: [round(100 * share) for share in track.tolist()]
             for name, track in tracks.items()
             if not name.endswith(f" {LOAD}")
         }
-        self._snapshots.append(self._summed(shares))
+        self._snapshots.append(self._make_snapshot(shares))
 
-    def _summed(self, tracks: dict[str, list[int]]) -> Snapshot:
-        scheduler, frontend = self._of("scheduler"), self._of("frontend")
+    def _make_snapshot(self, tracks: dict[str, list[int]]) -> Snapshot:
+        scheduler, frontend = self._actor_figures("scheduler"), self._actor_figures("frontend")
         blocks = scheduler.get("blocks", 0)
         figures = {
             "waiting_requests": frontend.get("waiting_requests", 0),
@@ -191,57 +191,59 @@ class Monitor:
             "waiting_media_bytes": frontend.get("waiting_media_bytes", 0),
             "running": scheduler.get("running", 0),
             "blocks": blocks,
-            "blocks_used": blocks - self._of("blocks").get("available", blocks),
+            "blocks_used": blocks - self._actor_figures("blocks").get("available", blocks),
             "output_tokens": scheduler.get("output_tokens", 0),
-            "hit_ratio": self._of("blocks").get("hit_ratio", 0.0),
+            "hit_ratio": self._actor_figures("blocks").get("hit_ratio", 0.0),
         }
-        runner = self._of("runner.0")
+        runner = self._actor_figures("runner.0")
         busy, steps = runner.get("busy_seconds", 0.0), runner.get("steps_done", 0)
         load = scheduler.get("load_seconds", 0.0)
         return Snapshot(
             self._number,
             tracks,
-            gone=self._gone(),
+            dead_actors=self._dead_actors(),
             busy_seconds=busy,
             load_seconds=load,
             steps=steps,
             figures=figures,
         )
 
-    def _gone(self) -> list[str]:
+    def _dead_actors(self) -> list[str]:
         recovery, (restarts, _) = self._llm.recovering, self._llm.restarts
-        dead = set(recovery[0].split(", ")) if recovery else set()
-        before, self._restarts_before = self._restarts_before, restarts
-        dead |= {node for node, count in restarts.items() if count > before.get(node, 0)}
-        return [actor for actor, node in self._nodes.items() if node in dead]
+        dead_nodes = set(recovery[0].split(", ")) if recovery else set()
+        previous, self._restarts_before = self._restarts_before, restarts
+        dead_nodes |= {node for node, count in restarts.items() if count > previous.get(node, 0)}
+        return [actor for actor, node in self._nodes.items() if node in dead_nodes]
 
-    def _of(self, actor: str) -> dict[str, Any]:
+    def _actor_figures(self, actor: str) -> dict[str, Any]:
         return self._figures.get(actor, {})
 
-    def _window(self, over: int) -> tuple[Snapshot, Snapshot]:
-        """Return two snapshots: the one `over` before the latest, or the oldest, and the latest."""
-        return self._snapshots[max(0, len(self._snapshots) - 1 - over)], self._snapshots[-1]
+    def _window(self, snapshots: int) -> tuple[Snapshot, Snapshot]:
+        """Return two snapshots: the one `snapshots` before the latest, or the oldest, and the
+        latest."""
+        return self._snapshots[max(0, len(self._snapshots) - 1 - snapshots)], self._snapshots[-1]
 
-    def _idle(self, over: int) -> float:
-        """Return the device's idle share of the time with work, over the last `over` snapshots."""
-        first, last = self._window(over)
+    def _idle_share(self, snapshots: int) -> float:
+        """Return the device's idle share of the time with work, over the last `snapshots`
+        snapshots."""
+        first, last = self._window(snapshots)
         load = last.load_seconds - first.load_seconds
         busy = last.busy_seconds - first.busy_seconds
         return min(1.0, max(0.0, 1 - busy / load)) if load > 0 else 0.0
 
-    def _step_seconds(self, over: int) -> float:
-        """Return the mean seconds per step, over the last `over` snapshots."""
-        first, last = self._window(over)
+    def _step_seconds(self, snapshots: int) -> float:
+        """Return the mean seconds per step, over the last `snapshots` snapshots."""
+        first, last = self._window(snapshots)
         steps = last.steps - first.steps
         return (last.busy_seconds - first.busy_seconds) / steps if steps else 0.0
 
-    def _busy(self, over: int) -> dict[str, float]:
-        """Return the mean busy share of each track, over the last `over` snapshots."""
-        several = list(self._snapshots)[-over:]
-        whole = 100 * BINS * len(several)
+    def _busy_shares(self, snapshots: int) -> dict[str, float]:
+        """Return the mean busy share of each track, over the last `snapshots` snapshots."""
+        averaged = list(self._snapshots)[-snapshots:]
+        total = 100 * BINS * len(averaged)
         return {
-            name: sum(sum(each.tracks.get(name, [0])) for each in several) / whole
-            for name in several[-1].tracks
+            name: sum(sum(snapshot.tracks.get(name, [0])) for snapshot in averaged) / total
+            for name in averaged[-1].tracks
         }
 
     # -- reporting ------------------------------------------------------------------------
@@ -249,13 +251,13 @@ class Monitor:
     def health(self) -> Health:
         """Return the current health."""
         if (error := self._llm.dead) is not None:
-            return dead(death_for_clients(error))
+            return dead(death_message(error))
         if (recovery := self._llm.recovering) is not None:
             return recovering(recovery[0], time.monotonic() - recovery[1])
         now = time.monotonic_ns()
         return assess(self._figures, self._heard_at, now, self._limit)
 
-    def _restarts(self) -> Iterator[Metric]:
+    def _restart_metrics(self) -> Iterator[Metric]:
         counts, seconds = self._llm.restarts
         name = "nanoactor_process_restarts"
         family = CounterMetricFamily(
@@ -267,7 +269,7 @@ class Monitor:
         text = "Time in which requests waited for processes to be replaced."
         yield CounterMetricFamily("nanoactor_restart_seconds", text, value=seconds)
 
-    def since(self, number: int) -> dict[str, Any]:
+    def samples_since(self, number: int) -> dict[str, Any]:
         """Return the snapshots after the one with this number, for the page."""
         new = [snapshot for snapshot in self._snapshots if snapshot.number > number]
         before, last = self._window(1)
@@ -277,10 +279,10 @@ class Monitor:
             "bins": BINS,
             "device": f"runner.0 {DEVICE}",
             "tracks": [snapshot.tracks for snapshot in new],
-            "gone": [snapshot.gone for snapshot in new],
+            "gone": [snapshot.dead_actors for snapshot in new],
             "recovering": recovery[0] if (recovery := self._llm.recovering) else "",
             "tokens": [snapshot.figures["output_tokens"] for snapshot in new],
-            "idle": self._idle(4),
+            "idle": self._idle_share(4),
             "loaded": last.load_seconds > before.load_seconds,
             **last.figures,
         }
@@ -322,30 +324,33 @@ class Monitor:
                 "Share of prompt tokens found in the prefix cache since the start.",
                 figures["hit_ratio"],
             ),
-            ("device_idle_ratio", _IDLE, self._idle(_SHARE_OVER)),
+            ("device_idle_ratio", _IDLE_HELP, self._idle_share(_AVERAGED_SNAPSHOTS)),
             (
                 "step_seconds",
                 "Mean duration of a step over ten seconds.",
-                self._step_seconds(_SHARE_OVER),
+                self._step_seconds(_AVERAGED_SNAPSHOTS),
             ),
         ):
             yield GaugeMetricFamily(f"nanoactor_{name}", text, value=value)
         for name, text, actor, key in _COUNTERS:
-            count = self._of(actor).get(key, 0)
+            count = self._actor_figures(actor).get(key, 0)
             yield CounterMetricFamily(f"nanoactor_{name}", text, value=count)
-        yield from self._restarts()
+        yield from self._restart_metrics()
         workers = [f"vision.{number}" for number in range(self._llm.config.num_vision_workers)]
-        for name, text, key in _PICTURES:
-            count = sum(self._of(worker).get(key, 0) for worker in workers)
+        for name, text, key in _VISION_COUNTERS:
+            count = sum(self._actor_figures(worker).get(key, 0) for worker in workers)
             yield CounterMetricFamily(f"nanoactor_{name}", text, value=count)
-        ages = {name: own["step_age"] or 0.0 for name, own in self.health().actors.items()}
+        ages = {
+            name: ages_of_actor["step_age"] or 0.0
+            for name, ages_of_actor in self.health().actors.items()
+        }
         for name, text, values in (
             (
                 "busy_ratio",
                 "Share of the time that each actor was busy, over ten seconds.",
-                self._busy(_SHARE_OVER),
+                self._busy_shares(_AVERAGED_SNAPSHOTS),
             ),
-            ("step_age_seconds", _AGE, ages),
+            ("step_age_seconds", _AGE_HELP, ages),
         ):
             family = GaugeMetricFamily(f"nanoactor_actor_{name}", text, labels=["actor"])
             for actor, value in values.items():

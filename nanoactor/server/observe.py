@@ -22,7 +22,7 @@ from nanoactor.server.context import json_response
 from nanoactor.server.errors import APIError, invalid, unavailable
 from nanoactor.server.http import HttpFrontend
 from nanoactor.server.metrics import Metrics
-from nanoactor.server.serving import Tracer, Watch
+from nanoactor.server.serving import MonitorProtocol, Tracer
 from nanoactor.server.text_service import TextService
 
 MAX_TRACE_SECONDS = 60.0
@@ -34,36 +34,37 @@ _ICON = (
     '<rect x="4" y="10.6" width="6" height="2.4" rx="1"/></g></svg>'
 )
 # An event loop that runs late records a span (for example, of the device) some time after the
-# span's end. Consecutive snapshots therefore overlap by this many nanoseconds; `joined` removes the
+# span's end. Consecutive snapshots therefore overlap by this many ns; `join_snapshots` removes the
 # duplicates.
 _LATE_NS = 500_000_000
-_TRACE_PART = 0.5
-"""Seconds between snapshots; a busy track keeps little more than two seconds of spans."""
-_MOST_EXPORTS = 4
-_PART = 1 << 16
+_TRACE_INTERVAL = 0.5
+"""Seconds between snapshots. Must be well below the two seconds of spans that a busy track
+keeps."""
+_MAX_EXPORTS = 4
+_CHUNK_BYTES = 1 << 16
 _EXPORTER = [sys.executable, "-m", "nanoactor.tracing.export"]
 
 
-class Observation:
+class ObservationRoutes:
     """Handlers of the read-only routes."""
 
     def __init__(
         self,
         tracer: Tracer | None,
-        monitor: Watch,
+        monitor: MonitorProtocol,
         metrics: Metrics,
         http: HttpFrontend,
-        texts: TextService | None,
+        text_service: TextService | None,
     ) -> None:
-        """`tracer` is None if there are several engines; `texts` is None if there is no
+        """`tracer` is None if there are several engines; `text_service` is None if there is no
         tokenizer."""
         self._tracer = tracer
         self._monitor = monitor
         self._metrics = metrics
         self._http = http
-        self._texts = texts
-        self._tracing = False
-        self._exports = 0
+        self._text_service = text_service
+        self._is_tracing = False
+        self._running_exports = 0
         self._page = resources.files("nanoactor.server").joinpath("page.html").read_bytes()
         self._policy = _content_policy(self._page.decode())
 
@@ -73,10 +74,10 @@ class Observation:
 
     async def ready(self, request: web.Request) -> web.StreamResponse:
         """Handle `GET /ready`: report whether requests are accepted."""
-        if self._http.draining:
+        if self._http.is_draining:
             raise unavailable("the server is shutting down")
         health = self._monitor.health()
-        if not health.well:
+        if not health.is_ok:
             raise unavailable(f"the engine is {health.status}: {health.culprit}")
         return json_response({"status": "ok"})
 
@@ -84,10 +85,10 @@ class Observation:
         """Handle `GET /health`: report the age of each actor's latest step; the status is 503
         unless the engine is healthy."""
         health = self._monitor.health()
-        value = {**dataclasses.asdict(health), "draining": self._http.draining}
-        if self._texts is not None:
-            value["text_service"] = self._texts.state
-        return json_response(value, status=200 if health.well else 503)
+        value = {**dataclasses.asdict(health), "draining": self._http.is_draining}
+        if self._text_service is not None:
+            value["text_service"] = self._text_service.state
+        return json_response(value, status=200 if health.is_ok else 503)
 
     async def icon(self, request: web.Request) -> web.StreamResponse:
         """Handle `GET /favicon.ico`; the icon depicts three actors."""
@@ -101,10 +102,10 @@ class Observation:
 
     async def activity(self, request: web.Request) -> web.StreamResponse:
         """Handle `GET /activity?since=N`: return the latest data for the web page."""
-        number = _only(request, "since", "0")
+        number = _only_parameter(request, "since", "0")
         if not re.fullmatch(r"\d{1,15}", number, re.ASCII):
             raise invalid("since must be the number returned by an earlier answer", "since")
-        return json_response(self._monitor.since(int(number)))
+        return json_response(self._monitor.samples_since(int(number)))
 
     async def page(self, request: web.Request) -> web.StreamResponse:
         """Handle `GET /`."""
@@ -123,52 +124,52 @@ class Observation:
         JSON for ui.perfetto.dev."""
         if self._tracer is None:
             raise APIError(404, "a timeline shows a single engine, but this server runs several")
-        seconds = _seconds(_only(request, "seconds", "1"))
-        if self._tracing or self._exports >= _MOST_EXPORTS:
+        seconds = _seconds(_only_parameter(request, "seconds", "1"))
+        if self._is_tracing or self._running_exports >= _MAX_EXPORTS:
             later = {"Retry-After": "5"}
             raise APIError(
                 429, "another trace is already being recorded", code="overloaded", headers=later
             )
-        self._tracing = True
+        self._is_tracing = True
         try:
-            watched = await self._watch(self._tracer, seconds)
-            looks = await asyncio.to_thread(pickle.dumps, watched)
+            recorded = await self._record(self._tracer, seconds)
+            snapshots = await asyncio.to_thread(pickle.dumps, recorded)
         finally:
-            self._tracing = False
-        self._exports += 1
+            self._is_tracing = False
+        self._running_exports += 1
         try:
-            return await self._export(request, looks)
+            return await self._export(request, snapshots)
         finally:
-            self._exports -= 1
+            self._running_exports -= 1
 
-    async def _watch(self, tracer: Tracer, seconds: float) -> list[list[NodeTrace]]:
+    async def _record(self, tracer: Tracer, seconds: float) -> list[list[NodeTrace]]:
         """Take snapshots repeatedly and return them; tracks keep only the last few seconds."""
         begin = since = time.monotonic_ns()
         end = begin + int(seconds * 1e9)
-        looks: list[list[NodeTrace]] = []
+        snapshots: list[list[NodeTrace]] = []
         while since < end:
-            await asyncio.sleep(min(_TRACE_PART, (end - since) * 1e-9))
+            await asyncio.sleep(min(_TRACE_INTERVAL, (end - since) * 1e-9))
             now = time.monotonic_ns()
             trace = await tracer.trace(max(begin, since - _LATE_NS))
-            looks.append([_up_to(node, now) for node in trace.nodes])
+            snapshots.append([_spans_until(node, now) for node in trace.nodes])
             since = now
-        return looks
+        return snapshots
 
-    async def _export(self, request: web.Request, looks: bytes) -> web.StreamResponse:
+    async def _export(self, request: web.Request, snapshots: bytes) -> web.StreamResponse:
         """Export the snapshots in a separate process and forward its output to the client."""
         pipe = asyncio.subprocess.PIPE
         exporter = await asyncio.create_subprocess_exec(*_EXPORTER, stdin=pipe, stdout=pipe)
         assert exporter.stdin is not None
         assert exporter.stdout is not None
-        named = {"Content-Disposition": 'attachment; filename="nanoactor-trace.json"'}
-        response = web.StreamResponse(headers={"Content-Type": "application/json", **named})
+        headers = {"Content-Disposition": 'attachment; filename="nanoactor-trace.json"'}
+        response = web.StreamResponse(headers={"Content-Type": "application/json", **headers})
         try:
-            exporter.stdin.write(looks)
+            exporter.stdin.write(snapshots)
             await exporter.stdin.drain()
             exporter.stdin.close()
-            while part := await exporter.stdout.read(_PART):
+            while chunk := await exporter.stdout.read(_CHUNK_BYTES):
                 await response.prepare(request)  # has an effect only the first time
-                await response.write(part)
+                await response.write(chunk)
             if not response.prepared:
                 raise APIError(
                     500, "the trace could not be written; see the server's log for the cause"
@@ -181,14 +182,14 @@ class Observation:
             await exporter.wait()
 
 
-def _only(request: web.Request, name: str, default: str) -> str:
+def _only_parameter(request: web.Request, name: str, default: str) -> str:
     """Return the only query parameter that a path accepts; raise `APIError` if there is another."""
     if others := [other for other in request.query if other != name]:
         raise invalid(f"{others[0][:100]!r} is not a parameter of {request.path}", others[0])
     return request.query.get(name, default)
 
 
-def _up_to(node: NodeTrace, end: int) -> NodeTrace:
+def _spans_until(node: NodeTrace, end: int) -> NodeTrace:
     """Return the trace without spans that end after `end`; the next snapshot includes them."""
     tracks = [
         dataclasses.replace(track, spans=track.spans[track.spans["end"] <= end])

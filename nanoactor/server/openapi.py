@@ -11,7 +11,7 @@ import nanoactor
 from nanoactor.server.anthropic.errors import AnthropicError
 from nanoactor.server.anthropic.request import CountTokensRequest, MessagesRequest
 from nanoactor.server.errors import Error
-from nanoactor.server.fields import of_route
+from nanoactor.server.fields import route_fields
 from nanoactor.server.observe import MAX_TRACE_SECONDS
 from nanoactor.server.pooling.request import EmbeddingRequest, RerankRequest, ScoreRequest
 from nanoactor.server.requests import (
@@ -22,7 +22,7 @@ from nanoactor.server.requests import (
 )
 from nanoactor.server.responses.request import ResponsesRequest
 
-_BODIES = {
+_POST_ROUTES = {
     "/v1/chat/completions": (ChatRequest, "Generate the next message of a conversation"),
     "/v1/completions": (CompletionRequest, "Complete one or more prompts"),
     "/v1/responses": (
@@ -48,7 +48,7 @@ _BODIES = {
     "/detokenize": (DetokenizeRequest, "Convert token ids to text"),
 }
 _STREAMED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
-_LOOKS = {
+_GET_ROUTES = {
     "/v1/models": ("The served model, its capabilities and its limits", "application/json"),
     "/v1/models/{model}": ("Details of one model", "application/json"),
     "/live": ("Whether the process is running", "application/json"),
@@ -64,15 +64,20 @@ _LOOKS = {
     "/openapi.json": ("This document", "application/json"),
     "/": ("A chat and a live view of the actors", "text/html"),
 }
-_NAME = {"type": "string", "minLength": 1}
-_SECONDS = {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_TRACE_SECONDS, "default": 1}
-_NUMBER = {"type": "integer", "minimum": 0, "maximum": 10**15 - 1, "default": 0}
-_PARAMETERS = {
-    "/v1/models/{model}": {"name": "model", "in": "path", "required": True, "schema": _NAME},
-    "/trace": {"name": "seconds", "in": "query", "schema": _SECONDS},
-    "/activity": {"name": "since", "in": "query", "schema": _NUMBER},
+_NAME_SCHEMA = {"type": "string", "minLength": 1}
+_SECONDS_SCHEMA = {
+    "type": "number",
+    "exclusiveMinimum": 0,
+    "maximum": MAX_TRACE_SECONDS,
+    "default": 1,
 }
-_WRONG = {
+_NUMBER_SCHEMA = {"type": "integer", "minimum": 0, "maximum": 10**15 - 1, "default": 0}
+_PARAMETERS = {
+    "/v1/models/{model}": {"name": "model", "in": "path", "required": True, "schema": _NAME_SCHEMA},
+    "/trace": {"name": "seconds", "in": "query", "schema": _SECONDS_SCHEMA},
+    "/activity": {"name": "since", "in": "query", "schema": _NUMBER_SCHEMA},
+}
+_ERROR_RESPONSES = {
     "400": "The request is invalid or not supported; the message says why",
     "401": "The API key is missing or wrong",
     "404": "The model, or the path, does not exist",
@@ -87,10 +92,10 @@ _WRONG = {
 }
 
 
-def document(names: Sequence[str], keys: bool, root: str = "") -> dict[str, Any]:
-    """Return the complete document of a server whose model has these names. `keys` is True if
+def document(names: Sequence[str], needs_key: bool, root: str = "") -> dict[str, Any]:
+    """Return the complete document of a server whose model has these names. `needs_key` is True if
     callers need an API key; `root` is the path under which a proxy exposes the server."""
-    kinds = [kind for kind, _ in _BODIES.values()]
+    kinds = [kind for kind, _ in _POST_ROUTES.values()]
     references, schemas = msgspec.json.schema_components(
         [*kinds, Error, AnthropicError], ref_template="#/components/schemas/{name}"
     )
@@ -98,15 +103,15 @@ def document(names: Sequence[str], keys: bool, root: str = "") -> dict[str, Any]
         schemas[kind.__name__]["properties"]["model"] = {"enum": list(names)}
         schemas[kind.__name__].pop("additionalProperties", None)
     for kind in (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest):
-        schemas[kind.__name__]["properties"] |= _refused(kind.ROUTE)
+        schemas[kind.__name__]["properties"] |= _refused_field_schemas(kind.ROUTE)
     paths: dict[str, Any] = {}
-    for (path, (_, text)), schema in zip(_BODIES.items(), references, strict=False):
-        streamed = ("text/event-stream",) if path in _STREAMED else ()
+    for (path, (_, text)), schema in zip(_POST_ROUTES.items(), references, strict=False):
+        event_stream = ("text/event-stream",) if path in _STREAMED else ()
         error = "AnthropicError" if path.startswith("/v1/messages") else "Error"
-        paths[path] = {"post": _operation(text, "application/json", *streamed, error=error)}
+        paths[path] = {"post": _operation(text, "application/json", *event_stream, error=error)}
         content = {"application/json": {"schema": schema}}
         paths[path]["post"]["requestBody"] = {"required": True, "content": content}
-    for path, (text, content_type) in _LOOKS.items():
+    for path, (text, content_type) in _GET_ROUTES.items():
         paths[path] = {"get": _operation(text, content_type)}
         if path in _PARAMETERS:
             paths[path]["get"]["parameters"] = [_PARAMETERS[path]]
@@ -124,27 +129,30 @@ def document(names: Sequence[str], keys: bool, root: str = "") -> dict[str, Any]
     }
     if root:
         value["servers"] = [{"url": root}]
-    if keys:
+    if needs_key:
         value["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         value["security"] = [{"key": []}]
     return value
 
 
-def _refused(route: str) -> dict[str, Any]:
+def _refused_field_schemas(route: str) -> dict[str, Any]:
     """Return schemas for the fields that a route refuses; they list the only values that are
     accepted."""
     text = "Not supported: other values are rejected."
     return {
         name: {"description": text, "enum": [None, *field.neutral]}
-        for name, field in of_route(route).items()
+        for name, field in route_fields(route).items()
         if field.status == "refused"
     }
 
 
 def _operation(text: str, *content_types: str, error: str = "Error") -> dict[str, Any]:
-    """Describe an operation that responds with these content types, or with an error of this
-    schema."""
+    """Return an operation object whose success response has these content types; `error` names the
+    schema of its error responses."""
     shape = {"application/json": {"schema": {"$ref": f"#/components/schemas/{error}"}}}
     answer = {"description": "The answer", "content": {kind: {} for kind in content_types}}
-    wrong = {status: {"description": said, "content": shape} for status, said in _WRONG.items()}
-    return {"summary": text, "responses": {"200": answer, **wrong}}
+    errors = {
+        status: {"description": description, "content": shape}
+        for status, description in _ERROR_RESPONSES.items()
+    }
+    return {"summary": text, "responses": {"200": answer, **errors}}

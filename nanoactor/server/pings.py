@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-SECONDS = 10.0
+PING_SECONDS = 10.0
 """Seconds of silence after which a ping is sent. Proxies close connections that are silent for 30
 to 60 s."""
 Write = Callable[[bytes], Awaitable[None]]
@@ -14,7 +14,7 @@ Write = Callable[[bytes], Awaitable[None]]
 
 class Pinged:
     """Writer of one stream's events; it sends a ping whenever the stream has been silent for
-    `SECONDS`."""
+    `PING_SECONDS`."""
 
     def __init__(self, write: Write, ping: bytes) -> None:
         self._write, self._ping = write, ping
@@ -30,8 +30,8 @@ class Pinged:
         """Write a ping after each silence until canceled, or until the client has disconnected."""
         with contextlib.suppress(ConnectionError):
             while True:
-                await asyncio.sleep(self._last + SECONDS - self._loop.time())
-                if self._loop.time() - self._last >= SECONDS:
+                await asyncio.sleep(self._last + PING_SECONDS - self._loop.time())
+                if self._loop.time() - self._last >= PING_SECONDS:
                     await self.write(self._ping)
 
 

@@ -12,13 +12,13 @@ import enum
 from typing import Literal
 
 OPEN, CLOSE = "<think>", "</think>"
-Begin = Literal["none", "optional", "open", "said"]
-"""How an output starts: "open" within reasoning that the prompt has opened, "said" within content
-that the prompt has started. For "none" and "optional", the output itself shows whether it starts
-with reasoning."""
+OutputStart = Literal["none", "optional", "open", "content"]
+"""How an output starts: "open" within reasoning that the prompt has opened, "content" within
+content that the prompt has started. For "none" and "optional", the output itself shows whether it
+starts with reasoning."""
 
 
-def held_back(text: str, tag: str) -> int:
+def partial_tag_length(text: str, tag: str) -> int:
     """Return the length of the longest suffix of `text` that is a proper prefix of `tag`."""
     for size in range(min(len(tag) - 1, len(text)), 0, -1):
         if text.endswith(tag[:size]):
@@ -31,81 +31,80 @@ def ends_in_thoughts(text: str) -> bool:
     return text.lstrip().startswith(OPEN) and CLOSE not in text
 
 
-class _Where(enum.Enum):
+class _State(enum.Enum):
     START = enum.auto()
     THINKING = enum.auto()
     BETWEEN = enum.auto()
     """After the reasoning, with only line breaks so far."""
-    SAYING = enum.auto()
+    CONTENT = enum.auto()
 
 
 class ReasoningParser:
     """Parser of an output that arrives in pieces; the result does not depend on how it is split."""
 
-    def __init__(self, begins: Begin = "optional") -> None:
-        """`begins` is how the output starts, as far as its prompt determines it."""
-        self._opened = begins == "open"
-        self._where = _Where.SAYING if begins == "said" else _Where.START
-        self._held = ""
-        self._begun = False
-        """Whether any reasoning has been emitted. Line breaks before the first reasoning are
-        dropped."""
+    def __init__(self, output_start: OutputStart = "optional") -> None:
+        """`output_start` is how the output starts, as far as its prompt determines it."""
+        self._prompt_opens_reasoning = output_start == "open"
+        self._state = _State.CONTENT if output_start == "content" else _State.START
+        self._buffer = ""
+        self._has_reasoning = False
+        """Whether any reasoning has been emitted. Until then, leading line breaks are dropped."""
 
     @property
-    def thinking(self) -> bool:
+    def is_thinking(self) -> bool:
         """Return True if the text so far ends within reasoning."""
-        return self._where is _Where.THINKING
+        return self._state is _State.THINKING
 
     def push(self, text: str) -> tuple[str, str]:
         """Add text; return the (reasoning, content) that can now be emitted."""
-        if self._where is _Where.SAYING:
+        if self._state is _State.CONTENT:
             return "", text
-        self._held += text
+        self._buffer += text
         thoughts = content = ""
-        if self._where is _Where.START:
+        if self._state is _State.START:
             content = self._start()
-        if self._where is _Where.THINKING:
+        if self._state is _State.THINKING:
             thoughts = self._think()
-        if self._where is _Where.BETWEEN:
-            content, self._held = self._held.lstrip("\n"), ""
+        if self._state is _State.BETWEEN:
+            content, self._buffer = self._buffer.lstrip("\n"), ""
             if content:
-                self._where = _Where.SAYING
+                self._state = _State.CONTENT
         return thoughts, content
 
     def _start(self) -> str:
         """Determine whether the output starts with reasoning; return the held text if it is
         content."""
-        begin = self._held.lstrip()
-        if begin.startswith(OPEN):
-            self._where, self._held = _Where.THINKING, begin[len(OPEN) :]
-        elif OPEN.startswith(begin):  # the tag may be incomplete
+        start = self._buffer.lstrip()
+        if start.startswith(OPEN):
+            self._state, self._buffer = _State.THINKING, start[len(OPEN) :]
+        elif OPEN.startswith(start):  # the tag may be incomplete
             return ""
-        elif self._opened:
-            self._where = _Where.THINKING
+        elif self._prompt_opens_reasoning:
+            self._state = _State.THINKING
         else:
-            self._where = _Where.SAYING
-            content, self._held = self._held, ""
+            self._state = _State.CONTENT
+            content, self._buffer = self._buffer, ""
             return content
         return ""
 
     def _think(self) -> str:
-        if not self._begun:
-            self._held = self._held.lstrip("\n")
-        thoughts, closed, rest = self._held.partition(CLOSE)
+        if not self._has_reasoning:
+            self._buffer = self._buffer.lstrip("\n")
+        thoughts, closed, rest = self._buffer.partition(CLOSE)
         if closed:
-            self._where, self._held = _Where.BETWEEN, rest
+            self._state, self._buffer = _State.BETWEEN, rest
             return thoughts.rstrip("\n")
-        open_ = len(self._held) - held_back(self._held, CLOSE)
-        thoughts = self._held[:open_].rstrip("\n")
-        self._held = self._held[len(thoughts) :]
-        self._begun = self._begun or bool(thoughts)
+        certain = len(self._buffer) - partial_tag_length(self._buffer, CLOSE)
+        thoughts = self._buffer[:certain].rstrip("\n")
+        self._buffer = self._buffer[len(thoughts) :]
+        self._has_reasoning = self._has_reasoning or bool(thoughts)
         return thoughts
 
     def finish(self) -> tuple[str, str]:
         """Return the (reasoning, content) that was held back, at the end of the output."""
-        held, self._held = self._held, ""
-        if self._where is _Where.THINKING:
-            return held.rstrip("\n"), ""
-        if self._where is _Where.START:
-            return (held.strip("\n"), "") if self._opened else ("", held)
+        rest, self._buffer = self._buffer, ""
+        if self._state is _State.THINKING:
+            return rest.rstrip("\n"), ""
+        if self._state is _State.START:
+            return (rest.strip("\n"), "") if self._prompt_opens_reasoning else ("", rest)
         return "", ""

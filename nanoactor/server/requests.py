@@ -16,19 +16,19 @@ from msgspec import Meta, Struct
 from nanoactor.api.engine import Prompt
 from nanoactor.requests.outputs import RequestOutputKind
 from nanoactor.requests.params import SamplingParams, TokenCap
-from nanoactor.server.chat_messages import Message, check_conversation, unread_members
+from nanoactor.server.chat_messages import Message, check_conversation, unknown_members
 from nanoactor.server.errors import context_length_exceeded, from_decoding, invalid
 from nanoactor.server.fields import (
     EXTENSIONS,
-    OF_TOKENIZE,
     SAMPLING,
     TEMPLATE_FIELDS,
+    TOKENIZE_FIELDS,
     Field,
-    Warned,
+    WarnOnce,
     is_neutral,
-    of_route,
+    route_fields,
 )
-from nanoactor.server.structured import CLOSED, Constrained, Constraint, constraint_of
+from nanoactor.server.structured import STRICT_STRUCTS, Constrained, Constraint, constraint_of
 from nanoactor.server.tool_choice import (
     Tool,
     ToolChoice,
@@ -37,13 +37,13 @@ from nanoactor.server.tool_choice import (
     demands_calls,
     possible_calls,
     tool_grammar,
-    unenforced,
+    unenforced_format_paths,
 )
 
 MAX_PROMPTS, MAX_ITEMS = 512, 4096
 """Maximum number of prompts, and of items in any other list, in a request; more would block the
 event loop for too long."""
-_DEFAULT_COMPLETION_TOKENS = 16
+_DEFAULT_MAX_TOKENS = 16
 
 
 _SGLANG = Meta(description="SGLang's name for max_tokens or min_tokens")
@@ -131,20 +131,20 @@ class CompletionRequest(_Body, kw_only=True, forbid_unknown_fields=True):
         return constraint_of(self)
 
 
-class _Given(Struct, dict=True):
+class _WithRawBody(Struct, dict=True):
     """A request body, parts of which are passed to the chat template."""
 
     @property
-    def given(self) -> dict[str, Any]:
+    def raw(self) -> dict[str, Any]:
         """Return the body as the client sent it, with unknown members and in the original order."""
-        found: dict[str, Any] | None = self.__dict__.get("given")
-        return msgspec.to_builtins(self) if found is None else found
+        raw: dict[str, Any] | None = self.__dict__.get("raw")
+        return msgspec.to_builtins(self) if raw is None else raw
 
 
 _FOR_TEMPLATE = Meta(description="Passed to the chat template if the template reads it.")
 
 
-class ChatRequest(_Body, _Given, kw_only=True, forbid_unknown_fields=True):
+class ChatRequest(_Body, _WithRawBody, kw_only=True, forbid_unknown_fields=True):
     """Body of `POST /v1/chat/completions`."""
 
     ROUTE: ClassVar[str] = "chat"
@@ -178,8 +178,8 @@ class ChatRequest(_Body, _Given, kw_only=True, forbid_unknown_fields=True):
         """Return the constraint of the answer, if any. Raises `APIError` if there are several."""
         parallel = self.parallel_tool_calls is not False
         tools, choice = self.tools or (), self.tool_choice
-        demanded = tool_grammar(tools, choice, parallel)
-        return constraint_of(self, demanded, possible_calls(tools, choice, parallel))
+        demanded_calls = tool_grammar(tools, choice, parallel)
+        return constraint_of(self, demanded_calls, possible_calls(tools, choice, parallel))
 
     def check(self) -> None:
         """Raise `APIError` for unsupported or contradictory fields."""
@@ -192,7 +192,7 @@ class ChatRequest(_Body, _Given, kw_only=True, forbid_unknown_fields=True):
             )
 
 
-class TokenizeRequest(_Given, kw_only=True, forbid_unknown_fields=True):
+class TokenizeRequest(_WithRawBody, kw_only=True, forbid_unknown_fields=True):
     """Body of `POST /tokenize`: a prompt or messages."""
 
     ROUTE: ClassVar[str] = "tokenize"
@@ -213,8 +213,8 @@ class TokenizeRequest(_Given, kw_only=True, forbid_unknown_fields=True):
         """Raise `APIError` for contradictory fields."""
         if (self.prompt is None) == (self.messages is None):
             raise invalid("give either prompt or messages, but not both", "prompt")
-        of_chats = (self.tools, self.chat_template_kwargs, self.add_generation_prompt)
-        for value in (*of_chats, self.continue_final_message):
+        chat_fields = (self.tools, self.chat_template_kwargs, self.add_generation_prompt)
+        for value in (*chat_fields, self.continue_final_message):
             if self.prompt is not None and value is not None:
                 raise invalid(
                     "the chat template is not applied to a prompt; give messages instead", "prompt"
@@ -236,21 +236,20 @@ class DetokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
 
 Body = CompletionRequest | ChatRequest
 B = TypeVar("B", bound=Struct)
-_MOST_UNKNOWN = 200
+_MAX_UNKNOWN_FIELDS = 200
 
 
 @functools.cache
-def _known(kind: type[Struct]) -> dict[str, Field]:
+def _route_fields(kind: type[Struct]) -> dict[str, Field]:
     """Return the `Field` entries of a structure's route, by field name; empty if it has no
     route."""
     route: str = getattr(kind, "ROUTE", "")
-    return OF_TOKENIZE if route == "tokenize" else of_route(route)
+    return TOKENIZE_FIELDS if route == "tokenize" else route_fields(route)
 
 
 @functools.cache
-def _inner(kind: type[Struct]) -> dict[str, type[Struct]]:
-    """Return the type of the nested structures by field name, for fields that contain a structure
-    or a list of structures."""
+def _nested_structs(kind: type[Struct]) -> dict[str, type[Struct]]:
+    """Return, by field name, the structure that a field contains, directly or in a list."""
     hints = get_type_hints(kind).items()
     return {name: inner for name, hint in hints for inner in _structures(hint)}
 
@@ -269,24 +268,28 @@ class Decoder:
     def __init__(
         self,
         strict: bool = False,
-        sees: bool = False,
+        accepts_images: bool = False,
         template_members: Callable[[], Collection[str]] = tuple,
     ) -> None:
-        """`sees` is True if the model accepts images; `template_members` returns the names of
-        message members that the chat template reads."""
-        self._strict, self._sees, self._template_members = strict, sees, template_members
-        self._warned = Warned()
+        """`accepts_images` is True if the model accepts images; `template_members` returns the
+        names of message members that the chat template reads."""
+        self._strict, self._accepts_images, self._template_members = (
+            strict,
+            accepts_images,
+            template_members,
+        )
+        self._warn_once = WarnOnce()
 
     def decode(self, kind: type[B], body: bytes) -> B:
         """Decode a body into a structure of this kind; raise `APIError` if it is invalid."""
         try:
             raw = msgspec.json.decode(body)
-            if issubclass(kind, _Given) and isinstance(raw, dict):
+            if issubclass(kind, _WithRawBody) and isinstance(raw, dict):
                 check_tool_kinds(raw.get("tools"))
             try:
                 decoded = msgspec.convert(raw, kind, str_keys=True)
             except msgspec.ValidationError:
-                self._clean(raw, kind, "")
+                self._remove_unknown_fields(raw, kind, "")
                 decoded = msgspec.convert(raw, kind, str_keys=True)
         except (msgspec.DecodeError, UnicodeError, RecursionError, ValueError) as error:
             raise from_decoding(error) from None
@@ -304,134 +307,137 @@ class Decoder:
         self._check(body, translated)
         return body
 
-    def warn(self, name: str, fate: str) -> None:
+    def warn(self, name: str, treatment: str) -> None:
         """Log once how an unsupported field is treated; if strict, raise `APIError` instead."""
         if self._strict:
-            raise invalid(f"{name} {fate}", name.partition(":")[0])
-        self._warned.warn(name, f"{fate} (--strict rejects it)")
+            raise invalid(f"{name} {treatment}", name.partition(":")[0])
+        self._warn_once.warn(name, f"{treatment} (--strict rejects it)")
 
-    def check_tools(
-        self, body: ChatRequest | TokenizeRequest, options: dict[str, Any], shown: bool
+    def drop_hidden_tools(
+        self,
+        body: ChatRequest | TokenizeRequest,
+        options: dict[str, Any],
+        template_renders_tools: bool,
     ) -> None:
         """If the chat template would not show tools, remove them from its options, with a warning.
         A model that need not call a function can answer without tools; a request that demands a
         call is refused later."""
         choice = body.tool_choice if isinstance(body, ChatRequest) else None
-        if options.get("tools") and not shown and not demands_calls(choice):
+        if options.get("tools") and not template_renders_tools and not demands_calls(choice):
             self.warn("tools", "is not shown to the model by its chat template")
             del options["tools"]
 
-    def _check(self, body: ChatRequest | TokenizeRequest, given: dict[str, Any]) -> None:
-        body.__dict__["given"] = given
+    def _check(self, body: ChatRequest | TokenizeRequest, raw: dict[str, Any]) -> None:
+        body.__dict__["raw"] = raw
         body.check()
-        self._check_messages(body.messages or (), given.get("messages") or ())
+        self._check_messages(body.messages or (), raw.get("messages") or ())
         if isinstance(body, ChatRequest):
             self._check_formats(body)
 
     def _check_formats(self, body: ChatRequest) -> None:
         calls = tool_grammar(body.tools or (), body.tool_choice, parallel=True)
-        for place in unenforced(calls, body.tools or ()):
+        for path in unenforced_format_paths(calls, body.tools or ()):
             if self._strict:
-                raise invalid(f"{place} cannot be enforced", "tools")
-            self._warned.warn(place, "is not enforced (--strict rejects it)")
+                raise invalid(f"{path} cannot be enforced", "tools")
+            self._warn_once.warn(path, "is not enforced (--strict rejects it)")
 
-    def _check_messages(self, messages: Sequence[Message], given: Sequence[Any]) -> None:
+    def _check_messages(self, messages: Sequence[Message], raw: Sequence[Any]) -> None:
         if not messages:
             return
-        check_conversation(messages, given, self._sees)
-        for path in unread_members(given, self._template_members()):
+        check_conversation(messages, raw, self._accepts_images)
+        for path in unknown_members(raw, self._template_members()):
             if self._strict:
                 text = (
                     f"{path[:200]!r} is not a known parameter, and the chat template does not "
                     "read it"
                 )
                 raise invalid(text, path[:200])
-            self._warned.warn(path, "the chat template does not read (--strict rejects it)")
+            self._warn_once.warn(path, "the chat template does not read (--strict rejects it)")
 
-    def _clean(self, raw: Any, kind: type[Struct], path: str) -> None:
+    def _remove_unknown_fields(self, raw: Any, kind: type[Struct], path: str) -> None:
         """Remove ignored fields from a decoded body; raise `APIError` for refused fields."""
         if not isinstance(raw, dict):
             return  # decoding into the structure reports the error
         config = kind.__struct_config__
         unknown = raw.keys() - set(kind.__struct_fields__) if config.forbid_unknown_fields else ()
-        if len(unknown) > _MOST_UNKNOWN:
+        if len(unknown) > _MAX_UNKNOWN_FIELDS:
             raise invalid(f"the request has too many unknown fields: {len(unknown)}")
         for name in unknown:
-            self._take_out(raw, kind, name, f"{path}{name}")
-        for name, inner in _inner(kind).items():
+            self._remove_field(raw, kind, name, f"{path}{name}")
+        for name, inner in _nested_structs(kind).items():
             value = raw.get(name)
             if not isinstance(value, list):
-                self._clean(value, inner, f"{path}{name}.")
+                self._remove_unknown_fields(value, inner, f"{path}{name}.")
                 continue
             if len(value) > MAX_ITEMS:
                 text = f"{name} has {len(value)} items; at most {MAX_ITEMS} are accepted"
                 raise invalid(text, f"{path}{name}")
             for index, item in enumerate(value):
-                self._clean(item, inner, f"{path}{name}[{index}].")
+                self._remove_unknown_fields(item, inner, f"{path}{name}[{index}].")
 
-    def _take_out(self, raw: dict[str, Any], kind: type[Struct], name: str, path: str) -> None:
-        value, field = raw.pop(name), _known(kind).get(name)
+    def _remove_field(self, raw: dict[str, Any], kind: type[Struct], name: str, path: str) -> None:
+        value, field = raw.pop(name), _route_fields(kind).get(name)
         neutral = field.neutral if field is not None else ()
         if is_neutral(value, neutral):
             return
         if field is not None and field.status == "refused":
-            shown = [msgspec.json.encode(one).decode() for one in (None, *neutral)]
+            accepted_values = [msgspec.json.encode(one).decode() for one in (None, *neutral)]
             note = f" ({field.note})" if field.note else ""
-            text = f"{name} is not supported; only {' or '.join(shown)} is accepted{note}"
+            text = f"{name} is not supported; only {' or '.join(accepted_values)} is accepted{note}"
             raise invalid(text, name)
-        if field is None and (self._strict or kind in CLOSED):
+        if field is None and (self._strict or kind in STRICT_STRUCTS):
             raise invalid(f"{path[:200]!r} is not a known parameter", path[:200])
         if field is None:
-            self._warned.warn(path, "is ignored (--strict rejects it)")
+            self._warn_once.warn(path, "is ignored (--strict rejects it)")
         elif field.status == "ignored":
-            self._warned.warn(path, "is ignored")
+            self._warn_once.warn(path, "is ignored")
         # A field that is honored only by the route for which tokens are counted does not affect the
         # count.
 
 
 def sampling_params(
-    body: Body, constraint: Constraint | None = None, *, caps: bool = False
+    body: Body, constraint: Constraint | None = None, *, cap_max_tokens: bool = False
 ) -> SamplingParams:
     """Return the engine's sampling parameters; raise `InvalidRequest` or `APIError`, naming the
-    invalid parameter. `caps` lowers a `max_tokens` for which the context leaves too little room,
-    instead of rejecting it."""
+    invalid parameter. `cap_max_tokens` lowers a `max_tokens` for which the context leaves too
+    little room, instead of rejecting it."""
     values = {name: getattr(body, name) for name in SAMPLING}
-    _take_other_names(body, values)
+    _apply_aliases(body, values)
     if values["max_tokens"] is None:
         if isinstance(body, ChatRequest):
             values["max_tokens"] = body.max_completion_tokens
         else:
-            values["max_tokens"] = max(_DEFAULT_COMPLETION_TOKENS, values["min_tokens"] or 0)
-    if caps and values["max_tokens"] is not None:
+            values["max_tokens"] = max(_DEFAULT_MAX_TOKENS, values["min_tokens"] or 0)
+    if cap_max_tokens and values["max_tokens"] is not None:
         values["max_tokens"] = TokenCap(values["max_tokens"])
     if body.stream and body.prompt_logprobs is not None:
         raise invalid("prompt_logprobs cannot be streamed; set stream to false", "prompt_logprobs")
-    values["logprobs"] = wanted_logprobs(body)
+    values["logprobs"] = num_logprobs(body)
     if isinstance(body, CompletionRequest) and body.echo and values["logprobs"] is not None:
         values["prompt_logprobs"] = max(values["logprobs"], body.prompt_logprobs or 0)
     if body.seed is not None and -(2**63) <= body.seed < -1:
         values["seed"] = body.seed + 2**64
     values["structured_outputs"] = constraint and constraint.params
-    given = {name: value for name, value in values.items() if value is not None}
-    return SamplingParams.for_model(output_kind=RequestOutputKind.DELTA, **given)
+    parameters = {name: value for name, value in values.items() if value is not None}
+    return SamplingParams.for_model(output_kind=RequestOutputKind.DELTA, **parameters)
 
 
-def _take_other_names(body: Body, values: dict[str, Any]) -> None:
+def _apply_aliases(body: Body, values: dict[str, Any]) -> None:
     """Copy parameters that are given under their SGLang names to `values`; raise `APIError` if a
     parameter has different values under its two names."""
     for name in ("max_tokens", "min_tokens"):
-        other = name.replace("_", "_new_")
-        if (given := getattr(body, other)) is not None:
-            if values[name] not in (None, given):
+        alias = name.replace("_", "_new_")
+        if (value := getattr(body, alias)) is not None:
+            if values[name] not in (None, value):
                 raise invalid(
-                    f"{other} and {name} are two names for the same parameter; give only one of "
+                    f"{alias} and {name} are two names for the same parameter; give only one of "
                     "them",
-                    other,
+                    alias,
                 )
-            values[name] = given
+            values[name] = value
 
 
-def wanted_logprobs(body: Body) -> int | None:
+def num_logprobs(body: Body) -> int | None:
     """Return the number of most likely tokens to report at each position; None if no
     log-probabilities are requested."""
     if isinstance(body, ChatRequest):
@@ -443,11 +449,11 @@ def wanted_logprobs(body: Body) -> int | None:
     return None if body.logprobs is False else body.logprobs
 
 
-def prompts(body: CompletionRequest, max_model_len: int) -> list[Prompt]:
+def request_prompts(body: CompletionRequest, max_model_len: int) -> list[Prompt]:
     """Return a request's prompts as the engine accepts them; raise `APIError` if they are
     invalid."""
-    prompt, truncates = body.prompt, body.truncate_prompt_tokens is not None
-    if body.echo and truncates:
+    prompt, is_truncated = body.prompt, body.truncate_prompt_tokens is not None
+    if body.echo and is_truncated:
         raise invalid(
             "echo cannot be combined with truncate_prompt_tokens", "truncate_prompt_tokens"
         )
@@ -459,12 +465,12 @@ def prompts(body: CompletionRequest, max_model_len: int) -> list[Prompt]:
             "strings and lists of token ids",
             "prompt",
         )
-    several: Sequence[Any] = [prompt] if isinstance(prompt[0], int) else prompt
-    if len(several) > MAX_PROMPTS:
+    items: Sequence[Any] = [prompt] if isinstance(prompt[0], int) else prompt
+    if len(items) > MAX_PROMPTS:
         raise invalid(
-            f"prompt has {len(several)} items; at most {MAX_PROMPTS} are accepted", "prompt"
+            f"prompt has {len(items)} items; at most {MAX_PROMPTS} are accepted", "prompt"
         )
-    return [_prompt(item, None if truncates else max_model_len) for item in several]
+    return [_prompt(item, None if is_truncated else max_model_len) for item in items]
 
 
 def _prompt(item: str | int | list[Any], max_model_len: int | None) -> Prompt:
@@ -485,11 +491,12 @@ def template_options(
     """Return the variables that the chat template receives in addition to the messages. Fields such
     as `reasoning_effort` are included only if they are among `variables`, which the template reads.
     `defaults` apply to variables that the request omits or sets to null."""
-    given = _of_fields(body, variables) | (body.chat_template_kwargs or {})
+    variables_set = _template_fields(body, variables) | (body.chat_template_kwargs or {})
     options = {
-        name: defaults[name] if given.get(name) is None else given[name] for name in defaults
+        name: defaults[name] if variables_set.get(name) is None else variables_set[name]
+        for name in defaults
     }
-    options |= {name: value for name, value in given.items() if name not in defaults}
+    options |= {name: value for name, value in variables_set.items() if name not in defaults}
     for reserved in ("messages", "tools", "add_generation_prompt", "continue_final_message"):
         if reserved in options:
             raise invalid(
@@ -502,14 +509,18 @@ def template_options(
     if body.continue_final_message:
         options["continue_final_message"] = True
     if body.tools:  # also if the choice is "none", so that the prompt matches the adjacent turns
-        options["tools"] = body.given["tools"]
+        options["tools"] = body.raw["tools"]
     return options
 
 
-def _of_fields(body: ChatRequest | TokenizeRequest, variables: Collection[str]) -> dict[str, Any]:
+def _template_fields(
+    body: ChatRequest | TokenizeRequest, variables: Collection[str]
+) -> dict[str, Any]:
     """Return the fields that the template reads as variables. `reasoning_effort` also determines
     `enable_thinking` if that is not set, as in vLLM."""
-    given = {name: getattr(body, name, None) for name in TEMPLATE_FIELDS}
-    if given["reasoning_effort"] is not None and given["enable_thinking"] is None:
-        given["enable_thinking"] = given["reasoning_effort"] != "none"
-    return {name: value for name, value in given.items() if value is not None and name in variables}
+    fields = {name: getattr(body, name, None) for name in TEMPLATE_FIELDS}
+    if fields["reasoning_effort"] is not None and fields["enable_thinking"] is None:
+        fields["enable_thinking"] = fields["reasoning_effort"] != "none"
+    return {
+        name: value for name, value in fields.items() if value is not None and name in variables
+    }

@@ -19,10 +19,10 @@ from nanoactor.server.listening import url_of
 log = logging.getLogger("nanoactor.server")
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_SAME = 0.5
+_DUPLICATE_SECONDS = 0.5
 """Seconds within which a second signal counts as a duplicate of the first: `timeout` sends two at
 once, one to the process and one to its process group."""
-_DEAD_FOR = 5.0
+_DEAD_SECONDS = 5.0
 """Seconds for which /health reports a dead engine before the server exits as well."""
 
 
@@ -30,16 +30,18 @@ async def serve(llm: AsyncLLM, config: ServerConfig) -> None:
     """Serve until SIGTERM, SIGINT or SIGHUP, then let running requests finish; a second signal ends
     the process at once. Raises `EngineDead` if the engine has died."""
     server = Server(llm, config)
-    asked = Asked()
+    shutdown = ShutdownEvent()
     loop = asyncio.get_running_loop()
     # Under nohup, SIGHUP is ignored; keep ignoring it.
-    hung_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
-    heeded = [number for number in SIGNALS if hung_up or number is not signal.SIGHUP]
-    for number in heeded:
-        loop.add_signal_handler(number, asked.by_signal, number)
+    handles_sighup = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    handled_signals = [
+        number for number in SIGNALS if handles_sighup or number is not signal.SIGHUP
+    ]
+    for number in handled_signals:
+        loop.add_signal_handler(number, shutdown.on_signal, number)
     log.info("starting %s", llm.config.model)
     starting = asyncio.ensure_future(_start(server))
-    stopping = asyncio.ensure_future(asked.wait())
+    stopping = asyncio.ensure_future(shutdown.wait())
     dying = asyncio.ensure_future(llm.death())
     try:
         await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -53,14 +55,14 @@ async def serve(llm: AsyncLLM, config: ServerConfig) -> None:
         gc.freeze()
         await asyncio.wait((dying, stopping), return_when=asyncio.FIRST_COMPLETED)
         if dying.done():
-            await asyncio.wait((stopping,), timeout=_DEAD_FOR)
+            await asyncio.wait((stopping,), timeout=_DEAD_SECONDS)
         await server.stop()
         if llm.dead is not None:
             raise llm.dead
     finally:
         stopping.cancel()
         dying.cancel()
-        for number in heeded:
+        for number in handled_signals:
             loop.remove_signal_handler(number)
         gc.unfreeze()
 
@@ -70,8 +72,8 @@ async def _start(server: Server) -> None:
     try:
         await server.start()
     except OSError as error:
-        place = config.uds or f"{config.host} port {config.port}"
-        raise InvalidConfig(f"cannot listen on {place}: {error.strerror or error}") from error
+        address = config.uds or f"{config.host} port {config.port}"
+        raise InvalidConfig(f"cannot listen on {address}: {error.strerror or error}") from error
     llm, facts = server.llm, server.llm.facts
     log.info(
         "%s (%s) on %s, context %d, KV cache of %d tokens, loaded in %.1f s",
@@ -91,7 +93,7 @@ async def _start(server: Server) -> None:
         )
 
 
-class Asked(asyncio.Event):
+class ShutdownEvent(asyncio.Event):
     """Event that is set when the server is to shut down."""
 
     def __init__(self, before_end: Callable[[], object] = lambda: None) -> None:
@@ -99,11 +101,11 @@ class Asked(asyncio.Event):
         super().__init__()
         self._since, self._before_end = 0.0, before_end
 
-    def by_signal(self, number: signal.Signals) -> None:
+    def on_signal(self, number: signal.Signals) -> None:
         """Request a shutdown. If one is already in progress, let the signal's default action end
         this process and its child processes."""
         now = time.monotonic()
-        if self._since and now - self._since > _SAME:
+        if self._since and now - self._since > _DUPLICATE_SECONDS:
             self._before_end()
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

@@ -12,8 +12,8 @@ import base64
 import binascii
 import zlib
 
-_MARK = "nanoactor1."
-_RATIO = 4
+_PREFIX = "nanoactor1."
+_MAX_EXPANSION = 4
 """Maximum number of bytes to which one compressed byte may expand, so that a request expands to at
 most a few times its own size."""
 
@@ -23,19 +23,19 @@ def seal(thoughts: str) -> str:
     the limit of `unseal`."""
     text = thoughts.encode("utf-8", "replace")
     packed = zlib.compress(text)
-    if len(text) > _RATIO * len(packed):
+    if len(text) > _MAX_EXPANSION * len(packed):
         packed = zlib.compress(text, level=0)
-    return _MARK + base64.urlsafe_b64encode(packed).decode()
+    return _PREFIX + base64.urlsafe_b64encode(packed).decode()
 
 
 def unseal(text: str) -> str | None:
     """Return the reasoning that `seal` has encoded as this text, or None for any other text."""
-    if not text.startswith(_MARK):
+    if not text.startswith(_PREFIX):
         return None
     try:
-        packed = base64.b64decode(text.removeprefix(_MARK), b"-_", validate=True)
-        reader = zlib.decompressobj()
-        thoughts = reader.decompress(packed, _RATIO * len(packed) + 1)
-        return thoughts.decode() if reader.eof else None
+        packed = base64.b64decode(text.removeprefix(_PREFIX), b"-_", validate=True)
+        decompressor = zlib.decompressobj()
+        thoughts = decompressor.decompress(packed, _MAX_EXPANSION * len(packed) + 1)
+        return thoughts.decode() if decompressor.eof else None
     except (binascii.Error, zlib.error, ValueError):
         return None

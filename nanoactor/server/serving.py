@@ -1,4 +1,4 @@
-"""Protocols that a server requires of its engine, or of an ingress to several engines."""
+"""Interfaces that the server requires: of the engine, which may be a fleet, and of the monitor."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Tracer(Protocol):
         """Return the trace since a time on the monotonic clock, in ns."""
 
 
-class Watch(Protocol):
+class MonitorProtocol(Protocol):
     """Monitor of the engine, for `/health`, `/metrics` and the web page."""
 
     async def start(self) -> None:
@@ -86,7 +86,7 @@ class Watch(Protocol):
     def health(self) -> Health:
         """Return the current health."""
 
-    def since(self, number: int) -> dict[str, Any]:
+    def samples_since(self, number: int) -> dict[str, Any]:
         """Return the snapshots after the one with this number, for the web page."""
 
     def collect(self) -> Iterator[Metric]:

@@ -1,4 +1,4 @@
-"""Queue shares: a limit on each client's answers in progress, so that no client fills the queue."""
+"""Limit on each client's answers in progress, so that no client can fill the queue."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ class Shares:
     """Counter of the answers in progress of each client. A client is identified by its API key, or
     by its address if no keys are set."""
 
-    def __init__(self, most: int) -> None:
-        """`most` is the maximum number of answers per client, waiting or running."""
-        self._most = most
-        self._held: Counter[str] = Counter()
+    def __init__(self, limit: int) -> None:
+        """`limit` is the maximum number of answers per client, waiting or running."""
+        self._limit = limit
+        self._in_progress: Counter[str] = Counter()
 
     def __len__(self) -> int:
         """Return the number of clients with answers in progress."""
-        return len(self._held)
+        return len(self._in_progress)
 
     @contextlib.contextmanager
     def hold(self, client: str, answers: int) -> Iterator[None]:
         """Count a client's answers while they are in progress; raise `APIError` if there are too
         many."""
-        if self._held[client] + answers > self._most:
+        if self._in_progress[client] + answers > self._limit:
             text = (
-                f"this client has {self._held[client]} answers in progress and has requested "
-                f"{answers} more, but at most {self._most} are allowed at once "
+                f"this client has {self._in_progress[client]} answers in progress and has "
+                f"requested {answers} more, but at most {self._limit} are allowed at once "
                 "(--max-answers-per-client)"
             )
             self._forget_if_idle(client)
             headers = {"Retry-After": RETRY_AFTER}
             raise APIError(429, text, code="too_many_answers", headers=headers)
-        self._held[client] += answers
+        self._in_progress[client] += answers
         try:
             yield
         finally:
-            self._held[client] -= answers
+            self._in_progress[client] -= answers
             self._forget_if_idle(client)
 
     def _forget_if_idle(self, client: str) -> None:
-        if not self._held[client]:
-            del self._held[client]
+        if not self._in_progress[client]:
+            del self._in_progress[client]

@@ -62,13 +62,13 @@ class StructuredOutputs(Struct, forbid_unknown_fields=True):
     structural_tag: Any = None
 
 
-_SCHEMA = "response_format.schema"
-CLOSED = (ResponseFormat, JsonSchema, StructuredOutputs)
+_FORMAT_SCHEMA = "response_format.schema"
+STRICT_STRUCTS = (ResponseFormat, JsonSchema, StructuredOutputs)
 """Structures whose unknown members are always refused, as they would change the output."""
-_OURS = "structured_outputs"
+_ENGINE_PARAMETER = "structured_outputs"
 """Name of the engine's parameter; the engine's error messages about constraints start with it."""
-_OTHERS = Meta(description="SGLang's or llama.cpp's name for a member of structured_outputs")
-_OLDER = Meta(description="Older name for a member of structured_outputs")
+_OTHER_NAME = Meta(description="SGLang's or llama.cpp's name for a member of structured_outputs")
+_OLDER_NAME = Meta(description="Older name for a member of structured_outputs")
 
 
 class Constrained(Struct, kw_only=True):
@@ -77,19 +77,19 @@ class Constrained(Struct, kw_only=True):
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: Annotated[dict[str, Any] | str, _OLDER] | None = None
-    guided_regex: Annotated[str, _OLDER] | None = None
-    guided_choice: Annotated[list[str], _OLDER] | None = None
-    guided_grammar: Annotated[str, _OLDER] | None = None
-    json_schema: Annotated[dict[str, Any] | str, _OTHERS] | None = None
-    regex: Annotated[str, _OTHERS] | None = None
-    ebnf: Annotated[str, _OTHERS] | None = None
-    grammar: Annotated[str, _OTHERS] | None = None
+    guided_json: Annotated[dict[str, Any] | str, _OLDER_NAME] | None = None
+    guided_regex: Annotated[str, _OLDER_NAME] | None = None
+    guided_choice: Annotated[list[str], _OLDER_NAME] | None = None
+    guided_grammar: Annotated[str, _OLDER_NAME] | None = None
+    json_schema: Annotated[dict[str, Any] | str, _OTHER_NAME] | None = None
+    regex: Annotated[str, _OTHER_NAME] | None = None
+    ebnf: Annotated[str, _OTHER_NAME] | None = None
+    grammar: Annotated[str, _OTHER_NAME] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Constraint:
-    """The constraint of an answer, which has at most one."""
+    """The output constraint of a request; a request has at most one."""
 
     field: str
     """Name of the request's field that sets the constraint."""
@@ -113,16 +113,18 @@ class Constraint:
 
 
 @contextlib.contextmanager
-def said_of(constraint: Constraint | None) -> Iterator[None]:
-    """Convert an `InvalidRequest` about the engine's parameter to an `APIError` that names the
-    request's field instead."""
+def errors_name_field(constraint: Constraint | None) -> Iterator[None]:
+    """Convert an `InvalidRequest` that names the engine's parameter `structured_outputs` to an
+    `APIError` that names the request's own field."""
     try:
         yield
     except InvalidRequest as error:
         text = str(error)
-        if constraint is None or not text.startswith(_OURS):
+        if constraint is None or not text.startswith(_ENGINE_PARAMETER):
             raise
-        raise invalid(constraint.field + text.removeprefix(_OURS), constraint.field) from None
+        raise invalid(
+            constraint.field + text.removeprefix(_ENGINE_PARAMETER), constraint.field
+        ) from None
 
 
 def constraint_of(
@@ -134,14 +136,14 @@ def constraint_of(
     are the calls that may replace content described by `response_format`. If calls are demanded,
     there is no content for `response_format` to describe, so it has no effect.
     """
-    asked = _asked(body)
-    first, second = [*asked, "", ""][:2]
+    requested = _requested_constraints(body)
+    first, second = [*requested, "", ""][:2]
     if second:
         raise invalid(
             f"{second} cannot be combined with {first}, which already constrains the answer", second
         )
-    if calls is not None and (calls.required or not asked):
-        if asked and first != "response_format":
+    if calls is not None and (calls.required or not requested):
+        if requested and first != "response_format":
             raise invalid(
                 f"{first} cannot be combined with a tool_choice that requires calls, because "
                 "calls have their own form",
@@ -149,21 +151,21 @@ def constraint_of(
             )
         return Constraint("tools", {"tools": calls})
     if free_calls is not None and first == "response_format":
-        answer = _checked_schema(asked[first])
+        answer = _checked_schema(requested[first])
         return Constraint("tools", {"tools": dataclasses.replace(free_calls, answer=answer)})
-    return Constraint(first, asked[first]) if asked else None
+    return Constraint(first, requested[first]) if requested else None
 
 
 def _checked_schema(values: dict[str, Any]) -> str:
     """Return the schema of `response_format` as JSON text. Errors name that field, although the
     schema becomes part of the calls' grammar."""
-    wanted = Constraint("response_format", values)
-    with said_of(wanted):
-        schema = wanted.params.json
+    constraint = Constraint("response_format", values)
+    with errors_name_field(constraint):
+        schema = constraint.params.json
         try:
-            check_spec(wanted.params.spec())
+            check_spec(constraint.params.spec())
         except InvalidRequest as error:
-            raise InvalidRequest(f"{_OURS}: {error}") from None
+            raise InvalidRequest(f"{_ENGINE_PARAMETER}: {error}") from None
     return schema if isinstance(schema, str) else '{"type":"object"}'
 
 
@@ -180,27 +182,31 @@ _NAMES = {
 """Maps older names and other servers' names of constraints to ours."""
 
 
-def _asked(body: Constrained) -> dict[str, dict[str, Any]]:
+def _requested_constraints(body: Constrained) -> dict[str, dict[str, Any]]:
     """Return the arguments of `StructuredOutputsParams` by the request's field that sets them. A
     constraint that is given under several names, for servers of several versions, counts once."""
-    found: dict[str, dict[str, Any]] = {}
-    wanted = body.response_format
-    if wanted is not None and (wanted.type != "text" or wanted.schema or wanted.json_schema):
-        found["response_format"] = _of_format(wanted)
+    by_field: dict[str, dict[str, Any]] = {}
+    response_format = body.response_format
+    if response_format is not None and (
+        response_format.type != "text" or response_format.schema or response_format.json_schema
+    ):
+        by_field["response_format"] = _format_arguments(response_format)
     if body.structured_outputs is not None:
-        given = msgspec.structs.asdict(body.structured_outputs)
-        found["structured_outputs"] = {k: value for k, value in given.items() if value is not None}
+        members = msgspec.structs.asdict(body.structured_outputs)
+        by_field["structured_outputs"] = {
+            k: value for k, value in members.items() if value is not None
+        }
     for name, ours in _NAMES.items():
         if (value := getattr(body, name)) is not None:
-            found[name] = {ours: value}
-    once: dict[str, dict[str, Any]] = {}
-    for name, values in found.items():
-        if _plain(values) not in map(_plain, once.values()):
-            once[name] = values
-    return once
+            by_field[name] = {ours: value}
+    distinct: dict[str, dict[str, Any]] = {}
+    for name, values in by_field.items():
+        if _with_decoded_schema(values) not in map(_with_decoded_schema, distinct.values()):
+            distinct[name] = values
+    return distinct
 
 
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
+def _with_decoded_schema(values: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments; if a schema is given as JSON text, it is decoded."""
     schema = values.get("json")
     if not isinstance(schema, str):
@@ -211,24 +217,24 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
         return values
 
 
-def _of_format(wanted: ResponseFormat) -> dict[str, Any]:
-    if wanted.type == "text":
+def _format_arguments(response_format: ResponseFormat) -> dict[str, Any]:
+    if response_format.type == "text":
         raise invalid(
             'response_format: a schema requires the type "json_schema"', "response_format.type"
         )
-    if None not in (wanted.json_schema, wanted.schema):
+    if None not in (response_format.json_schema, response_format.schema):
         raise invalid(
             "give either response_format.json_schema or response_format.schema, but not both",
-            _SCHEMA,
+            _FORMAT_SCHEMA,
         )
-    if wanted.json_schema is not None and wanted.type == "json_schema":
-        return {"json": wanted.json_schema.schema}
-    if wanted.json_schema is not None:
+    if response_format.json_schema is not None and response_format.type == "json_schema":
+        return {"json": response_format.json_schema.schema}
+    if response_format.json_schema is not None:
         path = "response_format.json_schema"
         raise invalid(f'{path} requires the type "json_schema"', path)
-    if wanted.schema is not None:
-        return {"json": wanted.schema}
-    if wanted.type == "json_object":
+    if response_format.schema is not None:
+        return {"json": response_format.schema}
+    if response_format.type == "json_object":
         return {"json_object": True}
     path = "response_format.json_schema"
     raise invalid(f'{path} is missing, but the type "json_schema" requires it', path)

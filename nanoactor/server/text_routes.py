@@ -31,17 +31,17 @@ class TextRoutes:
     def __init__(
         self,
         llm: Engine,
-        texts: TextService | None,
+        text_service: TextService | None,
         http: HttpFrontend,
         media: MediaLoader,
         names: Sequence[str],
     ) -> None:
-        """`texts` is None if the engine has no tokenizer; `names` are the names by which clients
-        call the model."""
+        """`text_service` is None if the engine has no tokenizer; `names` are the names by which
+        clients call the model."""
         self._llm = llm
         self._media = media
-        self._pictures = PictureExpander(llm.config, llm.files)
-        self._texts = texts
+        self._picture_expander = PictureExpander(llm.config, llm.files)
+        self._text_service = text_service
         self._http = http
         self._names = names
         self._created = int(time.time())
@@ -60,7 +60,9 @@ class TextRoutes:
 
     def _card(self, name: str) -> dict[str, Any]:
         files, config, facts = self._llm.files, self._llm.config, self._llm.facts
-        template = self._texts.template if self._texts is not None else TemplateFacts()
+        template = (
+            self._text_service.template if self._text_service is not None else TemplateFacts()
+        )
         return {
             "id": name,
             "object": "model",
@@ -70,12 +72,12 @@ class TextRoutes:
             "capabilities": {
                 "completions": files.generates,
                 "chat": files.generates and template.exists,
-                "embeddings": files.pooling is not None and not files.pooling.scores,
+                "embeddings": files.pooling is not None and not files.pooling.returns_scores,
                 "scores": files.pooling is not None,
-                "tools": template.shows_tools,
-                "reasoning": template.knows_thoughts,
+                "tools": template.renders_tools,
+                "reasoning": template.has_reasoning,
                 "thinking_switch": "enable_thinking" in template.variables,
-                "text": self._texts is not None,
+                "text": self._text_service is not None,
                 "vision": files.images is not None,
                 "logprobs": True,
             },
@@ -95,9 +97,9 @@ class TextRoutes:
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
         """Handle `POST /tokenize`: tokenize a text or a conversation as the engine would."""
         body = await self._http.read(request, TokenizeRequest)
-        texts = self._need_texts()
+        text_service = self._require_text_service()
         if body.prompt is not None:
-            ids = await texts.encode(body.prompt, body.add_special_tokens is not False)
+            ids = await text_service.encode(body.prompt, body.add_special_tokens is not False)
         else:
             ids = await self.chat_tokens(body)
         limit = self._llm.files.max_model_len
@@ -106,22 +108,24 @@ class TextRoutes:
     async def chat_tokens(self, body: ChatRequest | TokenizeRequest) -> list[int]:
         """Return the token ids of a conversation's prompt, with one placeholder for each token of
         an image. Raises `APIError` and `InvalidRequest`."""
-        texts = self._need_texts()
-        options = template_options(body, texts.template.variables, self._http.template_defaults)
-        messages = conversation(body.given["messages"])
-        self._http.decoder.check_tools(body, options, texts.template.shows_tools)
-        texts.template.check(options)
+        text_service = self._require_text_service()
+        options = template_options(
+            body, text_service.template.variables, self._http.template_defaults
+        )
+        messages = conversation(body.raw["messages"])
+        self._http.decoder.drop_hidden_tools(body, options, text_service.template.renders_tools)
+        text_service.template.check(options)
         await load_pictures(messages, self._media)
-        ids = await texts.encode_chat(without_pictures(messages), options)
-        return await self._pictures.expand(ids, messages)
+        ids = await text_service.encode_chat(without_pictures(messages), options)
+        return await self._picture_expander.expand(ids, messages)
 
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
         """Handle `POST /detokenize`: return the text of token ids, including special tokens."""
         body = await self._http.read(request, DetokenizeRequest)
-        (text,) = await self._need_texts().decode_all([body.tokens])
+        (text,) = await self._require_text_service().decode_all([body.tokens])
         return json_response({"prompt": text})
 
-    def _need_texts(self) -> TextService:
-        if self._texts is None:
+    def _require_text_service(self) -> TextService:
+        if self._text_service is None:
             raise APIError(404, "the engine has no tokenizer because skip_tokenizer_init is set")
-        return self._texts
+        return self._text_service

@@ -28,18 +28,18 @@ from nanoactor.errors import (
     OutOfResources,
     out_of_resources,
 )
-from nanoactor.placement.topology import LIGHT
+from nanoactor.placement.topology import LIGHT_ENVIRONMENT
 from nanoactor.requests.grammar_spec import Thoughts
 from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
 from nanoactor.runtime.codec import message
-from nanoactor.runtime.errors import PeerBroken, RecordTooLarge, machine_refuses
+from nanoactor.runtime.errors import PeerBroken, RecordTooLarge, is_out_of_resources
 from nanoactor.runtime.native import native_calls
 from nanoactor.runtime.ring import ring_capacity
 from nanoactor.runtime.system import System
 from nanoactor.runtime.topology import ActorSpec, EdgeSpec, NodeSpec, Topology
 from nanoactor.runtime.wiring import Options
 from nanoactor.runtime.worker_thread import WorkerThread
-from nanoactor.text.patterns import LONG_BYTES
+from nanoactor.text.patterns import LONG_TEXT
 from nanoactor.text.renderer import RenderOptions, RenderQueue
 from nanoactor.text.spans import SpanFinder, Spans
 from nanoactor.text.template import TemplateFacts, thoughts_after
@@ -51,18 +51,18 @@ log = logging.getLogger("nanoactor.server")
 
 T = TypeVar("T")
 
-_OUTSTANDING = 32
-"""Maximum number of requests in progress in the service; more wait in the server."""
-_WAITING = 256
+_MAX_IN_FLIGHT = 32
+"""Maximum number of requests in flight to the service; further requests wait in the server."""
+_MAX_WAITING = 256
 """Maximum number of requests that wait in the server."""
-_PATIENCE, _SHORT = 30.0, 3.0
-"""Seconds to wait for a reply; the shorter time applies if a stream waits for it."""
-_FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0
+_REPLY_TIMEOUT, _STREAM_REPLY_TIMEOUT = 30.0, 3.0
+"""Seconds to wait for a reply; the shorter time applies while a stream waits for the reply."""
+_MIN_RESTART_DELAY, _MAX_RESTART_DELAY = 0.5, 30.0
 """Shortest and longest delay, in seconds, before a dead process is restarted."""
-_MANY_OPTIONS = 256
-_HEAVY = ("torch", "transformers", "torch_npu")
+_MAX_CACHED_OPTIONS = 256
+_HEAVY_MODULES = ("torch", "transformers", "torch_npu")
 _NICE = 10
-_SOME_CHAT = '[{"role": "user", "content": "?"}]'
+_SAMPLE_CHAT = '[{"role": "user", "content": "?"}]'
 
 
 @message(100)
@@ -89,7 +89,7 @@ class TextReply:
 
 @message(102)
 class Withdraw:
-    """Message from the server to the service: the reply to a request is no longer awaited."""
+    """Message from the server to the service: cancel a request whose reply is no longer awaited."""
 
     number: int
 
@@ -102,17 +102,17 @@ class TextWorker(Actor):
     def __init__(self, config: tuple[Path, RenderOptions, tuple[int, ...]]) -> None:
         """`config` contains the tokenizer's directory, the limits of chat templates, and the token
         ids reserved for images and videos."""
-        self._directory, self._limits, self._reserved = config
+        self._directory, self._render_options, self._reserved = config
         self._templates: RenderQueue | None = None
         self._long_texts = WorkerThread("long texts")
-        self._finder: SpanFinder | None = None
+        self._span_finder: SpanFinder | None = None
         """Created on demand: building its tables takes a moment, and few requests need them."""
 
     def setup(self) -> TemplateFacts:
         """Load the tokenizer; return facts about the chat template."""
         from nanoactor.text.tokenizer import TextEncoder
 
-        self._templates = RenderQueue(self._directory, self._limits)
+        self._templates = RenderQueue(self._directory, self._render_options)
         self._encoder = TextEncoder(self._directory, self._reserved)
         try:
             facts, _ = self._templates.describe()  # the engine's tokenizer reports errors
@@ -137,70 +137,75 @@ class TextWorker(Actor):
     def _request(self, event: TextRequest) -> None:
         arguments = msgspec.msgpack.decode(event.arguments)
         if event.method == "encode":
-            text, special = arguments
-            self._encode(event.number, [(text, special)], lambda ids: ids[0])
+            text, add_special_tokens = arguments
+            self._encode(event.number, [(text, add_special_tokens)], lambda ids: ids[0])
         elif event.method == "spans" and not self._encoder.is_bounded:
             assert self._templates is not None
             done = functools.partial(self.context.call_soon, self._encoded, event.number, _as_spans)
             self._templates.spans(event.number, arguments[0], done)
         elif event.method == "render":
-            messages, options, whole = arguments
-            done = functools.partial(self.context.call_soon, self._rendered, event.number, whole)
+            messages, options, tokenize = arguments
+            done = functools.partial(self.context.call_soon, self._rendered, event.number, tokenize)
             assert self._templates is not None
             hide = self._encoder.hide_placeholders
             self._templates.render(event.number, hide(messages), hide(options), done)
         else:
             method = functools.partial(self._METHODS[event.method], self, *arguments)
-            if len(event.arguments) > LONG_BYTES:
-                self._put_long(event.number, method, lambda result: result)
+            if len(event.arguments) > LONG_TEXT:
+                self._run_on_thread(event.number, method, lambda result: result)
             else:
                 self._reply(event.number, method)
 
-    def _encode(self, number: int, pieces: Sequence[Piece], made: Callable[[Any], Any]) -> None:
-        """Encode these texts and reply with `made` applied to the list of their token ids."""
+    def _encode(self, number: int, pieces: Sequence[Piece], convert: Callable[[Any], Any]) -> None:
+        """Encode these texts and reply with `convert` applied to the list of their token ids."""
         if not self._encoder.is_bounded and self._templates is not None:
-            done = functools.partial(self.context.call_soon, self._encoded, number, made)
+            done = functools.partial(self.context.call_soon, self._encoded, number, convert)
             self._templates.encode(number, pieces, done)
-        elif sum(len(text) for text, _ in pieces) > LONG_BYTES:
-            self._put_long(number, lambda: self._encoder.encode(pieces), made)
+        elif sum(len(text) for text, _ in pieces) > LONG_TEXT:
+            self._run_on_thread(number, lambda: self._encoder.encode(pieces), convert)
         else:
-            self._reply(number, lambda: made(self._encoder.encode(pieces)))
+            self._reply(number, lambda: convert(self._encoder.encode(pieces)))
 
-    def _put_long(self, number: int, work: Callable[[], Any], made: Callable[[Any], Any]) -> None:
-        done = functools.partial(self.context.call_soon, self._encoded, number, made)
+    def _run_on_thread(
+        self, number: int, work: Callable[[], Any], convert: Callable[[Any], Any]
+    ) -> None:
+        done = functools.partial(self.context.call_soon, self._encoded, number, convert)
         try:
             self._long_texts.put(work, done)
         except RuntimeError as error:  # no thread could be started
-            self._encoded(number, made, error)
+            self._encoded(number, convert, error)
 
-    def _encoded(self, number: int, made: Callable[[Any], Any], result: Any) -> None:
-        def computed() -> Any:
+    def _encoded(self, number: int, convert: Callable[[Any], Any], result: Any) -> None:
+        def compute() -> Any:
             if isinstance(result, Exception):
                 raise result
-            return made(result)
+            return convert(result)
 
-        self._reply(number, computed)
+        self._reply(number, compute)
 
-    def _decode(self, several: list[list[int]]) -> list[str]:
-        return [self._encoder.decode(ids) for ids in several]
+    def _decode(self, token_id_lists: list[list[int]]) -> list[str]:
+        return [self._encoder.decode(ids) for ids in token_id_lists]
 
-    def _spans(self, several: list[str | list[int]]) -> list[Spans]:
+    def _spans(self, prompts: list[str | list[int]]) -> list[Spans]:
         from nanoactor.text.tokenizer import load_tokenizer
 
-        if self._finder is None:
-            self._finder = SpanFinder(load_tokenizer(self._directory))
-        finder = self._finder
-        return [finder.of_text(p) if isinstance(p, str) else finder.of_ids(p) for p in several]
+        if self._span_finder is None:
+            self._span_finder = SpanFinder(load_tokenizer(self._directory))
+        finder = self._span_finder
+        return [
+            finder.of_text(prompt) if isinstance(prompt, str) else finder.of_ids(prompt)
+            for prompt in prompts
+        ]
 
     _METHODS: ClassVar[Mapping[str, Callable[..., Any]]] = {
         "decode": _decode,
         "spans": _spans,
     }
 
-    def _rendered(self, number: int, whole: bool, prompt: str | Exception) -> None:
-        if whole and isinstance(prompt, str):
-            pieces = self._encoder.rendered_pieces(prompt)
-            self._encode(number, pieces, lambda ids: self._encoder.joined(prompt, ids))
+    def _rendered(self, number: int, tokenize: bool, prompt: str | Exception) -> None:
+        if tokenize and isinstance(prompt, str):
+            pieces = self._encoder.split_rendered(prompt)
+            self._encode(number, pieces, lambda ids: self._encoder.join_pieces(prompt, ids))
         else:
             self._encoded(number, thoughts_after, prompt)
 
@@ -210,7 +215,7 @@ class TextWorker(Actor):
                 result = msgspec.msgpack.encode(compute(), enc_hook=np.ndarray.tolist)
             reply = TextReply(number, result, "")
         except Exception as error:  # no client request may end the process
-            if machine_refuses(error):
+            if is_out_of_resources(error):
                 error = out_of_resources(error)
             refused = isinstance(error, OutOfResources)
             reply = TextReply(number, b"", (str(error) or repr(error))[:2000], refused)
@@ -221,8 +226,8 @@ class TextWorker(Actor):
             outbox.send(TextReply(number, b"", f"the reply is too long: {error}"))
 
 
-def _as_spans(found: list[tuple[list[int], list[int]]]) -> list[Spans]:
-    return [(bytes(first), starts) for first, starts in found]
+def _as_spans(pairs: list[tuple[list[int], list[int]]]) -> list[Spans]:
+    return [(bytes(first), starts) for first, starts in pairs]
 
 
 class TextClient(Actor):
@@ -231,7 +236,7 @@ class TextClient(Actor):
     def __init__(self, config: None) -> None:
         self._replies: dict[int, asyncio.Future[TextReply]] = {}
         self._numbers = itertools.count()
-        self._room = asyncio.Semaphore(_OUTSTANDING)
+        self._slots = asyncio.Semaphore(_MAX_IN_FLIGHT)
         self._waiting = 0
 
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
@@ -246,11 +251,11 @@ class TextClient(Actor):
     async def call(self, method: str, arguments: bytes) -> TextReply:
         """Send a request and wait for its reply; raise `EngineOverloaded` if too many requests
         wait."""
-        if self._waiting >= _WAITING:
-            raise EngineOverloaded(f"{_WAITING} texts are already waiting to be tokenized")
+        if self._waiting >= _MAX_WAITING:
+            raise EngineOverloaded(f"{_MAX_WAITING} texts are already waiting to be tokenized")
         self._waiting += 1
         try:
-            await self._room.acquire()  # released by the reply, even if no one awaits it
+            await self._slots.acquire()  # released by the reply, even if no one awaits it
         finally:
             self._waiting -= 1
         number = next(self._numbers)
@@ -265,7 +270,7 @@ class TextClient(Actor):
             raise
 
     def _reply(self, event: TextReply) -> None:
-        self._room.release()
+        self._slots.release()
         reply = self._replies.pop(event.number)
         if not reply.done():
             reply.set_result(event)
@@ -273,7 +278,7 @@ class TextClient(Actor):
     def fail(self, error: BaseException) -> None:
         """Fail all outstanding requests with `error`."""
         for reply in self._replies.values():
-            self._room.release()
+            self._slots.release()
             if not reply.done():
                 reply.set_exception(error)
         self._replies.clear()
@@ -285,27 +290,32 @@ class TextService:
     `EngineDead` while the process is dead or does not reply."""
 
     def __init__(
-        self, directory: Path, longest: int, limits: RenderOptions, reserved: tuple[int, ...] = ()
+        self,
+        directory: Path,
+        max_bytes: int,
+        render_options: RenderOptions,
+        reserved: tuple[int, ...] = (),
     ) -> None:
-        """`longest` is the maximum size of a request's arguments in bytes; `limits` are the limits
-        of chat templates; `reserved` are the token ids reserved for images and videos."""
-        self._config = directory, limits, reserved
-        self._longest = longest
+        """`max_bytes` is the maximum size of a request's arguments in bytes; `render_options` are
+        the limits of chat templates; `reserved` are the token ids reserved for images and
+        videos."""
+        self._config = directory, render_options, reserved
+        self._max_bytes = max_bytes
         self._dead: EngineDead | None = EngineDead("the text service has not been started")
-        self._silent = False
+        self._is_silent = False
         self._restarting: asyncio.Task[None] | None = None
         self._client: TextClient | None = None
         """None until the process has started; before that, `start` raises the errors."""
         self._thoughts: dict[bytes, Thoughts] = {}
         """Reasoning mode after a prompt, by the digest of its template options."""
-        self._guessing = False
+        self._is_guessing = False
         self.template = TemplateFacts()
         """Facts about the model's chat template; set by `start`."""
 
     async def start(self) -> None:
         """Start the process."""
         self._client = None
-        self._system = System(_topology(self._config, self._longest), Options(), self._on_death)
+        self._system = System(_topology(self._config, self._max_bytes), Options(), self._on_death)
         await self._system.start()
         client = self._system.actor("server")
         assert isinstance(client, TextClient)
@@ -313,7 +323,7 @@ class TextService:
         template = self._system.ready["text_service"]
         assert isinstance(template, TemplateFacts)
         self.template = template
-        self._dead, self._silent = None, False
+        self._dead, self._is_silent = None, False
 
     async def close(self) -> None:
         """Stop the process."""
@@ -327,7 +337,7 @@ class TextService:
         """Return "ok", "silent" if a request has timed out since the last reply, or "dead"."""
         if self._dead is not None:
             return "dead"
-        return "silent" if self._silent else "ok"
+        return "silent" if self._is_silent else "ok"
 
     def _on_death(self, error: BaseException) -> None:
         if self._client is None:
@@ -340,10 +350,10 @@ class TextService:
         self._restarting = asyncio.ensure_future(self._restart())
 
     async def _restart(self) -> None:
-        wait = _FIRST_WAIT
+        delay = _MIN_RESTART_DELAY
         while True:
-            await asyncio.sleep(wait)
-            wait = min(2 * wait, _LONGEST_WAIT)
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, _MAX_RESTART_DELAY)
             try:
                 await self._system.close()
                 await self.start()
@@ -353,10 +363,10 @@ class TextService:
                 log.warning("the text service is available again")
                 return
 
-    async def encode(self, text: str, special: bool) -> list[int]:
-        """Return the token ids of a text; `special` includes the special tokens that the tokenizer
-        adds."""
-        return await self._call(list[int], "encode", text, special)
+    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Return the token ids of a text; `add_special_tokens` includes the special tokens that the
+        tokenizer adds."""
+        return await self._call(list[int], "encode", text, add_special_tokens)
 
     async def encode_conversation(self, messages: str, options: str) -> list[int]:
         """Return the token ids of a conversation, given its messages and template options as JSON
@@ -367,9 +377,9 @@ class TextService:
         """Return the token ids of a conversation."""
         return await self.encode_conversation(_json(messages), _json(options))
 
-    async def decode_all(self, several: Sequence[Sequence[int]]) -> list[str]:
+    async def decode_all(self, token_id_lists: Sequence[Sequence[int]]) -> list[str]:
         """Return the text of each list of token ids, including special tokens."""
-        return await self._call(list[str], "decode", several)
+        return await self._call(list[str], "decode", token_id_lists)
 
     async def spans(self, prompts: Sequence[Any]) -> list[Spans]:
         """Return the token `Spans` of each prompt. A prompt is a text or a list of token ids."""
@@ -378,7 +388,7 @@ class TextService:
     async def thoughts(self, options: Mapping[str, Any], messages: Any) -> Thoughts:
         """Return the reasoning mode after the prompt to which these messages and template options
         render. If the service does not reply, return the mode without options."""
-        if self.template.thoughts_vary:
+        if self.template.reasoning_varies:
             return await self._thoughts_after(_json(messages), _json(options))
         options = {name: value for name, value in options.items() if name != "tools"}
         if not options:
@@ -386,69 +396,73 @@ class TextService:
         encoded = _json(options)
         key = hashlib.sha256(encoded.encode()).digest()
         if key not in self._thoughts:
-            if len(self._thoughts) >= _MANY_OPTIONS:
+            if len(self._thoughts) >= _MAX_CACHED_OPTIONS:
                 self._thoughts.clear()
-            found = await self._thoughts_after(_SOME_CHAT, encoded)
-            if self._guessing:
-                return found
-            self._thoughts[key] = found
+            thoughts = await self._thoughts_after(_SAMPLE_CHAT, encoded)
+            if self._is_guessing:
+                return thoughts
+            self._thoughts[key] = thoughts
         return self._thoughts[key]
 
     async def _thoughts_after(self, messages: str, options: str) -> Thoughts:
         try:
-            found = await self._call(str, "render", messages, options, False, patience=_SHORT)
+            thoughts = await self._call(
+                str, "render", messages, options, False, reply_timeout=_STREAM_REPLY_TIMEOUT
+            )
         except InvalidRequest:
             return "none"  # the engine's own tokenizer refuses these options, too
         except NanoactorError as error:
-            if not self._guessing:
-                self._guessing = True
+            if not self._is_guessing:
+                self._is_guessing = True
                 log.warning(
                     "until the text service answers, reasoning and content may not be told "
                     "apart correctly: %s",
                     error,
                 )
             return self.template.thoughts
-        self._guessing = False
-        return self.template.possible(cast(Thoughts, found))
+        self._is_guessing = False
+        return self.template.effective_thoughts(cast(Thoughts, thoughts))
 
     async def _call(
-        self, kind: type[T], method: str, *arguments: Any, patience: float = _PATIENCE
+        self, kind: type[T], method: str, *arguments: Any, reply_timeout: float = _REPLY_TIMEOUT
     ) -> T:
         """Call a method of the worker; return its result, decoded as `kind`."""
         try:
             encoded = msgspec.msgpack.encode(arguments)
         except OverflowError:
             raise InvalidRequest("token ids must be from 0 to 2147483647") from None
-        if len(encoded) > self._longest:
+        if len(encoded) > self._max_bytes:
             raise InvalidRequest(
-                f"the input has {len(encoded)} bytes, but at most {self._longest} are accepted"
+                f"the input has {len(encoded)} bytes, but at most {self._max_bytes} are accepted"
             )
         if self._dead is not None:
             raise self._dead
         assert self._client is not None
         try:
-            async with asyncio.timeout(patience):
+            async with asyncio.timeout(reply_timeout):
                 reply = await self._client.call(method, encoded)
         except PeerBroken:
             raise self._dead or EngineDead("the text service is closed") from None
         except TimeoutError:
-            self._silent = True
-            raise EngineDead(f"the text service did not answer within {patience:g} s") from None
-        self._silent = False
+            self._is_silent = True
+            raise EngineDead(
+                f"the text service did not answer within {reply_timeout:g} s"
+            ) from None
+        self._is_silent = False
         if reply.error:
             raise (OutOfResources if reply.refused else InvalidRequest)(reply.error)
         return msgspec.msgpack.decode(reply.result, type=kind)
 
 
-def _topology(config: tuple[Path, RenderOptions, tuple[int, ...]], longest: int) -> Topology:
-    record = ring_capacity(8 * longest + (1 << 20))
+def _topology(config: tuple[Path, RenderOptions, tuple[int, ...]], max_bytes: int) -> Topology:
+    ring_bytes = ring_capacity(8 * max_bytes + (1 << 20))
     nodes = (
         NodeSpec("user", ("server",)),
         NodeSpec(
             "text_service",
             ("text_service",),
-            LIGHT,
-            _HEAVY,
+            LIGHT_ENVIRONMENT,
+            _HEAVY_MODULES,
             nice=_NICE,
         ),
     )
@@ -457,8 +471,8 @@ def _topology(config: tuple[Path, RenderOptions, tuple[int, ...]], longest: int)
         ActorSpec("text_service", f"{__name__}:TextWorker", config),
     )
     edges = (
-        EdgeSpec("server", ("text_service",), record),
-        EdgeSpec("text_service", ("server",), record, bound=_OUTSTANDING),
+        EdgeSpec("server", ("text_service",), ring_bytes),
+        EdgeSpec("text_service", ("server",), ring_bytes, bound=_MAX_IN_FLIGHT),
     )
     return Topology(actors, nodes, edges, "user")
 

@@ -20,10 +20,10 @@ from typing import Any, Protocol
 
 from nanoactor.server.reasoning import CLOSE as END_OF_THOUGHTS
 from nanoactor.server.reasoning import OPEN as THOUGHTS
-from nanoactor.server.reasoning import Begin, held_back
+from nanoactor.server.reasoning import OutputStart, partial_tag_length
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-_LONGEST_HEADER = 1024
+_MAX_HEADER_CHARACTERS = 1024
 """Number of characters within which the arguments of a call must begin in order to be streamed."""
 # Matches a call up to the beginning of its arguments, which are an object or a string.
 _HEADER = re.compile(
@@ -71,14 +71,14 @@ def new_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
-class SteppedCalls(abc.ABC):
+class CallStateMachine(abc.ABC):
     """State machine that parses a text in pieces. Each step consumes what it can of the held text
     and returns whether the next step can run."""
 
     def __init__(self) -> None:
         self.calls = 0
-        self._held = ""
-        self._said_since = True
+        self._buffer = ""
+        self._has_text_since_call = True
         """Whether text has followed the last call. Whitespace directly after a call is dropped."""
 
     def new_id(self) -> str:
@@ -87,7 +87,7 @@ class SteppedCalls(abc.ABC):
 
     def push(self, text: str) -> list[Piece]:
         """Add text; return the pieces that can now be emitted, in order."""
-        self._held += text
+        self._buffer += text
         pieces: list[Piece] = []
         while self._advance(pieces):
             pass
@@ -97,15 +97,15 @@ class SteppedCalls(abc.ABC):
     def _advance(self, pieces: list[Piece]) -> bool:
         """Run the current step; return True if the next step can run."""
 
-    def _say(self, text: str, pieces: list[Piece]) -> None:
-        if not self._said_since:
+    def _emit_text(self, text: str, pieces: list[Piece]) -> None:
+        if not self._has_text_since_call:
             text = text.lstrip()
-        self._said_since = self._said_since or bool(text)
+        self._has_text_since_call = self._has_text_since_call or bool(text)
         if text:
             pieces.append(text)
 
 
-class _Where(enum.Enum):
+class _State(enum.Enum):
     TEXT = enum.auto()
     HEADER = enum.auto()
     """After an opening tag, up to the arguments of a call in the usual form."""
@@ -121,14 +121,14 @@ class _Where(enum.Enum):
     """After that brace, up to a tag, or up to another call if the tags were omitted."""
 
 
-class ToolCallParser(SteppedCalls):
+class ToolCallParser(CallStateMachine):
     """Parser of calls in a text that arrives in pieces; the result does not depend on how it is
     split."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._where = _Where.TEXT
-        self._space = ""
+        self._state = _State.TEXT
+        self._whitespace = ""
         """Whitespace before the last opening tag; part of the text if no call follows."""
         self._parts: list[str] = []
         """Scanned parts of a held call. They are not scanned again, so that the cost of a long call
@@ -136,103 +136,105 @@ class ToolCallParser(SteppedCalls):
         self._depth = 0
         self._quoted = self._escaped = False
         self._steps = {
-            _Where.TEXT: self._text,
-            _Where.HEADER: self._header,
-            _Where.UNUSUAL: self._unusual,
-            _Where.OBJECT: self._object,
-            _Where.STRING: self._string,
-            _Where.TAIL: self._tail,
-            _Where.NEXT: self._next,
+            _State.TEXT: self._text,
+            _State.HEADER: self._header,
+            _State.UNUSUAL: self._unusual_call,
+            _State.OBJECT: self._object,
+            _State.STRING: self._string,
+            _State.TAIL: self._tail,
+            _State.NEXT: self._next,
         }
 
     def _advance(self, pieces: list[Piece]) -> bool:
-        return self._steps[self._where](pieces)
+        return self._steps[self._state](pieces)
 
     def _text(self, pieces: list[Piece]) -> bool:
-        before, opened, rest = self._held.partition(OPEN)
+        before, opened, rest = self._buffer.partition(OPEN)
         if opened:
-            said = before.rstrip()
-            self._say(said, pieces)
-            self._space = before[len(said) :]
-            self._where, self._held = _Where.HEADER, rest
+            text = before.rstrip()
+            self._emit_text(text, pieces)
+            self._whitespace = before[len(text) :]
+            self._state, self._buffer = _State.HEADER, rest
             return True
-        certain = self._held[: len(self._held) - held_back(self._held, OPEN)].rstrip()
-        self._held = self._held[len(certain) :]
-        self._say(certain, pieces)
+        certain = self._buffer[
+            : len(self._buffer) - partial_tag_length(self._buffer, OPEN)
+        ].rstrip()
+        self._buffer = self._buffer[len(certain) :]
+        self._emit_text(certain, pieces)
         return False
 
     def _header(self, pieces: list[Piece]) -> bool:
-        begin = self._held.lstrip()
-        if not begin:
+        stripped = self._buffer.lstrip()
+        if not stripped:
             return False
-        if not begin.startswith("{"):  # the tag was only mentioned in text
-            self._where = _Where.TEXT
-            self._say(self._space + OPEN, pieces)
+        if not stripped.startswith("{"):  # the tag was only mentioned in text
+            self._state = _State.TEXT
+            self._emit_text(self._whitespace + OPEN, pieces)
             return True
-        header = _HEADER.match(self._held[:_LONGEST_HEADER])
-        end = self._held.find(CLOSE)
-        name = text_of(header[1]) if header else None
+        header = _HEADER.match(self._buffer[:_MAX_HEADER_CHARACTERS])
+        end = self._buffer.find(CLOSE)
+        name = decode_json_string(header[1]) if header else None
         if header and name and not 0 <= end <= header.end() - len(CLOSE):
-            self._call(name, pieces)
-            self._held = self._held[header.end() :]
-            self._where = _Where.OBJECT if self._held.startswith("{") else _Where.STRING
+            self._begin_call(name, pieces)
+            self._buffer = self._buffer[header.end() :]
+            self._state = _State.OBJECT if self._buffer.startswith("{") else _State.STRING
             return True
-        if end < 0 and len(self._held) < _LONGEST_HEADER:
+        if end < 0 and len(self._buffer) < _MAX_HEADER_CHARACTERS:
             return False
-        self._where = _Where.UNUSUAL
+        self._state = _State.UNUSUAL
         self._quoted = self._escaped = False
         return True
 
-    def _unusual(self, pieces: list[Piece]) -> bool:
+    def _unusual_call(self, pieces: list[Piece]) -> bool:
         """Hold a call up to the first closing tag outside strings."""
-        for at, character in enumerate(self._held):
+        for at, character in enumerate(self._buffer):
             if self._in_string(character) or character != "<":
                 continue
-            if self._held.startswith(CLOSE, at):
-                raw = "".join(self._parts) + self._held[:at]
-                self._where, self._held = _Where.TEXT, self._held[at + len(CLOSE) :]
+            if self._buffer.startswith(CLOSE, at):
+                raw = "".join(self._parts) + self._buffer[:at]
+                self._state, self._buffer = _State.TEXT, self._buffer[at + len(CLOSE) :]
                 self._parts = []
-                self._whole(raw, CLOSE, pieces)
+                self._emit_whole_call(raw, CLOSE, pieces)
                 return True
-            if CLOSE.startswith(self._held[at:]):  # the closing tag may be incomplete
-                self._parts.append(self._held[:at])
-                self._held = self._held[at:]
+            if CLOSE.startswith(self._buffer[at:]):  # the closing tag may be incomplete
+                self._parts.append(self._buffer[:at])
+                self._buffer = self._buffer[at:]
                 return False
-        self._parts.append(self._held)
-        self._held = ""
+        self._parts.append(self._buffer)
+        self._buffer = ""
         return False
 
-    def _whole(self, raw: str, close: str, pieces: list[Piece]) -> None:
+    def _emit_whole_call(self, raw: str, close: str, pieces: list[Piece]) -> None:
         """Emit a call whose arguments could not be streamed because of its form, or the text if it
         is not a call."""
-        call = decoded_call(raw)
+        call = decode_call(raw)
         if call is None:
-            self._say(f"{self._space}{OPEN}{raw}{close}", pieces)
+            self._emit_text(f"{self._whitespace}{OPEN}{raw}{close}", pieces)
             return
         name, arguments = call
-        self._call(name, pieces)
+        self._begin_call(name, pieces)
         pieces.append(Arguments(self.calls - 1, arguments))
 
-    def _call(self, name: str, pieces: list[Piece]) -> None:
+    def _begin_call(self, name: str, pieces: list[Piece]) -> None:
         pieces.append(Call(self.calls, name))
         self.calls += 1
-        self._said_since = False
+        self._has_text_since_call = False
         self._depth, self._quoted, self._escaped = 0, False, False
 
     def _object(self, pieces: list[Piece]) -> bool:
         """Emit an object up to its closing brace, or up to the point where it is cut off."""
         end = self._end_of_object()
-        passed = self._held if end is None else self._held[:end]
+        passed = self._buffer if end is None else self._buffer[:end]
         if passed:
             pieces.append(Arguments(self.calls - 1, passed))
-        self._held = self._held[len(passed) :]
+        self._buffer = self._buffer[len(passed) :]
         if end is None:
             return False
-        self._where = _Where.TAIL
+        self._state = _State.TAIL
         return True
 
     def _end_of_object(self) -> int | None:
-        for at, character in enumerate(self._held):
+        for at, character in enumerate(self._buffer):
             if self._in_string(character):
                 continue
             if character in "{[":
@@ -261,17 +263,17 @@ class ToolCallParser(SteppedCalls):
 
     def _string(self, pieces: list[Piece]) -> bool:
         """Hold a string until it ends, then emit the arguments in it."""
-        for at, character in enumerate(self._held):
+        for at, character in enumerate(self._buffer):
             self._in_string(character)
             if not self._quoted and not self._escaped:
-                quoted = "".join(self._parts) + self._held[: at + 1]
-                text = text_of(quoted)
+                quoted = "".join(self._parts) + self._buffer[: at + 1]
+                text = decode_json_string(quoted)
                 pieces.append(Arguments(self.calls - 1, quoted if text is None else text))
-                self._parts, self._held = [], self._held[at + 1 :]
-                self._where = _Where.TAIL
+                self._parts, self._buffer = [], self._buffer[at + 1 :]
+                self._state = _State.TAIL
                 return True
-        self._parts.append(self._held)
-        self._held = ""
+        self._parts.append(self._buffer)
+        self._buffer = ""
         return False
 
     def _tail(self, pieces: list[Piece]) -> bool:
@@ -282,47 +284,49 @@ class ToolCallParser(SteppedCalls):
         return self._skip_to(rf"{CLOSE}|{OPEN}|\{{")
 
     def _skip_to(self, marks: str) -> bool:
-        found = re.search(marks, self._held)
-        if found is None:
-            keep = max(held_back(self._held, CLOSE), held_back(self._held, OPEN))
-            self._held = self._held[len(self._held) - keep :]
+        match = re.search(marks, self._buffer)
+        if match is None:
+            keep = max(
+                partial_tag_length(self._buffer, CLOSE), partial_tag_length(self._buffer, OPEN)
+            )
+            self._buffer = self._buffer[len(self._buffer) - keep :]
             return False
-        self._where = {CLOSE: _Where.TEXT, "}": _Where.NEXT}.get(found[0], _Where.HEADER)
-        self._space = ""
-        self._held = self._held[found.start() if found[0] == "{" else found.end() :]
+        self._state = {CLOSE: _State.TEXT, "}": _State.NEXT}.get(match[0], _State.HEADER)
+        self._whitespace = ""
+        self._buffer = self._buffer[match.start() if match[0] == "{" else match.end() :]
         return True
 
     def finish(self) -> list[Piece]:
         """Return the pieces that were held back, at the end of the output."""
         pieces: list[Piece] = []
-        held, self._held = "".join(self._parts) + self._held, ""
-        if self._where is _Where.TEXT and (held.strip() or not self.calls):
-            self._say(held, pieces)
-        elif self._where in (_Where.HEADER, _Where.UNUSUAL):
+        remainder, self._buffer = "".join(self._parts) + self._buffer, ""
+        if self._state is _State.TEXT and (remainder.strip() or not self.calls):
+            self._emit_text(remainder, pieces)
+        elif self._state in (_State.HEADER, _State.UNUSUAL):
             # If a quotation mark was left open, a closing tag was mistaken for a part of a string.
-            raw, close, rest = held.partition(CLOSE)
-            self._whole(raw, close, pieces)
+            raw, close, rest = remainder.partition(CLOSE)
+            self._emit_whole_call(raw, close, pieces)
             if close:
-                self._where, self._parts = _Where.TEXT, []
+                self._state, self._parts = _State.TEXT, []
                 pieces += [*self.push(rest), *self.finish()]
-        elif self._where is _Where.STRING and held:
-            pieces.append(Arguments(self.calls - 1, held))
+        elif self._state is _State.STRING and remainder:
+            pieces.append(Arguments(self.calls - 1, remainder))
         return pieces
 
 
-class CallsBehindThoughts:
+class CallsAfterReasoning:
     """Parser of calls in output that includes reasoning. Calls in the reasoning remain text.
 
     The result does not depend on how the output is split.
     """
 
-    def __init__(self, begins: Begin, calls: CallFinder | None = None) -> None:
-        """`begins` is how the output starts, if its prompt shows it; `calls` parses the text after
-        the reasoning."""
+    def __init__(self, output_start: OutputStart, calls: CallFinder | None = None) -> None:
+        """`output_start` is how the output starts, if its prompt shows it; `calls` parses the text
+        after the reasoning."""
         self._calls = calls or ToolCallParser()
-        self._thinks = {"open": True, "said": False}.get(begins)
+        self._in_reasoning = {"open": True, "content": False}.get(output_start)
         """Whether the output is in its reasoning; None until the output shows it."""
-        self._held = ""
+        self._buffer = ""
 
     def new_id(self) -> str:
         """Return an id for a call."""
@@ -330,47 +334,47 @@ class CallsBehindThoughts:
 
     def push(self, text: str) -> list[Piece]:
         """Add text; return the pieces that can now be emitted, in order."""
-        if self._thinks is False:
+        if self._in_reasoning is False:
             return self._calls.push(text)
-        self._held += text
-        if self._thinks is None:
-            begin = self._held.lstrip()
-            if begin != THOUGHTS and THOUGHTS.startswith(begin):  # the tag may be incomplete
+        self._buffer += text
+        if self._in_reasoning is None:
+            start = self._buffer.lstrip()
+            if start != THOUGHTS and THOUGHTS.startswith(start):  # the tag may be incomplete
                 return []
-            self._thinks = begin.startswith(THOUGHTS)
-        thoughts, closed, rest = self._held.partition(END_OF_THOUGHTS)
-        if not self._thinks:
-            thoughts, closed, rest = "", "", self._held
+            self._in_reasoning = start.startswith(THOUGHTS)
+        thoughts, closed, rest = self._buffer.partition(END_OF_THOUGHTS)
+        if not self._in_reasoning:
+            thoughts, closed, rest = "", "", self._buffer
         elif not closed:
-            certain = len(self._held) - held_back(self._held, END_OF_THOUGHTS)
-            thoughts, self._held = self._held[:certain], self._held[certain:]
+            certain = len(self._buffer) - partial_tag_length(self._buffer, END_OF_THOUGHTS)
+            thoughts, self._buffer = self._buffer[:certain], self._buffer[certain:]
             return [thoughts] if thoughts else []
-        self._thinks, self._held = False, ""
-        said = thoughts + closed
-        return [*([said] if said else []), *self._calls.push(rest)]
+        self._in_reasoning, self._buffer = False, ""
+        reasoning = thoughts + closed
+        return [*([reasoning] if reasoning else []), *self._calls.push(rest)]
 
     def finish(self) -> list[Piece]:
         """Return the pieces that were held back, at the end of the output."""
-        held, self._held = self._held, ""
-        return [*([held] if held else []), *self._calls.finish()]
+        rest, self._buffer = self._buffer, ""
+        return [*([rest] if rest else []), *self._calls.finish()]
 
 
-def text_of(quoted: str) -> str | None:
+def decode_json_string(quoted: str) -> str | None:
     """Return the text of a JSON string, or None if `quoted` is not one."""
     try:
         text = json.loads(quoted, strict=False)
     except ValueError:
         return None
-    return whole_characters(text) if isinstance(text, str) else None
+    return replace_surrogates(text) if isinstance(text, str) else None
 
 
-def whole_characters(text: str) -> str:
+def replace_surrogates(text: str) -> str:
     """Return the text with surrogate pairs joined and lone surrogates replaced. JSON escapes can
     write surrogates, but UTF-8 cannot encode them."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def decoded_call(raw: str) -> tuple[str, str] | None:
+def decode_call(raw: str) -> tuple[str, str] | None:
     """Return the name of a complete call and its arguments as JSON text, or None if `raw` is not a
     call."""
     try:
@@ -385,33 +389,33 @@ def decoded_call(raw: str) -> tuple[str, str] | None:
         return None
     if not isinstance(arguments, str):
         arguments = written if arguments else "{}"
-    return whole_characters(name), whole_characters(arguments)
+    return replace_surrogates(name), replace_surrogates(arguments)
 
 
 def _members(raw: str) -> dict[str, tuple[Any, str]]:
     """Return an object's members by name, each as its value and its original text, because decoding
     and encoding may change a number. Raises `ValueError` if `raw` is not an object."""
-    at = _SPACE.match(raw, 0)
-    place = at.end() if at else 0
-    if raw[place : place + 1] != "{":
+    start = _SPACE.match(raw, 0)
+    position = start.end() if start else 0
+    if raw[position : position + 1] != "{":
         raise ValueError("it is not an object")
-    json.JSONDecoder(strict=False, parse_constant=_no_constant).decode(raw)
-    found: dict[str, tuple[Any, str]] = {}
-    reader = json.JSONDecoder(strict=False)
-    place += 1
-    while (place := _after(_SPACE, raw, place)) < len(raw) and raw[place] != "}":
-        name, place = reader.raw_decode(raw, place)
-        begin = _after(_COLON, raw, place)
-        value, place = reader.raw_decode(raw, begin)
-        found[name] = value, raw[begin:place]
-        place = _after(_COMMA, raw, place)
-    return found
+    json.JSONDecoder(strict=False, parse_constant=_reject_constant).decode(raw)
+    members: dict[str, tuple[Any, str]] = {}
+    decoder = json.JSONDecoder(strict=False)
+    position += 1
+    while (position := _skip(_SPACE, raw, position)) < len(raw) and raw[position] != "}":
+        name, position = decoder.raw_decode(raw, position)
+        value_start = _skip(_COLON, raw, position)
+        value, position = decoder.raw_decode(raw, value_start)
+        members[name] = value, raw[value_start:position]
+        position = _skip(_COMMA, raw, position)
+    return members
 
 
-def _after(mark: re.Pattern[str], text: str, at: int) -> int:
-    found = mark.match(text, at)
-    return found.end() if found else at
+def _skip(pattern: re.Pattern[str], text: str, at: int) -> int:
+    match = pattern.match(text, at)
+    return match.end() if match else at
 
 
-def _no_constant(name: str) -> Any:
+def _reject_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")

@@ -66,10 +66,10 @@ ToolChoice = Literal["none", "auto", "required"] | ToolDemand
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-def check_tool_kinds(given: Any) -> None:
+def check_tool_kinds(tools: Any) -> None:
     """Raise `APIError` if a list of tools, as decoded from JSON, contains a tool that is not a
     function."""
-    for number, tool in enumerate(given if isinstance(given, list) else ()):
+    for number, tool in enumerate(tools if isinstance(tools, list) else ()):
         kind = tool.get("type", "function") if isinstance(tool, dict) else "function"
         if kind != "function" and isinstance(kind, str):
             path = f"tools[{number}].type"
@@ -88,13 +88,13 @@ def named_tool(choice: ToolChoice | None) -> str | None:
     return None
 
 
-def _allowed(choice: ToolChoice | None) -> AllowedTools | None:
+def _allowed_tools(choice: ToolChoice | None) -> AllowedTools | None:
     return choice.allowed_tools if isinstance(choice, ToolDemand) else None
 
 
 def demands_calls(choice: ToolChoice | None) -> bool:
     """Return True if the output must call a function."""
-    allowed = _allowed(choice)
+    allowed = _allowed_tools(choice)
     if allowed is not None:
         return allowed.mode == "required"
     return choice == "required" or isinstance(choice, ToolDemand)
@@ -110,23 +110,23 @@ def check_tool_choice(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
     if not isinstance(choice, ToolDemand):
         return
     members = {"function": choice.function, "allowed_tools": choice.allowed_tools}
-    given = [name for name, value in members.items() if value is not None]
-    if given != [choice.type]:
+    fields_set = [name for name, value in members.items() if value is not None]
+    if fields_set != [choice.type]:
         raise invalid(
             f"tool_choice: the type {choice.type!r} requires exactly the field {choice.type}",
             "tool_choice",
         )
     names = {tool.function.name for tool in tools}
-    for wanted in _wanted(choice):
-        if wanted not in names:
+    for name in _chosen_names(choice):
+        if name not in names:
             known = ", ".join(repr(tool.function.name) for tool in tools)
-            text = f"tool_choice: {wanted!r:.100} is not the name of one of the tools ({known})"
+            text = f"tool_choice: {name!r:.100} is not the name of one of the tools ({known})"
             raise invalid(text, "tool_choice")
 
 
-def _wanted(choice: ToolChoice | None) -> list[str]:
+def _chosen_names(choice: ToolChoice | None) -> list[str]:
     """Return the names of the functions that a choice contains."""
-    allowed, named = _allowed(choice), named_tool(choice)
+    allowed, named = _allowed_tools(choice), named_tool(choice)
     if allowed is not None:
         return [one.function.name for one in allowed.tools]
     return [] if named is None else [named]
@@ -138,16 +138,24 @@ def tool_grammar(
     """Return the grammar of the calls that an answer must or may contain; None if no call is
     constrained. The arguments of a demanded call, and of any call of a strict function, must match
     the function's schema. `parallel` allows several calls."""
-    functions = _callable(tools, choice)
+    functions = _allowed_functions(tools, choice)
     if named_tool(choice) is not None:
         # Only one call, as in OpenAI's API: a client that names a function expects only one.
-        return ToolGrammar(functions=_enforced(functions), required=True, parallel=False)
+        return ToolGrammar(
+            functions=_constrained_functions(functions), required=True, parallel=False
+        )
     if demands_calls(choice):
-        return ToolGrammar(functions=_enforced(functions), required=True, parallel=parallel)
-    is_free = _allowed(choice) is None and not any(function.strict for function in functions)
-    if choice == "none" or is_free:
+        return ToolGrammar(
+            functions=_constrained_functions(functions), required=True, parallel=parallel
+        )
+    is_unconstrained = _allowed_tools(choice) is None and not any(
+        function.strict for function in functions
+    )
+    if choice == "none" or is_unconstrained:
         return None
-    return ToolGrammar(functions=_strict_enforced(functions), required=False, parallel=parallel)
+    return ToolGrammar(
+        functions=_functions_by_strictness(functions), required=False, parallel=parallel
+    )
 
 
 def possible_calls(
@@ -155,36 +163,43 @@ def possible_calls(
 ) -> ToolGrammar | None:
     """Return the grammar of the calls that may replace an answer in another form; None if no call
     may."""
-    functions = _callable(tools, choice)
+    functions = _allowed_functions(tools, choice)
     if choice == "none" or demands_calls(choice) or not functions:
         return None
-    return ToolGrammar(functions=_strict_enforced(functions), required=True, parallel=parallel)
+    return ToolGrammar(
+        functions=_functions_by_strictness(functions), required=True, parallel=parallel
+    )
 
 
-def _callable(tools: Sequence[Tool], choice: ToolChoice | None) -> list[Function]:
+def _allowed_functions(tools: Sequence[Tool], choice: ToolChoice | None) -> list[Function]:
     """Return the functions that a choice allows."""
-    wanted = _wanted(choice)
-    return [tool.function for tool in tools if not wanted or tool.function.name in wanted]
+    names = _chosen_names(choice)
+    return [tool.function for tool in tools if not names or tool.function.name in names]
 
 
-def _strict_enforced(functions: Sequence[Function]) -> tuple[ToolFunction, ...]:
-    """Return all functions; the arguments of strict ones are constrained by their schemas."""
-    held = iter(_enforced([one for one in functions if one.strict]))
-    return tuple(next(held) if one.strict else _any(one) for one in functions)
+def _functions_by_strictness(functions: Sequence[Function]) -> tuple[ToolFunction, ...]:
+    """Return all functions. Only the arguments of strict functions are constrained, by their
+    schemas."""
+    constrained = iter(
+        _constrained_functions([function for function in functions if function.strict])
+    )
+    return tuple(
+        next(constrained) if function.strict else _unconstrained(function) for function in functions
+    )
 
 
-def _enforced(functions: Sequence[Function]) -> tuple[ToolFunction, ...]:
-    found = []
-    for function, text in _texts(functions):
+def _constrained_functions(functions: Sequence[Function]) -> tuple[ToolFunction, ...]:
+    constrained = []
+    for function, text in _schema_texts(functions):
         if b'"format"' in text:
             schema = msgspec.json.decode(text)
             drop_unenforced(schema)
             text = msgspec.json.encode(schema)
-        found.append(ToolFunction(name=function.name, parameters=text.decode()))
-    return tuple(found)
+        constrained.append(ToolFunction(name=function.name, parameters=text.decode()))
+    return tuple(constrained)
 
 
-def unenforced(grammar: ToolGrammar | None, tools: Sequence[Tool]) -> Iterator[str]:
+def unenforced_format_paths(grammar: ToolGrammar | None, tools: Sequence[Tool]) -> Iterator[str]:
     """Yield the location of each `format` that is not enforced in the arguments of calls, although
     the rest of the function's schema is."""
     if grammar is None:
@@ -196,14 +211,14 @@ def unenforced(grammar: ToolGrammar | None, tools: Sequence[Tool]) -> Iterator[s
                 yield f"tools[{index}].function.parameters: the format {name!r:.60}"
 
 
-def _texts(functions: Sequence[Function]) -> Iterator[tuple[Function, bytes]]:
+def _schema_texts(functions: Sequence[Function]) -> Iterator[tuple[Function, bytes]]:
     """Yield each function with its schema as JSON text. Raises `APIError` as soon as the schemas
     together exceed the size limit of a grammar, so that no more of them are parsed on this event
     loop."""
     size = 0
     for function in functions:
-        given = function.parameters
-        text = msgspec.json.encode(_NO_PARAMETERS if given is None else given)
+        parameters = function.parameters
+        text = msgspec.json.encode(_NO_PARAMETERS if parameters is None else parameters)
         size += len(text)
         if size > MAX_GRAMMAR_BYTES:
             raise invalid(
@@ -214,5 +229,5 @@ def _texts(functions: Sequence[Function]) -> Iterator[tuple[Function, bytes]]:
         yield function, text
 
 
-def _any(function: Function) -> ToolFunction:
+def _unconstrained(function: Function) -> ToolFunction:
     return ToolFunction(name=function.name)

@@ -12,7 +12,7 @@ Warn = Callable[[str, str], None]
 """Function that logs an unsupported feature and its treatment once, or raises if strict."""
 Chat = dict[str, Any]
 """Body of a chat request, or a part of it."""
-LEFT_OUT = "is left out of the prompt because only functions are supported"
+ONLY_FUNCTIONS = "is left out of the prompt because only functions are supported"
 
 
 def text_part(text: str) -> Chat:
@@ -32,9 +32,9 @@ def content_of(parts: list[Chat]) -> Any:
 class Options:
     """Options of a translation that do not depend on the request."""
 
-    sees: bool = False
+    accepts_images: bool = False
     """Whether the model accepts images."""
-    shows_result_pictures: bool = False
+    renders_result_pictures: bool = False
     """Whether the model's chat template renders images in tool results."""
     drop_volatile_lines: bool = True
 
@@ -42,13 +42,13 @@ class Options:
 def split_pictures(parts: list[Chat], options: Options) -> tuple[Any, list[Chat]]:
     """Return the content of a tool result, and the images in it that its message cannot show, which
     follow in a user message."""
-    if options.shows_result_pictures:
+    if options.renders_result_pictures:
         return content_of(parts), []
     texts = [part for part in parts if part["type"] == "text"]
     return content_of(texts), [part for part in parts if part["type"] != "text"]
 
 
-def needed(value: Any, name: str, path: str) -> Any:
+def require(value: Any, name: str, path: str) -> Any:
     """Return `value`, a member of the object at `path`; raise `APIError` if it is missing."""
     if value is None:
         raise invalid(f"{path} requires the field {name}", f"{path}.{name}")
@@ -58,5 +58,5 @@ def needed(value: Any, name: str, path: str) -> Any:
 def function_tool(name: str, description: str | None, schema: Any, strict: bool | None) -> Chat:
     """Return a function as a tool of a chat request."""
     members = {"name": name, "description": description, "parameters": schema, "strict": strict}
-    shown = {key: value for key, value in members.items() if value is not None}
-    return {"type": "function", "function": shown}
+    present = {key: value for key, value in members.items() if value is not None}
+    return {"type": "function", "function": present}

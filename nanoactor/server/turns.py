@@ -9,16 +9,16 @@ from typing import Any
 
 import msgspec
 
-MOST = 4096
+MAX_TURNS = 4096
 """Maximum number of turns stored."""
 
 
 class Turns:
-    """Store of the latest turns by their messages; a later turn of a conversation starts with the
-    same messages."""
+    """Store of the latest turns, keyed by their messages. A later turn of a conversation is found
+    to continue an earlier one if it starts with the same messages."""
 
-    def __init__(self, most: int = MOST) -> None:
-        self._most = most
+    def __init__(self, max_turns: int = MAX_TURNS) -> None:
+        self._max_turns = max_turns
         self._tokens: OrderedDict[bytes, int] = OrderedDict()
         """Number of prompt tokens of each turn, by the digest of its options and messages."""
 
@@ -37,17 +37,19 @@ class Turns:
         and `options` are those passed to the chat template; the order of their members does not
         matter.
         """
-        *before, own = _digests(messages, options)
-        known = [self._tokens[digest] for digest in before if digest in self._tokens]
-        self._tokens[own] = prompt_tokens
-        self._tokens.move_to_end(own)
-        while len(self._tokens) > self._most:
+        *earlier_digests, digest_of_turn = _digests(messages, options)
+        known_tokens = [
+            self._tokens[digest] for digest in earlier_digests if digest in self._tokens
+        ]
+        self._tokens[digest_of_turn] = prompt_tokens
+        self._tokens.move_to_end(digest_of_turn)
+        while len(self._tokens) > self._max_turns:
             self._tokens.popitem(last=False)
-        if not known:
+        if not known_tokens:
             return 0, 0
-        whole = (known[-1] - 1) // block_size * block_size
-        reused = min(cached_tokens, whole)
-        return reused, whole - reused
+        reusable = (known_tokens[-1] - 1) // block_size * block_size
+        reused = min(cached_tokens, reusable)
+        return reused, reusable - reused
 
 
 def _digests(messages: Sequence[Any], options: Mapping[str, Any]) -> Iterator[bytes]:

@@ -32,19 +32,19 @@ NAMES: Mapping[str, str] = {
 """Maps our names, without `nanoactor_`, to vLLM's, without `vllm:`. The units are the same.
 `num_requests_waiting` counts requests until their first token. `prompt_tokens` counts only computed
 tokens, not those found in the prefix cache."""
-_OURS = "nanoactor_"
+_OUR_PREFIX = "nanoactor_"
 
 
-def under_vllms_names(families: Iterable[Metric], model: str) -> Iterator[Metric]:
+def with_vllm_names(families: Iterable[Metric], model: str) -> Iterator[Metric]:
     """Yield copies of the metric families that vLLM has too, with vLLM's labels `model_name` and
     `engine`."""
     labels = {"model_name": model, "engine": "0"}
     for family in families:
-        theirs = NAMES.get(family.name.removeprefix(_OURS))
-        if theirs is None or not family.name.startswith(_OURS):
+        theirs = NAMES.get(family.name.removeprefix(_OUR_PREFIX))
+        if theirs is None or not family.name.startswith(_OUR_PREFIX):
             continue
-        made = Metric(f"vllm:{theirs}", family.documentation, family.type)
+        copy = Metric(f"vllm:{theirs}", family.documentation, family.type)
         for sample in family.samples:
             name = f"vllm:{theirs}{sample.name.removeprefix(family.name)}"
-            made.samples.append(Sample(name, {**labels, **sample.labels}, sample.value))
-        yield made
+            copy.samples.append(Sample(name, {**labels, **sample.labels}, sample.value))
+        yield copy

@@ -1,4 +1,5 @@
-"""Configuration of all actors, values derived from it, and runners' reports, without torch."""
+"""Configuration of all actors, values derived from it, and runners' reports. Does not import
+torch."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ from nanoactor.runtime.actor import ReadyInfo
 if TYPE_CHECKING:
     from nanoactor.text.renderer import RenderOptions
 
-DELTA_BYTES = 1 << 18
+MAX_DELTA_BYTES = 1 << 18
 """Approximate maximum size in bytes of one `OutputDelta` to the frontend."""
 _DEFAULT_ENCODER_TOKENS = 16384
 # Maximum number of tokens before a picture that get no step of their own, say template text.
-_SHORT = 64
-MASKS_AT_ONCE = 32
+_SHORT_TEXT_TOKENS = 64
+MAX_MASKS_PER_MESSAGE = 32
 """Maximum number of masks in one message to the runners."""
 ENCODER_PAGE_ROWS = 16
 """Number of rows, one for each token, in a page of the encoder cache."""
@@ -54,16 +55,16 @@ class RunnerReady:
     """Number that identifies the cache's memory; a new runner reports a different one."""
 
     @property
-    def tokens(self) -> int:
+    def capacity_tokens(self) -> int:
         """Number of tokens that the KV cache holds."""
         return self.num_blocks * self.block_size
 
     @classmethod
     def find(cls, ready: Mapping[str, ReadyInfo]) -> RunnerReady:
         """Return the report of rank 0; the ranks agree on the cache size."""
-        found = ready["runner.0"]
-        assert isinstance(found, cls)
-        return found
+        report = ready["runner.0"]
+        assert isinstance(report, cls)
+        return report
 
 
 def encoder_limits(config: ActorConfig, cache: RunnerReady) -> EncoderLimits:
@@ -77,7 +78,7 @@ def encoder_limits(config: ActorConfig, cache: RunnerReady) -> EncoderLimits:
         budget=engine.max_num_batched_tokens,
         depth=vision.depth,
         ranks=engine.tensor_parallel_size,
-        short=min(_SHORT, engine.max_num_batched_tokens // 32),
+        short_prefix=min(_SHORT_TEXT_TOKENS, engine.max_num_batched_tokens // 32),
     )
 
 

@@ -17,13 +17,13 @@ def spellings(words: Sequence[str]) -> list[str]:
     return [text for word in words for text in (word, " " + word.lstrip())]
 
 
-def with_words(
+def with_bad_words(
     rules: TokenRules, words: Sequence[str], encode: Callable[[str], Sequence[int]]
 ) -> TokenRules:
     """Return the rules with the ids of bad words, each as it is and with a leading space:
     tokenizers distinguish the start of a word from its middle. Raises `InvalidRequest` for a word
     with too many tokens."""
-    found: dict[tuple[int, ...], None] = {}
+    sequences: dict[tuple[int, ...], None] = {}
     for word in words:
         for text in spellings([word]):
             ids = tuple(encode(text))
@@ -33,24 +33,24 @@ def with_words(
                     f"{MAX_BAD_WORD_TOKENS} are supported"
                 )
             if ids:
-                found[ids] = None
+                sequences[ids] = None
     return dataclasses.replace(
         rules,
-        word_ids=np.array([token for ids in found for token in ids], np.int32),
-        word_lengths=np.array([len(ids) for ids in found], np.int32),
+        word_ids=np.array([token for ids in sequences for token in ids], np.int32),
+        word_lengths=np.array([len(ids) for ids in sequences], np.int32),
     )
 
 
-def check_choice(rules: TokenRules, stopping: Stopping) -> None:
+def check_tokens_remain(rules: TokenRules, stopping: Stopping) -> None:
     """Raise `InvalidRequest` if the rules allow no token at the first position."""
-    left = set(rules.allowed_ids.tolist())
-    if not left:
+    allowed = set(rules.allowed_ids.tolist())
+    if not allowed:
         return
     ends = np.cumsum(rules.word_lengths)
     banned = set(rules.word_ids[ends[rules.word_lengths == 1] - 1].tolist())
     if stopping.min_tokens:
         banned |= {*stopping.eos_ids, *stopping.stop_ids}
-    if left <= banned:
+    if allowed <= banned:
         raise InvalidRequest(
             "allowed_token_ids, bad_words and min_tokens together leave no token to choose, "
             "because each of the allowed ids is a bad word or would end the output before "

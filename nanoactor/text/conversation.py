@@ -15,20 +15,20 @@ from nanoactor.errors import InvalidRequest
 
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Types of content parts that hold text, and the name of the member that holds it."""
-THOUGHT_PARTS = {"thinking": "thinking", "reasoning": "text"}
+REASONING_PARTS = {"thinking": "thinking", "reasoning": "text"}
 """Types of content parts that hold an assistant's earlier reasoning, and the name of the member
 that holds it."""
 REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 """Names of the member for an assistant's reasoning. The first one present is used, as in
 transformers."""
-_OF_ROLE = {
+_ROLE_OF_MEMBER = {
     "tool_calls": "assistant",
     "reasoning_content": "assistant",
     "reasoning": "assistant",
     "tool_call_id": "tool",
 }
 STANDARD_ROLES = ("system", "developer", "user", "assistant", "tool")
-_MOST_ROLE = 64
+_MAX_ROLE_CHARACTERS = 64
 """Maximum length of a role's name, in characters."""
 
 NullContent = Literal["absent", "none", "empty"]
@@ -42,13 +42,13 @@ class Forms:
     """Roles that accept a list of text parts as content; messages of other roles get one text."""
     single_roles: tuple[str, ...] = ()
     """Roles that require a list with one text part as content."""
-    argument_texts: bool = False
+    accepts_text_arguments: bool = False
     """Whether the template renders the arguments of a call unchanged if they are JSON text."""
-    argument_objects: bool = True
+    accepts_object_arguments: bool = True
     """Whether the arguments of a call may be an object."""
     null_content: NullContent = "absent"
     """Replacement for null content: no member, None or an empty text."""
-    names_developer: bool = False
+    supports_developer: bool = False
     """Whether the template supports the role "developer"; if not, "system" is used instead."""
 
 
@@ -67,9 +67,11 @@ def _check_message(message: Any) -> None:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidRequest(f"a message must be a dict with a 'role', got {message!r:.100}")
     role, content = message["role"], message.get("content")
-    if not role or len(role) > _MOST_ROLE:
-        raise InvalidRequest(f"a role must have 1 to {_MOST_ROLE} characters, got {role!r:.100}")
-    for name, owner in _OF_ROLE.items():
+    if not role or len(role) > _MAX_ROLE_CHARACTERS:
+        raise InvalidRequest(
+            f"a role must have 1 to {_MAX_ROLE_CHARACTERS} characters, got {role!r:.100}"
+        )
+    for name, owner in _ROLE_OF_MEMBER.items():
         if message.get(name) and role != owner and role in STANDARD_ROLES:
             raise InvalidRequest(f"{name} may only be in messages with the role {owner!r}")
     if not isinstance(content, str | list | tuple | None):
@@ -87,12 +89,12 @@ def _check_part(part: Any, index: int, role: str) -> None:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if not isinstance(kind, str):
         raise InvalidRequest(f"content[{index}] must be text or a dict with a 'type'")
-    name = TEXT_PARTS.get(kind) or THOUGHT_PARTS.get(kind)
+    name = TEXT_PARTS.get(kind) or REASONING_PARTS.get(kind)
     if name is not None and not isinstance(part.get(name), str):
         raise InvalidRequest(
             f"content[{index}]: a part of type {kind!r} requires a string {name!r}"
         )
-    if kind in THOUGHT_PARTS and role != "assistant":
+    if kind in REASONING_PARTS and role != "assistant":
         text = (
             f"content[{index}]: a part of type {kind!r} may only be in messages with the "
             "role 'assistant'"
@@ -118,7 +120,7 @@ def _check_calls(calls: Any) -> None:
             )
 
 
-def asks_for_forms(messages: Sequence[Mapping[str, Any]]) -> bool:
+def depends_on_forms(messages: Sequence[Mapping[str, Any]]) -> bool:
     """Return True if the rendering of the messages depends on the forms that the template reads."""
     return any(
         not isinstance(message.get("content"), str)
@@ -136,13 +138,13 @@ def fit_messages(messages: Sequence[Mapping[str, Any]], forms: Forms) -> list[di
 
 def _fit_message(given: Mapping[str, Any], forms: Forms) -> dict[str, Any]:
     message = {name: value for name, value in given.items() if value is not None}
-    if message.get("role") == "developer" and not forms.names_developer:
+    if message.get("role") == "developer" and not forms.supports_developer:
         message["role"] = "system"
     content = message.get("content")
-    thoughts = next((message[name] for name in REASONING_NAMES if name in message), None)
+    reasoning = next((message[name] for name in REASONING_NAMES if name in message), None)
     if isinstance(content, list | tuple):
-        parts, own = _without_thoughts(content)
-        thoughts = own if thoughts is None and own else thoughts
+        parts, inline_reasoning = _split_reasoning(content)
+        reasoning = inline_reasoning if reasoning is None and inline_reasoning else reasoning
         message["content"] = _fit_parts(parts, str(message.get("role")), forms)
     elif isinstance(content, str) and message.get("role") in forms.single_roles:
         message["content"] = [{"type": "text", "text": content}]
@@ -150,21 +152,21 @@ def _fit_message(given: Mapping[str, Any], forms: Forms) -> dict[str, Any]:
         message["content"] = None if forms.null_content == "none" else ""
     if message.get("tool_calls"):
         message["tool_calls"] = [_fit_call(call, forms) for call in message["tool_calls"]]
-    if thoughts is not None:
-        message = {"thinking": thoughts, **message, "reasoning_content": thoughts}
+    if reasoning is not None:
+        message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
     return message
 
 
-def _without_thoughts(content: Sequence[Any]) -> tuple[list[Any], str]:
+def _split_reasoning(content: Sequence[Any]) -> tuple[list[Any], str]:
     """Return the content parts without those that hold reasoning, and the reasoning as one text."""
-    parts, thoughts = [], []
+    parts, reasoning = [], []
     for part in content:
-        name = THOUGHT_PARTS.get(str(part.get("type"))) if isinstance(part, Mapping) else None
+        name = REASONING_PARTS.get(str(part.get("type"))) if isinstance(part, Mapping) else None
         if name is None:
             parts.append(part)
         else:
-            thoughts.append(part[name])
-    return parts, "\n".join(thoughts)
+            reasoning.append(part[name])
+    return parts, "\n".join(reasoning)
 
 
 def _fit_parts(parts: list[Any], role: str, forms: Forms) -> Any:
@@ -200,27 +202,27 @@ def _fit_arguments(function: Mapping[str, Any], forms: Forms) -> dict[str, Any]:
     # Some clients send null or an empty text if a call has no arguments.
     if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
         arguments = "{}"
-    if isinstance(arguments, str) and not forms.argument_texts:
-        arguments = _decoded(arguments)
-    elif not isinstance(arguments, str) and not forms.argument_objects:
+    if isinstance(arguments, str) and not forms.accepts_text_arguments:
+        arguments = _parse_arguments(arguments)
+    elif not isinstance(arguments, str) and not forms.accepts_object_arguments:
         arguments = json.dumps(arguments, ensure_ascii=False)
     return {**function, "arguments": arguments}
 
 
-def _decoded(arguments: str) -> Any:
+def _parse_arguments(arguments: str) -> Any:
     """Return the object that a JSON text encodes. Any other text is returned, and rendered,
     unchanged."""
     try:
-        decoded = json.loads(arguments)
+        value = json.loads(arguments)
     except (ValueError, RecursionError):
         return arguments
-    return decoded if isinstance(decoded, dict) else arguments
+    return value if isinstance(value, dict) else arguments
 
 
 # -- continuing the last message --------------------------------------------------------------
 
 
-def with_marker(messages: list[dict[str, Any]], marker: str) -> tuple[list[dict[str, Any]], str]:
+def append_marker(messages: list[dict[str, Any]], marker: str) -> tuple[list[dict[str, Any]], str]:
     """Return fitted messages with a unique marker appended to the content of the last message, and
     that content's text without the marker. Raises `InvalidRequest` if the content has no text to
     continue."""
@@ -235,7 +237,7 @@ def with_marker(messages: list[dict[str, Any]], marker: str) -> tuple[list[dict[
     raise InvalidRequest("continue_final_message requires text as the last message's content")
 
 
-def up_to_marker(prompt: str, marker: str, text: str) -> str:
+def cut_at_marker(prompt: str, marker: str, text: str) -> str:
     """Return a prompt up to the marker that follows `text`, without the marker and the template's
     output after it.
 
@@ -249,35 +251,46 @@ def up_to_marker(prompt: str, marker: str, text: str) -> str:
             "continue_final_message: the chat template does not reproduce the last message's "
             "content unchanged"
         )
-    is_kept = prompt[at + len(marker) :].startswith(" ")
-    return prompt[:at] if is_kept else prompt[:at].rstrip()
+    keeps_space = prompt[at + len(marker) :].startswith(" ")
+    return prompt[:at] if keeps_space else prompt[:at].rstrip()
 
 
 # -- which forms a template reads -------------------------------------------------------------
 
-Tried = Callable[[list[dict[str, Any]]], str]
+RenderProbe = Callable[[list[dict[str, Any]]], str]
 """Function that renders a conversation, or returns an empty text if the template rejects it."""
 _KEY, _ONE, _TWO = "probe_key", "probe one", "probe two"
 _TEXT = json.dumps({_KEY: "probe value"})
 _PARTS = [{"type": "text", "text": _ONE}, {"type": "text", "text": _TWO}]
-_ASKS = {"role": "user", "content": "?"}
+_USER_TURN = {"role": "user", "content": "?"}
 
 
-def find_forms(tried: Tried, source: str) -> Forms:
+def detect_forms(render_probe: RenderProbe, source: str) -> Forms:
     """Determine which forms a template reads by rendering probes. `source` is the template's
     source."""
-    null_content, texts, objects = _argument_forms(tried)
-    several = tuple(role for role in STANDARD_ROLES if _shows(tried, role, _PARTS))
-    single = tuple(
+    null_content, accepts_text, accepts_objects = _argument_forms(render_probe)
+    list_roles = tuple(
+        role for role in STANDARD_ROLES if _renders_unchanged(render_probe, role, _PARTS)
+    )
+    single_roles = tuple(
         role
         for role in STANDARD_ROLES
-        if role not in several and _shows(tried, role, _PARTS[:1]) and not _shows(tried, role, _ONE)
+        if role not in list_roles
+        and _renders_unchanged(render_probe, role, _PARTS[:1])
+        and not _renders_unchanged(render_probe, role, _ONE)
     )
     developer = "developer" in source
-    return Forms(several, single, texts, objects, null_content, names_developer=developer)
+    return Forms(
+        list_roles,
+        single_roles,
+        accepts_text,
+        accepts_objects,
+        null_content,
+        supports_developer=developer,
+    )
 
 
-def _argument_forms(tried: Tried) -> tuple[NullContent, bool, bool]:
+def _argument_forms(render_probe: RenderProbe) -> tuple[NullContent, bool, bool]:
     """Return the replacement for null content, whether arguments may be text, and whether they may
     be objects."""
     contents: dict[NullContent, dict[str, Any]] = {
@@ -286,35 +299,41 @@ def _argument_forms(tried: Tried) -> tuple[NullContent, bool, bool]:
         "empty": {"content": ""},
     }
     for name, content in contents.items():
-        texts = _TEXT in tried(calling(content, _TEXT))
-        shown = tried(calling(content, json.loads(_TEXT)))
-        objects = _KEY in shown and f"'{_KEY}'" not in shown  # else it is a Python repr
-        if texts or objects:
-            return name, texts, objects
+        accepts_text = _TEXT in render_probe(tool_call_conversation(content, _TEXT))
+        rendered = render_probe(tool_call_conversation(content, json.loads(_TEXT)))
+        accepts_objects = (
+            _KEY in rendered and f"'{_KEY}'" not in rendered
+        )  # else it is a Python repr
+        if accepts_text or accepts_objects:
+            return name, accepts_text, accepts_objects
     return "absent", False, True
 
 
-def calling(content: Mapping[str, Any], arguments: Any) -> list[dict[str, Any]]:
+def tool_call_conversation(content: Mapping[str, Any], arguments: Any) -> list[dict[str, Any]]:
     """Return a conversation in which an assistant calls a function and receives its result."""
     function = {"name": "f", "arguments": arguments}
     # Mistral's templates require ids of nine characters.
     call = {"id": "probe0001", "type": "function", "function": function}
     return [
-        _ASKS,
+        _USER_TURN,
         {"role": "assistant", **content, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "probe0001", "name": "f", "content": "?"},
     ]
 
 
-def _shows(tried: Tried, role: str, content: str | list[dict[str, str]]) -> bool:
+def _renders_unchanged(
+    render_probe: RenderProbe, role: str, content: str | list[dict[str, str]]
+) -> bool:
     """Return True if the texts in `content` are rendered unchanged, and not as a Python repr."""
     message = {"role": role, "content": content}
     before: list[dict[str, Any]] = []
     if role == "assistant":
-        before = [_ASKS]
+        before = [_USER_TURN]
     elif role == "tool":
-        *before, result = calling({"content": ""}, json.loads(_TEXT))
+        *before, result = tool_call_conversation({"content": ""}, json.loads(_TEXT))
         message = {**result, "content": content}
-    shown = tried([*before, message, *([_ASKS] if role in ("system", "developer") else [])])
+    rendered = render_probe(
+        [*before, message, *([_USER_TURN] if role in ("system", "developer") else [])]
+    )
     texts = [content] if isinstance(content, str) else [part["text"] for part in content]
-    return all(text in shown and f"'{text}'" not in shown for text in texts)
+    return all(text in rendered and f"'{text}'" not in rendered for text in texts)

@@ -22,10 +22,10 @@ if TYPE_CHECKING:  # the user's process imports this module but does not need th
 class IncrementalDecoder(Protocol):
     """The decoding state of one request."""
 
-    plain: Mapping[int, str]
+    standalone_texts: Mapping[int, str]
     """Texts of the tokens whose text does not depend on their neighbors. A text may be used instead
-    of `push` while `holding` is False."""
-    holding: bool
+    of `push` while `has_pending_text` is False."""
+    has_pending_text: bool
     """Whether the text of some pushed tokens is not final yet."""
 
     def push(self, token: int) -> str:
@@ -44,8 +44,8 @@ class DecoderFactory:
         added = tokenizer.get_added_tokens_decoder()
         self._special = frozenset(i for i, token in added.items() if token.special)
         self._table = _byte_table(tokenizer) if _is_byte_level(tokenizer) else None
-        self._plain = _plain_texts(self._table or {})
-        self._plain_unless_special = self._plain | dict.fromkeys(self._special, "")
+        self._standalone_texts = _find_standalone_texts(self._table or {})
+        self._plain_unless_special = self._standalone_texts | dict.fromkeys(self._special, "")
         vocabulary = tokenizer.get_vocab()
         self._fallback = frozenset(i for t, i in vocabulary.items() if _is_byte_fallback(t))
         ordinary = (i for t, i in vocabulary.items() if t.isascii() and t.isalpha())
@@ -67,16 +67,18 @@ class DecoderFactory:
             name = self._tokenizer.id_to_token(token) or ""
             return bytes.fromhex(name[3:5])
         # Decode the token inside a text: at the start, decoders may remove its leading space.
-        around = self._tokenizer.decode([self._anchor], skip_special_tokens=False)
+        anchor_text = self._tokenizer.decode([self._anchor], skip_special_tokens=False)
         text = self._tokenizer.decode([self._anchor, token], skip_special_tokens=False)
-        return text[len(around) :].encode()
+        return text[len(anchor_text) :].encode()
 
     def new(self, skip_special: bool) -> IncrementalDecoder:
         """Return a decoder for one request; `skip_special` omits special tokens from the text."""
         skipped = self._special if skip_special else frozenset[int]()
         if self._table is not None:
-            plain = self._plain_unless_special if skip_special else self._plain
-            return _ByteLevelDecoder(self._table, skipped, plain)
+            standalone_texts = (
+                self._plain_unless_special if skip_special else self._standalone_texts
+            )
+            return _ByteLevelDecoder(self._table, skipped, standalone_texts)
         return _WindowDecoder(self._tokenizer, skipped, self._fallback)
 
 
@@ -115,13 +117,13 @@ def _byte_table(tokenizer: Tokenizer) -> dict[int, bytes]:
     return {index: as_bytes(token) for token, index in vocabulary.items()}
 
 
-def _plain_texts(table: dict[int, bytes]) -> dict[int, str]:
+def _find_standalone_texts(table: dict[int, bytes]) -> dict[int, str]:
     """Return the texts of the tokens whose bytes form whole characters."""
-    plain = {}
+    standalone_texts = {}
     for token, data in table.items():
         with contextlib.suppress(UnicodeDecodeError):
-            plain[token] = data.decode()
-    return plain
+            standalone_texts[token] = data.decode()
+    return standalone_texts
 
 
 class _ByteLevelDecoder:
@@ -129,10 +131,10 @@ class _ByteLevelDecoder:
     skipped."""
 
     def __init__(
-        self, table: dict[int, bytes], skipped: frozenset[int], plain: dict[int, str]
+        self, table: dict[int, bytes], skipped: frozenset[int], standalone_texts: dict[int, str]
     ) -> None:
-        self.plain: Mapping[int, str] = plain
-        self.holding = False
+        self.standalone_texts: Mapping[int, str] = standalone_texts
+        self.has_pending_text = False
         self._table = table
         self._skipped = skipped
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
@@ -142,7 +144,7 @@ class _ByteLevelDecoder:
         if token in self._skipped:
             return ""
         text = self._utf8.decode(self._table.get(token, b""))
-        self.holding = bool(self._utf8.getstate()[0])
+        self.has_pending_text = bool(self._utf8.getstate()[0])
         return text
 
     def finish(self) -> str:
@@ -159,8 +161,10 @@ class _WindowDecoder:
     tokens.
     """
 
-    plain: Mapping[int, str] = types.MappingProxyType({})  # a token's text depends on the others
-    holding = True
+    standalone_texts: Mapping[int, str] = types.MappingProxyType(
+        {}
+    )  # a token's text depends on the others
+    has_pending_text = True
 
     def __init__(
         self, tokenizer: Tokenizer, skipped: frozenset[int], byte_tokens: frozenset[int]
@@ -169,7 +173,7 @@ class _WindowDecoder:
         self._skipped = skipped
         self._byte_tokens = byte_tokens
         self._window: list[int] = []
-        self._emitted = 0
+        self._emitted_tokens = 0
         """Number of leading tokens of the window whose text has been emitted."""
 
     def _decode(self, tokens: list[int]) -> str:
@@ -189,11 +193,11 @@ class _WindowDecoder:
         return self._emit(text)
 
     def _emit(self, text: str) -> str:
-        before = self._decode(self._window[: self._emitted]) if self._emitted else ""
+        before = self._decode(self._window[: self._emitted_tokens]) if self._emitted_tokens else ""
         # Keep a run of byte tokens together: only the whole run can be decoded.
-        keep = max(1, len(self._window) - self._emitted)
+        keep = max(1, len(self._window) - self._emitted_tokens)
         self._window = self._window[-keep:]
-        self._emitted = len(self._window)
+        self._emitted_tokens = len(self._window)
         return text[len(before) :]
 
     def finish(self) -> str:

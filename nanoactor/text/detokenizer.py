@@ -25,10 +25,10 @@ from nanoactor.messages.engine import (
 from nanoactor.messages.pooling import Float32, RequestVectors
 from nanoactor.messages.scores import RequestScores
 from nanoactor.text.decoding import DecoderFactory, IncrementalDecoder
-from nanoactor.text.scores import Score, ScoreRun, runs_of, take_first, told
+from nanoactor.text.scores import Score, ScoreRun, pop_scores, score_runs, scores_message
 from nanoactor.text.stops import StopMatcher
 
-_NOBODY: Mapping[int, Score] = {}
+_NO_SCORES: Mapping[int, Score] = {}
 
 
 @dataclasses.dataclass(slots=True)
@@ -38,7 +38,7 @@ class _Entry:
     options: TextOptions
     decoder: IncrementalDecoder | None
     matcher: StopMatcher
-    plain: Mapping[int, str]
+    standalone_texts: Mapping[int, str]
     """Texts of the tokens that need neither decoder nor matcher while the decoder holds no text
     back."""
     tokens: int
@@ -50,7 +50,7 @@ class _Entry:
     """Number of output characters decoded so far, including those held back. Counted only if
     log-probabilities are requested."""
     characters: int = 0
-    ahead: int = 0
+    characters_to_skip: int = 0
     """Number of characters, sent before a restart, that are still to be decoded again."""
     ended: bool = False
     """Whether a stop string has been found; later text is dropped. The terminal is sent only after
@@ -71,18 +71,18 @@ class _Pending:
     terminal: Terminal | None = None
 
 
-_NOBODY_HIDES: Mapping[int, int] = {}
+_NOTHING_HIDDEN: Mapping[int, int] = {}
 
 
-def _lasts(event: Tokens, uids: list[int]) -> dict[int, int]:
+def _last_indices(event: Tokens, uids: list[int]) -> dict[int, int]:
     """Return, for each of these requests, the index of its last token in the step."""
     pairs = zip(event.uids.tolist(), event.indices.tolist(), strict=True)
     return {uid: index for uid, index in pairs if uid in uids}
 
 
 class Detokenizer:
-    """Decoding state of all requests, and their pending output for the frontend: one merged delta
-    per request, no matter how long the frontend does not read."""
+    """Decoding state of all requests, and their pending output for the frontend. The pending output
+    of a request is merged into one delta until the frontend reads it."""
 
     def __init__(self, decoders: DecoderFactory | None) -> None:
         """Create a detokenizer without requests. If `decoders` is None, token ids are forwarded
@@ -101,45 +101,47 @@ class Detokenizer:
         if self._decoders is not None and event.options.detokenize:
             decoder = self._decoders.new(event.options.skip_special)
         matcher = StopMatcher(event.options.stop, event.options.include_stop)
-        plain = decoder.plain if decoder is not None and not event.options.stop else {}
+        plain_texts = (
+            decoder.standalone_texts if decoder is not None and not event.options.stop else {}
+        )
         prompt = event.token_ids[: event.prompt_length].copy()
-        entry = _Entry(event.options, decoder, matcher, plain, 0, prompt)
+        entry = _Entry(event.options, decoder, matcher, plain_texts, 0, prompt)
         self._entries[event.uid] = entry
-        pending = self._pending_of(event.uid)
+        pending = self._get_pending(event.uid)
         delivered = event.options.delivered
-        entry.ahead = sys.maxsize if delivered < 0 else delivered
+        entry.characters_to_skip = sys.maxsize if delivered < 0 else delivered
         for token in event.token_ids[event.prompt_length :].tolist():
             if not entry.ended:
                 self._emit(entry, pending, self._decode(entry, token))
                 self._note_stop(event.uid, entry)
-        entry.ahead = 0 if delivered < 0 else entry.ahead
+        entry.characters_to_skip = 0 if delivered < 0 else entry.characters_to_skip
         pending.opened = prompt
 
-    def take(self, event: Tokens) -> None:
-        """Process the tokens of a step, then the requests that finish with it."""
+    def process(self, event: Tokens) -> None:
+        """Decode the tokens of a step, then finish the requests that end with it."""
         self._step = event.step
-        hides = [finish.uid for finish in event.finishes if finish.hide_last]
-        hidden = _lasts(event, hides) if hides else _NOBODY_HIDES
-        entries, pending_of = self._entries, self._pending_of
-        scored = self._scored(event.scores) if event.scores else _NOBODY
+        hiding_uids = [finish.uid for finish in event.finishes if finish.hide_last]
+        hidden = _last_indices(event, hiding_uids) if hiding_uids else _NOTHING_HIDDEN
+        entries, get_pending = self._entries, self._get_pending
+        scores = self._collect_scores(event.scores) if event.scores else _NO_SCORES
         for uid, index, token in zip(
             event.uids.tolist(), event.indices.tolist(), event.token_ids.tolist(), strict=True
         ):
             entry = entries.get(uid)
-            text = None if entry is None else entry.plain.get(token)
+            text = None if entry is None else entry.standalone_texts.get(token)
             if (
                 text is None
                 or entry is None
                 or index != entry.tokens
-                or (entry.decoder is not None and entry.decoder.holding)
-                or entry.ahead
+                or (entry.decoder is not None and entry.decoder.has_pending_text)
+                or entry.characters_to_skip
                 or hidden.get(uid) == index
-                or uid in scored
+                or uid in scores
             ):
-                self._token(uid, index, token, hidden.get(uid) == index, scored.get(uid))
+                self._add_token(uid, index, token, hidden.get(uid) == index, scores.get(uid))
                 continue
-            # Fast path of `_token` for ordinary tokens: most tokens of most requests.
-            pending = pending_of(uid)
+            # Fast path of `_add_token` for ordinary tokens: most tokens of most requests.
+            pending = get_pending(uid)
             pending.ids.append(token)
             entry.tokens = index + 1
             if text:
@@ -149,26 +151,26 @@ class Detokenizer:
             for uid, vector in zip(
                 event.vectors.uids.tolist(), event.vectors.values.copy(), strict=True
             ):
-                pending_of(uid).vector = vector
+                get_pending(uid).vector = vector
         for finish in event.finishes:
             self._finish(finish)
 
-    def _scored(self, scores: RequestScores) -> dict[int, Score]:
+    def _collect_scores(self, scores: RequestScores) -> dict[int, Score]:
         """Store the log-probabilities of prompts; return the log-probabilities of this step's
         tokens, by request."""
-        found: dict[int, Score] = {}
-        for run in runs_of(scores):
+        output_scores: dict[int, Score] = {}
+        for run in score_runs(scores):
             if not run.is_prompt:
-                (found[run.uid],) = run.scores
+                (output_scores[run.uid],) = run.scores
             elif (entry := self._entries.get(run.uid)) is not None:
-                pending = self._pending_of(run.uid)
+                pending = self._get_pending(run.uid)
                 tokens = entry.prompt[entry.scored : entry.scored + len(run.scores)].tolist()
                 entry.scored += len(tokens)
                 named = zip(run.scores, tokens, strict=True)
                 pending.prompt_scores += [score._replace(token=token) for score, token in named]
-        return found
+        return output_scores
 
-    def _token(
+    def _add_token(
         self, uid: int, index: int, token: int, hidden: bool, score: Score | None = None
     ) -> None:
         entry = self._entries.get(uid)
@@ -182,7 +184,7 @@ class Detokenizer:
             raise ProtocolBug(
                 f"request {uid}: token {index} arrived, but token {entry.tokens} was expected"
             )
-        pending = self._pending_of(uid)
+        pending = self._get_pending(uid)
         pending.ids.append(token)
         if score is not None:
             pending.scores.append(score._replace(token=token, offset=entry.decoded))
@@ -207,10 +209,10 @@ class Detokenizer:
 
     def _emit(self, entry: _Entry, pending: _Pending, text: str) -> None:
         entry.characters += len(text)
-        if entry.ahead:
-            known = min(entry.ahead, len(text))
-            entry.ahead -= known
-            text = text[known:]
+        if entry.characters_to_skip:
+            skipped = min(entry.characters_to_skip, len(text))
+            entry.characters_to_skip -= skipped
+            text = text[skipped:]
         if text:
             pending.text.append(text)
 
@@ -220,7 +222,7 @@ class Detokenizer:
         entry = self._entries.pop(finish.uid, None)
         reason, stop_reason, error = finish.reason, finish.stop_reason, finish.error
         tokens = characters = 0
-        pending = self._pending_of(finish.uid)
+        pending = self._get_pending(finish.uid)
         if entry is not None:
             # After an error, held text is not flushed: it must not match a stop string.
             if not entry.ended and entry.decoder and reason not in FAILURES:
@@ -241,7 +243,7 @@ class Detokenizer:
             began=finish.began,
         )
 
-    def _pending_of(self, uid: int) -> _Pending:
+    def _get_pending(self, uid: int) -> _Pending:
         pending = self._pending.get(uid)
         if pending is None:
             pending = self._pending[uid] = _Pending()
@@ -249,27 +251,27 @@ class Detokenizer:
 
     # -- output for the frontend ----------------------------------------------------------
 
-    def take_delta(self, budget: int) -> OutputDelta | None:
-        """Return the pending output, up to about `budget` bytes, or None if there is none. Output
-        that exceeds the budget is split; the terminal is sent with the last part."""
-        draft = _Draft(budget, None if self._decoders is None else self._decoders.piece)
-        whole = 0
+    def pop_delta(self, budget: int) -> OutputDelta | None:
+        """Remove and return pending output of up to about `budget` bytes; None if there is none.
+        Output that exceeds the budget is split; the terminal is sent with the last part."""
+        builder = _DeltaBuilder(budget, None if self._decoders is None else self._decoders.piece)
+        complete = 0
         for uid, pending in self._pending.items():
-            if draft.budget <= 0 or not draft.add(uid, pending):
+            if builder.budget <= 0 or not builder.add(uid, pending):
                 break
-            whole += 1
-        self._forget(whole)
-        left = next(iter(self._pending), None)
-        if left is not None and self._pending[left].prompt_scores:
-            self._pending[left] = self._pending.pop(left)  # let other requests go first
-        return draft.message(self._step)
+            complete += 1
+        self._drop_sent(complete)
+        next_uid = next(iter(self._pending), None)
+        if next_uid is not None and self._pending[next_uid].prompt_scores:
+            self._pending[next_uid] = self._pending.pop(next_uid)  # let other requests go first
+        return builder.build(self._step)
 
-    def _forget(self, told: int) -> None:
-        """Drop the pending output of the first `told` requests."""
-        if told == len(self._pending):
+    def _drop_sent(self, count: int) -> None:
+        """Drop the pending output of the first `count` requests."""
+        if count == len(self._pending):
             self._pending = {}
         else:
-            for uid in list(itertools.islice(self._pending, told)):
+            for uid in list(itertools.islice(self._pending, count)):
                 del self._pending[uid]
 
     @property
@@ -283,7 +285,7 @@ class Detokenizer:
         return len(self._pending)
 
 
-class _Draft:
+class _DeltaBuilder:
     """A delta under construction, with room for about `budget` more bytes."""
 
     def __init__(self, budget: int, piece: Callable[[int], bytes] | None) -> None:
@@ -321,33 +323,33 @@ class _Draft:
         return True
 
     def _add_output(self, uid: int, pending: _Pending) -> bool:
-        whole = "".join(pending.text)
-        text, some = _split(whole, pending.ids, max(self.budget, 0))
+        pending_text = "".join(pending.text)
+        text, ids = _split(pending_text, pending.ids, max(self.budget, 0))
         if pending.scores:
-            some = some[: self._add_scores(uid, pending.scores, len(some))]
-        if text or some:
+            ids = ids[: self._add_scores(uid, pending.scores, len(ids))]
+        if text or ids:
             self._uids.append(uid)
             self._texts.append(text)
-            self._counts.append(len(some))
-            self._ids += some
-        self.budget -= 4 * len(text) + 4 * len(some) + 64
-        if len(text) == len(whole) and len(some) == len(pending.ids):
+            self._counts.append(len(ids))
+            self._ids += ids
+        self.budget -= 4 * len(text) + 4 * len(ids) + 64
+        if len(text) == len(pending_text) and len(ids) == len(pending.ids):
             return True
-        pending.text, pending.ids = [whole[len(text) :]], pending.ids[len(some) :]
+        pending.text, pending.ids = [pending_text[len(text) :]], pending.ids[len(ids) :]
         return False
 
     def _add_scores(
-        self, uid: int, scores: list[Score], most: int = sys.maxsize, is_prompt: bool = False
+        self, uid: int, scores: list[Score], max_count: int = sys.maxsize, is_prompt: bool = False
     ) -> int:
         """Move the first scores of a list to the delta, as many as fit but at least one; return the
         number of scores moved."""
         run = ScoreRun(uid, is_prompt, scores, [])
-        first, taken = take_first(run, self.budget, most, self._piece)
-        self._scores.append(first)
-        self.budget -= taken
-        return len(first.scores)
+        moved, size = pop_scores(run, self.budget, max_count, self._piece)
+        self._scores.append(moved)
+        self.budget -= size
+        return len(moved.scores)
 
-    def message(self, step: int) -> OutputDelta | None:
+    def build(self, step: int) -> OutputDelta | None:
         """Return the delta; None if it is empty."""
         if not (self._opened or self._uids or self._terminals or self._scores):
             return None
@@ -359,7 +361,7 @@ class _Draft:
             counts=np.array(self._counts, np.int32),
             token_ids=np.array(self._ids, np.int32),
             terminals=tuple(self._terminals),
-            scores=told(self._scores) if self._scores else None,
+            scores=scores_message(self._scores) if self._scores else None,
             vectors=RequestVectors.of(self._vectors),
         )
 
@@ -369,5 +371,5 @@ def _split(text: str, ids: list[int], budget: int) -> tuple[str, list[int]]:
     in UTF-8."""
     if 4 * len(text) + 4 * len(ids) <= budget:
         return text, ids
-    half = max(1, budget // 8)
-    return text[:half], ids[:half]
+    length = max(1, budget // 8)
+    return text[:length], ids[:length]

@@ -9,7 +9,7 @@ import msgspec
 
 from nanoactor.models.config import check_file
 from nanoactor.models.errors import ModelError
-from nanoactor.text.template_files import CONFIG, optional_json, special_tokens
+from nanoactor.text.template_files import TOKENIZER_CONFIG, optional_json, special_tokens
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ def end_token(directory: Path) -> EndToken | None:
     """Return the tokenizer's `eos_token`; None if its files do not name one, or name one without an
     id. Raises `ModelError` for malformed files."""
     try:
-        config = optional_json(directory / CONFIG)
+        config = optional_json(directory / TOKENIZER_CONFIG)
         text = special_tokens(directory, config).get("eos_token")
         listed = config.get("added_tokens_decoder") or {}
         ids = {token["content"]: int(id_) for id_, token in listed.items()}
@@ -51,11 +51,11 @@ def end_token(directory: Path) -> EndToken | None:
         return None
     found = ids.get(text)
     if found is None:
-        found = _id_in(directory / "tokenizer.json", text)
+        found = _find_token_id(directory / "tokenizer.json", text)
     return None if found is None else EndToken(text, found)
 
 
-def _id_in(file: Path, text: str) -> int | None:
+def _find_token_id(file: Path, text: str) -> int | None:
     """Return a token's id in a `tokenizer.json`, or None. Added tokens are searched first: they
     usually include the token, and reading a vocabulary takes longer."""
     check_file(file)

@@ -39,7 +39,7 @@ _DESCRIPTIONS = (
     "chat_template.jinja",
 )
 """Other files that the conversion reads."""
-_MADE = ("tokenizer_config.json", _TOKENIZER)
+_OUTPUTS = ("tokenizer_config.json", _TOKENIZER)
 """Files that a conversion writes; the first contains special tokens and chat templates."""
 
 
@@ -62,7 +62,7 @@ def load_pretrained(directory: Path, **options: Any) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-class PretrainedOnce:
+class LazyTokenizer:
     """Loads a model's tokenizer once, on first use, from any thread."""
 
     def __init__(self) -> None:
@@ -87,38 +87,38 @@ def find_tokenizer(directory: Path, timeout: float) -> Path:
         return directory
     _check_sources(directory)
     try:
-        kept = _cache() / _fingerprint(directory)
-        if (kept / _TOKENIZER).exists():
-            return kept
-        kept.mkdir(parents=True, exist_ok=True)
-        scratch = tempfile.TemporaryDirectory(dir=kept)
+        cached = _cache_directory() / _fingerprint(directory)
+        if (cached / _TOKENIZER).exists():
+            return cached
+        cached.mkdir(parents=True, exist_ok=True)
+        scratch = tempfile.TemporaryDirectory(dir=cached)
     except (OSError, RuntimeError) as error:  # read-only or full, or no home directory
         log.warning("converted tokenizers can be kept only for this process: %s", error)
-        kept = Path(tempfile.mkdtemp(prefix="nanoactor-tokenizer-"))
-        atexit.register(shutil.rmtree, kept, ignore_errors=True)
-        scratch = tempfile.TemporaryDirectory(dir=kept)
+        cached = Path(tempfile.mkdtemp(prefix="nanoactor-tokenizer-"))
+        atexit.register(shutil.rmtree, cached, ignore_errors=True)
+        scratch = tempfile.TemporaryDirectory(dir=cached)
     log.warning(
         "%s has no tokenizer.json; converting its tokenizer once, which takes some seconds",
         directory,
     )
-    with scratch as made:
-        _run_conversion(directory, made, timeout)
+    with scratch as output:
+        _run_conversion(directory, output, timeout)
         # Other engines may convert at the same time. The last file exists only if all are complete.
-        for name in _MADE:
-            os.replace(Path(made) / name, kept / name)
-    return kept
+        for name in _OUTPUTS:
+            os.replace(Path(output) / name, cached / name)
+    return cached
 
 
 def _check_sources(directory: Path) -> None:
     if not any(all((directory / name).exists() for name in source) for source in _SOURCES):
-        others = " or ".join(" with ".join(source) for source in _SOURCES)
+        names = " or ".join(" with ".join(source) for source in _SOURCES)
         raise ModelError(
             f"{directory} has no tokenizer.json and no files from which one can be created "
-            f"({others}); add one of them, or serve only token ids with skip_tokenizer_init=True"
+            f"({names}); add one of them, or serve only token ids with skip_tokenizer_init=True"
         )
 
 
-def _cache() -> Path:
+def _cache_directory() -> Path:
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "nanoactor" / "tokenizers"
 
@@ -127,13 +127,13 @@ def _fingerprint(directory: Path) -> str:
     """Return a hash of the inputs of a conversion."""
     import importlib.metadata  # imports e-mail and archive packages; every actor loads this module
 
-    found = hashlib.sha256(importlib.metadata.version("transformers").encode())
+    digest = hashlib.sha256(importlib.metadata.version("transformers").encode())
     for name in (*itertools.chain(*_SOURCES), *_DESCRIPTIONS):
         path = directory / name
         if path.exists():
             content = path.read_bytes()
-            found.update(f"\n{name} {len(content)}\n".encode() + content)
-    return found.hexdigest()[:32]
+            digest.update(f"\n{name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()[:32]
 
 
 def _run_conversion(directory: Path, target: str, timeout: float) -> None:
@@ -143,9 +143,9 @@ def _run_conversion(directory: Path, target: str, timeout: float) -> None:
         f"import sys; sys.path[:] = {path!r}; from nanoactor.text.huggingface import convert; "
         f"convert({os.getpid()}, {str(directory)!r}, {target!r})"
     )
-    cannot = f"the tokenizer of {directory} cannot be converted into a tokenizer.json"
+    failure = f"the tokenizer of {directory} cannot be converted into a tokenizer.json"
     try:
-        done = subprocess.run(  # noqa: S603 - our own interpreter and program
+        result = subprocess.run(  # noqa: S603 - our own interpreter and program
             [interpreter(), "-c", program],
             cwd=working_directory(),
             stdin=subprocess.DEVNULL,
@@ -156,19 +156,19 @@ def _run_conversion(directory: Path, target: str, timeout: float) -> None:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise ModelError(f"{cannot} within the start_timeout of {timeout:g} s") from None
-    if done.returncode:
-        said = done.stderr.strip() or f"the process ended with status {done.returncode}"
-        needs = "A tokenizer.model may need the packages sentencepiece and protobuf. "
+        raise ModelError(f"{failure} within the start_timeout of {timeout:g} s") from None
+    if result.returncode:
+        message = result.stderr.strip() or f"the process ended with status {result.returncode}"
+        hint = "A tokenizer.model may need the packages sentencepiece and protobuf. "
         raise ModelError(
-            f"{cannot}: {said.splitlines()[-1].rstrip('.')}. "
-            + (needs if (directory / "tokenizer.model").exists() else "")
+            f"{failure}: {message.splitlines()[-1].rstrip('.')}. "
+            + (hint if (directory / "tokenizer.model").exists() else "")
             + "Add a tokenizer.json, or serve only token ids with skip_tokenizer_init=True"
-        ) from RuntimeError(said)
+        ) from RuntimeError(message)
 
 
 def convert(parent: int, directory: str, target: str) -> None:
-    """Convert a tokenizer, as the main function of a process: write the files of `_MADE` to
+    """Convert a tokenizer, as the main function of a process: write the files of `_OUTPUTS` to
     `target`. If the conversion fails, the last line of the output is the error."""
     die_with_parent(parent, "convert")
     # Hide torch: it takes seconds to load, and tokenizers do not need it.

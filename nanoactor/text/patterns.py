@@ -12,14 +12,14 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-LONG_BYTES = 64 * 1024
+LONG_TEXT = 64 * 1024
 """Number of characters that take about 20 ms to encode; a longer text is encoded on a thread."""
-_MOST_GROWTH = 64.0
+_MAX_GROWTH = 64.0
 """Maximum factor by which all normalizers together may multiply the length of a text."""
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_KNOWN = frozenset(
+_BOUNDED_PATTERNS = frozenset(
     {
         r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
         *(
@@ -32,10 +32,10 @@ _KNOWN = frozenset(
 )
 """Patterns of GPT-2, of Qwen and Llama 3, and one that keeps combining marks with letters. They
 scan a run of characters once or twice."""
-_ONE_RUN = re.compile(
+_SINGLE_RUN = re.compile(
     r"(\\[swdSWD]|\[[^\[\]]*\]|\\p\{\w+\}|[^\\()\[\]{}|*+?.^$])(\+|\*|\?|\{\d+(,\d*)?\})"
 )
-_NORMALIZERS = {
+_NORMALIZER_GROWTH = {
     "NFC": 3.0,
     "NFD": 4.0,
     "NFKC": 18.0,
@@ -67,25 +67,27 @@ _SPLITTERS = {
 def is_bounded(tokenizer: Mapping[str, Any]) -> bool:
     """Return True if the tokenizer's JSON shows that its time and memory are bounded by the length
     of the text."""
-    growth = math.prod(_growth(one) for one in _parts(tokenizer.get("normalizer"), "normalizers"))
+    growth = math.prod(
+        _growth(normalizer) for normalizer in _parts(tokenizer.get("normalizer"), "normalizers")
+    )
     splitters = _parts(tokenizer.get("pre_tokenizer"), "pretokenizers")
-    return growth <= _MOST_GROWTH and all(map(_is_simple_splitter, splitters))
+    return growth <= _MAX_GROWTH and all(map(_is_simple_splitter, splitters))
 
 
-def _parts(one: Any, name: str) -> Iterator[Mapping[str, Any]]:
+def _parts(step: Any, name: str) -> Iterator[Mapping[str, Any]]:
     """Yield the parts of a step if it is a sequence, else the step itself."""
-    if one is None:
+    if step is None:
         return
-    if one.get("type") == "Sequence":
-        for part in one.get(name, ()):
+    if step.get("type") == "Sequence":
+        for part in step.get(name, ()):
             yield from _parts(part, name)
     else:
-        yield one
+        yield step
 
 
 def _growth(normalizer: Mapping[str, Any]) -> float:
     if normalizer.get("type") != "Replace":
-        return _NORMALIZERS.get(str(normalizer.get("type")), math.inf)
+        return _NORMALIZER_GROWTH.get(str(normalizer.get("type")), math.inf)
     pattern, content = normalizer.get("pattern", {}), str(normalizer.get("content", ""))
     if pattern.get("String"):
         return max(1.0, len(content.encode()) / len(str(pattern["String"]).encode()))
@@ -105,4 +107,4 @@ def _is_simple(pattern: str) -> bool:
     """Return True if a regular expression is one of the known ones, has no repetition, or is a
     single run of one character class."""
     repeats = bool(set(pattern) & set("*+?{("))
-    return pattern in _KNOWN or not repeats or bool(_ONE_RUN.fullmatch(pattern))
+    return pattern in _BOUNDED_PATTERNS or not repeats or bool(_SINGLE_RUN.fullmatch(pattern))

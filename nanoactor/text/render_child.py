@@ -24,11 +24,10 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 LENGTH = struct.Struct("<Q")
-_MOST_MEMORY = 1 << 30
-"""Maximum address space in bytes: a template can double the length of a text in a few steps."""
+_MAX_MEMORY = 1 << 30
+"""Maximum address space in bytes. A template can grow a text exponentially, by doubling it."""
 
-
-_MOST_FOR_TOKENS = 4 << 30
+_MAX_TOKENIZER_MEMORY = 4 << 30
 """Maximum address space in bytes with a tokenizer, whose vocabulary needs memory too."""
 
 
@@ -36,27 +35,27 @@ def main(directory: str, characters: int) -> None:
     """Serve requests until the input ends. A prompt may have up to `characters` characters. The
     first request contains the template's source, or null for the model's own template."""
     ignore_group_signals()
-    _limit_memory(_MOST_MEMORY)
-    (source,) = _request()
+    _limit_memory(_MAX_MEMORY)
+    (source,) = _read_request()
     try:
         template = ChatTemplate(Path(directory), characters, source)
     except ModelError as error:
-        _say({"model_error": str(error)})
+        _write_reply({"model_error": str(error)})
         return
     except Exception as error:  # a template can be wrong in any way
-        _say({"model_error": f"the model's chat template is malformed: {error!r}"})
+        _write_reply({"model_error": f"the model's chat template is malformed: {error!r}"})
         return
-    _say({"value": None})
-    while request := _request():
-        _say(_answer(template, Path(directory), request))
+    _write_reply({"value": None})
+    while request := _read_request():
+        _write_reply(_handle(template, Path(directory), request))
 
 
-def _request() -> list[Any]:
+def _read_request() -> list[Any]:
     """Return the next request; an empty list if the input has ended."""
-    head = os.read(0, LENGTH.size)
-    if not head:
+    header = os.read(0, LENGTH.size)
+    if not header:
         return []
-    (length,) = LENGTH.unpack(head)
+    (length,) = LENGTH.unpack(header)
     found: list[Any] = json.loads(_read(length))
     return found
 
@@ -64,31 +63,35 @@ def _request() -> list[Any]:
 def _limit_memory(size: int) -> None:
     """Limit the address space to `size` bytes, or to the user's hard limit if that is lower."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    most = _MOST_FOR_TOKENS if hard == resource.RLIM_INFINITY else min(hard, _MOST_FOR_TOKENS)
-    resource.setrlimit(resource.RLIMIT_AS, (min(size, most), most))
+    max_size = (
+        _MAX_TOKENIZER_MEMORY
+        if hard == resource.RLIM_INFINITY
+        else min(hard, _MAX_TOKENIZER_MEMORY)
+    )
+    resource.setrlimit(resource.RLIMIT_AS, (min(size, max_size), max_size))
 
 
-def _answer(template: ChatTemplate, directory: Path, request: list[Any]) -> dict[str, Any]:
+def _handle(template: ChatTemplate, directory: Path, request: list[Any]) -> dict[str, Any]:
     try:
         if request[0] == "encode":
-            return {"value": _encoded(directory, request[1])}
+            return {"value": _encode(directory, request[1])}
         if request[0] == "spans":
             return {"value": _spans(directory, request[1])}
-        return {"value": _value(template, request)}
+        return {"value": _run_template(template, request)}
     except InvalidRequest as error:
         # Once it has reached the memory limit, the process may stay near it.
-        return {"error": str(error), "spent": isinstance(error.__cause__, MemoryError)}
+        return {"error": str(error), "must_restart": isinstance(error.__cause__, MemoryError)}
     except OutOfResources:
-        gib = _MOST_FOR_TOKENS >> 30
+        gib = _MAX_TOKENIZER_MEMORY >> 30
         return {
             "error": f"the tokenizer needs more than {gib} GiB of memory for the text",
-            "spent": True,
+            "must_restart": True,
         }
     except Exception as error:  # the request is not a valid conversation
-        return {"error": f"the prompt cannot be tokenized: {error!r}", "spent": True}
+        return {"error": f"the prompt cannot be tokenized: {error!r}", "must_restart": True}
 
 
-def _value(template: ChatTemplate, request: list[Any]) -> Any:
+def _run_template(template: ChatTemplate, request: list[Any]) -> Any:
     match request:
         case ["facts"]:
             return dataclasses.asdict(template.facts())
@@ -99,7 +102,7 @@ def _value(template: ChatTemplate, request: list[Any]) -> Any:
             return template.render(json.loads(messages), json.loads(options))
 
 
-def _encoded(directory: Path, pieces: list[Any]) -> list[list[int]]:
+def _encode(directory: Path, pieces: list[Any]) -> list[list[int]]:
     from nanoactor.text.tokenizer import encode_all
 
     return encode_all(_tokenizer(directory), pieces)
@@ -117,7 +120,7 @@ def _spans(directory: Path, prompts: list[Any]) -> list[tuple[list[int], list[in
 def _tokenizer(directory: Path) -> Tokenizer:
     from nanoactor.text.tokenizer import load_tokenizer
 
-    _limit_memory(_MOST_FOR_TOKENS)
+    _limit_memory(_MAX_TOKENIZER_MEMORY)
     return load_tokenizer(directory)
 
 
@@ -131,7 +134,7 @@ def _read(length: int) -> bytes:
     return bytes(data)
 
 
-def _say(value: dict[str, Any]) -> None:
+def _write_reply(value: dict[str, Any]) -> None:
     body = json.dumps(value).encode()
     data = memoryview(LENGTH.pack(len(body)) + body)
     while data:

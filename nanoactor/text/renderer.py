@@ -34,13 +34,13 @@ from nanoactor.text.template_files import read_template_files
 if TYPE_CHECKING:
     from nanoactor.text.tokenizer import Piece
 
-_LOOK = 0.02
+_POLL_SECONDS = 0.02
 """Seconds between two checks of a child's CPU time."""
-_WALL = 10.0
+_WALL_CLOCK_FACTOR = 10.0
 """Wall-clock limit as a multiple of the CPU limit: a child may have to wait for a CPU."""
-_START = 5.0
+_STARTUP_SECONDS = 5.0
 """Extra seconds of CPU time allowed for startup."""
-_FIRST = 0.5
+_FIRST_ATTEMPT_SECONDS = 0.5
 """Seconds of CPU time after which a job is stopped and requeued behind the others."""
 
 
@@ -56,11 +56,11 @@ class RenderOptions:
     """Source of the template; None selects the model's own."""
 
 
-class Overdue(Exception):
+class TimeLimitExceeded(Exception):
     """The child has exceeded the time limit."""
 
 
-class _Ended(Exception):
+class _ChildEnded(Exception):
     """The child process has ended."""
 
 
@@ -96,13 +96,16 @@ class _Child:
     def answer(self, limit: float) -> Any:
         """Wait for the child's answer, for up to `limit` seconds of the child's CPU time.
 
-        Raises `Overdue` if the child takes longer, `_Ended` if it has ended.
+        Raises `TimeLimitExceeded` if the child takes longer, `_ChildEnded` if it has ended.
         """
         begin, used = time.monotonic(), self._cpu_seconds()
 
         def check() -> None:
-            if self._cpu_seconds() - used > limit or time.monotonic() - begin > _WALL * limit:
-                raise Overdue
+            if (
+                self._cpu_seconds() - used > limit
+                or time.monotonic() - begin > _WALL_CLOCK_FACTOR * limit
+            ):
+                raise TimeLimitExceeded
 
         (length,) = LENGTH.unpack(self._read(LENGTH.size, check))
         return json.loads(self._read(length, check))
@@ -111,12 +114,12 @@ class _Child:
         assert self.process.stdout is not None
         descriptor, data = self.process.stdout.fileno(), bytearray()
         while len(data) < size:
-            if not select.select([descriptor], [], [], _LOOK)[0]:
+            if not select.select([descriptor], [], [], _POLL_SECONDS)[0]:
                 check()
                 continue
             part = os.read(descriptor, size - len(data))
             if not part:
-                raise _Ended
+                raise _ChildEnded
             data += part
         return bytes(data)
 
@@ -157,30 +160,30 @@ class Renderer:
             return TemplateFacts(), ""
         try:
             found = self.ask(["facts"], self._options.seconds)
-        except Overdue:
-            raise self.stopped() from None
+        except TimeLimitExceeded:
+            raise self.time_limit_error() from None
         names = {key: tuple(found[key]) for key in ("variables", "members")}
         facts = TemplateFacts(**{**found, **names})
         try:
-            tried = self.ask(["probe"], self._options.seconds)
-        except Overdue:
-            return facts, str(self.stopped())
+            probed = self.ask(["probe"], self._options.seconds)
+        except TimeLimitExceeded:
+            return facts, str(self.time_limit_error())
         except InvalidRequest as error:
             return facts, str(error)
-        tried["thoughts"] = facts.possible(tried["thoughts"])
-        tried["thoughts_vary"] = tried["thoughts_vary"] and facts.knows_thoughts
-        return dataclasses.replace(facts, **tried), ""
+        probed["thoughts"] = facts.effective_thoughts(probed["thoughts"])
+        probed["reasoning_varies"] = probed["reasoning_varies"] and facts.has_reasoning
+        return dataclasses.replace(facts, **probed), ""
 
     def render(self, messages: str, options: str, seconds: float) -> str:
         """Return the prompt for a conversation within `seconds` seconds of CPU time. `messages` and
-        `options` are JSON texts. Raises `InvalidRequest` if rendering fails, and `Overdue` if it
-        takes longer."""
+        `options` are JSON texts. Raises `InvalidRequest` if rendering fails, and
+        `TimeLimitExceeded` if it takes longer."""
         text: str = self.ask(["render", messages, options], seconds)
         return text
 
-    def stopped(self, request: list[Any] | None = None) -> InvalidRequest:
+    def time_limit_error(self, request: list[Any] | None = None) -> InvalidRequest:
         """Return the error for a request that has exceeded the time limit."""
-        what, seconds = _subject(request), self._options.seconds
+        what, seconds = _subject_of(request), self._options.seconds
         return InvalidRequest(f"{what} was stopped because it took longer than {seconds:g} s")
 
     def ask(self, request: list[Any], seconds: float) -> Any:
@@ -188,37 +191,37 @@ class Renderer:
         does."""
         try:
             try:
-                answer = self._asked(request, seconds)
-            except _Ended:  # perhaps by a late cancellation of the previous request
+                answer = self._ask_once(request, seconds)
+            except _ChildEnded:  # perhaps by a late cancellation of the previous request
                 self.end()
-                answer = self._asked(request, seconds)
-        except Overdue:
+                answer = self._ask_once(request, seconds)
+        except TimeLimitExceeded:
             self.end()
             raise
-        except _Ended:
+        except _ChildEnded:
             self.end()
-            text = f"{_subject(request)} failed because its process has ended"
+            text = f"{_subject_of(request)} failed because its process has ended"
             raise InvalidRequest(text) from None
         if "model_error" in answer:
             self.end()
             raise ModelError(answer["model_error"])
         if "error" in answer:
-            if answer["spent"]:
+            if answer["must_restart"]:
                 self.end()
             raise InvalidRequest(answer["error"])
         return answer["value"]
 
-    def _asked(self, request: list[Any], seconds: float) -> Any:
+    def _ask_once(self, request: list[Any], seconds: float) -> Any:
         with self._lock:
             if self.cancelled:
-                raise _Ended
-            fresh = self._child is None
+                raise _ChildEnded
+            is_new = self._child is None
             self._child = self._child or _Child(self._directory, self._options)
             child = self._child
-        if fresh:
+        if is_new:
             try:
-                ready = child.answer(self._options.seconds + _START)
-            except _Ended:
+                ready = child.answer(self._options.seconds + _STARTUP_SECONDS)
+            except _ChildEnded:
                 if self.cancelled:
                     raise
                 self.end()
@@ -253,12 +256,12 @@ Done = Callable[[Any], None]
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class _Job:
-    """A queued request. Jobs are ordered by `turn`, then by `place`; the lowest runs first."""
+    """A queued request. The job with the lowest (`attempt`, `sequence_number`) runs first."""
 
-    turn: int
+    attempt: int
     """0 at first, 1 after the job has been requeued behind the others; a negative value ends the
     thread."""
-    place: int
+    sequence_number: int
     number: int = dataclasses.field(compare=False)
     request: list[Any] = dataclasses.field(compare=False)
     done: Done = dataclasses.field(compare=False)
@@ -275,13 +278,13 @@ class RenderQueue:
         self._renderer = Renderer(directory, options)
         self._seconds = options.seconds
         self._jobs: queue.PriorityQueue[_Job] = queue.PriorityQueue()
-        self._places = itertools.count()
+        self._sequence_numbers = itertools.count()
         self._described: queue.SimpleQueue[tuple[TemplateFacts, str] | Exception]
         self._described = queue.SimpleQueue()
         files = read_template_files(directory, options.template)
-        self._exists, self.note = bool(files.sources), files.note
+        self._has_template, self.note = bool(files.sources), files.note
         self._lock = threading.Lock()
-        self._known: set[int] = set()
+        self._active: set[int] = set()
         """Numbers of the unfinished jobs that have not been canceled."""
         self._current: int | None = None
         self._thread = threading.Thread(target=self._run, name="render", daemon=True)
@@ -297,7 +300,7 @@ class RenderQueue:
     def render(self, number: int, messages: str, options: str, done: Done) -> None:
         """Queue a conversation for rendering. `done` is called on the queue's thread, or, if the
         model has no template, by this call."""
-        if not self._exists:
+        if not self._has_template:
             text = "the model has no chat template; give a text prompt instead of messages"
             done(InvalidRequest(text))
             return
@@ -315,22 +318,22 @@ class RenderQueue:
 
     def _put(self, number: int, request: list[Any], done: Done) -> None:
         with self._lock:
-            self._known.add(number)
-        self._jobs.put(_Job(0, next(self._places), number, request, done))
+            self._active.add(number)
+        self._jobs.put(_Job(0, next(self._sequence_numbers), number, request, done))
 
     def cancel(self, number: int) -> None:
         """Cancel a job unless it has finished; its callback receives `Cancelled`."""
         with self._lock:
-            if number in self._known:
-                self._known.remove(number)
+            if number in self._active:
+                self._active.remove(number)
                 if self._current == number:
                     self._renderer.cancel()
 
     def cancel_all(self) -> None:
         """Cancel all jobs; their callbacks receive `Cancelled`, and their numbers may be reused."""
         with self._lock:
-            for number in [*self._known]:
-                self._known.remove(number)
+            for number in [*self._active]:
+                self._active.remove(number)
                 if self._current == number:
                     self._renderer.cancel()
         with contextlib.suppress(queue.Empty):
@@ -342,50 +345,54 @@ class RenderQueue:
             self._described.put(self._renderer.describe())
         except Exception as error:  # raised by `describe`
             self._described.put(error)
-        while (job := self._jobs.get()).turn >= 0:
+        while (job := self._jobs.get()).attempt >= 0:
             result = self._render(job)
-            if isinstance(result, Overdue):
-                again = dataclasses.replace(job, turn=1, place=next(self._places))
-                self._jobs.put(again)
+            if isinstance(result, TimeLimitExceeded):
+                requeued = dataclasses.replace(
+                    job, attempt=1, sequence_number=next(self._sequence_numbers)
+                )
+                self._jobs.put(requeued)
             else:
                 job.done(result)
         self._renderer.end()
 
     def _render(self, job: _Job) -> Any:
         with self._lock:
-            self._current = job.number if job.number in self._known else None
+            self._current = job.number if job.number in self._active else None
             self._renderer.cancelled = False
         if self._current is None:
             return Cancelled()
-        seconds = self._seconds if job.turn else min(_FIRST, self._seconds)
+        seconds = self._seconds if job.attempt else min(_FIRST_ATTEMPT_SECONDS, self._seconds)
         result: Any
         try:
             result = self._renderer.ask(job.request, seconds)
-        except Overdue as error:
-            result = error if seconds < self._seconds else self._renderer.stopped(job.request)
+        except TimeLimitExceeded as error:
+            result = (
+                error if seconds < self._seconds else self._renderer.time_limit_error(job.request)
+            )
         except Exception as error:  # a template is a program: it can fail in any way
             result = error
         with self._lock:
             self._current = None
-            if job.number not in self._known:
+            if job.number not in self._active:
                 return Cancelled()
-            if not isinstance(result, Overdue):
-                self._known.remove(job.number)
+            if not isinstance(result, TimeLimitExceeded):
+                self._active.remove(job.number)
         return result
 
     def close(self) -> None:
         """End the child and the thread."""
         with self._lock:
-            self._known.clear()
+            self._active.clear()
         self._jobs.put(_Job(-1, 0, 0, [], lambda result: None))
         self._renderer.cancel()
         self._thread.join(timeout=2.0)
 
 
-def _subject(request: list[Any] | None) -> str:
+def _subject_of(request: list[Any] | None) -> str:
     """Return the subject of the error messages about a request."""
-    tokenizes = request is not None and request[0] in ("encode", "spans")
-    return "the tokenizer" if tokenizes else "the chat template"
+    is_tokenizing = request is not None and request[0] in ("encode", "spans")
+    return "the tokenizer" if is_tokenizing else "the chat template"
 
 
 class Cancelled(Exception):

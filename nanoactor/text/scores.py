@@ -39,50 +39,50 @@ class ScoreRun(NamedTuple):
     if there is no tokenizer."""
 
 
-def runs_of(message: RequestScores) -> Iterator[ScoreRun]:
+def score_runs(message: RequestScores) -> Iterator[ScoreRun]:
     """Yield the runs of a message, with -1 for each token id; the caller fills in the ids if it has
     them."""
-    found, at, top = message.scores, 0, 0
-    logprobs, ranks = found.logprobs.tolist(), found.ranks.tolist()
-    counts, top_ids = found.counts.tolist(), found.top_ids.tolist()
-    top_logprobs = found.top_logprobs.tolist()
+    scores, offset, top = message.scores, 0, 0
+    logprobs, ranks = scores.logprobs.tolist(), scores.ranks.tolist()
+    counts, top_ids = scores.counts.tolist(), scores.top_ids.tolist()
+    top_logprobs = scores.top_logprobs.tolist()
     for uid, is_prompt, count in zip(
         message.uids.tolist(), message.prompts.tolist(), message.counts.tolist(), strict=True
     ):
-        scores = []
-        for each in range(at, at + count):
-            end = top + counts[each]
+        run_scores = []
+        for index in range(offset, offset + count):
+            end = top + counts[index]
             tops = top_ids[top:end], top_logprobs[top:end]
-            scores.append(Score(-1, logprobs[each], ranks[each], *tops))
+            run_scores.append(Score(-1, logprobs[index], ranks[index], *tops))
             top = end
-        at += count
-        yield ScoreRun(uid, is_prompt, scores, [])
+        offset += count
+        yield ScoreRun(uid, is_prompt, run_scores, [])
 
 
-def take_first(
-    run: ScoreRun, budget: int, most: int, piece: Callable[[int], bytes] | None
+def pop_scores(
+    run: ScoreRun, budget: int, max_count: int, piece: Callable[[int], bytes] | None
 ) -> tuple[ScoreRun, int]:
-    """Remove the first scores from a run, at most `most` of them, and as many as fit into `budget`
-    bytes, but at least one.
+    """Remove scores from the front of a run: as many as fit into `budget` bytes, but at least one
+    and at most `max_count`.
 
     Return the removed scores, with the bytes of their tokens, and their size in a message.
     """
     pieces: list[bytes] = []
-    count, taken = 0, 0
-    for score in itertools.islice(run.scores, most):
+    count, size = 0, 0
+    for score in itertools.islice(run.scores, max_count):
         tokens = (score.token, *score.top_ids)
-        its = [piece(token)[:MAX_PIECE] for token in tokens] if piece is not None else []
-        cost = 48 + 16 * len(tokens) + sum(map(len, its))
-        if count and taken + cost > budget:
+        score_pieces = [piece(token)[:MAX_PIECE] for token in tokens] if piece is not None else []
+        cost = 48 + 16 * len(tokens) + sum(map(len, score_pieces))
+        if count and size + cost > budget:
             break
-        pieces += its
-        count, taken = count + 1, taken + cost
-    first = run._replace(scores=run.scores[:count], pieces=pieces)
+        pieces += score_pieces
+        count, size = count + 1, size + cost
+    popped = run._replace(scores=run.scores[:count], pieces=pieces)
     del run.scores[:count]
-    return first, taken
+    return popped, size
 
 
-def told(runs: list[ScoreRun]) -> ToldScores:
+def scores_message(runs: list[ScoreRun]) -> ToldScores:
     """Return the message that reports these scores to the frontend."""
     scores = [score for run in runs for score in run.scores]
     pieces = [piece for run in runs for piece in run.pieces]
@@ -103,7 +103,7 @@ def told(runs: list[ScoreRun]) -> ToldScores:
     )
 
 
-class ToldRun(NamedTuple):
+class ReportedRun(NamedTuple):
     """Scores of one request as reported to the user, without the ids of the scored tokens."""
 
     uid: int
@@ -114,31 +114,31 @@ class ToldRun(NamedTuple):
     offsets: list[int]
 
 
-def told_runs(message: ToldScores) -> Iterator[ToldRun]:
+def reported_runs(message: ToldScores) -> Iterator[ReportedRun]:
     """Yield the runs of a message."""
-    found = message.scores
+    scores = message.scores
     pieces = _pieces(message)
-    logprobs, ranks = found.logprobs.tolist(), found.ranks.tolist()
-    counts, offsets = found.counts.tolist(), message.offsets.tolist()
-    tops = iter(zip(found.top_ids.tolist(), found.top_logprobs.tolist(), strict=True))
-    at = 0
+    logprobs, ranks = scores.logprobs.tolist(), scores.ranks.tolist()
+    counts, offsets = scores.counts.tolist(), message.offsets.tolist()
+    tops = iter(zip(scores.top_ids.tolist(), scores.top_logprobs.tolist(), strict=True))
+    offset = 0
     for uid, is_prompt, count in zip(
         message.uids.tolist(), message.prompts.tolist(), message.counts.tolist(), strict=True
     ):
         run = []
-        for each in range(at, at + count):
-            own = Logprob.of(logprobs[each], ranks[each], next(pieces, None))
+        for index in range(offset, offset + count):
+            own = Logprob.of(logprobs[index], ranks[index], next(pieces, None))
             likeliest = {}
-            for rank in range(1, counts[each] + 1):
+            for rank in range(1, counts[index] + 1):
                 token, logprob = next(tops)
                 likeliest[token] = Logprob.of(logprob, rank, next(pieces, None))
             run.append((own, likeliest))
-        yield ToldRun(uid, is_prompt, run, offsets[at : at + count])
-        at += count
+        yield ReportedRun(uid, is_prompt, run, offsets[offset : offset + count])
+        offset += count
 
 
 def _pieces(message: ToldScores) -> Iterator[bytes]:
-    at = 0
+    offset = 0
     for length in message.lengths.tolist():
-        yield message.pieces[at : at + length]
-        at += length
+        yield message.pieces[offset : offset + length]
+        offset += length

@@ -26,16 +26,17 @@ class SpanFinder:
     def of_ids(self, token_ids: Sequence[int]) -> Spans:
         """Return the spans of these ids in the text that they decode to, including special
         tokens."""
-        return self._decoders.piece(token_ids[0]), self._decoded(token_ids)[1]
+        return self._decoders.piece(token_ids[0]), self._decode_with_starts(token_ids)[1]
 
     def of_text(self, text: str) -> Spans:
         """Return the spans of the tokens in this text. The tokens may decode to a different text: a
         normalized one, or one with an additional token at the beginning."""
-        from nanoactor.text.tokenizer import refusing  # the user's process imports this module
+        # Imported here because the user's process imports this module.
+        from nanoactor.text.tokenizer import as_request_errors
 
-        with refusing("the prompt cannot be tokenized"):
+        with as_request_errors("the prompt cannot be tokenized"):
             encoded = self._tokenizer.encode(text)
-        decoded, starts = self._decoded(encoded.ids)
+        decoded, starts = self._decode_with_starts(encoded.ids)
         if decoded != text:
             starts, end = [], 0
             for begin, stop in encoded.offsets:
@@ -44,10 +45,10 @@ class SpanFinder:
                 end = max(end, stop)
         return self._decoders.piece(encoded.ids[0]) if encoded.ids else b"", starts
 
-    def _decoded(self, token_ids: Sequence[int]) -> tuple[str, list[int]]:
-        decoder, pieces, starts, at = self._decoders.new(skip_special=False), [], [], 0
+    def _decode_with_starts(self, token_ids: Sequence[int]) -> tuple[str, list[int]]:
+        decoder, pieces, starts, offset = self._decoders.new(skip_special=False), [], [], 0
         for token in token_ids:
-            starts.append(at)
+            starts.append(offset)
             pieces.append(decoder.push(token))
-            at += len(pieces[-1])
+            offset += len(pieces[-1])
         return "".join([*pieces, decoder.finish()]), starts

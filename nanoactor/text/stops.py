@@ -22,29 +22,33 @@ class StopMatcher:
         if not self._stops:
             return text
         held = self._held + text
-        end = self._first_end(held)
-        if end is not None:
-            stop_at, stop = end
+        match = self._first_match(held)
+        if match is not None:
+            end, stop = match
             self.matched, self._held = stop, ""
-            return held[:stop_at] if self._include else held[: stop_at - len(stop)]
-        keep = self._longest_open(held)
-        self._held = held[len(held) - keep :]
-        return held[: len(held) - keep]
+            return held[:end] if self._include else held[: end - len(stop)]
+        held_length = self._partial_match_length(held)
+        self._held = held[len(held) - held_length :]
+        return held[: len(held) - held_length]
 
-    def _first_end(self, text: str) -> tuple[int, str] | None:
-        ends = [(text.find(s) + len(s), -len(s), s) for s in self._stops if s in text]
+    def _first_match(self, text: str) -> tuple[int, str] | None:
+        ends = [
+            (text.find(stop_string) + len(stop_string), -len(stop_string), stop_string)
+            for stop_string in self._stops
+            if stop_string in text
+        ]
         if not ends:
             return None
         end, _, stop = min(ends)
         return end, stop
 
-    def _longest_open(self, text: str) -> int:
+    def _partial_match_length(self, text: str) -> int:
         """Return the length of the longest suffix of `text` that is the beginning of a stop
         string."""
-        longest = max(len(stop) for stop in self._stops) - 1
-        for size in range(min(longest, len(text)), 0, -1):
-            tail = text[-size:]
-            if any(stop.startswith(tail) for stop in self._stops):
+        max_size = max(len(stop) for stop in self._stops) - 1
+        for size in range(min(max_size, len(text)), 0, -1):
+            suffix = text[-size:]
+            if any(stop.startswith(suffix) for stop in self._stops):
                 return size
         return 0
 

@@ -13,12 +13,12 @@ from nanoactor.errors import InvalidRequest
 from nanoactor.models.errors import ModelError
 from nanoactor.text.conversation import (
     Forms,
-    asks_for_forms,
-    calling,
-    find_forms,
+    append_marker,
+    cut_at_marker,
+    depends_on_forms,
+    detect_forms,
     fit_messages,
-    up_to_marker,
-    with_marker,
+    tool_call_conversation,
 )
 from nanoactor.text.template_files import read_template_files
 
@@ -41,23 +41,23 @@ class TemplateFacts:
     """Names that the template may look up in a message or in any other object."""
     call_form: CallForm = "hermes"
     """Form in which the template renders calls."""
-    shows_tools: bool = False
-    shows_result_pictures: bool = False
+    renders_tools: bool = False
+    renders_result_pictures: bool = False
     """Whether an image in a tool result is rendered like one in a user message."""
     thoughts: Thoughts = "none"
     """Reasoning mode after a prompt that is rendered without options."""
-    knows_thoughts: bool = False
-    thoughts_vary: bool = False
+    has_reasoning: bool = False
+    reasoning_varies: bool = False
     """Whether the reasoning mode depends on the messages as well as on the options."""
 
-    def possible(self, thoughts: Thoughts) -> Thoughts:
+    def effective_thoughts(self, thoughts: Thoughts) -> Thoughts:
         """Return `thoughts`, the result of `thoughts_after`, or "none" if it is "optional" and the
         model has no reasoning."""
-        return "none" if thoughts == "optional" and not self.knows_thoughts else thoughts
+        return "none" if thoughts == "optional" and not self.has_reasoning else thoughts
 
     def check(self, options: Mapping[str, Any]) -> None:
         """Raise `InvalidRequest` for an option that would have no effect."""
-        if options.get("tools") and not self.shows_tools:
+        if options.get("tools") and not self.renders_tools:
             raise InvalidRequest(
                 "tools cannot be used because the model's chat template does not show them "
                 "to the model"
@@ -81,7 +81,7 @@ def thoughts_after(prompt: str) -> Thoughts:
     return "none" if end.endswith("</think>") else "optional"
 
 
-_SOME_TOOL = {
+_DUMMY_TOOL = {
     "type": "function",
     "function": {"name": "f", "description": "d", "parameters": {"type": "object"}},
 }
@@ -97,12 +97,12 @@ _PROBES: tuple[list[dict[str, Any]], ...] = (
     [{"role": "user", "content": "?"}],
     [{"role": "user", "content": "? /no_think"}],
     [{"role": "system", "content": "/no_think"}, {"role": "user", "content": "?"}],
-    calling({}, "{}"),
+    tool_call_conversation({}, "{}"),
 )
 """Conversations after which some templates open reasoning and others do not."""
 
 
-_FORMS: tuple[tuple[str, CallForm], ...] = (
+_CALL_FORM_MARKS: tuple[tuple[str, CallForm], ...] = (
     ("<function=", "qwen3_coder"),
     ("[ARGS]", "mistral_args"),
     ("[TOOL_CALLS]", "mistral"),
@@ -115,7 +115,7 @@ used."""
 
 
 def _call_form(source: str) -> CallForm:
-    return next((form for mark, form in _FORMS if mark in source), "hermes")
+    return next((form for mark, form in _CALL_FORM_MARKS if mark in source), "hermes")
 
 
 class ChatTemplate:
@@ -149,36 +149,36 @@ class ChatTemplate:
         for source in self._sources.values():
             tree = _environment().parse(source)
             variables |= meta.find_undeclared_variables(tree)
-            members |= _members(tree)
-        thinks = any("<think>" in source for source in self._sources.values())
+            members |= _looked_up_names(tree)
+        has_reasoning = any("<think>" in source for source in self._sources.values())
         names = tuple(sorted(variables)), tuple(sorted(members))
         form = _call_form("\n".join(self._sources.values()))
-        return TemplateFacts(True, *names, call_form=form, knows_thoughts=thinks)
+        return TemplateFacts(True, *names, call_form=form, has_reasoning=has_reasoning)
 
     def probe(self) -> dict[str, Any]:
         """Return the fields of `TemplateFacts` that are determined by rendering."""
-        plain = self._tried(_PROBES[0], {})
-        others = [text for probe in _PROBES[1:] if (text := self._tried(probe, {}))]
-        thoughts = thoughts_after(plain)
+        baseline = self._try_render(_PROBES[0], {})
+        others = [text for probe in _PROBES[1:] if (text := self._try_render(probe, {}))]
+        thoughts = thoughts_after(baseline)
         return {
-            "shows_tools": self._tried(_PROBES[0], {"tools": [_SOME_TOOL]}) != plain,
-            "shows_result_pictures": self._shows_result_pictures(),
+            "renders_tools": self._try_render(_PROBES[0], {"tools": [_DUMMY_TOOL]}) != baseline,
+            "renders_result_pictures": self._renders_result_pictures(),
             "thoughts": thoughts,
-            "thoughts_vary": any(thoughts_after(text) != thoughts for text in others),
+            "reasoning_varies": any(thoughts_after(text) != thoughts for text in others),
         }
 
-    def _shows_result_pictures(self) -> bool:
-        *before, result = calling({}, "{}")
-        shown = self._picture([{"role": "user", "content": _WITH_PICTURE}])
+    def _renders_result_pictures(self) -> bool:
+        *before, result = tool_call_conversation({}, "{}")
+        expected = self._image_placeholder([{"role": "user", "content": _WITH_PICTURE}])
         result = {**result, "content": _WITH_PICTURE}
-        return bool(shown.strip()) and self._picture([*before, result]) == shown
+        return bool(expected.strip()) and self._image_placeholder([*before, result]) == expected
 
-    def _picture(self, messages: list[Any]) -> str:
+    def _image_placeholder(self, messages: list[Any]) -> str:
         """Return the placeholder of the image in `_WITH_PICTURE` as these messages render it."""
-        _, _, found = self._tried(messages, {}).partition(_BEFORE)
-        return found.partition(_AFTER)[0]
+        _, _, rest = self._try_render(messages, {}).partition(_BEFORE)
+        return rest.partition(_AFTER)[0]
 
-    def _tried(self, messages: list[Any], options: dict[str, Any]) -> str:
+    def _try_render(self, messages: list[Any], options: dict[str, Any]) -> str:
         try:
             return self.render(messages, options)
         except InvalidRequest:
@@ -198,46 +198,46 @@ class ChatTemplate:
                 "the model has no chat template; give a text prompt instead of messages"
             )
         options = dict(options)
-        continues = options.pop("continue_final_message", False)
-        if continues and options.setdefault("add_generation_prompt", False):
+        is_continued = options.pop("continue_final_message", False)
+        if is_continued and options.setdefault("add_generation_prompt", False):
             raise InvalidRequest(
                 "continue_final_message and add_generation_prompt are mutually exclusive"
             )
-        show = self._continued if continues else self._rendered
-        if not asks_for_forms(messages):
+        render_messages = self._render_continued if is_continued else self._render_template
+        if not depends_on_forms(messages):
             try:
-                return show(name, fit_messages(messages, Forms()), options)
+                return render_messages(name, fit_messages(messages, Forms()), options)
             except InvalidRequest as error:
                 if (
                     isinstance(error.__cause__, MemoryError)
-                    or not self._forms_of(name).single_roles
+                    or not self._get_forms(name).single_roles
                 ):
                     raise
-        return show(name, fit_messages(messages, self._forms_of(name)), options)
+        return render_messages(name, fit_messages(messages, self._get_forms(name)), options)
 
-    def _continued(self, name: str, messages: list[Any], options: Mapping[str, Any]) -> str:
+    def _render_continued(self, name: str, messages: list[Any], options: Mapping[str, Any]) -> str:
         """Return the prompt up to the end of the last message's text."""
         marker = f"\ue000{secrets.token_hex(8)}\ue001"
-        marked, text = with_marker(messages, f"{marker} ")
-        return up_to_marker(self._rendered(name, marked, options), marker, text)
+        marked, text = append_marker(messages, f"{marker} ")
+        return cut_at_marker(self._render_template(name, marked, options), marker, text)
 
-    def _forms_of(self, name: str) -> Forms:
+    def _get_forms(self, name: str) -> Forms:
         """Return the message forms that a template reads."""
         if name not in self._forms:
 
-            def tried(probe: list[dict[str, Any]]) -> str:
+            def render_probe(probe: list[dict[str, Any]]) -> str:
                 try:
-                    return self._rendered(name, probe, {"tools": [_SOME_TOOL]})
+                    return self._render_template(name, probe, {"tools": [_DUMMY_TOOL]})
                 except InvalidRequest:
                     return ""
 
-            self._forms[name] = find_forms(tried, self._sources[name])
+            self._forms[name] = detect_forms(render_probe, self._sources[name])
         return self._forms[name]
 
-    def _rendered(self, name: str, messages: list[Any], options: Mapping[str, Any]) -> str:
+    def _render_template(self, name: str, messages: list[Any], options: Mapping[str, Any]) -> str:
         values: dict[str, Any] = {"add_generation_prompt": True, "tools": None, "documents": None}
         try:
-            return self._bounded(
+            return self._join_bounded(
                 self._templates[name].generate(
                     messages=messages, **{**self._special, **values, **options}
                 )
@@ -245,26 +245,26 @@ class ChatTemplate:
         except InvalidRequest:
             raise
         except MemoryError as error:
-            why = "the chat template was stopped because it used too much memory"
-            raise InvalidRequest(why) from error
+            reason = "the chat template was stopped because it used too much memory"
+            raise InvalidRequest(reason) from error
         except Exception as error:  # a template is a program: it can fail in any way
-            why = str(error) or type(error).__name__
-            raise InvalidRequest(f"the chat template rejects these messages: {why}") from error
+            reason = str(error) or type(error).__name__
+            raise InvalidRequest(f"the chat template rejects these messages: {reason}") from error
 
-    def _bounded(self, pieces: Iterator[str]) -> str:
+    def _join_bounded(self, pieces: Iterator[str]) -> str:
         """Join all pieces to one text. Raises `InvalidRequest` if the text is too long."""
-        text, size = [], 0
+        parts, size = [], 0
         for piece in pieces:
             size += len(piece)
             if self._characters is not None and size > self._characters:
                 raise InvalidRequest(
                     f"the chat template produces more than {self._characters} characters"
                 )
-            text.append(piece)
-        return "".join(text)
+            parts.append(piece)
+        return "".join(parts)
 
 
-def _members(tree: nodes.Template) -> set[str]:
+def _looked_up_names(tree: nodes.Template) -> set[str]:
     """Return the names that a template looks up: `a.name`, `a["name"]`, and strings that may be
     names."""
     from jinja2 import nodes

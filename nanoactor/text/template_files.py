@@ -13,15 +13,19 @@ from typing import Any
 from nanoactor.models.config import read_json
 from nanoactor.models.errors import ModelError
 
-JINJA, LEGACY, MORE = "chat_template.jinja", "chat_template.json", "additional_chat_templates"
-PROCESSOR, CONFIG, SPECIAL = (
+JINJA_TEMPLATE, LEGACY_TEMPLATE, ADDITIONAL_TEMPLATES = (
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates",
+)
+PROCESSOR_CONFIG, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP = (
     "processor_config.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
 )
-TEMPLATE_FILES = (JINJA, LEGACY, PROCESSOR)
+TEMPLATE_FILES = (JINJA_TEMPLATE, LEGACY_TEMPLATE, PROCESSOR_CONFIG)
 """Files that contain templates, in addition to the tokenizer's configuration."""
-_OF_PROCESSORS = (PROCESSOR, "preprocessor_config.json")
+_PROCESSOR_FILES = (PROCESSOR_CONFIG, "preprocessor_config.json")
 """Files of models for which transformers reads the processor's templates before the tokenizer's."""
 _QWEN = dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>")
 _DEFAULTS = {"Qwen2Tokenizer": _QWEN, "Qwen2TokenizerFast": _QWEN}
@@ -43,8 +47,8 @@ def read_template_files(directory: Path, template: str | None = None) -> Templat
     """Read a model's templates and special tokens; `template` replaces the model's own templates.
     Raises `ModelError` for a malformed file."""
     try:
-        config = optional_json(directory / CONFIG)
-        found = _found(directory, config)
+        config = optional_json(directory / TOKENIZER_CONFIG)
+        found = _find_templates(directory, config)
         special = special_tokens(directory, config)
     except (KeyError, TypeError, AttributeError, UnicodeError) as error:
         raise ModelError(
@@ -65,26 +69,28 @@ def read_template_files(directory: Path, template: str | None = None) -> Templat
     return TemplateFiles(first[1], special, note)
 
 
-def _found(directory: Path, config: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+def _find_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     """Return the templates by the name of their file, in order of precedence."""
-    processes = any((directory / name).exists() for name in _OF_PROCESSORS)
-    jinja = _of_jinja_files(directory)
-    legacy = _named(optional_json(directory / LEGACY).get("chat_template"))
-    of_processor = _named(optional_json(directory / PROCESSOR).get("chat_template"))
-    of_tokenizer = _named(config.get("chat_template"))
-    of_files = {PROCESSOR: of_processor, JINJA: jinja}
-    if processes:
-        places = {**of_files, LEGACY: legacy, CONFIG: of_tokenizer}
+    has_processor = any((directory / name).exists() for name in _PROCESSOR_FILES)
+    jinja = _read_jinja_files(directory)
+    legacy = _templates_by_name(optional_json(directory / LEGACY_TEMPLATE).get("chat_template"))
+    from_processor = _templates_by_name(
+        optional_json(directory / PROCESSOR_CONFIG).get("chat_template")
+    )
+    from_tokenizer = _templates_by_name(config.get("chat_template"))
+    first_sources = {PROCESSOR_CONFIG: from_processor, JINJA_TEMPLATE: jinja}
+    if has_processor:
+        places = {**first_sources, LEGACY_TEMPLATE: legacy, TOKENIZER_CONFIG: from_tokenizer}
     else:  # transformers' tokenizers do not read chat_template.json
-        places = {**of_files, CONFIG: of_tokenizer, LEGACY: legacy}
+        places = {**first_sources, TOKENIZER_CONFIG: from_tokenizer, LEGACY_TEMPLATE: legacy}
     return {place: sources for place, sources in places.items() if sources}
 
 
-def _of_jinja_files(directory: Path) -> dict[str, str]:
+def _read_jinja_files(directory: Path) -> dict[str, str]:
     found = {}
-    if (directory / JINJA).exists():
-        found["default"] = _text(directory / JINJA)
-    for path in sorted((directory / MORE).glob("*.jinja")):
+    if (directory / JINJA_TEMPLATE).exists():
+        found["default"] = _text(directory / JINJA_TEMPLATE)
+    for path in sorted((directory / ADDITIONAL_TEMPLATES).glob("*.jinja")):
         found[path.name.removesuffix(".jinja")] = _text(path)
     return found
 
@@ -93,7 +99,7 @@ def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8-sig")
 
 
-def _named(given: Any) -> dict[str, str]:
+def _templates_by_name(given: Any) -> dict[str, str]:
     """Return templates by name, given a single text, a list of named templates, or a dict."""
     if given is None:
         return {}
@@ -109,16 +115,16 @@ def special_tokens(directory: Path, config: Mapping[str, Any]) -> dict[str, str]
     """Return the special tokens, by name, that the tokenizer's `config` and the model's other files
     define: the seven that all models may have, and those of a particular model (`image_token`,
     say)."""
-    given: dict[str, Any] = {**_DEFAULTS.get(str(config.get("tokenizer_class")), {})}
-    given |= {name: value for name, value in config.items() if name.endswith("_token")}
-    own = config.get("extra_special_tokens")
-    given |= own if isinstance(own, dict) else {}
+    named: dict[str, Any] = {**_DEFAULTS.get(str(config.get("tokenizer_class")), {})}
+    named |= {name: value for name, value in config.items() if name.endswith("_token")}
+    extra = config.get("extra_special_tokens")
+    named |= extra if isinstance(extra, dict) else {}
     if "added_tokens_decoder" not in config:  # saved by versions that wrote a separate file
-        older = optional_json(directory / SPECIAL)
-        given |= {name: value for name, value in older.items() if name.endswith("_token")}
+        legacy = optional_json(directory / SPECIAL_TOKENS_MAP)
+        named |= {name: value for name, value in legacy.items() if name.endswith("_token")}
     texts = {
         name: value["content"] if isinstance(value, dict) else value
-        for name, value in given.items()
+        for name, value in named.items()
     }
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 

@@ -45,8 +45,8 @@ def load_tokenizer(directory: Path, name: str = "tokenizer.json") -> Tokenizer:
 
 def _read(path: Path) -> Tokenizer:
     with path.open("rb") as file:
-        marked = file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8
-    if marked:  # the library would parse the mark as JSON
+        has_bom = file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8
+    if has_bom:  # the library would parse the mark as JSON
         return Tokenizer.from_str(path.read_text(encoding="utf-8-sig"))
     return Tokenizer.from_file(str(path))
 
@@ -62,30 +62,32 @@ class TextEncoder:
         """Load the tokenizer. `reserved` are the ids of placeholders, which only a conversation's
         template may write."""
         self._tokenizer = load_tokenizer(directory)
-        self.is_bounded = is_bounded(_steps(self._tokenizer))
+        self.is_bounded = is_bounded(_pipeline_json(self._tokenizer))
         """Whether time and memory are bounded by the length of the text. If not, pieces must be
         encoded in another process."""
         names = [self._tokenizer.id_to_token(token) for token in reserved]
         # Random, so that no text contains one unless it was inserted here.
-        self._hidden = {f"\ue000{secrets.token_hex(8)}\ue001": name for name in names if name}
-        self._spelt = {hidden: self._spell(name) for hidden, name in self._hidden.items()}
+        self._markers = {f"\ue000{secrets.token_hex(8)}\ue001": name for name in names if name}
+        self._marker_ids = {
+            marker: self._encode_as_text(name) for marker, name in self._markers.items()
+        }
 
-    def _spell(self, name: str) -> list[int]:
+    def _encode_as_text(self, name: str) -> list[int]:
         """Return the token ids of a special token's name, encoded as ordinary text."""
-        before = self._tokenizer.encode_special_tokens
+        previous = self._tokenizer.encode_special_tokens
         self._tokenizer.encode_special_tokens = True
         try:
             ids: list[int] = self._tokenizer.encode(name, add_special_tokens=False).ids
             return ids
         finally:
-            self._tokenizer.encode_special_tokens = before
+            self._tokenizer.encode_special_tokens = previous
 
     def hide_placeholders(self, text: str) -> str:
         """Return a conversation (JSON, before it is rendered) in which user text that spells a
         placeholder is replaced by a marker. `encode_rendered` encodes a marker as the ordinary text
         of the placeholder's name."""
-        for hidden, name in self._hidden.items():
-            text = text.replace(name, hidden)
+        for marker, name in self._markers.items():
+            text = text.replace(name, marker)
         return text
 
     def encode(self, pieces: Sequence[Piece]) -> list[list[int]]:
@@ -101,16 +103,16 @@ class TextEncoder:
     def encode_rendered(self, text: str) -> Int32:
         """Return the token ids of a rendered conversation. No special tokens are added: the
         template has written them."""
-        return self.joined(text, self.encode(self.rendered_pieces(text)))
+        return self.join_pieces(text, self.encode(self.split_rendered(text)))
 
-    def rendered_pieces(self, text: str) -> list[Piece]:
+    def split_rendered(self, text: str) -> list[Piece]:
         """Return the texts around the hidden placeholders of a rendered conversation."""
-        return [(piece, False) for piece in self._split(text) if piece not in self._spelt]
+        return [(piece, False) for piece in self._split(text) if piece not in self._marker_ids]
 
-    def joined(self, text: str, ids: Sequence[Sequence[int]]) -> Int32:
+    def join_pieces(self, text: str, ids: Sequence[Sequence[int]]) -> Int32:
         """Return the token ids of a rendered conversation, given the ids of each of its pieces."""
-        found = iter(ids)
-        parts = [self._spelt.get(piece) or next(found) for piece in self._split(text)]
+        remaining = iter(ids)
+        parts = [self._marker_ids.get(piece) or next(remaining) for piece in self._split(text)]
         return np.array(list(itertools.chain.from_iterable(parts)), np.int32)
 
     def id_of(self, tag: str) -> int | None:
@@ -119,9 +121,9 @@ class TextEncoder:
         return next((id_ for id_, token in added.items() if token.content == tag), None)
 
     def _split(self, text: str) -> list[str]:
-        if not any(hidden in text for hidden in self._hidden):
+        if not any(marker in text for marker in self._markers):
             return [text]
-        return re.split("(" + "|".join(map(re.escape, self._hidden)) + ")", text)
+        return re.split("(" + "|".join(map(re.escape, self._markers)) + ")", text)
 
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of token ids, including special tokens. Raises `InvalidRequest` for an
@@ -130,25 +132,25 @@ class TextEncoder:
         for token in token_ids:
             if not 0 <= token < size:
                 raise InvalidRequest(f"token id {token} is not in the vocabulary of {size} ids")
-        with refusing("the ids cannot be decoded"):
+        with as_request_errors("the ids cannot be decoded"):
             text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
         return text
 
 
-def _steps(tokenizer: Tokenizer) -> dict[str, Any]:
+def _pipeline_json(tokenizer: Tokenizer) -> dict[str, Any]:
     """Return a tokenizer's normalizer and pre-tokenizer, as in its JSON file."""
     steps = {"normalizer": tokenizer.normalizer, "pre_tokenizer": tokenizer.pre_tokenizer}
-    return {name: json.loads(one.__getstate__()) if one else None for name, one in steps.items()}
+    return {name: json.loads(step.__getstate__()) if step else None for name, step in steps.items()}
 
 
 def encode_all(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> list[list[int]]:
     """Return the token ids of each text. Raises as `TextEncoder.encode` does."""
-    with refusing("the prompt cannot be tokenized"):
+    with as_request_errors("the prompt cannot be tokenized"):
         return [tokenizer.encode(text, add_special_tokens=special).ids for text, special in pieces]
 
 
 @contextlib.contextmanager
-def refusing(what: str) -> Iterator[None]:
+def as_request_errors(what: str) -> Iterator[None]:
     """Convert the library's errors in this context to errors of the request, whose messages start
     with `what`."""
     try:

@@ -1,7 +1,8 @@
 """Spans as a Chrome trace, for viewing in Perfetto and chrome://tracing.
 
-The format: "Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
-(complete events X, flow events s, t and f, metadata M; times in µs).
+The format: "Trace Event Format",
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (complete events X,
+flow events s, t and f, metadata M; times in µs).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Event = dict[str, Any]
 class _Span:
     """One span with its kind and its place in the trace."""
 
-    place: tuple[int, int]
+    track_id: tuple[int, int]
     """(process, thread) of its track, as numbered in the trace."""
     kind: Kind
     number: int
@@ -37,52 +38,52 @@ class _Span:
 def chrome_events(nodes: Sequence[NodeTrace]) -> Iterator[Event]:
     """Yield the events of every track, every span, and the arrows that follow each step, each
     request and each image."""
-    places: dict[str, tuple[int, int]] = {}
+    track_ids: dict[str, tuple[int, int]] = {}
     spans: list[_Span] = []
     links: dict[str, dict[int, list[int]]] = {
         name: defaultdict(list) for name in (ENTERS, LEAVES, ENCODES)
     }
     """Numbers of the linked steps, by kind of link and by request or image."""
     for process, node in enumerate(nodes, 1):
-        yield _named("process_name", (process, 0), node.node)
-        yield _sorted("process_sort_index", (process, 0), process)
+        yield _metadata_event("process_name", (process, 0), node.node)
+        yield _sort_event("process_sort_index", (process, 0), process)
         # A thread with the number of its process would count as the main thread.
         for thread, track in enumerate(node.tracks, 100 * process):
-            places[track.track] = process, thread
-            yield _named("thread_name", (process, thread), track.track)
-            yield _sorted("thread_sort_index", (process, thread), thread)
-            load = track.track.endswith(f" {LOAD}")
+            track_ids[track.track] = process, thread
+            yield _metadata_event("thread_name", (process, thread), track.track)
+            yield _sort_event("thread_sort_index", (process, thread), thread)
+            is_load_track = track.track.endswith(f" {LOAD}")
             for number, linked, sent, begin, end in track.spans.tolist():
                 kind = track.kinds[number]
-                if load and kind.name in links:
+                if is_load_track and kind.name in links:
                     links[kind.name][linked].append(sent)
                     continue
                 spans.append(_Span((process, thread), kind, linked, sent, begin, end))
     origin = min((span.begin for span in spans), default=0)
     for span in spans:
-        yield _complete(span, origin)
+        yield _complete_event(span, origin)
     chains = _chains(spans)
     chains["step"].pop(0, None)  # steps count from 1; 0 is for everything before the first
     for step, chain in chains["step"].items():
-        yield from _flow("step", step, chain, places, origin)
+        yield from _flow_events("step", step, chain, track_ids, origin)
     for uid, chain in chains["uid"].items():
-        whole = _request_chain(uid, chain, chains["step"], links)
-        yield from _flow("request", uid, whole, places, origin)
+        full_chain = _request_chain(uid, chain, chains["step"], links)
+        yield from _flow_events("request", uid, full_chain, track_ids, origin)
     for number, chain in chains["pixels"].items():
-        whole = chain + _device_spans(links[ENCODES].get(number, ()), chains["step"])
-        yield from _flow("picture", number, whole, places, origin)
+        full_chain = chain + _encode_spans(links[ENCODES].get(number, ()), chains["step"])
+        yield from _flow_events("picture", number, full_chain, track_ids, origin)
 
 
-def _named(what: str, place: tuple[int, int], name: str) -> Event:
-    return {"ph": "M", "name": what, "pid": place[0], "tid": place[1], "args": {"name": name}}
+def _metadata_event(kind: str, track_id: tuple[int, int], name: str) -> Event:
+    return {"ph": "M", "name": kind, "pid": track_id[0], "tid": track_id[1], "args": {"name": name}}
 
 
-def _sorted(what: str, place: tuple[int, int], index: int) -> Event:
-    event = _named(what, place, "")
+def _sort_event(kind: str, track_id: tuple[int, int], index: int) -> Event:
+    event = _metadata_event(kind, track_id, "")
     return event | {"args": {"sort_index": index}}
 
 
-def _complete(span: _Span, origin: int) -> Event:
+def _complete_event(span: _Span, origin: int) -> Event:
     arguments: dict[str, Any] = {}
     if span.kind.by:
         arguments["request" if span.kind.by == "uid" else span.kind.by] = span.number
@@ -93,8 +94,8 @@ def _complete(span: _Span, origin: int) -> Event:
         "ph": "X",
         "name": span.kind.name,
         "cat": "send" if span.is_sending else "work",
-        "pid": span.place[0],
-        "tid": span.place[1],
+        "pid": span.track_id[0],
+        "tid": span.track_id[1],
         "ts": (span.begin - origin) / 1000,
         "dur": (span.end - span.begin) / 1000,
         "args": arguments,
@@ -117,29 +118,29 @@ def _chains(spans: list[_Span]) -> dict[str, dict[int, list[_Span]]]:
 
 def _request_chain(
     uid: int,
-    own: list[_Span],
+    own_spans: list[_Span],
     steps: dict[int, list[_Span]],
     links: dict[str, dict[int, list[int]]],
 ) -> list[_Span]:
     """Return a request's own spans with those of its first step and of the step that ends it, in
     the order in which they begin."""
-    chain = list(own)
+    chain = list(own_spans)
     for link in (ENTERS, LEAVES):
         for step in links[link].get(uid, ())[:1]:
             chain += [s for s in steps.get(step, ()) if s not in chain]
     return sorted(chain, key=lambda s: s.begin)
 
 
-def _device_spans(numbers: Sequence[int], steps: dict[int, list[_Span]]) -> list[_Span]:
+def _encode_spans(numbers: Sequence[int], steps: dict[int, list[_Span]]) -> list[_Span]:
     """Return the spans in which these steps encode images."""
     return [span for step in numbers for span in steps.get(step, ()) if span.kind.name == "encode"]
 
 
-def _flow(
+def _flow_events(
     category: str,
     number: int,
     chain: list[_Span],
-    places: dict[str, tuple[int, int]],
+    track_ids: dict[str, tuple[int, int]],
     origin: int,
 ) -> Iterator[Event]:
     """Yield the events of arrows from span to span, including send spans. The first arrow starts
@@ -147,12 +148,14 @@ def _flow(
     if not chain:
         return
     # Use a time inside each span: the common end of two adjacent spans would be ambiguous.
-    points = [(span.place, span.begin + min(500, (span.end - span.begin) // 2)) for span in chain]
-    if chain[0].kind.source in places and chain[0].sent:
-        points.insert(0, (places[chain[0].kind.source], chain[0].sent - 1))
+    points = [
+        (span.track_id, span.begin + min(500, (span.end - span.begin) // 2)) for span in chain
+    ]
+    if chain[0].kind.source in track_ids and chain[0].sent:
+        points.insert(0, (track_ids[chain[0].kind.source], chain[0].sent - 1))
     if len(points) < 2:
         return
-    for index, ((process, thread), at) in enumerate(points):
+    for index, ((process, thread), time) in enumerate(points):
         phase = "s" if not index else "f" if index == len(points) - 1 else "t"
         yield {
             "ph": phase,
@@ -162,5 +165,5 @@ def _flow(
             "id": number,
             "pid": process,
             "tid": thread,
-            "ts": (at - origin) / 1000,
+            "ts": (time - origin) / 1000,
         }

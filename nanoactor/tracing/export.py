@@ -17,7 +17,7 @@ from nanoactor.runtime.tracing import NodeTrace, TrackTrace
 from nanoactor.tracing import Trace
 
 
-def joined(snapshots: Sequence[Sequence[NodeTrace]]) -> list[NodeTrace]:
+def join_snapshots(snapshots: Sequence[Sequence[NodeTrace]]) -> list[NodeTrace]:
     """Join overlapping snapshots, as tracks keep spans only for a short time."""
     nodes: dict[str, NodeTrace] = {}
     tracks: dict[tuple[str, str], list[TrackTrace]] = {}
@@ -29,7 +29,7 @@ def joined(snapshots: Sequence[Sequence[NodeTrace]]) -> list[NodeTrace]:
     return [
         NodeTrace(
             node.node,
-            [_joined(tracks[node.node, track.track]) for track in node.tracks],
+            [_join_track(tracks[node.node, track.track]) for track in node.tracks],
             node.cpu_seconds,
             node.taken_at,
         )
@@ -37,7 +37,7 @@ def joined(snapshots: Sequence[Sequence[NodeTrace]]) -> list[NodeTrace]:
     ]
 
 
-def _joined(parts: list[TrackTrace]) -> TrackTrace:
+def _join_track(parts: list[TrackTrace]) -> TrackTrace:
     """Merge the snapshots of a track: each span appears once, ordered by its end. The numbers of
     kinds stay valid, as a track only ever adds kinds."""
     last = parts[-1]
@@ -49,7 +49,7 @@ def _joined(parts: list[TrackTrace]) -> TrackTrace:
 def main() -> None:
     """Convert the snapshots on standard input to JSON on standard output."""
     snapshots = pickle.load(sys.stdin.buffer)  # noqa: S301 - from the process that has started this one
-    Trace(tuple(joined(snapshots)), 0).write(sys.stdout)
+    Trace(tuple(join_snapshots(snapshots)), 0).write(sys.stdout)
 
 
 if __name__ == "__main__":

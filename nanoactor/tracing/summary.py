@@ -68,73 +68,77 @@ def summarize(nodes: Sequence[NodeTrace], tokens: int) -> TraceSummary:
     devices = [track for track in tracks if track.track.endswith(f" {DEVICE}")]
     loads = [track for track in tracks if track.track.endswith(f" {LOAD}")]
     actors = [track for track in tracks if track not in devices and track not in loads]
-    begin, end = _stretch(tracks)
-    covers = {track.track: _cover([track]).within(begin, end) for track in [*devices, *actors]}
+    begin, end = _common_interval(tracks)
+    busy_intervals = {
+        track.track: _busy_intervals([track]).clip(begin, end) for track in [*devices, *actors]
+    }
     length = max(1, end - begin)
-    device = _cover(devices[:1]).within(begin, end)
-    load = _cover(loads).within(begin, end)
-    work = sum(covers[track.track].length for track in actors)
-    hidden = sum(device.overlap(covers[track.track]) for track in actors)
-    busy = {name: cover.length / length for name, cover in covers.items()}
+    device = _busy_intervals(devices[:1]).clip(begin, end)
+    load = _busy_intervals(loads).clip(begin, end)
+    work = sum(busy_intervals[track.track].length for track in actors)
+    hidden = sum(device.overlap(busy_intervals[track.track]) for track in actors)
+    busy = {name: intervals.length / length for name, intervals in busy_intervals.items()}
     return TraceSummary(
         seconds=length * 1e-9,
-        steps=len(_steps(devices[0], begin)) if devices else 0,
+        steps=len(_step_numbers(devices[0], begin)) if devices else 0,
         device_idle=1 - device.overlap(load) / load.length if load.length else 0.0,
         hidden=hidden / work if work else 0.0,
         busy=busy,
         bottleneck=max((track.track for track in actors), key=lambda name: busy[name], default=""),
         tokens=tokens,
-        cpu_us_per_token=_cpu(nodes, covers, tokens) if tokens else {},
+        cpu_us_per_token=_cpu_us_per_token(nodes, busy_intervals, tokens) if tokens else {},
         waits=tuple(wait for track in actors for wait in _waits(track, begin)),
         lost=sum(track.lost for track in tracks),
     )
 
 
-def _cover(tracks: Sequence[TrackTrace]) -> IntervalSet:
+def _busy_intervals(tracks: Sequence[TrackTrace]) -> IntervalSet:
     """Return the times at which any of these tracks was busy."""
     spans = np.concatenate([np.empty(0, SPAN_DTYPE), *(track.spans for track in tracks)])
     return IntervalSet(spans["begin"], spans["end"])
 
 
-def _stretch(tracks: list[TrackTrace]) -> tuple[int, int]:
+def _common_interval(tracks: list[TrackTrace]) -> tuple[int, int]:
     """Return the begin and the end of the interval that all tracks cover; it ends with the last
     span."""
-    full = [track for track in tracks if len(track.spans)]
-    if not full:
+    non_empty = [track for track in tracks if len(track.spans)]
+    if not non_empty:
         return 0, 0
-    forgetful = [int(track.spans["end"][0]) for track in full if track.lost]
-    first = min(int(track.spans["begin"].min()) for track in full)
-    return max(forgetful, default=first), max(int(track.spans["end"].max()) for track in full)
+    first_kept_ends = [int(track.spans["end"][0]) for track in non_empty if track.lost]
+    first = min(int(track.spans["begin"].min()) for track in non_empty)
+    return max(first_kept_ends, default=first), max(
+        int(track.spans["end"].max()) for track in non_empty
+    )
 
 
-def _steps(device: TrackTrace, begin: int) -> set[int]:
+def _step_numbers(device: TrackTrace, begin: int) -> set[int]:
     spans = device.spans[device.spans["begin"] >= begin]
     return set(spans["number"].tolist())
 
 
-def _cpu(
-    nodes: Sequence[NodeTrace], covers: dict[str, IntervalSet], tokens: int
+def _cpu_us_per_token(
+    nodes: Sequence[NodeTrace], busy_intervals: dict[str, IntervalSet], tokens: int
 ) -> dict[str, float]:
     """Return the CPU time per output token in µs, by actor; the tracks of devices get no share of
     it."""
     shares: dict[str, float] = {}
     for node in nodes:
-        tracks = [track.track for track in node.tracks if track.track in covers]
+        tracks = [track.track for track in node.tracks if track.track in busy_intervals]
         actors = [name for name in tracks if " " not in name]
-        whole = sum(covers[name].length for name in actors) or 1
+        total = sum(busy_intervals[name].length for name in actors) or 1
         for name in actors:
-            part = covers[name].length / whole if len(actors) > 1 else 1.0
-            shares[name] = part * node.cpu_seconds / tokens * 1e6
+            share = busy_intervals[name].length / total if len(actors) > 1 else 1.0
+            shares[name] = share * node.cpu_seconds / tokens * 1e6
     return shares
 
 
 def _waits(track: TrackTrace, begin: int) -> list[Wait]:
-    found = []
+    waits = []
     for number, kind in enumerate(track.kinds):
         spans = track.spans[(track.spans["kind"] == number) & (track.spans["begin"] >= begin)]
         if kind.source and len(spans):
             waited = (spans["begin"] - spans["sent"]) * 1e-3
             edge = f"{kind.source} -> {track.track} ({kind.name})"
             p99 = float(np.percentile(waited, 99))
-            found.append(Wait(edge, len(spans), float(waited.mean()), p99))
-    return found
+            waits.append(Wait(edge, len(spans), float(waited.mean()), p99))
+    return waits

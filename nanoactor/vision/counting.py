@@ -15,7 +15,7 @@ from nanoactor.model_files.files import ModelFiles
 from nanoactor.options.config import EngineConfig
 from nanoactor.setup.actors import encoder_pages
 from nanoactor.vision.media import Media, MediaReader
-from nanoactor.vision.parts import MediaTaker
+from nanoactor.vision.parts import MediaExtractor
 
 
 class PictureExpander:
@@ -25,7 +25,7 @@ class PictureExpander:
     def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
         """Read the limits on pictures from the engine's configuration."""
         self._vision = files.config.vision
-        self._taker = MediaTaker(config, files, encoder_pages(config, files))
+        self._extractor = MediaExtractor(config, files, encoder_pages(config, files))
         self._reader: MediaReader | None = None
         if files.images is not None:
             # The keys that the salt protects are not used here.
@@ -40,7 +40,7 @@ class PictureExpander:
         `token_ids` has one placeholder for each picture of `messages`. Picture headers are read on
         a thread. Raises `InvalidRequest` if the engine would reject a picture.
         """
-        _, media = self._taker.of_messages(list(messages))
+        _, media = self._extractor.of_messages(list(messages))
         return await asyncio.to_thread(self._expand, token_ids, media) if media else [*token_ids]
 
     def _expand(self, token_ids: Sequence[int], media: Sequence[Media]) -> list[int]:

@@ -8,49 +8,49 @@ from nanoactor.errors import InvalidRequest, OutOfResources
 from nanoactor.vision.media import ReadItem, Unusable
 
 
-class ItemGathering:
+class ItemCollector:
     """Collects the items of each request. They arrive in any order, possibly before the request
     itself."""
 
     def __init__(self) -> None:
-        self._found: dict[int, dict[int, ReadItem | Unusable]] = {}
-        self._swallow: dict[int, int] = {}
+        self._results: dict[int, dict[int, ReadItem | Unusable]] = {}
+        self._to_drop: dict[int, int] = {}
         """By finished request: number of items that are still to arrive, which will be dropped."""
 
     def __len__(self) -> int:
         """Return the number of requests with items that have arrived or are still to be dropped."""
-        return len(self._found) + len(self._swallow)
+        return len(self._results) + len(self._to_drop)
 
-    def add(self, uid: int, item: int, found: ReadItem | Unusable) -> int:
+    def add(self, uid: int, item: int, result: ReadItem | Unusable) -> int:
         """Record an item, or the reason why it cannot be used. Return the number of this request's
         items that have arrived; 0 if the request is finished."""
-        if uid in self._swallow:
-            self._swallow[uid] -= 1
-            if not self._swallow[uid]:
-                del self._swallow[uid]
+        if uid in self._to_drop:
+            self._to_drop[uid] -= 1
+            if not self._to_drop[uid]:
+                del self._to_drop[uid]
             return 0
-        items = self._found.setdefault(uid, {})
-        items[item] = found
+        items = self._results.setdefault(uid, {})
+        items[item] = result
         return len(items)
 
-    def has(self, uid: int, count: int) -> bool:
+    def is_complete(self, uid: int, count: int) -> bool:
         """Return True if all of a request's items have arrived."""
-        return len(self._found.get(uid, ())) == count
+        return len(self._results.get(uid, ())) == count
 
-    def of(self, uid: int, kinds: Sequence[str]) -> list[ReadItem]:
+    def collect(self, uid: int, kinds: Sequence[str]) -> list[ReadItem]:
         """Return a request's items in order; `kinds` has the kind of each item. Raises
         `InvalidRequest` if an item cannot be used, `OutOfResources` if the machine is at fault."""
-        items = self._found.get(uid, {})
-        for index, found in sorted(items.items()):
-            if isinstance(found, Unusable):
+        items = self._results.get(uid, {})
+        for index, result in sorted(items.items()):
+            if isinstance(result, Unusable):
                 same = [number for number, kind in enumerate(kinds) if kind == kinds[index]]
                 name = f"{kinds[index]} {same.index(index) + 1} of {len(same)}"
-                kind = OutOfResources if found.is_refused else InvalidRequest
-                raise kind(f"{name}: {found.reason}")
-        return [found for _, found in sorted(items.items()) if isinstance(found, ReadItem)]
+                kind = OutOfResources if result.is_machine_fault else InvalidRequest
+                raise kind(f"{name}: {result.reason}")
+        return [result for _, result in sorted(items.items()) if isinstance(result, ReadItem)]
 
-    def forget(self, uid: int, count: int) -> None:
+    def finish(self, uid: int, count: int) -> None:
         """Finish a request of `count` items; items that arrive later are dropped."""
-        missing = count - len(self._found.pop(uid, ()))
+        missing = count - len(self._results.pop(uid, ()))
         if missing:
-            self._swallow[uid] = missing
+            self._to_drop[uid] = missing

@@ -55,11 +55,11 @@ class Unusable:
     """The reason why a picture or a video cannot be used."""
 
     reason: str
-    is_refused: bool = False
+    is_machine_fault: bool = False
     """Whether the machine is at fault, for example because it is out of memory."""
 
 
-def _nothing() -> None:
+def _noop() -> None:
     pass
 
 
@@ -77,35 +77,37 @@ class MediaReader:
         self._salt, self._max_pixels = salt, max_pixels
         self._pictures = pictures
 
-    def size_of(self, media: Media, before: Callable[[], None] = _nothing) -> tuple[int, int]:
+    def size_of(self, media: Media, before_frame: Callable[[], None] = _noop) -> tuple[int, int]:
         """Return the height and width to which a picture, or each frame of a video, is resized.
         Raises `InvalidRequest` if a picture is invalid, too large or too narrow, or if frames
-        differ in size. `before` is called before each frame is checked."""
-        least, most = media.area
+        differ in size. `before_frame` is called before each frame is checked."""
+        min_pixels, max_pixels = media.area
         try:
             if not media.frames:
-                height, width = self._given_size(media, media.data)
-                images = dataclasses.replace(self._images, min_pixels=least, max_pixels=most)
+                height, width = self._original_size(media, media.data)
+                images = dataclasses.replace(
+                    self._images, min_pixels=min_pixels, max_pixels=max_pixels
+                )
                 return images.fit(height, width)
             assert self._videos is not None
-            videos = dataclasses.replace(self._videos, min_pixels=least, max_pixels=most)
-            return videos.fit(len(media.frames), *self._frame_size(media, before))
+            videos = dataclasses.replace(self._videos, min_pixels=min_pixels, max_pixels=max_pixels)
+            return videos.fit(len(media.frames), *self._frame_size(media, before_frame))
         except ValueError as error:
             raise InvalidRequest(str(error)) from None
 
-    def _given_size(self, media: Media, data: bytes | bytearray) -> tuple[int, int]:
+    def _original_size(self, media: Media, data: bytes | bytearray) -> tuple[int, int]:
         """Return the height and width of a picture or of a frame, before it is resized."""
         if media.form:
             return media.shape[0], media.shape[1]
         header = self._pictures.read_header(data, self._max_pixels)
         return header.height, header.width
 
-    def _frame_size(self, media: Media, before: Callable[[], None]) -> tuple[int, int]:
+    def _frame_size(self, media: Media, before_frame: Callable[[], None]) -> tuple[int, int]:
         first = None
         for number, data in enumerate(_frames(media), 1):
-            before()
+            before_frame()
             try:
-                size = self._given_size(media, data)
+                size = self._original_size(media, data)
             except InvalidRequest as error:
                 raise InvalidRequest(f"frame {number}: {error}") from None
             first = first or size
@@ -117,30 +119,30 @@ class MediaReader:
         assert first is not None
         return first
 
-    def read(self, media: Media, before: Callable[[], None] = _nothing) -> ReadItem:
-        """Compute the key and the grid of a picture or a video; `before` is as in `size_of`. Raises
-        `InvalidRequest` if the item is invalid."""
-        height, width = self.size_of(media, before)
+    def read(self, media: Media, before_frame: Callable[[], None] = _noop) -> ReadItem:
+        """Compute the key and the grid of a picture or a video; `before_frame` is as in `size_of`.
+        Raises `InvalidRequest` if the item is invalid."""
+        height, width = self.size_of(media, before_frame)
         digest = hashlib.blake2b(digest_size=16, key=self._salt)
         digest.update(f"{media.form} {media.shape} {height} {width} {media.frames} ".encode())
         digest.update(media.data)
-        side, frames = self._images.factor, 1
+        token_side, frames = self._images.factor, 1
         if media.frames:
             assert self._videos is not None
-            frames = -(-len(media.frames) // self._videos.together)
-        return ReadItem(digest.digest(), (frames, height // side, width // side))
+            frames = -(-len(media.frames) // self._videos.temporal_patch_size)
+        return ReadItem(digest.digest(), (frames, height // token_side, width // token_side))
 
-    def decode(self, media: Media, before: Callable[[], None] = _nothing) -> NDArray[np.uint8]:
-        """Return the pixels of a picture or a video, uint8 (frames, height, width, 3). `before` is
-        called before each frame is checked or decoded, and may raise to cancel. Raises
-        `InvalidRequest` if the item is invalid."""
-        height, width = self.size_of(media, before)
+    def decode(self, media: Media, before_frame: Callable[[], None] = _noop) -> NDArray[np.uint8]:
+        """Return the pixels of a picture or a video, uint8 (frames, height, width, 3).
+        `before_frame` is called before each frame is checked or decoded; it may raise to cancel.
+        Raises `InvalidRequest` if the item is invalid."""
+        height, width = self.size_of(media, before_frame)
         if not media.frames:
-            before()
+            before_frame()
             return self._decode(media, media.data, height, width)[None]
         pixels = np.empty((len(media.frames), height, width, 3), np.uint8)
         for number, data in enumerate(_frames(media)):
-            before()
+            before_frame()
             try:
                 pixels[number] = self._decode(media, data, height, width)
             except InvalidRequest as error:
@@ -154,13 +156,13 @@ class MediaReader:
 
         if not media.form:
             return self._pictures.decode(data, height, width)
-        height_now, width_now = media.shape
-        image = Image.frombytes(media.form, (width_now, height_now), bytes(data))
+        original_height, original_width = media.shape
+        image = Image.frombytes(media.form, (original_width, original_height), bytes(data))
         return self._pictures.resize_image(image, height, width)
 
 
 def _frames(media: Media) -> Iterator[bytes | bytearray]:
-    at = 0
+    offset = 0
     for size in media.frames:
-        yield media.data[at : at + size]
-        at += size
+        yield media.data[offset : offset + size]
+        offset += size

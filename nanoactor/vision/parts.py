@@ -18,21 +18,21 @@ from nanoactor.vision.rules import MediaRules
 from nanoactor.vision.video import Video, split_videos
 
 _IMAGE_PARTS = ("image", "image_url", "image_pil")
-_KINDS = {"image": "picture", "video": "video"}
+_NAME_OF_KIND = {"image": "picture", "video": "video"}
 
 
-class MediaTaker:
+class MediaExtractor:
     """Extracts pictures and videos from prompts; every method may raise `InvalidRequest`."""
 
-    def __init__(self, config: EngineConfig, files: ModelFiles, most: int) -> None:
-        """`most` is the maximum number of pictures and videos in a request, however small they
+    def __init__(self, config: EngineConfig, files: ModelFiles, max_items: int) -> None:
+        """`max_items` is the maximum number of pictures and videos in a request, however small they
         are."""
         self._rules = None
         if files.images is not None:
             self._rules = MediaRules(files.images, config.max_image_pixels, files.videos)
-        self._tokenizes = files.tokenizer_directory is not None
+        self._has_tokenizer = files.tokenizer_directory is not None
         self._limits = config.limit_mm_per_prompt or {}
-        self._most = most
+        self._max_items = max_items
 
     def of_data(self, data: Any, kwargs: Any) -> tuple[Media, ...]:
         """Return the pictures, then the videos, of `multi_modal_data`, to be resized according to
@@ -47,33 +47,33 @@ class MediaTaker:
                 "multi_modal_data must be a dict such as {'image': [...]}, got "
                 f"{type(data).__name__}"
             )
-        if wrong := sorted(str(key) for key in data if key not in _KINDS):
+        if unknown := sorted(str(key) for key in data if key not in _NAME_OF_KIND):
             raise InvalidRequest(
-                f"multi_modal_data: {wrong[0]!r:.50} is not a known key; use 'image' or 'video'"
+                f"multi_modal_data: {unknown[0]!r:.50} is not a known key; use 'image' or 'video'"
             )
         if kwargs is not None and not isinstance(kwargs, Mapping):
             raise InvalidRequest(f"mm_processor_kwargs must be a dict, got {kwargs!r:.50}")
-        taking = _Taking(self, kwargs or {})
+        extraction = _Extraction(self, kwargs or {})
         pictures, videos = data.get("image"), data.get("video")
         if pictures is not None:
-            several = isinstance(pictures, list | tuple)
-            for one in pictures if several else [pictures]:
-                taking.picture(one)
+            is_list = isinstance(pictures, list | tuple)
+            for one in pictures if is_list else [pictures]:
+                extraction.picture(one)
         for one in split_videos(videos) if videos is not None else ():
-            taking.video(one)
-        return tuple(taking.media)
+            extraction.video(one)
+        return tuple(extraction.media)
 
     def of_messages(self, messages: list[Any]) -> tuple[list[Any], tuple[Media, ...]]:
         """Return the conversation with each picture or video part reduced to a marker, and the
         pictures and videos in order of appearance."""
-        taking = _Taking(self, {})
-        bare = [_bare(message, taking) for message in messages]
-        return bare, tuple(taking.media)
+        extraction = _Extraction(self, {})
+        bare = [_without_media(message, extraction) for message in messages]
+        return bare, tuple(extraction.media)
 
     def rules(self, kind: str, count: int) -> MediaRules:
         """Return the rules for another item of this kind; `count` is the number of such items in
         the request so far, including this one."""
-        name = _KINDS[kind]
+        name = _NAME_OF_KIND[kind]
         if self._rules is None:
             raise InvalidRequest(f"the model does not support {name}s; give only text")
         limit = self._limits.get(kind)
@@ -82,7 +82,7 @@ class MediaTaker:
                 f"the request has at least {count} {name}s, but at most {limit} are allowed "
                 "(limit_mm_per_prompt)"
             )
-        if kind == "video" and not self._tokenizes:
+        if kind == "video" and not self._has_tokenizer:
             raise InvalidRequest(
                 "videos require a tokenizer, which encodes their times, but skip_tokenizer_init "
                 "is set"
@@ -92,20 +92,20 @@ class MediaTaker:
     def check_total(self, count: int) -> None:
         """Raise `InvalidRequest` if the request has more items than the encoder cache can hold at
         once."""
-        if count > self._most:
+        if count > self._max_items:
             raise InvalidRequest(
-                f"the request has more than {self._most} pictures and videos, which is all that "
-                "the encoder cache can hold at once (encoder_cache_tokens)"
+                f"the request has more than {self._max_items} pictures and videos, which is all "
+                "that the encoder cache can hold at once (encoder_cache_tokens)"
             )
 
 
-class _Taking:
+class _Extraction:
     """The items extracted from one request so far."""
 
-    def __init__(self, taker: MediaTaker, kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, extractor: MediaExtractor, kwargs: Mapping[str, Any]) -> None:
         self.media: list[Media] = []
-        self._taker, self._kwargs = taker, kwargs
-        self._counts = dict.fromkeys(_KINDS, 0)
+        self._extractor, self._kwargs = extractor, kwargs
+        self._counts = dict.fromkeys(_NAME_OF_KIND, 0)
 
     def picture(self, given: Any, detail: Any = "auto") -> None:
         """Add a picture. A picture that an ingress has already processed is kept as it is."""
@@ -114,7 +114,7 @@ class _Taking:
             self.media.append(given)
             return
         try:
-            self.media.append(rules.take(given, rules.area(self._kwargs, detail)))
+            self.media.append(rules.read_picture(given, rules.area(self._kwargs, detail)))
         except InvalidRequest as error:
             raise InvalidRequest(f"picture {number}: {error}") from None
 
@@ -135,39 +135,39 @@ class _Taking:
             self.media.append(given)
             return
         try:
-            self.media.append(rules.take_video(given, rules.video_area(self._kwargs)))
+            self.media.append(rules.read_video(given, rules.video_area(self._kwargs)))
         except InvalidRequest as error:
             raise InvalidRequest(f"video {number}: {error}") from None
 
     def _next(self, kind: str) -> tuple[MediaRules, int]:
         self._counts[kind] += 1
-        rules = self._taker.rules(kind, self._counts[kind])
-        self._taker.check_total(sum(self._counts.values()))
+        rules = self._extractor.rules(kind, self._counts[kind])
+        self._extractor.check_total(sum(self._counts.values()))
         return rules, self._counts[kind]
 
 
-def must_open(prompt: Any) -> bool:
+def needs_opening(prompt: Any) -> bool:
     """Return True if extracting the prompt's pictures and videos reads files or decodes with
     Pillow."""
     if isinstance(prompt, Mapping):
         data = prompt.get("multi_modal_data")
-        return isinstance(data, Mapping) and any(map(_must_open, data.values()))
+        return isinstance(data, Mapping) and any(map(_needs_opening, data.values()))
     if not isinstance(prompt, list | tuple):
         return False
     contents = (message.get("content") for message in prompt if isinstance(message, Mapping))
     parts = (part for content in contents if isinstance(content, list | tuple) for part in content)
     return any(
-        _must_open(part.get(kind))
+        _needs_opening(part.get(kind))
         for part in parts
         if isinstance(part, Mapping) and (kind := part.get("type")) in (*_IMAGE_PARTS, "video")
     )
 
 
-def _must_open(given: Any) -> bool:
+def _needs_opening(given: Any) -> bool:
     if isinstance(given, list | tuple):
-        return any(map(_must_open, given))
+        return any(map(_needs_opening, given))
     if isinstance(given, Video):
-        return _must_open(given.frames)
+        return _needs_opening(given.frames)
     if isinstance(given, str):
         return not given.startswith("data:")
     pillow = sys.modules.get("PIL.Image")
@@ -199,14 +199,14 @@ def _snapshot(value: Any) -> Any:
     return bytes(value) if isinstance(value, bytearray | memoryview) else value
 
 
-def _bare(message: Any, taking: _Taking) -> Any:
+def _without_media(message: Any, extraction: _Extraction) -> Any:
     content = message.get("content") if isinstance(message, Mapping) else None
     if not isinstance(content, Sequence) or isinstance(content, str):
         return message
-    return {**message, "content": [_bare_part(part, taking) for part in content]}
+    return {**message, "content": [_without_media_part(part, extraction) for part in content]}
 
 
-def _bare_part(part: Any, taking: _Taking) -> Any:
+def _without_media_part(part: Any, extraction: _Extraction) -> Any:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "video_url":
         raise InvalidRequest(
@@ -214,15 +214,15 @@ def _bare_part(part: Any, taking: _Taking) -> Any:
             "[frame, ...], 'fps': 2}"
         )
     if kind == "video":
-        taking.video(_video_of(part))
+        extraction.video(_video_of(part))
         return {"type": "video"}
     if kind not in _IMAGE_PARTS:
         return part
     given, detail = part.get(kind), part.get("detail") or "auto"
     if isinstance(given, Mapping):
-        taking.picture_url(given, detail)
+        extraction.picture_url(given, detail)
     else:
-        taking.picture(given, detail)
+        extraction.picture(given, detail)
     return {"type": "image"}
 
 

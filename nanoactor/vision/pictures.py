@@ -42,16 +42,18 @@ def read_header(data: bytes | bytearray, max_pixels: int) -> Header:
     Raises `InvalidRequest` if the format is unknown or the picture has more than `max_pixels`
     pixels.
     """
-    with _refusing():
+    with _as_invalid_request():
         image = _open(data)
         width, height = image.size
         if width * height > max_pixels:
             raise InvalidRequest(
                 f"the picture has {width} x {height} pixels, more than the {max_pixels} allowed"
             )
-        orientation = 1 if _is_bare_png(image, data) else image.getexif().get(_ORIENTATION, 1)
-        turned = orientation in range(5, 9)
-        return Header(width, height) if turned else Header(height, width)
+        orientation = (
+            1 if _is_png_without_orientation(image, data) else image.getexif().get(_ORIENTATION, 1)
+        )
+        is_rotated = orientation in range(5, 9)
+        return Header(width, height) if is_rotated else Header(height, width)
 
 
 def decode(data: bytes | bytearray, height: int, width: int) -> NDArray[np.uint8]:
@@ -61,8 +63,8 @@ def decode(data: bytes | bytearray, height: int, width: int) -> NDArray[np.uint8
     Raises `InvalidRequest` if the picture cannot be decoded. Call `read_header` first, as a small
     file may hold a huge picture.
     """
-    with _refusing():
-        return _resized(upright(_open(data)), height, width)
+    with _as_invalid_request():
+        return _resize(upright(_open(data)), height, width)
 
 
 def upright(image: Image.Image) -> Image.Image:
@@ -90,11 +92,11 @@ def upright(image: Image.Image) -> Image.Image:
 def resize_image(image: Image.Image, height: int, width: int) -> NDArray[np.uint8]:
     """Return the resized pixels, (height, width, 3), of a picture that was not given as encoded
     bytes."""
-    with _refusing():
-        return _resized(upright(image), height, width)
+    with _as_invalid_request():
+        return _resize(upright(image), height, width)
 
 
-def _resized(image: Image.Image, height: int, width: int) -> NDArray[np.uint8]:
+def _resize(image: Image.Image, height: int, width: int) -> NDArray[np.uint8]:
     return np.asarray(image.resize((width, height), Image.Resampling.BICUBIC), np.uint8)
 
 
@@ -112,7 +114,7 @@ def _open(data: bytes | bytearray) -> Image.Image:
 
 
 @contextmanager
-def _refusing() -> Iterator[None]:
+def _as_invalid_request() -> Iterator[None]:
     """Convert all errors except `MemoryError` that Pillow raises for broken or hostile data to
     `InvalidRequest`."""
     with warnings.catch_warnings():
@@ -128,14 +130,14 @@ def _refusing() -> Iterator[None]:
             raise InvalidRequest(f"the picture cannot be decoded: {detail}") from error
 
 
-def _is_bare_png(image: Image.Image, data: bytes | bytearray) -> bool:
+def _is_png_without_orientation(image: Image.Image, data: bytes | bytearray) -> bool:
     """Return True if the picture is a PNG without an orientation. Pillow would have to decode the
     PNG to find out."""
     if image.format != "PNG":
         return False
-    at = _PNG_SIGNATURE
-    while at + 8 <= len(data):
-        if data[at + 4 : at + 8] == _PNG_EXIF or data.startswith(_PNG_KEYWORDS, at + 8):
+    offset = _PNG_SIGNATURE
+    while offset + 8 <= len(data):
+        if data[offset + 4 : offset + 8] == _PNG_EXIF or data.startswith(_PNG_KEYWORDS, offset + 8):
             return False
-        at += 12 + int.from_bytes(data[at : at + 4], "big")
+        offset += 12 + int.from_bytes(data[offset : offset + 4], "big")
     return True

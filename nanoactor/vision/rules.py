@@ -27,11 +27,11 @@ MAX_VIDEO_BYTES = 256 << 20
 """Maximum total size in bytes of a video's frames, as the user gave them."""
 LOW_DETAIL = 512 * 512
 """Maximum area in pixels of a picture with OpenAI's detail "low"."""
-_MOST_PIXELS = 1 << 40
+_MAX_AREA = 1 << 40
 _CHANNELS = {"RGB": 3, "RGBA": 4, "L": 1}
 _MODES = {channels: mode for mode, channels in _CHANNELS.items()}
-_NESTED = ("images_kwargs", "videos_kwargs")
-_PILLOW = threading.Lock()
+_NESTED_KWARGS = ("images_kwargs", "videos_kwargs")
+_PILLOW_LOCK = threading.Lock()
 """Serializes the decoding of pictures opened with Pillow, which decodes them only when their pixels
 are requested: one picture may be part of several requests."""
 
@@ -50,18 +50,20 @@ class MediaRules:
         """Return the minimum and maximum area in pixels to which a picture is resized, from
         `mm_processor_kwargs` (min_pixels, max_pixels, or size with shortest_edge and longest_edge)
         and `detail`."""
-        least, most = _area(_kwargs_of(kwargs, "images_kwargs"), self.images)
+        min_pixels, max_pixels = _area(_kwargs_of(kwargs, "images_kwargs"), self.images)
         if not isinstance(detail, str) or detail not in ("auto", "low", "high"):
             raise InvalidRequest(f"detail must be 'auto', 'low' or 'high', got {detail!r:.50}")
-        return _checked(least, min(most, LOW_DETAIL) if detail == "low" else most, self.images)
+        return _check_area(
+            min_pixels, min(max_pixels, LOW_DETAIL) if detail == "low" else max_pixels, self.images
+        )
 
     def video_area(self, kwargs: Mapping[str, Any]) -> tuple[int, int]:
         """Return the minimum and maximum area in pixels to which a video is resized, over all its
         frames."""
-        videos = self._need_videos()
-        return _checked(*_area(_kwargs_of(kwargs, "videos_kwargs"), videos), videos)
+        videos = self._require_videos()
+        return _check_area(*_area(_kwargs_of(kwargs, "videos_kwargs"), videos), videos)
 
-    def _need_videos(self) -> VideoConfig:
+    def _require_videos(self) -> VideoConfig:
         if self.videos is None:
             raise InvalidRequest(
                 "the model does not support videos: its directory has no "
@@ -69,7 +71,7 @@ class MediaRules:
             )
         return self.videos
 
-    def take(self, given: Any, area: tuple[int, int]) -> Media:
+    def read_picture(self, given: Any, area: tuple[int, int]) -> Media:
         """Return a picture given in any supported form: encoded bytes, a path, a data: URL, a
         Pillow image, or a uint8 array (height, width) or (height, width, 1, 3 or 4)."""
         if isinstance(given, str) and given.startswith("data:"):
@@ -115,7 +117,7 @@ class MediaRules:
 
         self._check_size(image.height, image.width)
         try:
-            with _PILLOW:
+            with _PILLOW_LOCK:
                 found = upright(image)
                 data = found.tobytes()
         except InvalidRequest:
@@ -131,33 +133,33 @@ class MediaRules:
                 f"at most {self.max_pixels} (max_image_pixels)"
             )
 
-    def take_video(self, given: Any, area: tuple[int, int]) -> Media:
+    def read_video(self, given: Any, area: tuple[int, int]) -> Media:
         """Return a video given in any supported form: a `Video`, only its frames, or (frames,
         metadata) as in vLLM. A frame may have any form that a picture may have; an array of frames
         has dimensions (frames, height, width, channels)."""
-        videos, video = self._need_videos(), Video.of(given)
+        videos, video = self._require_videos(), Video.of(given)
         frames = list(video.frames)
-        if not videos.together <= len(frames) <= videos.max_frames:
+        if not videos.temporal_patch_size <= len(frames) <= videos.max_frames:
             raise InvalidRequest(
-                f"a video must have {videos.together} to {videos.max_frames} frames, but this one "
-                f"has {len(frames)}"
+                f"a video must have {videos.temporal_patch_size} to {videos.max_frames} frames, "
+                f"but this one has {len(frames)}"
             )
         times = frame_times(video, len(frames))
-        taken: list[Media] = []
+        decoded: list[Media] = []
         size = 0
         for number, frame in enumerate(frames, 1):
-            one = self._frame(number, frame, area)
-            taken.append(one)
-            first, size = taken[0], size + one.size
-            if (one.form, one.shape) != (first.form, first.shape):
+            media = self._frame(number, frame, area)
+            decoded.append(media)
+            first, size = decoded[0], size + media.size
+            if (media.form, media.shape) != (first.form, first.shape):
                 raise InvalidRequest(
-                    f"frame {number} is {one.form or 'a file'} {one.shape}, but the first is "
+                    f"frame {number} is {media.form or 'a file'} {media.shape}, but the first is "
                     f"{first.form or 'a file'} {first.shape}; all frames must have the same form "
                     "and shape"
                 )
             # Frames given as pixels all have the same size, so the first one determines the total
             # size.
-            if max(size, one.size * len(frames) if one.form else 0) > MAX_VIDEO_BYTES:
+            if max(size, media.size * len(frames) if media.form else 0) > MAX_VIDEO_BYTES:
                 raise InvalidRequest(
                     f"the frames have more than {MAX_VIDEO_BYTES} bytes; give encoded frames, or "
                     "smaller or fewer ones"
@@ -166,14 +168,14 @@ class MediaRules:
             first.form,
             first.shape,
             area,
-            b"".join(one.data for one in taken),
-            frames=tuple(one.size for one in taken),
-            times=patch_times(times, videos.together),
+            b"".join(media.data for media in decoded),
+            frames=tuple(media.size for media in decoded),
+            times=patch_times(times, videos.temporal_patch_size),
         )
 
     def _frame(self, number: int, given: Any, area: tuple[int, int]) -> Media:
         try:
-            return self.take(given, area)
+            return self.read_picture(given, area)
         except InvalidRequest as error:
             raise InvalidRequest(f"frame {number}: {error}") from None
 
@@ -181,7 +183,7 @@ class MediaRules:
 def _kwargs_of(kwargs: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
     """Return the arguments for images or for videos: the common ones, and those nested under
     `kind`, as in transformers."""
-    found = {key: value for key, value in kwargs.items() if key not in _NESTED}
+    found = {key: value for key, value in kwargs.items() if key not in _NESTED_KWARGS}
     nested = kwargs.get(kind)
     if nested is None:
         return found
@@ -190,40 +192,42 @@ def _kwargs_of(kwargs: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
     return {**found, **nested}
 
 
-def _area(kwargs: Mapping[str, Any], own: ImageConfig | VideoConfig) -> tuple[int, int]:
+def _area(kwargs: Mapping[str, Any], defaults: ImageConfig | VideoConfig) -> tuple[int, int]:
     """Return the requested minimum and maximum area in pixels, or the model's own."""
     known = {"min_pixels", "max_pixels", "size"}
-    if wrong := [str(key) for key in kwargs if key not in known]:
+    if unknown := [str(key) for key in kwargs if key not in known]:
         raise InvalidRequest(
-            f"mm_processor_kwargs: {wrong[0]!r:.50} is not a known key; the supported keys are "
+            f"mm_processor_kwargs: {unknown[0]!r:.50} is not a known key; the supported keys are "
             "min_pixels, max_pixels and size"
         )
     size = kwargs.get("size") or {}
     if not isinstance(size, Mapping):
         raise InvalidRequest(f"mm_processor_kwargs: size must be a dict, got {size!r:.50}")
-    least = kwargs.get("min_pixels", size.get("shortest_edge", own.min_pixels))
-    most = kwargs.get("max_pixels", size.get("longest_edge", own.max_pixels))
-    for name, value in (("min_pixels", least), ("max_pixels", most)):
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if not whole or not 1 <= value < _MOST_PIXELS:
+    min_pixels = kwargs.get("min_pixels", size.get("shortest_edge", defaults.min_pixels))
+    max_pixels = kwargs.get("max_pixels", size.get("longest_edge", defaults.max_pixels))
+    for name, value in (("min_pixels", min_pixels), ("max_pixels", max_pixels)):
+        is_integer = isinstance(value, int) and not isinstance(value, bool)
+        if not is_integer or not 1 <= value < _MAX_AREA:
             raise InvalidRequest(
-                f"mm_processor_kwargs: {name} must be an integer from 1 to {_MOST_PIXELS - 1}"
+                f"mm_processor_kwargs: {name} must be an integer from 1 to {_MAX_AREA - 1}"
             )
-    if most > own.max_pixels:
+    if max_pixels > defaults.max_pixels:
         raise InvalidRequest(
-            f"mm_processor_kwargs: max_pixels {most} exceeds the model's own limit, "
-            f"{own.max_pixels}"
+            f"mm_processor_kwargs: max_pixels {max_pixels} exceeds the model's own limit, "
+            f"{defaults.max_pixels}"
         )
-    return least, most
+    return min_pixels, max_pixels
 
 
-def _checked(least: int, most: int, own: ImageConfig | VideoConfig) -> tuple[int, int]:
-    if max(least, own.factor**2) > most:
+def _check_area(
+    min_pixels: int, max_pixels: int, defaults: ImageConfig | VideoConfig
+) -> tuple[int, int]:
+    if max(min_pixels, defaults.factor**2) > max_pixels:
         raise InvalidRequest(
-            f"max_pixels {most} is less than min_pixels {least}, or less than the number of "
-            "pixels in one token"
+            f"max_pixels {max_pixels} is less than min_pixels {min_pixels}, or less than the "
+            "number of pixels in one token"
         )
-    return least, most
+    return min_pixels, max_pixels
 
 
 def _read_file(path: Path) -> bytes:

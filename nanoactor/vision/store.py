@@ -12,21 +12,21 @@ class MediaStore:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._kept: OrderedDict[bytes, Media] = OrderedDict()
+        self._entries: OrderedDict[bytes, Media] = OrderedDict()
         self.nbytes = 0
 
     def get(self, key: bytes) -> Media | None:
         """Return the entry of a key and mark it as used; None if it is not cached."""
-        media = self._kept.get(key)
+        media = self._entries.get(key)
         if media is not None:
-            self._kept.move_to_end(key)
+            self._entries.move_to_end(key)
         return media
 
     def add(self, key: bytes, media: Media) -> None:
         """Add an entry, and evict the least recently used ones while the limit is exceeded."""
         if self.get(key) is None:
-            self._kept[key] = media
+            self._entries[key] = media
             self.nbytes += len(media.data)
         while self.nbytes > self._limit:
-            _, gone = self._kept.popitem(last=False)
-            self.nbytes -= len(gone.data)
+            _, evicted = self._entries.popitem(last=False)
+            self.nbytes -= len(evicted.data)

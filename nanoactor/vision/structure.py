@@ -49,54 +49,54 @@ def check_metadata(info: Mapping[Any, Any]) -> None:
         len(info.get("exif") or b""),
         len(info.get("Raw profile type exif") or "") // 2,  # two hexadecimal digits per byte
     ]
-    _check(max(sizes), MAX_EXIF_BYTES, "bytes of EXIF data")
+    _check_count(max(sizes), MAX_EXIF_BYTES, "bytes of EXIF data")
 
 
-def _check(found: int, most: int, what: str) -> None:
-    if found > most:
+def _check_count(count: int, limit: int, what: str) -> None:
+    if count > limit:
         raise InvalidRequest(
-            f"the picture has at least {found} {what}, but at most {most} are allowed"
+            f"the picture has at least {count} {what}, but at most {limit} are allowed"
         )
 
 
 def _check_png(data: bytes | bytearray) -> None:
-    at, chunks, others = len(_PNG), 0, 0
-    while at + 8 <= len(data):
+    offset, chunks, others = len(_PNG), 0, 0
+    while offset + 8 <= len(data):
         chunks += 1
-        others += data[at + 4 : at + 8] != b"IDAT"
-        _check(chunks, MAX_CHUNKS, "chunks")
-        _check(others, MAX_OTHER_CHUNKS, "chunks without pixels")
-        at += 12 + int.from_bytes(data[at : at + 4], "big")
+        others += data[offset + 4 : offset + 8] != b"IDAT"
+        _check_count(chunks, MAX_CHUNKS, "chunks")
+        _check_count(others, MAX_OTHER_CHUNKS, "chunks without pixels")
+        offset += 12 + int.from_bytes(data[offset : offset + 4], "big")
 
 
 def _check_jpeg(data: bytes | bytearray) -> None:
     # Within pixel data 0xFF is never followed by this byte, so a match is a marker or part of
     # metadata.
-    _check(data.count(bytes((0xFF, _START_OF_SCAN))), MAX_SCANS, "scans")
-    at, segments = 2, 0
-    while at + 4 <= len(data) and data[at + 1] != _START_OF_SCAN:
+    _check_count(data.count(bytes((0xFF, _START_OF_SCAN))), MAX_SCANS, "scans")
+    offset, segments = 2, 0
+    while offset + 4 <= len(data) and data[offset + 1] != _START_OF_SCAN:
         segments += 1
-        _check(segments, MAX_SEGMENTS, "segments")
+        _check_count(segments, MAX_SEGMENTS, "segments")
         # Pillow skips fill bytes, and anything else that is not a marker, one byte at a time.
-        marked = data[at] == 0xFF and data[at + 1] not in (0x00, 0xFF)
-        at += 2 + int.from_bytes(data[at + 2 : at + 4], "big") if marked else 1
+        is_marker = data[offset] == 0xFF and data[offset + 1] not in (0x00, 0xFF)
+        offset += 2 + int.from_bytes(data[offset + 2 : offset + 4], "big") if is_marker else 1
 
 
 def _check_gif(data: bytes | bytearray) -> None:
     flags = data[10] if len(data) > 10 else 0
-    at, blocks = 13 + (3 << ((flags & 7) + 1) if flags & 0x80 else 0), 0
-    while at + 2 <= len(data) and data[at] != _GIF_IMAGE:
-        at += 2 if data[at] == _GIF_EXTENSION else 1
+    offset, blocks = 13 + (3 << ((flags & 7) + 1) if flags & 0x80 else 0), 0
+    while offset + 2 <= len(data) and data[offset] != _GIF_IMAGE:
+        offset += 2 if data[offset] == _GIF_EXTENSION else 1
         blocks += 1
-        if data[at - 2] == _GIF_EXTENSION:
-            while at < len(data) and data[at] and blocks <= MAX_GIF_BLOCKS:
-                at += 1 + data[at]
+        if data[offset - 2] == _GIF_EXTENSION:
+            while offset < len(data) and data[offset] and blocks <= MAX_GIF_BLOCKS:
+                offset += 1 + data[offset]
                 blocks += 1
-        _check(blocks, MAX_GIF_BLOCKS, "blocks")
+        _check_count(blocks, MAX_GIF_BLOCKS, "blocks")
 
 
 def _check_bmp(data: bytes | bytearray) -> None:
     if len(data) >= _BMP_COMPRESSION + 4:
         (compression,) = struct.unpack_from("<I", data, _BMP_COMPRESSION)
         if compression in _BMP_RLE:
-            _check(len(data), MAX_RLE_BYTES, "bytes of run lengths")
+            _check_count(len(data), MAX_RLE_BYTES, "bytes of run lengths")

@@ -14,9 +14,9 @@ from nanoactor.requests.params import plain_number
 
 DEFAULT_FPS = 24.0
 """Frames per second if neither a rate nor times are given, as in transformers."""
-_LATEST = 1e7
+_MAX_TIME = 1e7
 """Upper bound on a frame's time in seconds."""
-_METADATA = {
+_METADATA_KEYS = {
     "fps",
     "frames_indices",
     "total_num_frames",
@@ -65,32 +65,32 @@ def split_videos(given: Any) -> list[Any]:
     videos."""
     if not isinstance(given, list):
         return [given]
-    several = all(
+    is_list_of_videos = all(
         isinstance(one, Video | list | tuple) or (isinstance(one, np.ndarray) and one.ndim == 4)
         for one in given
     )
-    return given if several else [given]
+    return given if is_list_of_videos else [given]
 
 
 def _with_metadata(frames: Any, metadata: Mapping[str, Any]) -> Video:
-    if wrong := sorted(str(key) for key in metadata if key not in _METADATA):
-        raise InvalidRequest(f"a video's metadata: {wrong[0]!r:.50} is not a known key")
+    if unknown := sorted(str(key) for key in metadata if key not in _METADATA_KEYS):
+        raise InvalidRequest(f"a video's metadata: {unknown[0]!r:.50} is not a known key")
     fps, indices = metadata.get("fps"), metadata.get("frames_indices")
     if indices is None:
         return Video(frames, fps=fps)
-    rate = _rate(fps)
+    rate = _frame_rate(fps)
     try:
         return Video(frames, times=[index / rate for index in indices])
     except (TypeError, ValueError, OverflowError):
         raise InvalidRequest("a video's frames_indices must be frame numbers") from None
 
 
-def _rate(fps: Any) -> float:
+def _frame_rate(fps: Any) -> float:
     if fps is None:
         return DEFAULT_FPS
     fps = plain_number(fps)
-    number = isinstance(fps, int | float) and not isinstance(fps, bool)
-    if not number or not 1e-6 <= fps <= 1e6:
+    is_number = isinstance(fps, int | float) and not isinstance(fps, bool)
+    if not is_number or not 1e-6 <= fps <= 1e6:
         raise InvalidRequest(
             "a video's fps must be a number greater than 0 and at most 1,000,000, or None if it "
             "is unknown"
@@ -102,7 +102,7 @@ def frame_times(video: Video, frames: int) -> list[float]:
     """Return the time of each of `frames` frames, in seconds. Raises `InvalidRequest` if the
     video's times or frame rate are invalid."""
     if video.times is None:
-        rate = _rate(video.fps)
+        rate = _frame_rate(video.fps)
         return [index / rate for index in range(frames)]
     if video.fps is not None:
         raise InvalidRequest("a video may have either times or fps, but not both")
@@ -114,8 +114,8 @@ def frame_times(video: Video, frames: int) -> list[float]:
         ) from None
     if len(times) != frames:
         raise InvalidRequest(f"a video has {frames} frames, but {len(times)} times")
-    if not all(math.isfinite(time) and 0 <= time < _LATEST for time in times):
-        raise InvalidRequest(f"a video's times must be from 0 to {_LATEST:.0f} seconds")
+    if not all(math.isfinite(time) and 0 <= time < _MAX_TIME for time in times):
+        raise InvalidRequest(f"a video's times must be from 0 to {_MAX_TIME:.0f} seconds")
     if times != sorted(times):
         raise InvalidRequest("a video's times must not decrease")
     return times

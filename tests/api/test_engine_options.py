@@ -7,8 +7,8 @@ from nanoactor.errors import InvalidConfig, InvalidRequest
 from nanoactor.options.config import EngineConfig
 from nanoactor.options.engine_options import engine_config
 from nanoactor.requests.known_names import ANY, ENGINE
-from nanoactor.requests.named_parameters import meant
-from nanoactor.requests.params import NEUTRAL as NEUTRAL_PARAMETERS
+from nanoactor.requests.named_parameters import suggestion
+from nanoactor.requests.params import IGNORED as IGNORED_PARAMETERS
 
 
 def test_names_that_mean_the_same():
@@ -49,13 +49,13 @@ def test_an_unknown_option_is_refused_with_the_name_that_was_meant(name, instead
 
 
 def test_nothing_is_meant_by_what_looks_like_nothing():
-    assert meant("qqqq", ["temperature"]) == ""
+    assert suggestion("qqqq", ["temperature"]) == ""
 
 
-@pytest.mark.parametrize("name", NEUTRAL_PARAMETERS)
+@pytest.mark.parametrize("name", IGNORED_PARAMETERS)
 def test_a_parameter_of_vllms_is_accepted_with_the_value_that_asks_for_nothing(name):
     plain = SamplingParams()
-    for value in NEUTRAL_PARAMETERS[name]:
+    for value in IGNORED_PARAMETERS[name]:
         assert SamplingParams(**{name: value}) == plain
     assert SamplingParams(**{name: None}) == plain
     with pytest.raises(InvalidRequest, match=f"{name} is not supported"):

@@ -7,7 +7,7 @@ from nanoactor.admission.admission import Admission
 from nanoactor.messages.engine import Terminal
 from nanoactor.models.sampling.columns import WORDS
 from nanoactor.recovery.journal import Entry
-from nanoactor.recovery.resuming import resumed
+from nanoactor.recovery.resuming import resume_submits
 from nanoactor.requests.outputs import RequestOutputKind
 from tests.api.test_admission import SALT, files, submit  # noqa: F401 - a fixture
 
@@ -24,7 +24,7 @@ def over(uid):
 
 def test_a_request_of_which_nothing_was_told_is_sent_as_it_was():
     asked = entry(answers=3, text="to be", token_ids=np.empty(0, np.int32))
-    assert list(map(str, resumed(asked))) == [str(asked.submit)]
+    assert list(map(str, resume_submits(asked))) == [str(asked.submit)]
 
 
 def test_each_answer_goes_on_by_itself_behind_what_was_told():
@@ -35,7 +35,7 @@ def test_each_answer_goes_on_by_itself_behind_what_was_told():
     first.text += ["to ", "be"]
     second.token_ids.append(9)
     second.terminal = over(4)
-    found = resumed(asked)
+    found = resume_submits(asked)
     assert [one.uid for one in found] == [3, 5]
     assert found[0].output.token_ids.tolist() == [7, 8]
     assert found[1].output is None
@@ -49,21 +49,21 @@ def test_each_answer_goes_on_by_itself_behind_what_was_told():
 
 def test_a_prompt_whose_log_probabilities_are_complete_is_not_scored_again():
     asked = entry(prompt_logprobs=1)
-    assert resumed(asked)[0].spec.prompt_logprobs == 1
+    assert resume_submits(asked)[0].spec.prompt_logprobs == 1
     asked._prompt_logprobs = [None, {}, {}]
     asked.forget_partial_scores()
-    assert resumed(asked)[0].spec.prompt_logprobs == -1
+    assert resume_submits(asked)[0].spec.prompt_logprobs == -1
     asked._prompt_logprobs = [None, {}]
     asked.forget_partial_scores()
     assert asked._prompt_logprobs == [None]
-    assert resumed(asked)[0].spec.prompt_logprobs == 1
+    assert resume_submits(asked)[0].spec.prompt_logprobs == 1
 
 
 def test_only_one_answer_has_the_prompt_scored():
     asked = entry(answers=3, prompt_logprobs=1)
     asked.accepted.set()
     asked.answers[2].token_ids.append(9)
-    assert [one.spec.prompt_logprobs for one in resumed(asked)] == [1, -1, -1]
+    assert [one.spec.prompt_logprobs for one in resume_submits(asked)] == [1, -1, -1]
 
 
 @pytest.mark.parametrize("output", [[], [7], [7, 8, 9]])
@@ -71,7 +71,7 @@ def test_it_is_admitted_with_its_output_behind_its_prompt(files, output):  # noq
     asked = entry()
     asked.accepted.set()
     asked.answers[0].token_ids += output
-    (found,) = resumed(asked)
+    (found,) = resume_submits(asked)
     admit = Admission(files, SALT, 2).direct(found)
     assert admit.token_ids.tolist() == [5, 6, 7, *output]
     assert admit.prompt_length == 3

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoactor.recovery.suspects import NEXT_TO_NOTHING, WELL_PAST, Suspects
+from nanoactor.recovery.suspects import CLEARING_TOKENS, MAX_READER_LAG, Suspects
 
 
 class World:
@@ -42,7 +42,7 @@ class World:
                 if self.poison.get(row) == computed[row]:
                     self.die(computed)
                     return
-                lag = self.dice.randrange(NEXT_TO_NOTHING)
+                lag = self.dice.randrange(MAX_READER_LAG)
                 self.told[row] = max(self.told[row], computed[row] - lag)
                 if computed[row] >= self.length[row]:
                     self.told[row] = self.length[row]
@@ -70,7 +70,7 @@ class World:
 def test_who_kills_is_convicted_and_nobody_else(count, poisons, seed):
     dice = random.Random(seed)
     # Longer than a trial: who is cleared may kill further on, while others are on trial.
-    length = {one: dice.randint(1, 5 * WELL_PAST) for one in range(count)}
+    length = {one: dice.randint(1, 5 * CLEARING_TOKENS) for one in range(count)}
     guilty = dice.sample(range(count), min(poisons, count))
     poison = {one: dice.randint(1, length[one]) for one in guilty}
     world = World(length, poison, seed)
@@ -116,7 +116,7 @@ class Trial:
 def test_deaths_apart_make_nobody_a_suspect():
     trial = Trial(1, 2, deaths=1)
     assert trial.admit() is None
-    trial.told = {1: NEXT_TO_NOTHING, 3: 0}
+    trial.told = {1: MAX_READER_LAG, 3: 0}
     assert trial.die() is None
     assert trial.admit() is None
 
@@ -174,7 +174,7 @@ def test_what_kills_otherwise_during_a_trial_is_found_too():
         chosen = trial.admit() or set(trial.told)
         assert deaths < 10
         if 4 not in chosen:
-            trial.told |= dict.fromkeys(chosen, WELL_PAST)
+            trial.told |= dict.fromkeys(chosen, CLEARING_TOKENS)
             assert trial.cleared()
             continue
         convicted, deaths = trial.die("detokenizer", sorted(chosen)), deaths + 1
@@ -199,13 +199,13 @@ def test_a_group_that_is_cleared_makes_room_for_the_next():
     trial.told[6] = 0  # it comes later
     assert trial.admit() == {1, 2, 6}, "5 was there, 6 was not"
     assert not trial.suspects.is_alone
-    trial.told |= {1: WELL_PAST - 1, 2: WELL_PAST}
+    trial.told |= {1: CLEARING_TOKENS - 1, 2: CLEARING_TOKENS}
     assert not trial.cleared()
     trial.told[1] += 1
     assert trial.cleared()
     assert trial.admit() == {3, 4, 6}
     assert set(trial.suspects.on_trial) == {3, 4}
-    trial.told |= {3: WELL_PAST, 4: WELL_PAST}
+    trial.told |= {3: CLEARING_TOKENS, 4: CLEARING_TOKENS}
     assert trial.cleared()
     assert trial.admit() is None
 
@@ -223,7 +223,7 @@ def test_nobody_is_convicted_beside_others():
     trial = Trial(1, 2, deaths=2)
     assert trial.admit() == {1}
     assert trial.suspects.is_alone
-    trial.told[1] = WELL_PAST
+    trial.told[1] = CLEARING_TOKENS
     assert trial.cleared()
     assert trial.admit() == {2}, "1 goes on beside it"
     assert not trial.suspects.is_alone

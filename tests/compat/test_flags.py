@@ -6,7 +6,7 @@ import re
 import pytest
 
 from nanoactor import cli
-from nanoactor.cli.options import values
+from nanoactor.cli.options import given_values
 from nanoactor.compat.flags import NOTES
 from nanoactor.errors import InvalidConfig
 from nanoactor.options.config import EngineConfig
@@ -132,7 +132,7 @@ def refusal(capsys, *arguments):
 def test_a_flag_that_has_a_counterpart_is_taken(line):
     args = parsed(*line.split())
     assert getattr(args, NOTES) == []
-    found = values(args, EngineConfig) | values(args, ServerConfig)
+    found = given_values(args, EngineConfig) | given_values(args, ServerConfig)
     assert len(found) == 1, found
 
 
@@ -142,7 +142,7 @@ def test_a_flag_that_changes_nothing_is_told(line):
     (note,) = getattr(args, NOTES)
     assert note.startswith(line.split()[0][:2])
     assert "has no effect: " in note
-    assert values(args, EngineConfig) | values(args, ServerConfig) == {}
+    assert given_values(args, EngineConfig) | given_values(args, ServerConfig) == {}
 
 
 @pytest.mark.parametrize("line", REFUSED[:-1])
@@ -182,7 +182,7 @@ def test_every_flag_of_the_table_is_known():
     ],
 )
 def test_values_are_those_that_were_meant(line, config, expected):
-    assert values(parsed(*line.split()), config) == expected
+    assert given_values(parsed(*line.split()), config) == expected
 
 
 @pytest.mark.parametrize("text", ["1.5K", "8kk", "k", "1.2345k", "8 k"])
@@ -195,7 +195,7 @@ def test_numbers_that_are_none_are_refused(capsys, text):
 def test_the_model_may_be_named_by_a_flag(flag, command):
     given = [f"{flag}M"] if flag.endswith("=") else [flag, "M"]
     args = cli._parse([command, "--max-num-seqs", "4", *given])
-    assert (args.model, values(args, EngineConfig)) == ("M", {"max_num_seqs": 4})
+    assert (args.model, given_values(args, EngineConfig)) == ("M", {"max_num_seqs": 4})
 
 
 def test_two_models_are_one_too_many(capsys):
@@ -220,7 +220,7 @@ def test_prompts_and_values_are_taken_as_they_are(given, prompt):
     args = cli._parse(["generate", *given])
     assert (args.model, args.prompt) == ("demo", prompt)
     if "--stop" in given:
-        assert values(args, SamplingParams)["stop"] == ("end_of --a_b",)
+        assert given_values(args, SamplingParams)["stop"] == ("end_of --a_b",)
 
 
 @pytest.mark.parametrize(
@@ -263,13 +263,13 @@ trust_remote_code: true
 """
     args = cli._parse(["serve", "--config", file(tmp_path, text), "--max-num-seqs", "8"])
     assert args.model == "of-the-file"
-    assert values(args, EngineConfig) == {
+    assert given_values(args, EngineConfig) == {
         "max_num_seqs": 8,
         "max_model_len": 8000,
         "enable_prefix_caching": False,
         "enforce_eager": True,
     }
-    assert values(args, ServerConfig) == {
+    assert given_values(args, ServerConfig) == {
         "served_model_name": ("a", "b"),
         "api_keys": ("k", "l"),
         "default_chat_template_kwargs": {"enable_thinking": False},
@@ -278,7 +278,7 @@ trust_remote_code: true
     args = cli._parse(["serve", "LINE", f"--config={file(tmp_path, text)}"])
     assert args.model == "LINE"
     args = cli._parse(["serve", "--api-keys", "new", "--config", file(tmp_path, text)])
-    assert values(args, ServerConfig)["api_keys"] == ("new",), "by any name of the option"
+    assert given_values(args, ServerConfig)["api_keys"] == ("new",), "by any name of the option"
 
 
 def test_a_files_model_and_a_lines_texts_are_told_apart(tmp_path, capsys):
@@ -295,7 +295,7 @@ def test_a_files_model_and_a_lines_texts_are_told_apart(tmp_path, capsys):
 def test_lists_and_switches_of_a_file_are_those_of_the_flags(tmp_path):
     text = "allowed-origins: [a, b]\ndisable-uvicorn-access-log: false\n"
     args = parsed("--config", file(tmp_path, text))
-    found = values(args, ServerConfig)
+    found = given_values(args, ServerConfig)
     assert found == {"cors_origins": ("a", "b"), "access_log": True}
 
 

@@ -35,7 +35,7 @@ def engine():
     monitor = Monitor(llm, metrics, 60.0)
     monitor._figures = {"scheduler": {}}
     monitor._heard_at = {"scheduler": time.monotonic_ns()}
-    monitor._snapshots.append(monitor._summed({"scheduler": [0]}))
+    monitor._snapshots.append(monitor._make_snapshot({"scheduler": [0]}))
     return metrics
 
 
@@ -46,20 +46,20 @@ def fleet():
     replica = SimpleNamespace(
         name="a",
         figures={},
-        reported=time.monotonic(),
+        last_report=time.monotonic(),
         link=SimpleNamespace(is_leaving=False),
-        place=SimpleNamespace(load=load, streams=0, hello=hello),
+        state=SimpleNamespace(load=load, streams=0, hello=hello),
     )
     counts = SimpleNamespace(moved=0, requeued=0, lost=0, deaths=0, poisoned=0)
     waiting = SimpleNamespace(waiting=0)
-    parts = {"replicas": {"a": replica}, "missing": [], "pages": {}, "counts": counts}
+    parts = {"replicas": {"a": replica}, "unconnected": [], "requests": {}, "counts": counts}
     llm = SimpleNamespace(
         fleet=SimpleNamespace(**parts, dispatch=waiting, trials=waiting),
-        prefixes=SimpleNamespace(blocks=lambda name: 0),
+        prefixes=SimpleNamespace(known_blocks=lambda name: 0),
     )
     llm.fleet.prefixes = llm.prefixes
     metrics = Metrics("demo")
-    metrics.engine = FleetMonitor(llm).collect
+    metrics.engine_metrics = FleetMonitor(llm).collect
     return metrics
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nanoactor import EngineConfig, cli
-from nanoactor.cli.options import values
+from nanoactor.cli.options import given_values
 from nanoactor.server.config import ServerConfig
 from tests.product_files import ROOT
 
@@ -45,8 +45,8 @@ def served(arguments: list[str]) -> tuple[EngineConfig, ServerConfig]:
     """Return the options that `nanoactor` reads from a command line, as `serve` does."""
     assert arguments[0] == "serve"
     args = cli._parse(arguments)
-    engine = EngineConfig(args.model, **values(args, EngineConfig))
-    return engine, ServerConfig(**values(args, ServerConfig))
+    engine = EngineConfig(args.model, **given_values(args, EngineConfig))
+    return engine, ServerConfig(**given_values(args, ServerConfig))
 
 
 def seconds(text: str) -> float:

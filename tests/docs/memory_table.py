@@ -89,7 +89,7 @@ class Counted(RandomWeights):
     def linear(self, projection: Any) -> Any:
         """Count a packed projection as its format stores it: a byte for each value, and a float32
         for each block."""
-        if self._format is None or not self._format.has(projection):
+        if self._format is None or not self._format.is_quantized(projection):
             return super().linear(projection)
         blocks = math.ceil(projection.inputs / 128)
         for part in projection.parts:

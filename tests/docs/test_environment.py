@@ -64,10 +64,10 @@ def test_developers_variables_are_those_of_the_makefile_and_the_tests():
 
 def test_values_on_the_page_are_those_of_the_runners():
     from nanoactor.options.config import EngineConfig
-    from nanoactor.placement.topology import LIGHT, _runner_nodes
+    from nanoactor.placement.topology import LIGHT_ENVIRONMENT, _runner_nodes
 
     (node,) = _runner_nodes(EngineConfig("demo", device="npu"), (), None)
     page = PAGE.read_text()
-    for name, value in {**LIGHT, **node.environment}.items():
+    for name, value in {**LIGHT_ENVIRONMENT, **node.environment}.items():
         rows = [row for row in page.splitlines() if row.startswith("| ") and f"`{name}`" in row]
         assert f"| `{value}` |" in rows[0], name

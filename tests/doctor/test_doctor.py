@@ -666,8 +666,8 @@ def test_containers_have_limits(examined, limit, used):
 
 def test_an_empty_root_is_read_without_an_error(tmp_path):
     machine = Machine(tmp_path, {}, lambda *_: ("", ""))
-    assert not machine.wants_npu
-    assert not machine.wants_gpu
+    assert not machine.expects_npu
+    assert not machine.has_gpu
     bad = [finding.name for finding in examine(machine) if finding.state == "bad"]
     assert bad == ["torch"]
 

@@ -30,7 +30,7 @@ class PoisonousRunner(RunnerActor):
 class PoisonousTokenizer(TokenizerActor):
     """Fails at a word."""
 
-    def _submit(self, event):
+    def _on_submit(self, event):
         if WORD in (event.text or ""):
             raise ValueError("it burns")
-        super()._submit(event)
+        super()._on_submit(event)

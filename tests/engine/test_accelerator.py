@@ -103,7 +103,7 @@ def rehearse_before_each_step(monkeypatch):
     rehearsed, on_step = set(), RunnerActor._on_step
 
     def rehearse_first(self, step):
-        if not self._queued:
+        if not self._queued_tokens:
             rehearsed.add(sum(1 for _ in self.rehearse()))
         on_step(self, step)
 
@@ -237,7 +237,7 @@ def test_a_decode_step_of_a_model_that_sees_launches_what_one_of_text_does(
 ):
     """The rotary positions behind pictures are one sum within the kernel that lays out rows."""
     kernels = []
-    for name in ("advance", "locate"):
+    for name in ("advance", "fill_slot_mapping"):
         kernel = getattr(slots_kernels, name)
         monkeypatch.setattr(
             slots_kernels, name, lambda *a, n=name, k=kernel: kernels.append(n) or k(*a)

@@ -76,7 +76,7 @@ def test_nothing_in_a_prompt_ends_the_engine():
     async def main():
         options = dict(placement="default", skip_tokenizer_init=False, max_num_seqs=4)
         async with engine(DEMO, **options) as llm:
-            llm._requests._as_json = lambda name, value: (
+            llm._requests._encode_json = lambda name, value: (
                 "[" * 100_000 if name == "messages" else "{}"
             )
             with pytest.raises(InvalidRequest, match="cannot be tokenized"):

@@ -49,7 +49,7 @@ async def held(llm):
     request = llm.submit_held("To be", HELD)
     try:
         await request.held()
-        request.go_on([0], [5])
+        request.resume_held([0], [5])
         await request.held()
     finally:
         request.close()
@@ -59,7 +59,7 @@ async def begun(llm):
     (request,) = llm.submit(["To be"], FEW)
     try:
         await request.accepted()
-        await request.begun()
+        await request.wait_for_output()
         return [output async for output in request]
     finally:
         request.close()

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from nanoactor import SamplingParams
-from nanoactor.grammar.freeing import freed
-from nanoactor.grammar.matcher import Compiled
+from nanoactor.grammar.freeing import split_free_text
+from nanoactor.grammar.matcher import CompiledGrammar
 from nanoactor.grammar.vocabulary import Vocabulary
 from nanoactor.requests.grammar_spec import GrammarSpec, ToolFunction, ToolGrammar
 from nanoactor.requests.structured_outputs import StructuredOutputsParams
@@ -100,12 +100,12 @@ class Check:
     """Goes through one answer, token by token."""
 
     def __init__(self, model, constraint):
-        text, self.free = freed(
+        text, self.free = split_free_text(
             StructuredOutputsParams(**constraint).spec().to_text(),
             {"<think>": model.think, "</think>": model.close, "<tool_call>": model.call}.get,
         )
         self.model, self.kinds = model, collections.Counter()
-        self.matcher = Compiled(GrammarSpec.of_text(text), model.vocabulary).matcher()
+        self.matcher = CompiledGrammar(GrammarSpec.of_text(text), model.vocabulary).matcher()
         self.until = -1
         if self.free is not None:
             self.until = self.free.close_id if self.free.thinks else self.free.call_id
@@ -124,7 +124,7 @@ class Check:
     def take(self, at, token):
         free = self.free
         if self.until < 0:
-            self.matcher.take([token])
+            self.matcher.consume([token])
         if free is None:
             return
         if at == 0 and not free.thinks and token == free.think_id:
@@ -134,7 +134,7 @@ class Check:
             self.until = free.call_id if token == free.close_id else -1
             self.kinds["gates"] += 1
             if self.until < 0:
-                self.matcher.take([token])
+                self.matcher.consume([token])
 
 
 def check(demo, model, constraint, output):

@@ -37,7 +37,7 @@ def frontend_of(tokenizers):
         eos_token_ids=(),
         max_model_len=100,
         tokenizer_directory=None,
-        given_tokenizer=Path(),
+        hf_tokenizer_directory=Path(),
     )
     return FrontendActor(ActorConfig(engine, files, b""))
 
@@ -129,10 +129,10 @@ def test_what_is_told_of_an_answer_counts_until_its_own_end():
 def test_a_request_ends_with_its_last_answer():
     frontend, entry, _ = started(2)
     delivered(frontend, terminal(1, "stop"))
-    assert not entry.over
+    assert not entry.is_over
     assert not entry.ended.is_set()
     delivered(frontend, terminal(0, "stop"))
-    assert entry.over
+    assert entry.is_over
     assert entry.ended.is_set()
 
 

@@ -45,10 +45,10 @@ def test_one_that_stays_costs_a_position_and_so_does_a_copy(checkpoint, caching)
             costs = []
             for parents in ([0, 1], [0, 1], [0, 0], [1, 0], [0, 1]):
                 before = await prefilled(llm)
-                request.go_on(parents, top(told))
+                request.resume_held(parents, top(told))
                 told = await request.held()
                 costs.append(await prefilled(llm) - before)
-            request.go_on([-1, -1], [0, 0])
+            request.resume_held([-1, -1], [0, 0])
             output = [output async for output in request][-1]
             assert [one.finish_reason for one in output.outputs] == ["stop", "stop"]
             assert costs == [2] * 5
@@ -65,7 +65,7 @@ def test_an_answer_that_goes_on_with_the_likeliest_is_the_greedy_one(checkpoint)
         for turn in range(8):
             found.append(top(told)[0])
             # The best stays where it is, or moves.
-            request.go_on([turn % 3 and 0, 0, 0], [found[-1]] * 3)
+            request.resume_held([turn % 3 and 0, 0, 0], [found[-1]] * 3)
             told = await request.held()
         request.close()
         return [*found, top(told)[0]]
@@ -87,7 +87,7 @@ def test_the_door_refuses_what_cannot_be_and_nothing_changes(checkpoint):
                 llm.submit_held(ids([1]), SamplingParams.for_model(max_tokens=3))
             request = llm.submit_held(ids([1, 2]), params(tokens=3))
             with pytest.raises(InvalidRequest, match="not held"):
-                request.go_on([0, 1], [1, 1])
+                request.resume_held([0, 1], [1, 1])
             await request.held()
             for match, parents, tokens in [
                 ("a parent and a token each", [0], [1]),
@@ -95,19 +95,19 @@ def test_the_door_refuses_what_cannot_be_and_nothing_changes(checkpoint):
                 ("from 0 to 60", [0, 1], [1, VOCABULARY]),
             ]:
                 with pytest.raises(InvalidRequest, match=match):
-                    request.go_on(parents, tokens)
-            request.go_on([0, -1], [1, 0])
+                    request.resume_held(parents, tokens)
+            request.resume_held([0, -1], [1, 0])
             with pytest.raises(InvalidRequest, match="not held"):
-                request.go_on([0, -1], [1, 0])
+                request.resume_held([0, -1], [1, 0])
             await request.held()
             while request._entry.answers[1].terminal is None:
                 await asyncio.sleep(0.001)
             with pytest.raises(InvalidRequest, match=r"answers \[1\] have ended"):
-                request.go_on([0, 0], [1, 1])
-            request.go_on([0, -1], [1, 0])
+                request.resume_held([0, 0], [1, 1])
+            request.resume_held([0, -1], [1, 0])
             await request.held()
             with pytest.raises(InvalidRequest, match="the last one that max_tokens allows"):
-                request.go_on([0, -1], [1, 0])
+                request.resume_held([0, -1], [1, 0])
             request.close()
 
     asyncio.run(main())
@@ -118,10 +118,10 @@ def test_a_silent_caller_loses_its_answers(checkpoint):
         async with engine(checkpoint, block_size=4, hold_timeout=0.05) as llm:
             request = llm.submit_held(ids([1, 2]), params())
             await request.held()
-            while not request._entry.over:
+            while not request._entry.is_over:
                 await asyncio.sleep(0.01)
             with pytest.raises(HoldExpired, match="hold_timeout"):
-                request.go_on([0, 1], [1, 1])
+                request.resume_held([0, 1], [1, 1])
             with pytest.raises(HoldExpired):
                 await request.held()
             # Leaving the engine asserts that nothing is held.
@@ -135,7 +135,7 @@ def test_more_answers_than_slots_are_held(checkpoint):
             request = llm.submit_held(ids([1, 2, 3]), params(n=5))
             told = await request.held()
             for _ in range(4):
-                request.go_on([0, 0, 1, 2, 3], top(told))
+                request.resume_held([0, 0, 1, 2, 3], top(told))
                 told = await request.held()
                 assert len(told) == 5
             request.close()

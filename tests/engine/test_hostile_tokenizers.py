@@ -97,7 +97,7 @@ def test_long_texts_hold_up_no_others(monkeypatch):
             assert go_on.wait(60)
         return encode(encoder, pieces)
 
-    monkeypatch.setattr(tokenizer, "LONG_BYTES", 100)
+    monkeypatch.setattr(tokenizer, "LONG_TEXT", 100)
     monkeypatch.setattr(TextEncoder, "encode", slowly)
 
     async def main():

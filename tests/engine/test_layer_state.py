@@ -202,7 +202,7 @@ def test_runs_that_a_grammar_forces_are_summed_once(reading, device, monkeypatch
 
         def open_device(*arguments):
             found = original(*arguments)
-            found.traits = dataclasses.replace(found.traits, runs_as_rows_from=1)
+            found.traits = dataclasses.replace(found.traits, min_rows_for_runs=1)
             return found
 
         monkeypatch.setattr(devices, "open_device", open_device)
@@ -232,7 +232,7 @@ def test_a_model_with_states_has_no_free_text(has_slot_state):
     grammar = GrammarSpec(kind="regex", value="a+", thoughts="open").to_text()
     files = SimpleNamespace(has_slot_state=has_slot_state)
     actor = SimpleNamespace(_config=SimpleNamespace(files=files), _id_of=lambda _: 7)
-    text, free = TokenizerActor._freed(actor, grammar)
+    text, free = TokenizerActor._split_free_text(actor, grammar)
     assert (free is None) == has_slot_state
     assert (text == grammar) == has_slot_state
 

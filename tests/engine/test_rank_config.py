@@ -36,4 +36,4 @@ def test_a_rank_holds_its_half_of_the_heads(monkeypatch, tmp_path, rank):
 def test_rank_0_alone_asks_for_steps_where_plans_are_late(tmp_path, lead, rank, asks):
     make_checkpoint(tmp_path)
     config = rank_config(tmp_path, rank=rank, plan_lead=lead, tensor_parallel_size=2)
-    assert RunnerActor(config)._asks is asks
+    assert RunnerActor(config)._requests_steps is asks

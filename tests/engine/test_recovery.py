@@ -475,7 +475,7 @@ def test_answers_that_their_caller_leads_say_that_they_are_lost():
 
 async def digested(llm):
     """Wait until the engine knows its files' digests, which it takes in the background."""
-    while llm._prints._digests.keys() != llm.files.prints.keys():
+    while llm._fingerprints._digests.keys() != llm.files.fingerprints.keys():
         await asyncio.sleep(0.01)
 
 

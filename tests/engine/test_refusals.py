@@ -85,7 +85,7 @@ def test_a_thread_for_a_long_prompt(monkeypatch):
 
     async def main():
         async with engine() as llm:
-            monkeypatch.setattr(tokenizer, "LONG_BYTES", 100)
+            monkeypatch.setattr(tokenizer, "LONG_TEXT", 100)
             monkeypatch.setattr(threading.Thread, "start", refuse)
             with pytest.raises(OutOfResources, match="new thread"):
                 await collect(llm, "word " * 30, PLAIN)
@@ -114,7 +114,7 @@ def test_a_process_for_a_template(monkeypatch, error):
     [
         (matcher, "_on_deep_stack", NO_THREAD),
         (matcher, "_on_deep_stack", MemoryError()),
-        (compiling, "_resident", NO_DESCRIPTOR),
+        (compiling, "_resident_bytes", NO_DESCRIPTOR),
     ],
 )
 def test_threads_memory_and_descriptors_for_a_grammar(monkeypatch, where, name, error):

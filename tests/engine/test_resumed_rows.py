@@ -70,7 +70,7 @@ def steps_with_runs():
 
 def run(executor, steps):
     """By step: the tokens by slot; and how many rows were decode rows, of an empty engine."""
-    executor.renew()
+    executor.reset()
     expander, tokens, rows = RowExpander(SLOTS), [], []
     for step in steps:
         choices = int(step.rows.choices.sum())
@@ -102,7 +102,7 @@ def test_rows_give_the_tokens_of_chunks_in_their_order(device, tmp_path, monkeyp
 
     def open_device(*arguments):
         found = InterpretedDevice() if device == "interpreted" else original(*arguments)
-        found.traits = dataclasses.replace(found.traits, runs_as_rows_from=1)
+        found.traits = dataclasses.replace(found.traits, min_rows_for_runs=1)
         return found
 
     monkeypatch.setattr(devices, "open_device", open_device)

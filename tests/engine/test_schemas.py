@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from nanoactor import EngineConfig, SamplingParams
-from nanoactor.grammar.matcher import Compiled
+from nanoactor.grammar.matcher import CompiledGrammar
 from nanoactor.grammar.vocabulary import Vocabulary
 from nanoactor.model_files.files import read_model_files
 from nanoactor.requests.structured_outputs import StructuredOutputsParams
@@ -27,13 +27,13 @@ def constraint(schema):
 
 def check_allowed(vocabulary, constraint, answer):
     """Each token is allowed behind the ones before."""
-    matcher = Compiled(StructuredOutputsParams(**constraint).spec(), vocabulary).matcher()
+    matcher = CompiledGrammar(StructuredOutputsParams(**constraint).spec(), vocabulary).matcher()
     mask = np.empty(vocabulary.words, np.int32)
     for at, token in enumerate(answer.token_ids):
         matcher.fill(mask)
         allowed = mask[token // 32] >> token % 32 & 1
         assert allowed, f"token {at}, {token}, of {constraint}"
-        matcher.take([token])
+        matcher.consume([token])
 
 
 async def answers(load_format, seed):

@@ -49,7 +49,7 @@ from nanoactor.messages.grammar import (
 from nanoactor.messages.rows import Rows
 from nanoactor.messages.scores import RequestScores, ScoreRequests, StepScores, TokenScores
 from nanoactor.model_files.files import max_prompt_bytes, read_model_files
-from nanoactor.models.limits import FREEZE_IDS
+from nanoactor.models.limits import MAX_FREEZE_IDS
 from nanoactor.models.sampling import columns
 from nanoactor.options.config import EngineConfig
 from nanoactor.placement.topology import engine_topology
@@ -65,7 +65,7 @@ from nanoactor.requests.params import (
     MAX_STOP_STRINGS,
 )
 from nanoactor.runtime.codec import encode
-from nanoactor.setup.actors import DELTA_BYTES, MASKS_AT_ONCE, ActorConfig
+from nanoactor.setup.actors import MAX_DELTA_BYTES, MAX_MASKS_PER_MESSAGE, ActorConfig
 from nanoactor.text.detokenizer import Detokenizer
 from tests.engine.conftest import DEMO
 from tests.engine.harness import collect, engine, greedy, ids
@@ -99,7 +99,7 @@ def worst_messages(config, files):
         unmasked_from=rows,
         masked_ids=masked,
         masked_counts=rows,
-        freeze_ids=i32(seqs, FREEZE_IDS),
+        freeze_ids=i32(seqs, MAX_FREEZE_IDS),
         rope_deltas=rows,
         prompt_lengths=rows,
         rule_rows=rows,
@@ -180,8 +180,8 @@ def worst_of_grammars(config, files):
     yield "scheduler", "blocks", DropMasks(longs)
     yield "scheduler", "blocks", KnownTokens(rows, rows, run, rows, rows)
     yield "blocks", "runners", DropMasks(longs)
-    masks = i32(MASKS_AT_ONCE, -(-files.config.vocab_size // 32))
-    several = np.zeros(MASKS_AT_ONCE, np.int64), i32(MASKS_AT_ONCE)
+    masks = i32(MAX_MASKS_PER_MESSAGE, -(-files.config.vocab_size // 32))
+    several = np.zeros(MAX_MASKS_PER_MESSAGE, np.int64), i32(MAX_MASKS_PER_MESSAGE)
     yield "grammar", "runners", Masks(*several, masks, longs)
     yield "grammar", "scheduler", ForcedTokens(longs, rows, rows, run)
     reasons = ["\U0001f600" * MAX_REASON] * seqs
@@ -227,7 +227,7 @@ def test_a_chunk_stays_within_its_edge_however_much_is_pending():
     for uid in range(300):
         detokenizer._pending[uid].text.append("\U0001f600" * 100_000)
     seen = 0
-    while (chunk := detokenizer.take_delta(DELTA_BYTES)) is not None:
+    while (chunk := detokenizer.pop_delta(MAX_DELTA_BYTES)) is not None:
         assert encode(chunk).nbytes <= edge.capacity // 2
         seen += len(chunk.opened)
         assert all(isinstance(opened, Opened) for opened in chunk.opened)
@@ -248,9 +248,9 @@ def test_log_probabilities_stay_within_a_chunks_edge_however_long_tokens_are(mos
     scores = TokenScores(floats[:99], counts, counts, i32(99 * most), floats)
     runs = RequestScores(np.zeros(1, np.int64), np.ones(1, np.bool_), i32(1) + 99, scores)
     none = np.empty(0, np.int64), i32(0), i32(0)
-    detokenizer.take(Tokens(1, *none, (), runs))
+    detokenizer.process(Tokens(1, *none, (), runs))
     told = 0
-    while (chunk := detokenizer.take_delta(DELTA_BYTES)) is not None:
+    while (chunk := detokenizer.pop_delta(MAX_DELTA_BYTES)) is not None:
         assert encode(chunk).nbytes <= edge.capacity // 2
         told += int(chunk.scores.counts.sum()) if chunk.scores else 0
     assert told == 99

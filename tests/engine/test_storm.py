@@ -157,7 +157,7 @@ class Request:
         """When it returns nothing follows, whatever the moment was."""
         known = self.llm._frontend.entry_of(self.name)
         await self.llm.abort(self.name)
-        assert known is None or known.over
+        assert known is None or known.is_over
 
     def story(self):
         """What it lived through, in the words of `STORIES`."""
@@ -239,7 +239,7 @@ class Bench:
         self.back = {}
         """The step at which credits and slots, and blocks, were first seen to be all back."""
         after(self.scheduler, "handle", self.see_credits)
-        after(self.manager, "take", self.see_blocks)
+        after(self.manager, "apply_turn", self.see_blocks)
         slow_down(llm._system.actor("runner.0")._executor)
         self.streams = [self.start(STEM, 380)[1], self.start([7], 380)[1]]
 

@@ -13,7 +13,7 @@ import torch
 import nanoactor.models.devices as devices
 from nanoactor import EngineConfig, SamplingParams
 from nanoactor.errors import ComputationFailed, InvalidRequest
-from nanoactor.grammar.matcher import Compiled
+from nanoactor.grammar.matcher import CompiledGrammar
 from nanoactor.grammar.vocabulary import Vocabulary
 from nanoactor.model_files.files import read_model_files
 from nanoactor.requests.structured_outputs import StructuredOutputsParams
@@ -60,7 +60,7 @@ def check_masked(reference, vocabulary, constraint, output):
     with torch.inference_mode():
         logits = reference.model(torch.tensor([[*prompt, *tokens]])).logits[0].float().numpy()
     spec = StructuredOutputsParams(**constraint).spec()
-    matcher = Compiled(spec, vocabulary).matcher()
+    matcher = CompiledGrammar(spec, vocabulary).matcher()
     mask = np.empty(vocabulary.words, np.int32)
     for at, token in enumerate(tokens):
         matcher.fill(mask)
@@ -72,7 +72,7 @@ def check_masked(reference, vocabulary, constraint, output):
             reference.ties += 1
         else:
             assert token == ids[row.argmax()], f"token {at} of {constraint}"
-        matcher.take([token])
+        matcher.consume([token])
 
 
 def wanted(number, **sampling):
@@ -216,7 +216,7 @@ def test_rules_and_a_grammar_that_leave_nothing_end_the_request_alone():
 def test_a_mask_that_does_not_come_ends_its_request_alone(monkeypatch):
     from nanoactor.actors.grammar import GrammarActor
 
-    monkeypatch.setattr(GrammarActor, "_note", lambda *arguments: None)
+    monkeypatch.setattr(GrammarActor, "_on_compiled", lambda *arguments: None)
 
     async def main():
         async with structured_engine(mask_timeout=0.2) as llm:

@@ -166,7 +166,7 @@ def test_looking_for_a_name_costs_no_look_at_the_others():
 
     async def main():
         async with AsyncLLM("demo", **IN_ONE) as llm:
-            frontend, asked = llm._running(), 0
+            frontend, asked = llm._require_frontend(), 0
 
             class Named(str):
                 def __eq__(self, other):

@@ -283,14 +283,14 @@ def test_pictures_are_opened_on_a_thread_and_seeds_come_in_the_order_of_requests
     """Pillow decodes what it has opened when it is asked for pixels: on the user's loop everybody
     would wait for that."""
     threads = []
-    take = RequestBuilder.take_media
+    take = RequestBuilder.extract_media
 
     def noted(own, prompt):
         threads.append(threading.current_thread())
         time.sleep(0.05 * (len(threads) == 1))  # the first is the last to be ready
         return take(own, prompt)
 
-    monkeypatch.setattr(RequestBuilder, "take_media", noted)
+    monkeypatch.setattr(RequestBuilder, "extract_media", noted)
     params = SamplingParams.for_model(temperature=1.0, max_tokens=6, ignore_eos=True)
 
     async def main():
@@ -308,9 +308,9 @@ def test_pictures_are_opened_on_a_thread_and_seeds_come_in_the_order_of_requests
 def test_a_request_may_be_aborted_while_its_pictures_are_opened(monkeypatch):
     """And its name is taken from then on."""
     opened = threading.Event()
-    take = RequestBuilder.take_media
+    take = RequestBuilder.extract_media
     monkeypatch.setattr(
-        RequestBuilder, "take_media", lambda *given: opened.wait(30) and take(*given)
+        RequestBuilder, "extract_media", lambda *given: opened.wait(30) and take(*given)
     )
 
     async def main():

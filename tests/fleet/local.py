@@ -64,7 +64,7 @@ class Local:
         found = self._find(replica)
         await self._unless_dead(found, found.runs.wait())
         found.pushes += 1
-        return found.hub.take(orders)
+        return found.hub.handle_orders(orders)
 
     def _find(self, replica):
         found = self.replicas.get(replica)

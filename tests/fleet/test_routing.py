@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoactor.fleet.dispatch import Dispatch
-from nanoactor.fleet.prefix_map import PrefixMap, keys_of
-from nanoactor.fleet.routing import Place, Router
-from nanoactor.fleet.wire import Hello, IndexNews, Load
+from nanoactor.fleet.prefix_map import PrefixMap, block_keys
+from nanoactor.fleet.routing import ReplicaState, Router
+from nanoactor.fleet.wire import Hello, IndexUpdate, Load
 from nanoactor.kv.hashing import block_hashes
 from nanoactor.kv.index_changes import IndexChanges, IndexCopy
 
@@ -25,12 +25,12 @@ def chain(*tokens):
 
 def place(name, router=None, known=b"", **load):
     hello = Hello("same", {"block_size": BLOCK, "num_blocks": 1000}, 8, 8)
-    found = Place(name, hello)
+    found = ReplicaState(name, hello)
     values = dict(running=0, waiting=0, waiting_tokens=0, free_blocks=1000, streams=0)
     values |= dict(token_seconds=1e-3, is_reserved=False)
-    found.told(Load(**{**values, **load}), 0)
+    found.update_load(Load(**{**values, **load}), 0)
     if router is not None and known:
-        router.prefixes.take(name, IndexNews(False, b"", known), 0.0)
+        router.prefixes.apply(name, IndexUpdate(False, b"", known), 0.0)
     return found
 
 
@@ -39,32 +39,32 @@ def test_a_prompt_goes_where_its_beginning_is():
     prompt = chain(1, 2, 3, 4)
     places = [place("a", router, chain(1)), place("b", router, chain(1, 2, 3)), place("c")]
     for _ in range(5):
-        assert router.choose(places, keys_of(prompt), 70, 0.0).replica == "b"
+        assert router.choose(places, block_keys(prompt), 70, 0.0).name == "b"
 
 
 def test_a_hot_replica_is_left_when_waiting_costs_more_than_computing():
     router = Router()
-    prompt = keys_of(chain(*range(20)))
+    prompt = block_keys(chain(*range(20)))
     hot = place("hot", router, chain(*range(20)), waiting_tokens=100)
     cold = place("cold")
-    assert router.choose([hot, cold], prompt, 330, 0.0).replica == "hot"
+    assert router.choose([hot, cold], prompt, 330, 0.0).name == "hot"
     hot = place("hot", waiting_tokens=400)
-    assert router.choose([hot, cold], prompt, 330, 0.0).replica == "cold"
+    assert router.choose([hot, cold], prompt, 330, 0.0).name == "cold"
     # ... and so is one that has no place to run.
     hot = place("hot", streams=8, running=8)
-    assert router.choose([hot, cold], prompt, 330, 0.0).replica == "cold"
+    assert router.choose([hot, cold], prompt, 330, 0.0).name == "cold"
 
 
 def test_a_new_conversation_goes_where_the_cache_is_least_in_use():
     router = Router()
     used = place("used", router, b"".join(chain(*range(at, at + 5)) for at in range(0, 400, 5)))
     fresh = place("fresh", streams=1, running=1)
-    assert router.choose([used, fresh], keys_of(chain(900, 901)), 40, 1.0).replica == "fresh"
+    assert router.choose([used, fresh], block_keys(chain(900, 901)), 40, 1.0).name == "fresh"
     # What was not wanted for long is only in the way.
-    assert router.prefixes.in_use("used", 1.0) == 400
-    assert router.prefixes.in_use("used", 61.0) == 0
-    assert router.choose([used, fresh], keys_of(chain(900, 901)), 40, 61.0).replica == "used"
-    assert router.prefixes.blocks("used") == 400
+    assert router.prefixes.blocks_in_use("used", 1.0) == 400
+    assert router.prefixes.blocks_in_use("used", 61.0) == 0
+    assert router.choose([used, fresh], block_keys(chain(900, 901)), 40, 61.0).name == "used"
+    assert router.prefixes.known_blocks("used") == 400
 
 
 def test_a_replica_that_seems_to_compute_for_nothing_does_not_get_everything():
@@ -72,11 +72,11 @@ def test_a_replica_that_seems_to_compute_for_nothing_does_not_get_everything():
     places = [place(name, token_seconds=value) for name, value in (("a", 1e-12), ("b", 1e-4))]
     places += [place("c", token_seconds=0.0), place("d", token_seconds=2e-4)]
     for order in range(16):
-        router.choose(places, [], 32, 0.0).sent(order + 1, 32)
+        router.choose(places, [], 32, 0.0).note_sent(order + 1, 32)
     assert all(2 <= one.streams <= 8 for one in places), [one.streams for one in places]
     places = [place(name, token_seconds=1e-13) for name in "ab"]
     for order in range(8):
-        router.choose(places, [], 32, 0.0).sent(order + 1, 32)
+        router.choose(places, [], 32, 0.0).note_sent(order + 1, 32)
     assert [one.streams for one in places] == [4, 4]
 
 
@@ -86,13 +86,13 @@ def test_equal_ones_take_turns_and_what_was_sent_counts():
     chosen = []
     for order in range(8):
         one = router.choose(places, [], 100, 0.0)
-        one.sent(order + 1, 100)
-        chosen.append(one.replica)
+        one.note_sent(order + 1, 100)
+        chosen.append(one.name)
     assert sorted(chosen) == sorted("abcdabcd")
-    busy = next(one for one in places if one.replica == chosen[0])
+    busy = next(one for one in places if one.name == chosen[0])
     assert busy.streams == 2
     load = Load(2, 0, 0, 1000, 2, 0.0, is_reserved=False)
-    busy.told(load, 8)  # it has taken both
+    busy.update_load(load, 8)  # it has taken both
     assert busy.streams == 2
 
 
@@ -100,20 +100,20 @@ class Parted:
     """What a queue looks at."""
 
     def __init__(self, uid, tokens=16, moved=False, fingerprint="", priority=0):
-        self.page, self.uid, self.priority, self.hashes = self, uid, priority, []
+        self.request, self.uid, self.priority, self.block_keys = self, uid, priority, []
         self.tokens, self.is_moved, self.fingerprint = tokens, moved, fingerprint
         self.refused_by = set()
-        self.waits_since = 0.0
+        self.waiting_since = 0.0
 
 
 def placed(dispatch, places):
     begun = []
 
     def begin(part, chosen):
-        begun.append((part.uid, chosen.replica))
-        chosen.sent(len(begun), part.tokens)
+        begun.append((part.uid, chosen.name))
+        chosen.note_sent(len(begun), part.tokens)
 
-    dispatch.place(places, begin)
+    dispatch.assign(places, begin)
     return begun
 
 
@@ -163,19 +163,19 @@ def test_patience_ends_only_where_no_replica_could_take_it():
     fits_none, fits_one = Parted(1, moved=True, fingerprint="other"), Parted(2)
     for part in (fits_none, fits_one):
         dispatch.add(part)
-        part.waits_since = 0.0
-    dispatch.note_serving([place("a", is_reserved=True)], 500.0)
-    assert dispatch.take_hopeless(510.0) == [fits_none]
-    assert dispatch.take_hopeless(700.0) == [fits_one]
+        part.waiting_since = 0.0
+    dispatch.refresh_timeouts([place("a", is_reserved=True)], 500.0)
+    assert dispatch.pop_expired(510.0) == [fits_none]
+    assert dispatch.pop_expired(700.0) == [fits_one]
 
 
 def test_many_blocks_that_were_not_wanted_lately_are_forgotten_at_once():
     known = PrefixMap()
     hashes = np.random.default_rng(1).bytes(16 * 200_000)
-    known.take("a", IndexNews(False, b"", hashes), 0.0)
-    assert known.in_use("a", 59.0) == 200_000
+    known.apply("a", IndexUpdate(False, b"", hashes), 0.0)
+    assert known.blocks_in_use("a", 59.0) == 200_000
     begin = time.process_time()
-    assert known.in_use("a", 61.0) == 0
+    assert known.blocks_in_use("a", 61.0) == 0
     linear = time.process_time() - begin
     begin = time.process_time()
     sum(1 for _ in range(200_000))
@@ -201,14 +201,14 @@ def test_a_full_replica_and_one_that_has_refused_are_left_alone():
 
 
 def test_a_map_of_prefixes_is_bounded_and_forgets_the_oldest():
-    known = PrefixMap(most_blocks=4)
-    known.take("a", IndexNews(False, b"", chain(1, 2, 3)), 0.0)
-    known.take("a", IndexNews(False, b"", chain(5, 6)), 0.0)
-    assert known.blocks("a") == 4
-    assert known.longest("a", keys_of(chain(5, 6, 7))) == 2
-    assert known.longest("a", keys_of(chain(1, 2, 3))) == 0
+    known = PrefixMap(max_blocks=4)
+    known.apply("a", IndexUpdate(False, b"", chain(1, 2, 3)), 0.0)
+    known.apply("a", IndexUpdate(False, b"", chain(5, 6)), 0.0)
+    assert known.known_blocks("a") == 4
+    assert known.cached_blocks("a", block_keys(chain(5, 6, 7))) == 2
+    assert known.cached_blocks("a", block_keys(chain(1, 2, 3))) == 0
     known.forget("a")
-    assert known.blocks("a") == 0
+    assert known.known_blocks("a") == 0
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=60), st.integers(1, 7))
@@ -226,11 +226,11 @@ def test_changes_of_an_index_make_it_however_they_merge(steps, most):
             changes.forget(content)
         assert len(changes) <= len(index) + len(copy.contents) + 1
         if draw.random() < 0.3:
-            events = changes.take(most)
+            events = changes.drain(most)
             if events is not None:
-                copy.take(events)
+                copy.apply(events)
         if draw.random() < 0.05:
-            changes.begin_anew(index)
-    while (events := changes.take(most)) is not None:
-        copy.take(events)
+            changes.republish(index)
+    while (events := changes.drain(most)) is not None:
+        copy.apply(events)
     assert copy.contents == index

@@ -124,7 +124,7 @@ async def where(llm, tokens=5):
         await asyncio.sleep(0.01)
         for replica in llm.fleet.replicas.values():
             for part in replica.parts.values():
-                if part.page.told >= tokens:
+                if part.request.tokens_sent >= tokens:
                     return replica.name
 
 
@@ -180,7 +180,7 @@ async def test_streams_go_on_only_where_the_fingerprint_is_equal():
 
 @on_a_loop
 async def test_what_cannot_go_on_anywhere_ends_with_an_error(monkeypatch):
-    monkeypatch.setattr("nanoactor.fleet.dispatch.PATIENCE", 1.0)
+    monkeypatch.setattr("nanoactor.fleet.dispatch.NO_REPLICA_TIMEOUT", 1.0)
     async with fleet(1, device="simulated:10", dtype="auto") as (llm, local, _):
         params = SamplingParams.for_model(seed=1, max_tokens=200, ignore_eos=True)
         stream = asyncio.ensure_future(read(llm, TEXT, params))
@@ -203,7 +203,7 @@ async def test_a_moved_stream_waits_for_a_free_place_and_goes_first():
             ends.append(name)
 
         first = [asyncio.ensure_future(run("moves", long)) for _ in range(4)]
-        await until(lambda: sum(page.told > 5 for page in llm.fleet.pages.values()) == 4)
+        await until(lambda: sum(page.tokens_sent > 5 for page in llm.fleet.requests.values()) == 4)
         engine = await local.kill(min(local.members))
         await until(lambda: llm.fleet.dispatch.waiting == 2)
         late = [asyncio.ensure_future(run("new", params)) for _ in range(2)]
@@ -270,9 +270,9 @@ async def suspected(llm, local):
     """Have the one stream be a suspect; its replicas die from outside, and at once."""
     await local.replace(await where(llm))
     await until(lambda: llm.fleet.counts.moved)
-    (part,) = next(iter(llm.fleet.pages.values())).parts
-    await until(lambda: part in llm.fleet._at)
-    return llm.fleet._at[part][0].name
+    (part,) = next(iter(llm.fleet.requests.values())).parts
+    await until(lambda: part in llm.fleet._running)
+    return llm.fleet._running[part][0].name
 
 
 @on_a_loop
@@ -292,7 +292,7 @@ async def test_a_suspect_goes_on_only_where_the_fingerprint_is_equal():
 
 @on_a_loop
 async def test_a_suspect_for_which_no_replica_comes_ends_with_an_error(monkeypatch):
-    monkeypatch.setattr("nanoactor.fleet.trial_runs.PATIENCE", 1.5)
+    monkeypatch.setattr("nanoactor.fleet.trial_runs.NO_REPLICA_TIMEOUT", 1.5)
     async with fleet(1, device="simulated:20", dtype="auto") as (llm, local, _):
         params = SamplingParams.for_model(seed=3, max_tokens=300, ignore_eos=True)
         stream = asyncio.ensure_future(read(llm, TEXT, params))
@@ -343,9 +343,9 @@ async def test_a_suspect_that_kills_nothing_goes_on():
         stream = asyncio.ensure_future(read(llm, TEXT, params))
         await local.replace(await where(llm))
         await until(lambda: llm.fleet.counts.moved == 1)
-        (part,) = next(iter(llm.fleet.pages.values())).parts
-        await until(lambda: part in llm.fleet._at)
-        await local.replace(llm.fleet._at[part][0].name)  # from outside, and at once
+        (part,) = next(iter(llm.fleet.requests.values())).parts
+        await until(lambda: part in llm.fleet._running)
+        await local.replace(llm.fleet._running[part][0].name)  # from outside, and at once
         compare(await stream, wanted)
         assert llm.fleet.counts.poisoned == 0
 
@@ -394,10 +394,10 @@ async def test_where_all_are_full_is_told_and_one_that_is_full_is_left_alone():
         streams = []
         for _ in range(4):  # the second of each replica waits there
             streams.append(asyncio.ensure_future(read(llm, TEXT, params)))
-            await until(lambda: llm.live == len(streams) == len(llm.fleet._at))
+            await until(lambda: llm.live == len(streams) == len(llm.fleet._running))
             if len(streams) == 2:  # those that run do not wait any more, also for their replicas
-                await until(lambda: all(page.told for page in llm.fleet.pages.values()))
-        assert all(r.place.is_full for r in llm.fleet.replicas.values())
+                await until(lambda: all(page.tokens_sent for page in llm.fleet.requests.values()))
+        assert all(r.state.is_full for r in llm.fleet.replicas.values())
         with pytest.raises(EngineOverloaded, match="all 2 replicas are full"):
             await read(llm, TEXT, params)
         for stream in streams:
@@ -455,7 +455,7 @@ async def test_an_ingress_that_is_gone_gives_back_what_it_had():
         stream = asyncio.ensure_future(read(two, TEXT, SamplingParams.for_model(max_tokens=400)))
         await until(lambda: replica.hub.streams)
         link = next(iter(two.fleet.replicas.values())).link
-        link.order(Reserve(wanted=True))
+        link.send(Reserve(is_wanted=True))
         await until(lambda: replica.hub.reserved_by == link.name)
         await two.close()
         with pytest.raises(EngineClosed):

@@ -8,12 +8,12 @@ from nanoactor.fleet.trials import Trials
 def test_a_third_death_convicts():
     trials = Trials()
     assert trials.note_death({1: 10, 2: 500}, 0.0) is None
-    assert trials.next is None
-    trials.note_going_on(1, 0.1)
+    assert trials.next_suspect is None
+    trials.note_resumed(1, 0.1)
     assert trials.note_death({1: 12, 3: 40}, 0.5) is None
-    assert trials.next == 1
+    assert trials.next_suspect == 1
     trials.begin(1, 12, 1.0)
-    assert trials.next is None
+    assert trials.next_suspect is None
     assert trials.note_death({4: 3}, 1.1) is None  # another replica: it proves nothing
     assert trials.note_death({1: 13, 4: 5}, 1.2) is None  # a part of it that ran beside others
     assert trials.note_death({1: 13}, 1.3, is_alone=True) == 1
@@ -24,15 +24,15 @@ def test_who_comes_further_is_no_suspect():
     for tokens, seconds in ((32, 0.5), (2, 2.5)):
         trials = Trials()
         trials.note_death({1: 10}, 0.0)
-        trials.note_going_on(1, 1.0)
+        trials.note_resumed(1, 1.0)
         trials.note_death({1: 10 + tokens}, 1.0 + seconds)
-        assert trials.next is None
+        assert trials.next_suspect is None
     # Waiting for a place is not running.
     trials = Trials()
     trials.note_death({1: 10}, 0.0)
-    trials.note_going_on(1, 100.0)
+    trials.note_resumed(1, 100.0)
     trials.note_death({1: 12}, 100.5)
-    assert trials.next == 1
+    assert trials.next_suspect == 1
 
 
 def test_a_suspect_is_cleared_by_coming_further():
@@ -47,22 +47,22 @@ def test_a_suspect_is_cleared_by_coming_further():
     assert not trials.is_cleared(8, 5.5)
     assert trials.is_cleared(5, 40.0)
     trials.forget(1)
-    assert trials.next == 2
+    assert trials.next_suspect == 2
     trials.begin(2, 5, 3.0)
-    trials.put_back()
-    assert (trials.on_trial, trials.next) == (None, 2)
+    trials.cancel_trial()
+    assert (trials.on_trial, trials.next_suspect) == (None, 2)
 
 
 def test_reports_are_due_soon_for_what_a_reader_waits_for():
-    pace = Pace(interval=0.05, soon=0.01, beat=1.0)
+    pace = Pace(interval=0.05, urgent_interval=0.01, heartbeat=1.0)
     assert pace.due < 0
-    pace.reported(10.0)
+    pace.note_report(10.0)
     assert pace.due == 11.0
     pace.note(urgent=False)
     assert pace.due == 10.05
     pace.note(urgent=True)
     assert pace.due == 10.01
-    pace.reported(10.01)
+    pace.note_report(10.01)
     assert pace.due == 11.01
 
 

@@ -78,12 +78,12 @@ async def test_an_order_that_cannot_be_read_ends_its_request_alone():
         (replica,) = llm.fleet.replicas.values()
         params = SamplingParams.for_model(max_tokens=4)
         bad = wire.Begin(
-            99, "bad", b"\0\0\0\0", b"\xc1", 0, (), b"", -1, is_alone=False, pools=False
+            99, "bad", b"\0\0\0\0", b"\xc1", 0, (), b"", -1, is_alone=False, is_pooling=False
         )
         failed = []
-        taken = llm.fleet._failed
-        llm.fleet._failed = lambda at, failure: (failed.append(failure), taken(at, failure))
-        replica.link.order(bad)
+        taken = llm.fleet._handle_failure
+        llm.fleet._handle_failure = lambda at, failure: (failed.append(failure), taken(at, failure))
+        replica.link.send(bad)
         async for output in llm.generate("To be", params):
             assert output.outputs[0].finish_reason != "abort"
         await until(lambda: failed)
@@ -103,19 +103,19 @@ async def test_credits_bound_what_is_on_the_way():
         ids = wire.ids_to_bytes(list(range(50, 60)))
         params = SamplingParams.for_model(seed=1, max_tokens=450, ignore_eos=True)
         packed = wire.params_to_bytes(params)
-        begin = wire.Begin(1, "one", ids, packed, 0, (), b"", -1, is_alone=False, pools=False)
-        assert hub.take(wire.encode(wire.Orders("slow", 1, [begin])))
+        begin = wire.Begin(1, "one", ids, packed, 0, (), b"", -1, is_alone=False, is_pooling=False)
+        assert hub.handle_orders(wire.encode(wire.Orders("slow", 1, [begin])))
         reports = []
         async with asyncio.timeout(30):
             while len(reports) < WINDOW:
                 reports.append(wire.decode_report(await anext(link)))
         rest = asyncio.ensure_future(anext(link))
         (stream,) = hub.streams
-        await until(lambda: stream.request._entry.over)  # it is complete, and was not told
+        await until(lambda: stream.request._entry.is_over)  # it is complete, and was not told
         assert not rest.done()
         told = sum(len(d.token_ids) for report in reports for d in report.deltas) // 4
         assert told < 450
-        assert hub.take(wire.encode(wire.Orders("slow", 1 + WINDOW, [])))
+        assert hub.handle_orders(wire.encode(wire.Orders("slow", 1 + WINDOW, [])))
         # What was read of it already, and then all that has merged behind that.
         last = [wire.decode_report(await rest), wire.decode_report(await anext(link))]
         told += sum(len(delta.token_ids) for report in last for delta in report.deltas) // 4

@@ -7,7 +7,7 @@ import warnings
 import pytest
 
 from nanoactor.errors import InvalidRequest
-from nanoactor.grammar.classes import with_plain_classes
+from nanoactor.grammar.classes import escape_classes
 from nanoactor.grammar.formats import drop_unenforced, unenforced_formats
 from nanoactor.grammar.jsonschema import parse_schema
 from nanoactor.grammar.lark_text import check_lark
@@ -68,7 +68,7 @@ PATTERNS = [
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_classes_are_read_as_python_reads_them(pattern):
-    plain = with_plain_classes(pattern)
+    plain = escape_classes(pattern)
     assert not re.search(r"(?<!\\)(&&|~~)(?=[^\[]*\])", plain)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Python announces set operations

@@ -5,7 +5,7 @@ import dataclasses
 import msgspec
 import pytest
 
-from nanoactor.grammar.freeing import freed
+from nanoactor.grammar.freeing import split_free_text
 from nanoactor.messages.engine import FreeText
 from nanoactor.requests.grammar_spec import GrammarSpec, ToolFunction, ToolGrammar
 
@@ -32,7 +32,7 @@ def tools(required):
 )
 def test_what_is_free(kind, value, thoughts, free):
     spec = GrammarSpec(kind=kind, value=value, thoughts=thoughts, whitespace=False)
-    text, found = freed(spec.to_text(), IDS.get)
+    text, found = split_free_text(spec.to_text(), IDS.get)
     assert (found and dataclasses.astuple(found)) == (free and dataclasses.astuple(free))
     told = GrammarSpec.of_text(text)
     assert told.free == (free is not None)
@@ -44,4 +44,4 @@ def test_what_is_free(kind, value, thoughts, free):
 def test_a_tag_that_is_no_token_is_the_grammars(missing):
     ids = {tag: id_ for tag, id_ in IDS.items() if tag != missing}
     text = GrammarSpec(kind="tools", value=tools(False), thoughts="optional").to_text()
-    assert freed(text, ids.get) == (text, None)
+    assert split_free_text(text, ids.get) == (text, None)

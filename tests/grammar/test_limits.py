@@ -166,7 +166,7 @@ def test_hostile_grammars_end_in_a_refusal_or_work(kind, name, value):
             token = chance.choice(inside)
             if token in vocabulary.eos_ids:
                 break
-            matcher.take([token])
+            matcher.consume([token])
     except InvalidRequest as error:
         refusal = str(error)
     assert len(refusal) < 400

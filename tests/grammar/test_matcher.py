@@ -36,7 +36,7 @@ def vocabulary(request):
 
 def after(grammar, ids):
     matcher = grammar.matcher()
-    matcher.take(ids)
+    matcher.consume(ids)
     return matcher
 
 
@@ -82,15 +82,15 @@ def test_masks_are_what_can_be_consumed_one_by_one(seed):
     for _ in range(12):
         inside = allowed(matcher, vocabulary)
         for token in chance.sample(inside, min(6, len(inside))):
-            after(grammar, taken).take([token])
+            after(grammar, taken).consume([token])
         outside = sorted(set(range(vocabulary.size + 10)) - set(inside))
         for token in chance.sample(outside, 4):
             with pytest.raises(ProtocolBug, match=f"token {token} is not allowed"):
-                after(grammar, taken).take([token])
+                after(grammar, taken).consume([token])
         token = chance.choice(inside)
         if token in vocabulary.eos_ids:
             break
-        matcher.take([token])
+        matcher.consume([token])
         taken.append(token)
     assert allowed(after(grammar, taken), vocabulary) == allowed(matcher, vocabulary)
 
@@ -101,15 +101,15 @@ def test_what_a_mask_allows_can_be_consumed(seed):
     vocabulary, chance = demo(), random.Random(seed)
     grammar = compiled(vocabulary, "json_schema", object_schema(chance, 2), thoughts="open")
     taken, matcher = ids_of(vocabulary, "Hm.</think>"), grammar.matcher()
-    matcher.take(taken)
+    matcher.consume(taken)
     for _ in range(30):
         inside = allowed(matcher, vocabulary)
         for token in chance.sample(inside, min(10, len(inside))):
-            after(grammar, taken).take([token])
+            after(grammar, taken).consume([token])
         token = chance.choice(inside)
         if token in vocabulary.eos_ids:
             break
-        matcher.take([token])
+        matcher.consume([token])
         taken.append(token)
 
 
@@ -130,30 +130,30 @@ def test_an_answer_that_can_only_end_allows_the_ends_alone(vocabulary):
     matcher = grammar.matcher()
     assert not matcher.is_complete
     assert not set(ends) & set(allowed(matcher, vocabulary))
-    matcher.take(ids_of(vocabulary, "a"))
+    matcher.consume(ids_of(vocabulary, "a"))
     assert matcher.is_complete
     assert set(ends) < set(allowed(matcher, vocabulary))
     for end in ends:
         ended = after(grammar, ids_of(vocabulary, "a"))
-        ended.take([end])
+        ended.consume([end])
         assert ended.is_complete
         assert allowed(ended, vocabulary) == ends
-        ended.take(ends)
+        ended.consume(ends)
         with pytest.raises(ProtocolBug):
-            ended.take(ids_of(vocabulary, "b"))
+            ended.consume(ids_of(vocabulary, "b"))
     finished = after(grammar, ids_of(vocabulary, "abc"))
     assert finished.is_complete
     assert allowed(finished, vocabulary) == ends
     with pytest.raises(ProtocolBug):
-        finished.take(ids_of(vocabulary, "d"))
+        finished.consume(ids_of(vocabulary, "d"))
 
 
 def test_the_end_may_not_come_early(vocabulary):
     for end in vocabulary.eos_ids:
         matcher = compiled(vocabulary, "choice", ["abc"]).matcher()
-        matcher.take(ids_of(vocabulary, "ab"))
+        matcher.consume(ids_of(vocabulary, "ab"))
         with pytest.raises(ProtocolBug, match=f"token {end} is not allowed"):
-            matcher.take([end])
+            matcher.consume([end])
 
 
 def test_a_mask_overwrites_all_of_its_row_and_nothing_else(vocabulary):
@@ -194,10 +194,10 @@ def test_a_text_without_a_choice_is_the_only_one(vocabulary):
 def test_matchers_of_a_grammar_are_independent(vocabulary):
     grammar = compiled(vocabulary, "regex", "(a|b)c?")
     first, second = grammar.matcher(), grammar.matcher()
-    first.take(ids_of(vocabulary, "a"))
+    first.consume(ids_of(vocabulary, "a"))
     assert follow(second, vocabulary) == ""
-    second.take(ids_of(vocabulary, "b"))
-    first.take(ids_of(vocabulary, "c"))
+    second.consume(ids_of(vocabulary, "b"))
+    first.consume(ids_of(vocabulary, "c"))
     assert first.is_complete
     assert set(allowed(second, vocabulary)) == {*ids_of(vocabulary, "c"), *vocabulary.eos_ids}
     assert accepts(vocabulary, grammar, "a")
@@ -236,10 +236,10 @@ def test_a_grammar_whose_automaton_is_used_up_begins_anew(monkeypatch):
     with pytest.raises(InvalidRequest, match="regex is too complex"):
         for _ in range(200):
             allowed(matcher, vocabulary)
-            matcher.take([letter])
+            matcher.consume([letter])
     with pytest.raises(InvalidRequest, match="regex is too complex"):
         allowed(other, vocabulary)
     again = grammar.matcher()
     for _ in range(50):
         assert letter in allowed(again, vocabulary)
-        again.take([letter])
+        again.consume([letter])

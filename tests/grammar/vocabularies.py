@@ -10,7 +10,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 import nanoactor
-from nanoactor.grammar.matcher import Compiled, Matcher
+from nanoactor.grammar.matcher import CompiledGrammar, Matcher
 from nanoactor.grammar.vocabulary import Vocabulary
 from nanoactor.requests.grammar_spec import GrammarSpec
 
@@ -55,8 +55,8 @@ def spec(kind, value="", **options) -> GrammarSpec:
     return GrammarSpec(kind=kind, value=text, **options)
 
 
-def compiled(vocabulary, kind, value="", **options) -> Compiled:
-    return Compiled(spec(kind, value, **options), vocabulary)
+def compiled(vocabulary, kind, value="", **options) -> CompiledGrammar:
+    return CompiledGrammar(spec(kind, value, **options), vocabulary)
 
 
 def allowed(matcher: Matcher, vocabulary: Vocabulary) -> list[int]:
@@ -75,25 +75,25 @@ def follow(matcher: Matcher, vocabulary: Vocabulary) -> str:
     """Go on as long as one id alone is allowed; the text of those."""
     ids: list[int] = []
     while len(inside := allowed(matcher, vocabulary)) == 1 and inside[0] not in vocabulary.eos_ids:
-        matcher.take(inside)
+        matcher.consume(inside)
         ids += inside
     return vocabulary.table.decode_bytes(ids).decode()
 
 
-def accepts(vocabulary: Vocabulary, grammar: Compiled, text: str) -> bool:
+def accepts(vocabulary: Vocabulary, grammar: CompiledGrammar, text: str) -> bool:
     """Whether a text is an answer, by the masks on its way."""
     matcher = grammar.matcher()
     for token in ids_of(vocabulary, text):
         if token not in allowed(matcher, vocabulary):
             return False
-        matcher.take([token])
+        matcher.consume([token])
     ends = bool(set(vocabulary.eos_ids) & set(allowed(matcher, vocabulary)))
     assert matcher.is_complete == ends
     return ends
 
 
 def sample(
-    vocabulary: Vocabulary, grammar: Compiled, seed: int | str, limit: int = 2000
+    vocabulary: Vocabulary, grammar: CompiledGrammar, seed: int | str, limit: int = 2000
 ) -> str | None:
     """An answer of ids drawn uniformly from those allowed; None where `limit` ids are no answer."""
     chance, matcher = random.Random(seed), grammar.matcher()
@@ -102,6 +102,6 @@ def sample(
         token = chance.choice(allowed(matcher, vocabulary))
         if token in vocabulary.eos_ids:
             return vocabulary.table.decode_bytes(ids).decode()
-        matcher.take([token])
+        matcher.consume([token])
         ids.append(token)
     return None

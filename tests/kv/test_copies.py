@@ -8,7 +8,7 @@ from nanoactor.models.layers.state import SlotArrays
 
 def taken(copies):
     return [
-        c and dict(zip(c.targets.tolist(), c.sources.tolist(), strict=True)) for c in copies.take()
+        c and dict(zip(c.targets.tolist(), c.sources.tolist(), strict=True)) for c in copies.drain()
     ]
 
 

@@ -37,14 +37,14 @@ class Cache(RuleBasedStateMachine):
         """Keys that nobody holds and no fence keeps, least recently used first."""
 
     @rule(key=st.sampled_from(KEYS))
-    def hold(self, key):
+    def acquire(self, key):
         pages = self.cache.pages_of(ROWS[key])
         if self.credits < pages:
             return
         self.credits -= pages
         free = len(self.cache._free)
         kept = {id(item): [*item.pages] for item in self.living()}
-        item, refund = self.cache.hold(key, units(ROWS[key]))
+        item, refund = self.cache.acquire(key, units(ROWS[key]))
         assert item.key == key
         assert len(item.pages) == pages
         assert refund == (pages if self.holders[item] else 0)
@@ -114,21 +114,21 @@ TestCache.settings = settings(max_examples=75, stateful_step_count=60, deadline=
 
 def test_a_second_request_finds_what_the_first_has_encoded():
     cache = EncoderCache(PAGES, PAGE_ROWS)
-    first, _ = cache.hold(KEYS[1], units(ROWS[KEYS[1]]))
+    first, _ = cache.acquire(KEYS[1], units(ROWS[KEYS[1]]))
     first.planned = 3
     cache.release(first, fence=5)
     cache.complete(5)
-    again, refund = cache.hold(KEYS[1], units(ROWS[KEYS[1]]))
+    again, refund = cache.acquire(KEYS[1], units(ROWS[KEYS[1]]))
     assert again is first
     assert (again.planned, refund, cache.hits) == (3, 0, 1)
 
 
 def test_what_was_encoded_wrong_is_encoded_anew():
     cache = EncoderCache(PAGES, PAGE_ROWS)
-    first, _ = cache.hold(KEYS[1], units(ROWS[KEYS[1]]))
+    first, _ = cache.acquire(KEYS[1], units(ROWS[KEYS[1]]))
     first.planned = ROWS[KEYS[1]]
     cache.distrust(first)
-    second, refund = cache.hold(KEYS[1], units(ROWS[KEYS[1]]))
+    second, refund = cache.acquire(KEYS[1], units(ROWS[KEYS[1]]))
     assert second is not first
     assert (second.planned, refund) == (0, 0)
     assert not set(first.pages) & set(second.pages)
@@ -136,11 +136,11 @@ def test_what_was_encoded_wrong_is_encoded_anew():
 
 def test_such_bugs_of_the_scheduler_are_seen():
     cache = EncoderCache(2, PAGE_ROWS)
-    item, _ = cache.hold(KEYS[0], units(5))
+    item, _ = cache.acquire(KEYS[0], units(5))
     with pytest.raises(ProtocolBug, match="more credits"):
-        cache.hold(KEYS[1], units(1))
+        cache.acquire(KEYS[1], units(1))
     with pytest.raises(ProtocolBug, match="rows=5.*, but a hold requests .*rows=4"):
-        cache.hold(KEYS[0], units(4))
+        cache.acquire(KEYS[0], units(4))
     cache.release(item, 0)
     with pytest.raises(ProtocolBug, match="but not held"):
         cache.release(item, 0)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from nanoactor.errors import ProtocolBug
-from nanoactor.kv.items import HeldItems, ItemKeeper
+from nanoactor.kv.items import HeldItems, ItemManager
 from nanoactor.media.units import EncoderLimits
 from nanoactor.messages.vision import DropPixels, EncodeSlices, Items
 
@@ -35,9 +35,9 @@ def encode(keeper, number, first, count):
 
 
 def test_rows_are_found_in_their_pages_wherever_a_chunk_is_cut():
-    keeper = ItemKeeper(LIMITS)
+    keeper = ItemManager(LIMITS)
     one = held(keeper, items((1, 2, 3)))
-    answer = keeper.take_credits()
+    answer = keeper.pop_credits()
     assert (answer.numbers.tolist(), answer.units.tolist()) == ([1], [0])
     step = encode(keeper, 1, 0, 1)
     pages = step.pages.tolist()
@@ -54,7 +54,7 @@ def test_rows_are_found_in_their_pages_wherever_a_chunk_is_cut():
 
 
 def test_rows_that_are_not_encoded_or_given_back_are_not_read():
-    keeper = ItemKeeper(LIMITS)
+    keeper = ItemManager(LIMITS)
     one = held(keeper, items((1, 3, 3)))  # two parts
     encode(keeper, 1, 0, 1)
     with pytest.raises(ProtocolBug, match="1 rows of item 0 are read, but 0 are encoded"):
@@ -70,12 +70,12 @@ def test_rows_that_are_not_encoded_or_given_back_are_not_read():
 
 
 def test_pages_are_refunded_or_given_back_but_never_both():
-    keeper = ItemKeeper(LIMITS)
+    keeper = ItemManager(LIMITS)
     message = items((1, 2, 2), (1, 2, 3))  # pages: 1 and 2
     one = held(keeper, message)
     two = held(keeper, message)  # the same, held by another
     three = held(keeper, message, computed=6)  # of which the first is computed already
-    answer = keeper.take_credits()
+    answer = keeper.pop_credits()
     assert answer.items.tolist() == [2, 2, 2]
     assert answer.refunds.tolist() == [0, 3, 3]
     assert answer.numbers.tolist() == [1, 2, 1, 2, -1, 2]
@@ -84,17 +84,17 @@ def test_pages_are_refunded_or_given_back_but_never_both():
     keeper.free(two, 3)
     keeper.free(three, 4)
     keeper.free(three, 4)
-    answer = keeper.take_credits()
+    answer = keeper.pop_credits()
     assert sum(answer.freed.tolist()) == 3
     assert answer.fences.tolist() == sorted(answer.fences.tolist())
-    assert keeper.take_credits() is None
+    assert keeper.pop_credits() is None
     keeper.cache.complete(4)
     keeper.check([])
 
 
 def test_what_a_failing_row_has_read_is_encoded_anew():
     """NaN of one request must not stay in the cache for the next."""
-    keeper = ItemKeeper(LIMITS)
+    keeper = ItemManager(LIMITS)
     message = items((1, 2, 2))
     one = held(keeper, message)
     encode(keeper, 1, 0, 1)
@@ -102,7 +102,7 @@ def test_what_a_failing_row_has_read_is_encoded_anew():
     keeper.distrust(one)
     keeper.cache.complete(1)
     again = held(keeper, message)
-    answers = keeper.take_credits()
+    answers = keeper.pop_credits()
     assert answers.numbers.tolist()[-1] == 2
     assert answers.units.tolist()[-1] == 0
     keeper.free(again, 2)

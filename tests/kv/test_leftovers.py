@@ -29,7 +29,7 @@ def left_by(sequences, size, pictures=()):
         table = [pool.allocate() for _ in range(-(-len(tokens) // size))]
         extras = {0: b"a picture"} if number in pictures else {}
         holding = Holding(number, hashes_of(tokens, size), table, extras=extras)
-        leftovers.leave(holding, np.array(tokens, np.int32))
+        leftovers.add(holding, np.array(tokens, np.int32))
         pool.release(table[::-1], 0)
         written |= {block: tokens[at * size :][:size] for at, block in enumerate(table)}
     return pool, leftovers, written
@@ -44,7 +44,7 @@ def follow(pool, leftovers, tokens, size):
         pool.share(block)
         table.append(block)
     begin = len(table) * size
-    begun = leftovers.take(hashes[: len(table)], np.array(tokens[begin:], np.int32))
+    begun = leftovers.claim(hashes[: len(table)], np.array(tokens[begin:], np.int32))
     return (table, begin) if begun is None else ([*table, begun.block], begin + begun.positions)
 
 

@@ -5,7 +5,7 @@ import torch
 
 from nanoactor.models.batch import AttentionBatch, SamplingBatch
 from nanoactor.models.limits import CANDIDATES
-from nanoactor.models.sampling.columns import WORDS, columns_of, pack
+from nanoactor.models.sampling.columns import WORDS, column_views, pack
 from nanoactor.models.sampling.rows import SamplingGroups
 from nanoactor.models.seq_lens import HostSeqLens
 
@@ -68,5 +68,5 @@ def sampling_batch(rows, positions, masked=(), kinds=None, device="cpu"):
 
     groups = [longs([i for i, k in enumerate(kinds) if k == name]) for name in KINDS]
     pairs = longs([i for i, _ in masked]), longs([token for _, token in masked])
-    columns = columns_of(words_of(rows).to(device), torch.float32)
+    columns = column_views(words_of(rows).to(device), torch.float32)
     return SamplingBatch(columns, longs(positions), SamplingGroups(*groups, *pairs))

@@ -35,18 +35,18 @@ from nanoactor.models.devices.cuda.kernels import (
     sampling,
     truncated_sampling,
 )
-from nanoactor.models.limits import FREEZE_IDS
+from nanoactor.models.limits import MAX_FREEZE_IDS
 
 # Types of arguments by name: K stands for the model's own, what is not named is an int32.
 POINTERS = {
     "K": "queries keys values output qkv q_weight k_weight cosines sines x residual weight total "
     "gate_up logits all_logits",
-    "fp32": "temperatures top_ps min_ps highest scores group_maxima all_maxima outputs weights "
+    "fp32": "temperatures top_ps min_ps highest scores group_maxima all_maxima outputs lse "
     "part_sums part_totals",
     "i64": "slot_mapping all_scratch",
-    "i32": "tables slots contexts item_rows item_numbers firsts plan rows tiles blocks lengths "
-    "parts_done last_tokens token_ids positions rope_deltas seeds highest_ids score_ids chosen "
-    "top_ks own_positions own_token_ids ids frozen all_frozen "
+    "i32": "tables slots contexts item_rows item_chunks first_items plan rows tiles blocks lengths "
+    "splits_done last_tokens token_ids positions rope_deltas seeds highest_ids score_ids "
+    "sampled_ids top_ks given_positions given_token_ids ids frozen frozen_slots "
     "freeze_ids",
 }
 SCALARS = {"scale": "fp32", "eps": "fp32"}
@@ -78,13 +78,18 @@ def build(kernel, kind, constants, changes=None, **options):
 
 def build_by_tma(kind, variant, heads=16, size=128, block_size=64):
     group = triton.next_power_of_2(heads // 8)
-    halves, tokens = 128 // variant.rows, variant.rows // group
+    tokens = variant.rows // group
     constants = {"heads": heads, "kv_heads": 8, "size": size, "group": group, "tokens": tokens}
-    constants |= {"halves": halves, "block_size": block_size, "tile": variant.tile, "least": 16}
+    constants |= {
+        "programs_per_tile": 128 // variant.rows,
+        "block_size": block_size,
+        "tile": variant.tile,
+    }
+    constants["min_tiles"] = 16
     if variant == prefill_attention_tma.WIDE:
-        constants |= {"ways": 1, "part_sums": None, "part_totals": None, "parts_done": None}
+        constants |= {"splits": 1, "part_sums": None, "part_totals": None, "splits_done": None}
     else:
-        constants["ways"] = 4
+        constants["splits"] = 4
     box = f"tensordesc<{kind}[{variant.tile},{size}]>"
     options = {"num_warps": variant.warps, "num_stages": variant.stages}
     if variant.registers:
@@ -132,19 +137,20 @@ def build_all(kind):
         prompts = {**shape, "group": 2, "tokens": 64, "tile": tile}
         build(prefill_attention._prefill, kind, prompts, num_warps=8, num_stages=1)
     build(decode_attention._combine_chunks, kind, {"heads": 16, "size": 128, "padded": 128})
-    heads = {"heads": 16, "kv_heads": 8, "half": 64, "padded": 64, "each": 8}
-    for normed in (True, False):
-        store = {**heads, "normed": normed}
-        build(elementwise._norm_rotate_store, kind, store, {"slots": "*i64"})
-    for added in (False, True):
-        norm = {"size": 1024, "padded": 1024, "added": added}
+    heads = {"heads": 16, "kv_heads": 8, "half": 64, "padded": 64, "tokens_per_program": 8}
+    for has_norms in (True, False):
+        store = {**heads, "has_norms": has_norms}
+        build(elementwise._norm_rotate_store, kind, store)
+    for has_residual in (False, True):
+        norm = {"size": 1024, "padded": 1024, "has_residual": has_residual}
         build(elementwise._rms_norm, kind, norm)
     build(elementwise._swiglu, kind, {"block": 1024})
     angles = {"cosines": "*fp32", "sines": "*fp32"}
     build(elementwise._rotary, kind, {"half": 36, "padded": 64}, angles, num_warps=2)
     build(sampling._row_maxima, kind, {"part": 4096, "group": 256})
     build(sampling._perturbed_maxima, kind, {"padded": 64, "part": 4096})
-    cut = {"padded": 1024, "group": 256, "at_once": 16, "space": 512, "most": 256}
+    cut = {"padded": 1024, "group": 256, "groups_per_iteration": 16, "max_sorted_keys": 512}
+    cut["max_top_k"] = 256
     build(truncated_sampling._sample_truncated, kind, cut, num_warps=8)
     nucleus = {"padded": 64, "part": 4096}
     build(nucleus_sampling._sample_nucleus, kind, nucleus, num_warps=16)
@@ -154,57 +160,63 @@ def tiles_of(module):
     return [*(tile for _, tile in module._TILES), module._LARGEST]
 
 
-PAIRS = {"ids": "*i32", "rows_of": "*i32", "owners": "*i32", "shares": "*fp32"}
+PAIRS = {"ids": "*i32", "pair_ids": "*i32", "expert_ids": "*i32", "topk_weights": "*fp32"}
 BLOCKS = {"blocks": 16, "block": 128, "group": 128}
 
 
 def build_experts(kind):
     """Those of a model of 30 billion numbers."""
     sizes = {"hidden": 2048, "inner": 768}
-    types = PAIRS | {"between": "*K", "parts": "*K", "down": "*K"}
+    types = PAIRS | {"intermediate": "*K", "pair_outputs": "*K", "down": "*K"}
     for tile in tiles_of(experts_dense) if kind != "fp32" else [experts_dense._LARGEST_FLOAT32]:
         cut = {"rows": tile.rows, "outputs": tile.outputs, "inputs": tile.inputs, **sizes}
         options = {"num_warps": tile.warps, "num_stages": tile.stages}
-        build(experts_dense._activate, kind, {**cut, "chosen": 8}, types, **options)
-        build(experts_dense._lead_back, kind, cut, types, **options)
-    types = PAIRS | {"between": "*K", "y": "*K", "parts": "*K"}
-    build(experts._add, kind, {"chosen": 8, "block": 1024}, types)
+        build(experts_dense._activate, kind, {**cut, "top_k": 8}, types, **options)
+        build(experts_dense._project_down, kind, cut, types, **options)
+    types = PAIRS | {"intermediate": "*K", "y": "*K", "pair_outputs": "*K"}
+    build(experts._combine_pairs, kind, {"top_k": 8, "block": 1024}, types)
     for packed in (False, True):
         types |= {"weight": "*fp8e4nv", "scales": "*fp32"} if packed else {}
-        for inputs, kernel in ((2048, experts_few._activate), (768, experts_few._lead_back)):
-            shape = {"inputs": inputs, "offset": 0, "padded": inputs, "group": 128, "chosen": 8}
+        for inputs, kernel in ((2048, experts_few._activate), (768, experts_few._project_down)):
+            shape = {"inputs": inputs, "offset": 0, "padded": inputs, "group": 128, "top_k": 8}
             shape |= {"block": 128, "tile": triton.next_power_of_2(inputs), "outputs": 8}
             build(kernel, kind, shape | ({} if packed else {"scales": None}), types)
     weigh = {"hidden": 2048, "experts": 128, "outputs": 4, "inputs": 2048}
-    build(routing._weigh, kind, weigh, {"weight": "*fp32", "logits": "*fp32"}, num_warps=8)
-    choose = {"chosen": 8, "normalizes": True, "padded": 128, "slots": 8, "rounded": tl.bfloat16}
-    build(routing._route, kind, choose, PAIRS | {"logits": "*fp32"}, num_warps=1)
+    build(
+        routing._compute_router_logits,
+        kind,
+        weigh,
+        {"weight": "*fp32", "logits": "*fp32"},
+        num_warps=8,
+    )
+    choose = {"top_k": 8, "renormalize": True, "padded": 128, "padded_k": 8, "dtype": tl.bfloat16}
+    build(routing._select_experts, kind, choose, PAIRS | {"logits": "*fp32"}, num_warps=1)
     align = {"experts": 128, "padded": 128, "size": 16, "chunk": 256}
-    build(routing._align, kind, align, PAIRS | {"blocks": "i32"})
+    build(routing._align_blocks, kind, align, PAIRS | {"blocks": "i32"})
 
 
 def build_fp8(kind):
     """Products on FP8 tensor cores, by the instructions of Hopper GPUs."""
     packed = {"x": "*fp8e4nv", "weight": "*fp8e4nv", "scales": "*fp32", "x_scales": "*fp32"}
-    rounding = {"offset": 0, "blocks": 32, "block": 128, "at_once": 8}
+    rounding = {"offset": 0, "blocks": 32, "block": 128, "blocks_per_program": 8}
     types = {"rounded": "*fp8e4nv", "scales": "*fp32"}
     build(fp8._quantize, kind, rounding, types)
     for tile in tiles_of(fp8):
-        cut = {"outputs": 4096, **BLOCKS, "each": 8, "bias": None}
+        cut = {"outputs": 4096, **BLOCKS, "blocks_per_split": 8, "bias": None}
         cut |= {"tile_outputs": tile.outputs, "tile_tokens": tile.tokens}
         options = {"num_warps": tile.warps, "num_stages": tile.stages}
         made = build(fp8._multiply, kind, cut, packed | {"sums": "*fp32"}, **options)
         assert "wgmma.mma_async.sync.aligned.m64" in made.asm["ptx"]
         assert ".e4m3.e4m3" in made.asm["ptx"]
-    add = {"splits": 4, "at_once": 1024, "bias": None}
-    build(fp8._add, kind, add, {"sums": "*fp32", "y": "*K", "outputs": "i32"})
+    add = {"splits": 4, "tile": 1024, "bias": None}
+    build(fp8._add_splits, kind, add, {"sums": "*fp32", "y": "*K", "outputs": "i32"})
     for tile in tiles_of(experts_fp8):
         cut = {**BLOCKS, "rows": tile.rows, "outputs": tile.outputs}
         options = {"num_warps": tile.warps, "num_stages": tile.stages}
-        types = {**packed, **PAIRS, "between": "*K"}
-        build(experts_fp8._activate, kind, {**cut, "chosen": 8, "inner": 768}, types, **options)
-        types |= {"between": "*fp8e4nv", "row_scales": "*fp32", "parts": "*K"}
-        build(experts_fp8._lead_back, kind, {**cut, "hidden": 2048}, types, **options)
+        types = {**packed, **PAIRS, "intermediate": "*K"}
+        build(experts_fp8._activate, kind, {**cut, "top_k": 8, "inner": 768}, types, **options)
+        types |= {"intermediate": "*fp8e4nv", "row_scales": "*fp32", "pair_outputs": "*K"}
+        build(experts_fp8._project_down, kind, {**cut, "hidden": 2048}, types, **options)
 
 
 def main():
@@ -225,11 +237,16 @@ def main():
     for kind in ("bf16", "fp32"):  # float16 has the tiles of bfloat16
         build_experts(kind)
     build_fp8("bf16")
-    build(sampling._winners, "bf16", {"padded": 64})
+    build(sampling._pick_winners, "bf16", {"padded": 64})
     build(decode_attention._plan_splits, "bf16", {"tile": 64, "block": 256}, {"rows": "i32"})
-    constants = {"block_size": 64, "turns": True, "watched": FREEZE_IDS, "width": 128}
+    constants = {
+        "block_size": 64,
+        "has_rope_deltas": True,
+        "num_freeze_ids": MAX_FREEZE_IDS,
+        "width": 128,
+    }
     build(batch._advance, "bf16", constants)
-    build(batch._locate, "bf16", {"block_size": 64, "width": 256})
+    build(batch._fill_slot_mapping, "bf16", {"block_size": 64, "width": 256})
 
 
 if __name__ == "__main__":

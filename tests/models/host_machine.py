@@ -20,13 +20,13 @@ class HostMachine:
     def memory(self):
         return Memory(1 << 32, 1 << 31)
 
-    def reset_peak(self):
+    def reset_peak_memory(self):
         pass
 
-    def peak(self):
+    def peak_memory(self):
         return 0
 
-    def pinned(self, *shape, dtype):
+    def empty_pinned(self, *shape, dtype):
         # Not zeros: what was never written must not look like a result.
         return torch.full(shape, -7, dtype=dtype)
 

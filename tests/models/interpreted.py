@@ -64,7 +64,7 @@ _round_to_e4m3_as_gpus_do()
 def by_tma(variants, multiprocessors=0):
     """Attention of prompts as on a Hopper GPU, in any type and over blocks of any size."""
     attention = PrefillAttention((9, 0), multiprocessors, variants)
-    attention.refusal = lambda *_: None
+    attention.unsupported_reason = lambda *_: None
     return attention
 
 

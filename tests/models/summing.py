@@ -6,7 +6,7 @@ positions are in it: a row that begins elsewhere becomes NaN, so that its reques
 
 import torch
 
-from nanoactor.models.layers.linear import ColumnParallel, RowParallel, part_of
+from nanoactor.models.layers.linear import ColumnParallel, RowParallel, columns_of_rank
 from nanoactor.models.layers.state import SlotArray, SlotState
 from nanoactor.models.weights.linear import Part, Projection
 from tests.models.checkpoints import SMALL
@@ -19,7 +19,9 @@ class RunningSum:
         into = Part(f"{name}.in_proj", hidden, (mine,))
         out = Part(f"{name}.out_proj", hidden)
         self._into = ColumnParallel(context, Projection((into,), hidden))
-        self._out = RowParallel(context, Projection((out,), hidden, columns=part_of(hidden, mine)))
+        self._out = RowParallel(
+            context, Projection((out,), hidden, columns=columns_of_rank(hidden, mine))
+        )
         self.state = SlotState((SlotArray((mine.size,), torch.float32), SlotArray((), torch.int32)))
 
     def __call__(self, x, state, step):
@@ -31,8 +33,8 @@ class RunningSum:
             parts.append(self._chunks(seen[:first], batch.prefill_rows, sums, counts))
         parts.append(self._decode(seen[first:], batch, sums, counts))
         y = torch.cat(parts).tanh().to(x.dtype)
-        if step.final is not None:
-            y = y.index_select(0, step.final.index)
+        if step.final_rows is not None:
+            y = y.index_select(0, step.final_rows.indices)
         return self._out(y)
 
     @staticmethod

@@ -18,7 +18,14 @@ from nanoactor.models.devices.cpu import compiled
 from nanoactor.models.devices.cpu.compiled import CompiledCPUDevice
 from nanoactor.models.devices.cpu.device import CPUDevice
 from nanoactor.models.devices.cpu.kernels import elements
-from nanoactor.models.devices.cpu.kernels.elements import BITS, FLOAT, exp, finite, narrow, wide
+from nanoactor.models.devices.cpu.kernels.elements import (
+    BFLOAT16,
+    FLOAT32,
+    exp,
+    finite_or_zero,
+    narrow,
+    widen,
+)
 from nanoactor.models.devices.portable import PortableOperators
 from nanoactor.models.weights.fp8 import E4M3, Fp8Blocks
 from nanoactor.models.weights.linear import Dense, ExpertWeights
@@ -36,12 +43,12 @@ def each_narrow(values):
 
 @numba.njit
 def each_wide(bits):
-    return np.array([wide(value) for value in bits])
+    return np.array([widen(value) for value in bits])
 
 
 @numba.njit
 def each_finite(values):
-    return np.array([finite(value) for value in values])
+    return np.array([finite_or_zero(value) for value in values])
 
 
 def edges():
@@ -85,8 +92,8 @@ def test_exp_is_within_two_roundings():
 @pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (17, 3), (256, 1025), (640, 1)])
 def test_products_of_any_number_of_rows(inputs, outputs, dtype, threads, monkeypatch):
     """Fewer outputs than threads, fours of rows and what is left over, with a bias and without."""
-    monkeypatch.setattr(elements, "_WORTH", 0)
-    monkeypatch.setattr(compiled, "_FEW_ROWS", 11)
+    monkeypatch.setattr(elements, "_MIN_PARALLEL_ELEMENTS", 0)
+    monkeypatch.setattr(compiled, "_MAX_KERNEL_ROWS", 11)
     device = CompiledCPUDevice()
     device.prepare_thread(threads)
     generator = torch.Generator().manual_seed(inputs)
@@ -108,10 +115,10 @@ def test_products_of_any_number_of_rows(inputs, outputs, dtype, threads, monkeyp
 
 def test_second_layouts_take_a_bounded_share_of_memory(monkeypatch):
     device = CompiledCPUDevice()
-    device._spare = 4 * 64 * 8 + 1
+    device._repack_budget = 4 * 64 * 8 + 1
     kept = []
     monkeypatch.setattr(
-        compiled, "product", lambda x, weight, *_: kept.append(weight) or x @ weight.T
+        compiled, "few_row_linear", lambda x, weight, *_: kept.append(weight) or x @ weight.T
     )
     weights = [torch.randn(8, 64) for _ in range(3)]
     for product in [device.linear(Dense(weight)) for weight in weights]:
@@ -126,7 +133,7 @@ def test_products_of_large_weights_are_onednns_where_there_is_amx(amx, kept, mon
     monkeypatch.setattr(compiled, "has_instructions", lambda *names: amx)
     found = []
     monkeypatch.setattr(
-        compiled, "product", lambda x, weight, *_: found.append(weight.numel()) or x
+        compiled, "few_row_linear", lambda x, weight, *_: found.append(weight.numel()) or x
     )
     device = CompiledCPUDevice()
     for size in (1024, 1 << 21):
@@ -233,8 +240,8 @@ def test_without_numba_the_cpu_is_opened_with_a_warning(monkeypatch, caplog):
 
 
 def test_elements_are_told_apart_by_type():
-    assert numba.typeof(FLOAT) == numba.float32
-    assert numba.typeof(BITS) == numba.uint16
+    assert numba.typeof(FLOAT32) == numba.float32
+    assert numba.typeof(BFLOAT16) == numba.uint16
 
 
 FIRST_USE = """

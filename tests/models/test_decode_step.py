@@ -19,18 +19,21 @@ from bench.decode_step_reference import (
 from nanoactor.models.decoder import Decoder
 from nanoactor.models.devices.cpu.device import CPUDevice
 from nanoactor.models.devices.cuda.kernels import nvrtc
-from nanoactor.models.devices.cuda.kernels.decode_step.compile import compiled
+from nanoactor.models.devices.cuda.kernels.decode_step.compile import load_or_compile
 from nanoactor.models.devices.cuda.kernels.decode_step.sources import KERNEL, source_of
-from nanoactor.models.devices.cuda.kernels.decode_step.steps import describe, supports
+from nanoactor.models.devices.cuda.kernels.decode_step.steps import (
+    describe,
+    step_unsupported_reason,
+)
 from nanoactor.models.devices.cuda.kernels.decode_step.table import (
     EXPERT_PHASES,
-    MOST_EXPERT_ROWS,
+    MAX_EXPERT_ROWS,
     PHASES,
     SHARED_LIMIT,
     Shape,
     layout_of,
     product_of,
-    refusal,
+    shape_unsupported_reason,
 )
 from nanoactor.models.weights.whole_step import Mixture, PackedMatrix
 from tests.models.decode_step.emulated import Emulated
@@ -60,7 +63,7 @@ SMALL = Shape(
     head=1,
 )
 EXPERTS = dataclasses.replace(
-    SMALL, mixture=Mixture(experts=8, chosen=2, inner=256, normalizes=True), inter=256
+    SMALL, mixture=Mixture(experts=8, top_k=2, inner=256, renormalize=True), inter=256
 )
 REAL = list(SIZES)
 
@@ -77,7 +80,7 @@ def real(model, rows, **options):
 REAL_SIZES = [
     (model, rows) if model == "0.6b" and rows > 1 else later(model, rows)
     for model, rows in itertools.product(REAL, (1, 8, 16))
-    if refusal(real(model, rows)) is None
+    if shape_unsupported_reason(real(model, rows)) is None
 ]
 
 
@@ -94,10 +97,10 @@ def test_each_source_is_what_the_phase_before_hands_over(phases):
 @pytest.mark.parametrize("model", REAL)
 def test_every_real_size_has_a_kernel(model, rows):
     shape = real(model, rows)
-    if shape.mixture is not None and rows > MOST_EXPERT_ROWS:
-        assert "rows of a mixture of experts" in refusal(shape)
+    if shape.mixture is not None and rows > MAX_EXPERT_ROWS:
+        assert "rows of a mixture of experts" in shape_unsupported_reason(shape)
         return
-    assert refusal(shape) is None
+    assert shape_unsupported_reason(shape) is None
     assert layout_of(shape).total <= SHARED_LIMIT
 
 
@@ -148,7 +151,7 @@ def feed_forward(layer, x):
     pairs, downs = unpacked(layer.gate_up), unpacked(layer.down)
     shares, ids = torch.ones(1), [...]
     if layer.router is not None:
-        shares, ids = (x @ layer.router.weight.T).softmax(-1)[0].topk(layer.router.chosen)
+        shares, ids = (x @ layer.router.weight.T).softmax(-1)[0].topk(layer.router.top_k)
         shares = shares / shares.sum()
     total = torch.zeros_like(x)
     for share, one in zip(shares, ids, strict=True):
@@ -162,7 +165,7 @@ def test_what_has_no_kernel_says_why():
 
     def why(rows=1, block_size=16, dtype=torch.bfloat16, capability=(9, 0), ranks=1, **changes):
         changed = dataclasses.replace(config, **changes)
-        return supports(changed, rows, block_size, dtype, capability, ranks)
+        return step_unsupported_reason(changed, rows, block_size, dtype, capability, ranks)
 
     assert why() is None
     assert "capability 10.0" in why(capability=(10, 0))
@@ -176,11 +179,17 @@ def test_what_has_no_kernel_says_why():
     assert "layers" in why(num_layers=100)
     assert "operators are as fast" in why(rows=9, hidden_size=4096)
     assert "operators" not in (why(rows=8, hidden_size=4096) or "")
-    assert "rows of a mixture" in refusal(dataclasses.replace(EXPERTS, rows=9))
-    assert "too small for 132 blocks" in refusal(dataclasses.replace(EXPERTS, blocks=132))
+    assert "rows of a mixture" in shape_unsupported_reason(dataclasses.replace(EXPERTS, rows=9))
+    assert "too small for 132 blocks" in shape_unsupported_reason(
+        dataclasses.replace(EXPERTS, blocks=132)
+    )
     many = Mixture(300, 2, 256, True)
-    assert "2 of 300 experts" in refusal(dataclasses.replace(EXPERTS, mixture=many))
-    assert "leave no room" in refusal(dataclasses.replace(SMALL, rows=16, hidden=8192, inter=8192))
+    assert "2 of 300 experts" in shape_unsupported_reason(
+        dataclasses.replace(EXPERTS, mixture=many)
+    )
+    assert "leave no room" in shape_unsupported_reason(
+        dataclasses.replace(SMALL, rows=16, hidden=8192, inter=8192)
+    )
 
 
 def test_an_option_that_the_kernel_has_never_heard_of_refuses_it():
@@ -189,9 +198,9 @@ def test_an_option_that_the_kernel_has_never_heard_of_refuses_it():
     fields = [("residual_scale", float, dataclasses.field(default=1.0))]
     more = dataclasses.make_dataclass("More", fields, bases=(type(config),), frozen=True)
     plain = more(**{f.name: getattr(config, f.name) for f in dataclasses.fields(config)})
-    assert supports(plain, 1, 16, torch.bfloat16, (9, 0)) is None
+    assert step_unsupported_reason(plain, 1, 16, torch.bfloat16, (9, 0)) is None
     scaled = dataclasses.replace(plain, residual_scale=0.22)
-    assert "residual_scale 0.22" in supports(scaled, 1, 16, torch.bfloat16, (9, 0))
+    assert "residual_scale 0.22" in step_unsupported_reason(scaled, 1, 16, torch.bfloat16, (9, 0))
 
 
 def test_options_of_a_family_are_known_with_experts_alone():
@@ -200,7 +209,7 @@ def test_options_of_a_family_are_known_with_experts_alone():
     mixture = Mixture(128, 8, 768, True)
 
     def why(mixture):
-        return supports(options, 1, 16, torch.bfloat16, (9, 0), mixture=mixture)
+        return step_unsupported_reason(options, 1, 16, torch.bfloat16, (9, 0), mixture=mixture)
 
     assert "does not support family_options" in why(None)
     assert why(mixture) is None
@@ -210,8 +219,13 @@ def test_packed_experts_of_more_rows_are_left_to_operators():
     config = config_of(dataclasses.replace(SMALL, rows=1, hidden=2048, layers=2))
     mixture = Mixture(128, 8, 768, True)
     for rows, packed in ((4, True), (8, False)):
-        assert supports(config, rows, 16, torch.bfloat16, (9, 0), 1, 132, packed, mixture) is None
-    why = supports(config, 8, 16, torch.bfloat16, (9, 0), 1, 132, True, mixture)
+        assert (
+            step_unsupported_reason(
+                config, rows, 16, torch.bfloat16, (9, 0), 1, 132, packed, mixture
+            )
+            is None
+        )
+    why = step_unsupported_reason(config, 8, 16, torch.bfloat16, (9, 0), 1, 132, True, mixture)
     assert "more than 4 rows of packed experts" in why
 
 
@@ -332,7 +346,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is 
 
 def case(contexts, seed=0, small=SMALL, **changes):
     shape = dataclasses.replace(small, rows=len(contexts), **changes)
-    assert refusal(shape) is None
+    assert shape_unsupported_reason(shape) is None
     generator = torch.Generator().manual_seed(seed)
     weights = random_weights(shape, generator)
     inputs, pages, used = random_inputs(shape, contexts, generator)
@@ -537,7 +551,7 @@ def test_of_equal_scores_the_lower_experts_are_chosen():
     shape, weights, inputs, caches = case([40, 7], small=EXPERTS)
     for layer in weights.layers:
         layer.router.weight[:] = layer.router.weight[:1].clone()
-        layer.gate_up[shape.mixture.chosen :] = torch.nan
+        layer.gate_up[shape.mixture.top_k :] = torch.nan
     step = Emulated(shape, weights, caches, inputs)
     assert step()
     assert torch.isfinite(step.scratch.hidden.float()).all()
@@ -598,7 +612,7 @@ USUAL += [("30b-a3b", 1), ("30b-a3b-fp8", 8)]
     [
         one if one in USUAL else later(*one)
         for one in itertools.product(REAL, ROWS)
-        if refusal(real(*one)) is None
+        if shape_unsupported_reason(real(*one)) is None
     ],
 )
 def test_most_sizes_compile_without_spills(compiler, tmp_path, model, rows):
@@ -647,11 +661,11 @@ def test_a_register_that_is_read_too_early_is_found():
 def test_machine_code_is_kept(compiler, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     shape = dataclasses.replace(SMALL, blocks=132)
-    made = compiled(shape)
+    made = load_or_compile(shape)
     (kept,) = (tmp_path / "nanoactor" / "kernels").iterdir()
     assert kept.read_bytes() == made.cubin
     monkeypatch.setattr(nvrtc, "compile_source", None)
-    assert compiled(shape).cubin == made.cubin
+    assert load_or_compile(shape).cubin == made.cubin
 
 
 def test_a_wrong_source_says_what_is_wrong(compiler):

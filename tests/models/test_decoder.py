@@ -115,7 +115,7 @@ class Driver:
         )
 
         def narrowed(ends, plan):
-            batch = dataclasses.replace(inputs.batch, final=FinalRows(ends, plan))
+            batch = dataclasses.replace(inputs.batch, final_rows=FinalRows(ends, plan))
             return self.model.forward(dataclasses.replace(inputs, batch=batch))
 
         hidden = narrowed(ends, lambda: alone)

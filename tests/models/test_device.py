@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nanoactor.models.batch import KVCache
-from nanoactor.models.devices import KNOWN, open_device
+from nanoactor.models.devices import SUPPORTED_DEVICES, open_device
 from nanoactor.models.devices.cpu import device as cpu
 from nanoactor.models.devices.npu.device import NPUDevice
 from nanoactor.models.errors import UnsupportedModel
@@ -359,7 +359,7 @@ def test_devices_sample_the_same_tokens_from_the_same_logits(device):
 def test_the_device_describes_itself(device):
     if device.traits.name == INTERPRETED:
         pytest.skip("it is no device of the project")
-    assert device.traits.name in KNOWN
+    assert device.traits.name in SUPPORTED_DEVICES
     assert device.torch_device.type == device.traits.name or emulated(device)
     assert device.traits.collective_backend in ("gloo", "nccl", "hccl")
     assert device.traits.default_block_size > 0
@@ -384,11 +384,11 @@ def test_peak_counts_what_is_allocated_after_its_reset(device):
 
     def peak(earlier):
         torch.ones(earlier, dtype=torch.int8, device=device.torch_device)  # and freed again
-        device.reset_peak()
+        device.reset_peak_memory()
         kept = torch.ones(150 * mebibyte, dtype=torch.int8, device=device.torch_device)
         torch.ones(50 * mebibyte, dtype=torch.int8, device=device.torch_device)
         del kept
-        return device.peak()
+        return device.peak_memory()
 
     for earlier in (0, 300 * mebibyte):
         # 200 in truth; a host that takes back idle pages by itself may count fewer, or none.
@@ -411,7 +411,7 @@ def test_zeros_are_zero_contiguous_and_writable(device):
 
 def test_pinned_tensors_are_host_memory_of_the_shape_and_type_asked_for(device):
     for shape, dtype in (((3, 4), torch.int32), ((0,), torch.float32), ((5,), torch.int64)):
-        pinned = device.pinned(*shape, dtype=dtype)
+        pinned = device.empty_pinned(*shape, dtype=dtype)
         assert pinned.device.type == "cpu"
         assert (tuple(pinned.shape), pinned.dtype) == (shape, dtype)
         there = pinned.zero_().to(device.torch_device, non_blocking=True)

@@ -61,8 +61,10 @@ def device(request, monkeypatch):
     elif request.param == "interpreted":
         made = InterpretedDevice()
     else:
-        monkeypatch.setattr("nanoactor.models.devices.cpu.kernels.elements._WORTH", 0)
-        monkeypatch.setattr(compiled, "_FEW_CHOICES", 1 << 20)
+        monkeypatch.setattr(
+            "nanoactor.models.devices.cpu.kernels.elements._MIN_PARALLEL_ELEMENTS", 0
+        )
+        monkeypatch.setattr(compiled, "_MAX_KERNEL_PAIRS", 1 << 20)
         made = CPUDevice() if request.param == "cpu" else CompiledCPUDevice()
     made.prepare_thread(2 if request.param == "threads" else 1)
     return made

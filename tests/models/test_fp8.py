@@ -163,7 +163,7 @@ def test_numbers_are_those_of_another_package():
 def test_products_of_packed_weights(
     monkeypatch, dtype, threads, rows, outputs, inputs, offset, group
 ):
-    monkeypatch.setattr("nanoactor.models.devices.cpu.kernels.elements._WORTH", 0)
+    monkeypatch.setattr("nanoactor.models.devices.cpu.kernels.elements._MIN_PARALLEL_ELEMENTS", 0)
     device = CompiledCPUDevice()
     device.prepare_thread(threads)
     generator = torch.Generator().manual_seed(rows)
@@ -200,11 +200,11 @@ def test_a_cpu_keeps_weights_packed(monkeypatch):
     """Neither a second layout nor an unpacked copy stays."""
     device = CompiledCPUDevice()
     device.prepare_thread(1)
-    spare = device._spare
+    spare = device._repack_budget
     weights = Fp8Blocks(torch.zeros(64, 64).to(E4M3), torch.ones(64, 2), 32, 0, torch.bfloat16)
     operator = device.linear(weights)
-    assert device._spare == spare
-    monkeypatch.setattr(compiled, "_UNPACKED_OUTPUTS", 16)
+    assert device._repack_budget == spare
+    monkeypatch.setattr(compiled, "_UNPACK_CHUNK", 16)
     held = [cell.cell_contents for cell in operator.__closure__]
     assert {id(weights), id(device)} == {id(one) for one in held}
 
@@ -318,7 +318,7 @@ def test_experts_stay_packed_on_the_cpu(
     monkeypatch, threads, dtype, tokens, experts, chosen, hidden, inner, block, offset, group
 ):
     """Activations are not rounded there."""
-    monkeypatch.setattr("nanoactor.models.devices.cpu.kernels.elements._WORTH", 0)
+    monkeypatch.setattr("nanoactor.models.devices.cpu.kernels.elements._MIN_PARALLEL_ELEMENTS", 0)
     device = CompiledCPUDevice()
     device.prepare_thread(threads)
     pair = packed_matrix(1, experts, 2 * inner, hidden, block=block, group=group, dtype=dtype)
@@ -462,7 +462,7 @@ def test_experts_on_fp8_tensor_cores(device, dtype, tokens, experts, chosen, hid
     shares = torch.rand(tokens, experts, generator=generator).softmax(-1)[:, :chosen]
     operator = device.experts(ExpertWeights(moved(pair, where), moved(down, where)))
     found = operator(x.to(where), ids.to(where), shares.to(where)).cpu()
-    assert operator._most == min(16, experts), "packed"
+    assert operator._max_pairs == min(16, experts), "packed"
     assert found.dtype == dtype
     both, back = (
         dataclasses.replace(one, dtype=torch.float32).dequantize().double() for one in (pair, down)

@@ -10,19 +10,19 @@ import torch
 from nanoactor.models.devices import open_device
 from nanoactor.models.devices.cuda.kernels import nvrtc
 from nanoactor.models.devices.cuda.kernels.experts import TritonExperts
-from nanoactor.models.devices.cuda.kernels.fp8 import TritonFp8Linear, packed_of
+from nanoactor.models.devices.cuda.kernels.fp8 import TritonFp8Linear, pack
 from nanoactor.models.devices.cuda.kernels.fp8_products import experts as grouped_experts
 from nanoactor.models.devices.cuda.kernels.fp8_products import launch, linear
 from nanoactor.models.devices.cuda.kernels.fp8_products.linear import HopperFp8Linear
 from nanoactor.models.devices.cuda.kernels.fp8_products.variants import (
     SHARED_LIMIT,
-    TRITON_UP_TO,
+    TRITON_MAX_ROWS,
     VARIANTS,
     Division,
     Variant,
-    division_of,
+    choose_division,
+    choose_variants,
     source,
-    variants_for,
 )
 from nanoactor.models.weights.linear import ExpertWeights
 from tests.models.decode_step.hazards import early_reads_in
@@ -98,8 +98,8 @@ def test_products(
     emulated, monkeypatch, variant, tokens, outputs, inputs, offset, group, units, processors
 ):
     division = divided(variant, tokens, outputs, -(-(inputs + offset) // 128), units, processors)
-    monkeypatch.setattr(linear, "division_of", lambda *_: division)
-    monkeypatch.setattr(linear, "TRITON_UP_TO", 0)
+    monkeypatch.setattr(linear, "choose_division", lambda *_: division)
+    monkeypatch.setattr(linear, "TRITON_MAX_ROWS", 0)
     kernels = emulated(processors)
     found, expected, weights, x = multiplied(kernels, tokens, outputs, inputs, offset, group)
     assert kernels.ran == [variant]
@@ -119,7 +119,7 @@ def ran_experts(kernels, tokens, experts, chosen, hidden, inner, where="cpu"):
     ids = likely.argsort(-1, descending=True)[:, :chosen].int()
     shares = likely.softmax(-1)[:, :chosen].contiguous()
     operator = TritonExperts(ExpertWeights(moved(pair, where), moved(down, where)), True, kernels)
-    operator._most = 0
+    operator._max_pairs = 0
     found = operator(x.to(where), ids.to(where), shares.to(where)).cpu()
     both, back = (
         dataclasses.replace(one, dtype=torch.float32).dequantize().double() for one in (pair, down)
@@ -145,7 +145,7 @@ def are_near(found, sums, plain):
 )
 def test_experts(emulated, monkeypatch, tokens, experts, chosen, hidden, inner, rows):
     wanted = Variant("SWIGLU", rows, 2), Variant("WEIGHTED", rows, 2)
-    monkeypatch.setattr(grouped_experts, "variants_for", lambda *_: wanted)
+    monkeypatch.setattr(grouped_experts, "choose_variants", lambda *_: wanted)
     kernels = emulated(2)
     assert are_near(*ran_experts(kernels, tokens, experts, chosen, hidden, inner))
     assert tuple(kernels.ran) == wanted
@@ -168,7 +168,7 @@ def test_planted_bugs_of_products_are_found(emulated, monkeypatch, old, new):
     """Two divided products of a matrix that ends inside a tile."""
     variant = Variant("LINEAR", 64, 1)
     division = divided(variant, 70, 144, 40, 36, 5)
-    monkeypatch.setattr(linear, "division_of", lambda *_: division)
+    monkeypatch.setattr(linear, "choose_division", lambda *_: division)
     kernels = emulated(5, ((old, new),))
     weights = packed_matrix(7, 144, 5120, block=128, group=16, dtype=torch.bfloat16)
     x = torch.randn(70, 5120, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -197,7 +197,7 @@ def test_planted_bugs_of_products_are_found(emulated, monkeypatch, old, new):
 )
 def test_planted_bugs_of_experts_are_found(emulated, monkeypatch, old, new):
     wanted = Variant("SWIGLU", 64, 2), Variant("WEIGHTED", 64, 2)
-    monkeypatch.setattr(grouped_experts, "variants_for", lambda *_: wanted)
+    monkeypatch.setattr(grouped_experts, "choose_variants", lambda *_: wanted)
     try:
         good = are_near(*ran_experts(emulated(2, ((old, new),)), 60, 4, 2, 144, 256))
     except Hang:
@@ -212,7 +212,7 @@ def test_kernels_fit_into_a_multiprocessor():
     assert len({variant.name for variant in VARIANTS}) == len(VARIANTS)
     for variant in VARIANTS:
         assert variant.stages >= 4
-        assert variant.shared <= SHARED_LIMIT
+        assert variant.shared_bytes <= SHARED_LIMIT
 
 
 @pytest.mark.parametrize("processors", [1, 114, 132])
@@ -220,7 +220,7 @@ def test_every_division_covers_its_product(processors):
     for rows, outputs, inputs in itertools.product(
         (1, 64, 65, 128, 129, 256, 700, 4096), (16, 128, 144, 4096, 24576), (1, 3, 16, 96)
     ):
-        division = division_of(rows, outputs, inputs, processors)
+        division = choose_division(rows, outputs, inputs, processors)
         variant, tiles = division.variant, division.row_tiles * division.output_tiles
         assert variant in VARIANTS
         assert (
@@ -236,9 +236,12 @@ def test_every_division_covers_its_product(processors):
 
 
 def test_few_pairs_are_left_to_triton():
-    assert variants_for(31 * 128, 128) is None
-    assert variants_for(32 * 128, 128) == (Variant("SWIGLU", 64, 2), Variant("WEIGHTED", 64, 2))
-    assert variants_for(128 * 128, 128) == (Variant("SWIGLU", 128, 2), Variant("WEIGHTED", 128, 2))
+    assert choose_variants(31 * 128, 128) is None
+    assert choose_variants(32 * 128, 128) == (Variant("SWIGLU", 64, 2), Variant("WEIGHTED", 64, 2))
+    assert choose_variants(128 * 128, 128) == (
+        Variant("SWIGLU", 128, 2),
+        Variant("WEIGHTED", 128, 2),
+    )
 
 
 def test_few_rows_and_other_types_are_left_to_triton(emulated):
@@ -246,7 +249,7 @@ def test_few_rows_and_other_types_are_left_to_triton(emulated):
     weights = packed_matrix(7, 32, 128, block=128, dtype=torch.float32)
     operator = linear.linear_of(weights, kernels)
     assert isinstance(operator, HopperFp8Linear)
-    operator(torch.randn(TRITON_UP_TO + 1, 128))
+    operator(torch.randn(TRITON_MAX_ROWS + 1, 128))
     operator(torch.randn(2, 128))
     assert not kernels.ran
     small = packed_matrix(7, 32, 128, block=32, dtype=torch.bfloat16)
@@ -258,7 +261,7 @@ def test_experts_whose_middle_is_no_whole_block_are_left_to_triton(emulated):
     def supported(inner, offset=0):
         pair = packed_matrix(1, 2, 2 * inner, 128, block=128, dtype=torch.bfloat16)
         down = packed_matrix(2, 2, 128, inner, block=128, offset=offset, dtype=torch.bfloat16)
-        return grouped_experts.supports(packed_of(pair), packed_of(down))
+        return grouped_experts.supports(pack(pair), pack(down))
 
     assert supported(256)
     assert not supported(192)

@@ -12,16 +12,16 @@ import torch
 
 from nanoactor.models.batch import (
     DecodeRows,
+    FusedSamplingInputs,
     HeadTransform,
     KVCache,
     RowBuffers,
-    RowChoice,
     SamplingBatch,
     SlotTables,
 )
 from nanoactor.models.devices import open_device
 from nanoactor.models.devices.portable import PortableOperators
-from nanoactor.models.limits import CANDIDATES, FREEZE_IDS, FROZEN, NO_TOKEN, NOTHING_ALLOWED
+from nanoactor.models.limits import CANDIDATES, FROZEN, MAX_FREEZE_IDS, NO_TOKEN, NOTHING_ALLOWED
 from nanoactor.models.sampling.rows import SamplingGroups
 from nanoactor.models.sampling.sampler import sample
 from tests.models.batches import attention_batch, words_of
@@ -58,9 +58,9 @@ def make_tables(device, rows=None, freezing=()):
     last = torch.arange(SLOTS).int() + 100
     deltas = -torch.arange(SLOTS).int().flip(0) % 4
     words = words_of(rows or [dict(temperature=0.0)] * SLOTS)
-    frozen, freeze_ids = torch.zeros(SLOTS).int(), torch.full((FREEZE_IDS, SLOTS), -1).int()
+    frozen, freeze_ids = torch.zeros(SLOTS).int(), torch.full((MAX_FREEZE_IDS, SLOTS), -1).int()
     for number, slot in enumerate(freezing):
-        freeze_ids[number % FREEZE_IDS, slot] = last[slot]
+        freeze_ids[number % MAX_FREEZE_IDS, slot] = last[slot]
     columns = (blocks, lengths, last, deltas, words, frozen, freeze_ids)
     *state, frozen, freeze_ids = (x.to(device.torch_device) for x in columns)
     return SlotTables(*state, SIZE, frozen, freeze_ids)
@@ -156,7 +156,7 @@ def test_locate_finds_each_tokens_place(device, tokens):
     positions = torch.randint(6 * SIZE, (tokens,), generator=generator).int()
     mapping = poisoned(device, tokens + 1, dtype=torch.int64)
     where = device.torch_device
-    device.locate(tables, slots.to(where), positions.to(where), mapping)
+    device.fill_slot_mapping(tables, slots.to(where), positions.to(where), mapping)
     blocks = tables.blocks.cpu().long()[slots.long(), positions.long() // SIZE]
     assert mapping.tolist() == [*(blocks * SIZE + positions % SIZE).tolist(), -99]
 
@@ -166,7 +166,7 @@ def test_ids_are_published_with_the_number_of_their_step(device, rows):
     """The count goes on where it overflows."""
     if not device.traits.publishes_ids:
         pytest.skip(f"{device.traits.name} publishes none")
-    ring = device.pinned(4, 1 + 50, dtype=torch.int32).fill_(-99)
+    ring = device.empty_pinned(4, 1 + 50, dtype=torch.int32).fill_(-99)
     count = int32(device, [2**31 - 2])
     for step in range(3):
         device.publish(int32(device, range(10 * step, 10 * step + rows)), ring, count)
@@ -249,7 +249,7 @@ def check_sampling(device, tables, logits, slots=ROWS):
     scratch = device.scratch(len(slots), 4, 2, 24, logits.shape[1])
     chosen = poisoned(device, len(slots) + 1)
     device.sample_rows(
-        RowChoice(logits, slots.int().to(device.torch_device), tables, scratch, chosen)
+        FusedSamplingInputs(logits, slots.int().to(device.torch_device), tables, scratch, chosen)
     )
     assert chosen[:-1].tolist() == sampled_by_hand(logits, tables, slots).tolist()
     assert int(chosen[-1]) == -99
@@ -264,9 +264,9 @@ def test_frozen_slots_bring_no_token(device, rows):
     slots, scratch = int32(device, range(SLOTS)), device.scratch(SLOTS, 4, 2, 24, 211)
     free, chosen = poisoned(device, SLOTS), poisoned(device, SLOTS)
     there = logits.to(device.torch_device)
-    device.sample_rows(RowChoice(there, slots, tables, scratch, free))
+    device.sample_rows(FusedSamplingInputs(there, slots, tables, scratch, free))
     tables.frozen[1:5] = 1
-    device.sample_rows(RowChoice(there, slots, tables, scratch, chosen))
+    device.sample_rows(FusedSamplingInputs(there, slots, tables, scratch, chosen))
     expected = free.clone()
     expected[1:5] = FROZEN
     assert chosen.tolist() == expected.tolist()
@@ -340,7 +340,7 @@ def test_what_top_p_and_min_p_alone_leave_is_not_sorted(device, vocabulary, kind
 def test_a_cpu_samples_from_what_top_p_and_large_top_ks_leave(vocabulary, kind):
     pytest.importorskip("numba")
     device = open_device("cpu")
-    assert device.traits.fused_sampling == "every"
+    assert device.traits.fused_sampling == "all"
     generator = torch.Generator().manual_seed(vocabulary)
     logits = make_logits(kind, vocabulary, generator)
     top_k = [0, 0, 300, 1000, 0, 0, 8999, 0, 0]
@@ -355,7 +355,9 @@ def test_without_rows_nothing_is_sampled(device):
     scratch = device.scratch(4, 4, 2, 24, 100)
     tables = make_tables(device)
     logits = torch.empty(0, 100, device=device.torch_device)
-    device.sample_rows(RowChoice(logits, int32(device, []), tables, scratch, poisoned(device, 1)))
+    device.sample_rows(
+        FusedSamplingInputs(logits, int32(device, []), tables, scratch, poisoned(device, 1))
+    )
 
 
 @pytest.mark.parametrize(
@@ -377,7 +379,9 @@ def test_rows_whose_logits_are_not_finite_get_no_token_and_harm_no_other(device,
     logits = logits.to(device.torch_device)
     scratch = device.scratch(SLOTS, 4, 2, 24, vocabulary)
     chosen = poisoned(device, SLOTS)
-    device.sample_rows(RowChoice(logits, int32(device, range(SLOTS)), tables, scratch, chosen))
+    device.sample_rows(
+        FusedSamplingInputs(logits, int32(device, range(SLOTS)), tables, scratch, chosen)
+    )
     assert chosen[:7].tolist() == [NO_TOKEN] * 7
     assert chosen[7:].tolist() == sampled_by_hand(logits, tables, torch.arange(SLOTS))[7:].tolist()
     last = tables.last_tokens.cpu()[:SLOTS]
@@ -414,7 +418,7 @@ def test_kept_logits_are_sampled_under_masks(device, vocabulary):
     scratch = device.scratch(len(slots), 4, 2, 24, vocabulary)
     chosen = poisoned(device, len(slots) + 1)
     there = slots.int().to(device.torch_device)
-    device.sample_masked_rows(RowChoice(kept, there, tables, scratch, chosen[:-1]), masks)
+    device.sample_masked_rows(FusedSamplingInputs(kept, there, tables, scratch, chosen[:-1]), masks)
     masked = kept[slots].masked_fill(~allowed.to(device.torch_device), -math.inf)
     expected = sampled_by_hand(masked, tables, slots).tolist()
     expected[5:8] = [NOTHING_ALLOWED, NO_TOKEN, NO_TOKEN]
@@ -435,7 +439,7 @@ def test_a_large_vocabulary_in_bfloat16(top_k):
     slots = torch.arange(256, device="cuda").int() % SLOTS
     chosen = poisoned(device, 256)
     scratch = device.scratch(256, 16, 8, 128, 151_936)
-    device.sample_rows(RowChoice(logits, slots, tables, scratch, chosen))
+    device.sample_rows(FusedSamplingInputs(logits, slots, tables, scratch, chosen))
     expected = sampled_by_hand(logits, tables, slots)
     assert (chosen == expected).float().mean() > 0.98  # the rest are ties within a rounding
 
@@ -510,7 +514,7 @@ def test_contexts_in_chunks(device):
     prefills = [(150, 90), (70, 1), (129, 65)]
     case = Ragged(device, torch.float32, 4, 2, 24, 16, prefills, [1, 64, 65, 200, 130])
     if device.traits.name != "cpu":
-        assert len({int(first) for first in case.batch.plan.firsts}) == 5
+        assert len({int(first) for first in case.batch.plan.first_items}) == 5
     assert max(case.errors()) < 2e-6
 
 

@@ -128,7 +128,7 @@ def test_a_stretched_model_has_the_length_that_it_was_stretched_to(
     rope = {"rope_theta": 10_000.0, **rope}
     changes = dict(rope_parameters=rope, max_position_embeddings=positions)
     config = parse_config(raw("Qwen3ForCausalLM", **changes))
-    assert (config.longest, config.default_length) == (longest, default)
+    assert (config.max_context_length, config.default_max_length) == (longest, default)
 
 
 def test_a_layer_that_cannot_give_its_weights_is_not_left_out(monkeypatch):

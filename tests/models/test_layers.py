@@ -295,19 +295,19 @@ def config_file(**changes):
 def test_sequences_of_mistral_do_not_grow_past_its_window(window, longest):
     changes = {} if window == "missing" else dict(sliding_window=window)
     config = parse_config(config_file(**changes))
-    assert (config.longest, config.default_length) == (longest, longest)
+    assert (config.max_context_length, config.default_max_length) == (longest, longest)
 
 
 def test_a_stretched_rotation_does_not_reach_past_the_window():
     """A window longer than the file's positions may be shorter than these times the factor."""
     yarn = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=512)
     config = parse_config(config_file(sliding_window=600, rope_parameters=yarn))
-    assert (config.longest, config.default_length) == (600, 600)
+    assert (config.max_context_length, config.default_max_length) == (600, 600)
 
 
 def test_a_window_that_the_file_leaves_out_is_transformers_own():
     config = parse_config(config_file(max_position_embeddings=32768))
-    assert config.longest == 4096
+    assert config.max_context_length == 4096
 
 
 @pytest.mark.parametrize("window", [0, -1, "all", 1.5, True])

@@ -11,7 +11,7 @@ from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProce
 
 from nanoactor.messages.engine import TokenRules
 from nanoactor.models.batch import SlotTables
-from nanoactor.models.sampling.columns import WORDS, columns_of, pack
+from nanoactor.models.sampling.columns import WORDS, column_views, pack
 from nanoactor.models.sampling.logit_rules import TokenIds, apply_rules
 from nanoactor.models.sampling.rows import LogitRules
 from nanoactor.runner.batch.sampling_table import SamplingTable
@@ -104,7 +104,7 @@ def applied(cases, logits, ranks=1):
     assert rows.rules is not None
     longest = max(len(prompt) + len(output) for prompt, output, _ in cases)
     rules = on_device(rows.rules, longest)
-    sampling = columns_of(torch.from_numpy(table.words[:, slots]), torch.float32)
+    sampling = column_views(torch.from_numpy(table.words[:, slots]), torch.float32)
     width = -(-VOCABULARY // ranks)
     parts = [
         apply_rules(part, rules, sampling, torch.from_numpy(slots), placed, rank * width)

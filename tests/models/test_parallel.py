@@ -15,7 +15,7 @@ from nanoactor.models.devices import open_device
 from nanoactor.models.errors import UnsupportedModel
 from nanoactor.models.parallel import Span, shard_of
 from nanoactor.models.sampling.sampler import sample
-from nanoactor.models.sampling.sharded import ShardedSampler, whole_logits
+from nanoactor.models.sampling.sharded import ShardedSampler, gather_logits
 from nanoactor.models.weights.checkpoint import Weights
 from nanoactor.placement.rendezvous import Rendezvous
 from tests.models.batches import sampling_batch
@@ -236,7 +236,7 @@ def test_ranks_put_whole_logits_together(ranks, vocabulary):
     padded = torch.cat((logits, torch.full((9, ranks * part - vocabulary), 99.0)), 1).bfloat16()
 
     def work(rank, group):
-        return whole_logits(group, padded[:, rank * part : (rank + 1) * part], vocabulary)
+        return gather_logits(group, padded[:, rank * part : (rank + 1) * part], vocabulary)
 
     for found in Threads(ranks).run(work):
         assert torch.equal(found, logits)
@@ -250,11 +250,11 @@ def test_gathering_is_part_of_a_captured_step():
     group = RankGroup(0, 1, "nccl", rendezvous.port, rendezvous.descriptor, device)
     try:
         source = torch.zeros(5, 211, device=device, dtype=torch.bfloat16)
-        whole_logits(group, source, 200)  # opens the connections
+        gather_logits(group, source, 200)  # opens the connections
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            found = whole_logits(group, source, 200)
+            found = gather_logits(group, source, 200)
         for seed in range(3):
             source.copy_(torch.randn(5, 211, generator=torch.Generator().manual_seed(seed)))
             graph.replay()

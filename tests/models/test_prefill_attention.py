@@ -22,9 +22,14 @@ from hypothesis import strategies as st
 from nanoactor.models.batch import AttentionBatch, KVCache
 from nanoactor.models.devices import open_device
 from nanoactor.models.devices.cuda.kernels import prefill, prefill_attention_tma
-from nanoactor.models.devices.cuda.kernels.prefill import NARROW, WIDE, PrefillAttention, refusal
+from nanoactor.models.devices.cuda.kernels.prefill import (
+    NARROW,
+    WIDE,
+    PrefillAttention,
+    unsupported_reason,
+)
 from nanoactor.models.devices.cuda.kernels.prefill_attention import tokens_per_program
-from nanoactor.models.devices.cuda.kernels.prefill_attention_tma import Parts, Variant
+from nanoactor.models.devices.cuda.kernels.prefill_attention_tma import SplitBuffers, Variant
 from nanoactor.models.seq_lens import NO_SEQ_LENS
 from tests.models.interpreted import InterpretedDevice, by_tma
 from tests.models.test_device import HEADS, RAGGED, Case, Maker, assert_close
@@ -48,7 +53,7 @@ def kernel(kind, tile):
 def divided_early(request, monkeypatch):
     """Contexts of a few tiles are divided too, but on the card."""
     if not request.node.get_closest_marker("gpu"):
-        monkeypatch.setattr(prefill_attention_tma, "_LEAST_TILES", 1)
+        monkeypatch.setattr(prefill_attention_tma, "_MIN_TILES", 1)
 
 
 class Prompts:
@@ -171,10 +176,12 @@ def test_float16_is_rounded_once():
 
 def test_contexts_are_divided_so_that_no_last_wave_is_nearly_empty():
     """132 multiprocessors that hold two programs each."""
-    parts = Parts(torch.empty(0), torch.empty(0), torch.zeros(Parts.wanted(132)))
-    assert [parts.ways(n) for n in (1, 8, 16, 64, 128, 132)] == [5, 5, 5, 4, 2, 2]
-    assert parts.ways(144) == 3, "two waves of parts of a third, instead of two of halves"
-    assert [parts.ways(n) for n in (256, 264, 1320, 5000)] == [1, 1, 1, 1]
+    parts = SplitBuffers(
+        torch.empty(0), torch.empty(0), torch.zeros(SplitBuffers.max_programs(132))
+    )
+    assert [parts.split_count(n) for n in (1, 8, 16, 64, 128, 132)] == [5, 5, 5, 4, 2, 2]
+    assert parts.split_count(144) == 3, "two waves of parts of a third, instead of two of halves"
+    assert [parts.split_count(n) for n in (256, 264, 1320, 5000)] == [1, 1, 1, 1]
 
 
 def test_all_that_divide_a_context_count_and_nothing_else_does():
@@ -182,7 +189,7 @@ def test_all_that_divide_a_context_count_and_nothing_else_does():
     where = torch.device("cpu")
     attention = kernel("divided", 8)
     variant = dataclasses.replace(WIDE, rows=32)
-    attention._parts[16] = parts = Parts.empty(40, variant, 16, where)
+    attention._split_buffers[16] = parts = SplitBuffers.empty(40, variant, 16, where)
     for seed in range(2):
         case = Prompts(where, torch.float32, [(3, 48)], (4, 2, 16), 8, seed=seed)
         parts.sums.fill_(math.nan), parts.totals.fill_(math.nan)
@@ -190,14 +197,14 @@ def test_all_that_divide_a_context_count_and_nothing_else_does():
         written = parts.totals[:, 0, 0].isfinite().view(-1, 4)
         assert written[:2].tolist() == [[True, True, True, False]] * 2
         assert not written[2:].any()
-        assert not parts.done.any()
+        assert not parts.finished.any()
 
 
 # -- which kernel ------------------------------------------------------------------------------
 
 
 def test_what_is_attended_to_by_tma():
-    hopper = functools.partial(refusal, (9, 0))
+    hopper = functools.partial(unsupported_reason, (9, 0))
     for dtype in (torch.bfloat16, torch.float16):
         for size in (64, 128):
             for block in (64, 128, 256):
@@ -208,8 +215,8 @@ def test_what_is_attended_to_by_tma():
     assert "head_dim 256 " in hopper(torch.bfloat16, 64, 256)
     assert "float32 " in hopper(torch.float32, 64, 128)
     for older in ((7, 5), (8, 0), (8, 9)):
-        assert "not 9.0 (Hopper)" in refusal(older, torch.bfloat16, 64, 128)
-    assert "12.0 " in refusal((12, 0), torch.bfloat16, 64, 128), "never measured there"
+        assert "not 9.0 (Hopper)" in unsupported_reason(older, torch.bfloat16, 64, 128)
+    assert "12.0 " in unsupported_reason((12, 0), torch.bfloat16, 64, 128), "never measured there"
 
 
 @pytest.mark.parametrize(
@@ -307,7 +314,7 @@ def only(variant):
 )
 def test_ragged_prompts_on_the_card(hopper, variant, dtype, shape, block):
     case = Prompts(hopper.torch_device, dtype, MIX, shape, block, unused_programs=5)
-    assert only(variant).refusal(dtype, block, shape[-1]) is None
+    assert only(variant).unsupported_reason(dtype, block, shape[-1]) is None
     case.check(case.run(only(variant)), allowed=2 * torch.finfo(dtype).eps)
 
 
@@ -322,11 +329,11 @@ def test_contexts_that_programs_divide(hopper, shape):
     case = Prompts(hopper.torch_device, torch.bfloat16, LONG, shape, unused_programs=9)
     first = case.run(attention)
     case.check(first, allowed=2 * torch.finfo(torch.bfloat16).eps)
-    parts = attention._parts[shape[-1]]
+    parts = attention._split_buffers[shape[-1]]
     for _ in range(20):
         parts.sums.fill_(math.nan), parts.totals.fill_(math.nan)
         assert torch.equal(case.run(attention).nan_to_num(), first.nan_to_num())
-    assert not parts.done.any()
+    assert not parts.finished.any()
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from nanoactor.models.limits import NO_TOKEN
 from nanoactor.models.sampling.philox import gumbel_noise, gumbel_noise_at, philox
-from nanoactor.models.sampling.sampler import CANDIDATES, sample, truncation
+from nanoactor.models.sampling.sampler import CANDIDATES, sample, truncation_mask
 from tests.models.batches import sampling_batch
 
 VOCABULARY = 211
@@ -168,7 +168,7 @@ def kept(logits, rows):
     """The set of tokens that our truncation keeps, as a mask over the vocabulary."""
     params = batch(rows).sampling
     scores, ids = (logits / params.temperature[:, None]).sort(dim=-1, descending=True)
-    keep = truncation(scores, params.top_k, params.top_p, params.min_p)
+    keep = truncation_mask(scores, params.top_k, params.top_p, params.min_p)
     return torch.zeros_like(keep).scatter(1, ids, keep)
 
 

@@ -48,7 +48,7 @@ def theirs(model, patches, grids):
 
 def rows(config, grids, seed=0):
     count = sum(grid.patches for grid in grids)
-    return torch.randn(count, config.row_size, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(count, config.patch_values, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ class Eyes:
         tokens += [text.pop() for _ in range(6)]
         tokens = torch.tensor(tokens)
         patches = [
-            torch.randn(g.patches, self.config.row_size, generator=torch.manual_seed(seed + i))
+            torch.randn(g.patches, self.config.patch_values, generator=torch.manual_seed(seed + i))
             for i, g in enumerate(grids)
         ]
         with torch.inference_mode():

@@ -110,7 +110,7 @@ def test_tensors_are_stacked_as_they_are_read(originals, sharded, monkeypatch):
     ]
     monkeypatch.setattr(torch, "stack", lambda *_: pytest.fail("all parts are there twice"))
     with Weights(sharded, torch.float32, CPU) as weights:
-        found = weights.stacked(wanted)
+        found = weights.load_stacked(wanted)
     monkeypatch.undo()
     for part, expected in zip(found.dequantize(), whole, strict=True):
         assert torch.equal(part, torch.cat(expected))
@@ -262,7 +262,7 @@ def test_a_tensor_in_two_files_is_an_error(single):
 def warnings_of(directory, caplog):
     with Weights(directory, torch.float32, CPU) as weights:
         Decoder(read_config(directory), weights, open_device("cpu"), 64)
-        weights.warn_of_unused()
+        weights.warn_about_unused()
     return [record.getMessage() for record in caplog.records]
 
 
@@ -488,9 +488,9 @@ def test_weights_of_a_module_that_is_left_out_are_not_called_unused(tmp_path, ca
     make_checkpoint(tmp_path, family="Qwen3VL")
     with Weights(tmp_path, torch.float32, CPU) as weights:
         Decoder(read_config(tmp_path), weights, open_device("cpu"), 64)
-        weights.warn_of_unused(["model.visual."])
+        weights.warn_about_unused(["model.visual."])
         assert not caplog.records
-        weights.warn_of_unused(["model.visual"])
+        weights.warn_about_unused(["model.visual"])
     (told,) = [record.getMessage() for record in caplog.records]
     assert "model.visual.blocks" in told
 
@@ -533,5 +533,5 @@ def test_the_least_that_weights_take_is_known_before_they_are_read(tmp_path):
     )
     for dtype, each in ((torch.bfloat16, 2), (torch.float32, 4)):
         with Weights(tmp_path, dtype, CPU) as weights:
-            assert weights.least_bytes(["spare"]) == each * (15 + 2) + 32
-            assert weights.least_bytes() == each * (15 + 2 + 100) + 32
+            assert weights.min_bytes(["spare"]) == each * (15 + 2) + 32
+            assert weights.min_bytes() == each * (15 + 2 + 100) + 32

@@ -22,7 +22,7 @@ from tests.npu.reference import contract
 class DoneEvent(HostEvent):
     """One of a queue that is the calling thread."""
 
-    def done(self):
+    def is_done(self):
         return True
 
 
@@ -32,14 +32,14 @@ class HostRuntime(HostMachine):
     name = "npu"
     chip = "an emulated NPU"
     is_a2_or_a3 = True
-    block_multiple, largest_block = 128, 512
-    packed_heads = (64, 128, 192)
+    block_multiple, max_block_size = 128, 512
+    packed_head_dims = (64, 128, 192)
 
     def __init__(self, rank=0, any_block=False):
         """`any_block`: so that tests which are about small blocks need no long sequences."""
         self._install()
         if any_block:
-            self.block_multiple, self.packed_heads = 1, ()
+            self.block_multiple, self.packed_head_dims = 1, ()
         self.log = []
 
     def _install(self):

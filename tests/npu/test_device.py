@@ -38,7 +38,7 @@ class Event:
         self.passed = False
         self.log.append(f"{self.name} runs")
 
-    def done(self):
+    def is_done(self):
         return self.passed
 
     def wait(self):
@@ -84,7 +84,7 @@ def test_a_graph_that_runs_is_not_given_other_lengths(caplog):
     update = [{"actual_seq_lengths_kv": [7, 1]}]
     both = [("A", update), "replay A", "A runs", ("B", update), "replay B", "B runs"]
     assert runtime.log == both
-    a.done.passed = True
+    a.end_event.passed = True
     del runtime.log[:]
     assert capture.replay(LENGTHS) is a.result
     assert runtime.log == [("A", update), "replay A", "A runs"]
@@ -176,9 +176,9 @@ def test_captures_are_for_the_longest_that_fits(rows, blocks, most, expected):
 
 def test_padded_rows_have_one_position():
     lengths = HostSeqLens([5], [9], [7, 300])
-    assert lengths.padded(4) == HostSeqLens([5], [9], [7, 300, 1, 1])
-    assert lengths.padded(2) is lengths
-    assert NO_SEQ_LENS.padded(64) is NO_SEQ_LENS
+    assert lengths.padded_to(4) == HostSeqLens([5], [9], [7, 300, 1, 1])
+    assert lengths.padded_to(2) is lengths
+    assert NO_SEQ_LENS.padded_to(64) is NO_SEQ_LENS
 
 
 class Network:

@@ -124,7 +124,7 @@ async def test_vectors_are_cut_then_normalized(embedders):
 async def test_a_score_is_the_softmax_of_two_logits(tmp_path, ranks, monkeypatch):
     """By ids: the words of a tokenizer are tested with one."""
     model = make_checkpoint(tmp_path)
-    monkeypatch.setattr("nanoactor.model_files.files._judgements", lambda *_: (5, 190))
+    monkeypatch.setattr("nanoactor.model_files.files._judgement_ids", lambda *_: (5, 190))
     changes = dict(tensor_parallel_size=ranks, pooling="yes_no")
     async with AsyncLLM(str(tmp_path), **options(**changes)) as llm:
         for prompt in ragged_prompts(211, (3, 70)):

@@ -23,9 +23,9 @@ from nanoactor import (
 )
 from nanoactor.model_files.files import resolve_model
 from nanoactor.options.pooling import PoolingConfig
-from nanoactor.pooling.requests import with_prompt
+from nanoactor.pooling.requests import prepend_prompt
 from nanoactor.pooling.rerank import INSTRUCTION, judgement_prompt
-from nanoactor.requests.pooling_outputs import cosine, finished_vector, match_probability
+from nanoactor.requests.pooling_outputs import cosine, match_probability, postprocess_vector
 from tests.engine.harness import engine, ids, on_a_loop, ragged_prompts, settled, short
 from tests.models.checkpoints import make_checkpoint
 from tests.pooling.checkpoints import describe_pooling, make_embedder
@@ -49,18 +49,18 @@ def embedder(tmp_path_factory):
 
 def test_a_prompt_goes_before_a_text_as_asked():
     pooling = PoolingConfig("last", prompts={"a": "A: ", "b": "B: "}, default_prompt="b")
-    assert with_prompt("x", PoolingParams(), pooling) == "B: x"
-    assert with_prompt("x", PoolingParams(prompt_name="a"), pooling) == "A: x"
-    assert with_prompt("x", PoolingParams(prompt=""), pooling) == "x"
-    assert with_prompt({"prompt": "x"}, PoolingParams(prompt="C"), pooling) == "Cx"
-    assert with_prompt(ids([1]), PoolingParams(), pooling) == ids([1])
+    assert prepend_prompt("x", PoolingParams(), pooling) == "B: x"
+    assert prepend_prompt("x", PoolingParams(prompt_name="a"), pooling) == "A: x"
+    assert prepend_prompt("x", PoolingParams(prompt=""), pooling) == "x"
+    assert prepend_prompt({"prompt": "x"}, PoolingParams(prompt="C"), pooling) == "Cx"
+    assert prepend_prompt(ids([1]), PoolingParams(), pooling) == ids([1])
     for params, text in (
         (PoolingParams(prompt_name="c"), "x"),
         (PoolingParams(prompt="C"), ids([1])),
         (PoolingParams(), [{"role": "user", "content": "x"}]),
     ):
         with pytest.raises(InvalidRequest):
-            with_prompt(text, params, pooling)
+            prepend_prompt(text, params, pooling)
 
 
 @pytest.mark.parametrize(
@@ -99,8 +99,8 @@ def test_scores_are_those_of_the_models_card():
 
 def test_a_vector_of_zeros_stays_one():
     zeros = np.zeros(4, np.float32)
-    assert (finished_vector(zeros, dimensions=None, normalize=True) == zeros).all()
-    assert finished_vector(zeros, dimensions=2, normalize=False).shape == (2,)
+    assert (postprocess_vector(zeros, dimensions=None, normalize=True) == zeros).all()
+    assert postprocess_vector(zeros, dimensions=2, normalize=False).shape == (2,)
 
 
 # -- an engine ----------------------------------------------------------------------------

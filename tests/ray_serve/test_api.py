@@ -42,11 +42,11 @@ def test_every_name_is_there():
 def test_the_port_of_a_replica_can_be_bound_to_loopback(monkeypatch):
     from ray.serve._private import replica
 
-    from nanoactor.ray_serve.loopback import VARIABLE, bind_to_loopback
+    from nanoactor.ray_serve.loopback import LOOPBACK_VARIABLE, bind_to_loopback
 
     bound = []
     monkeypatch.setattr(replica, "add_port_to_grpc_server", lambda server, at: bound.append(at))
-    monkeypatch.setenv(VARIABLE, "1")
+    monkeypatch.setenv(LOOPBACK_VARIABLE, "1")
     bind_to_loopback()
     bind_to_loopback()
     replica.add_port_to_grpc_server(None, "[::]:0")
@@ -55,7 +55,7 @@ def test_the_port_of_a_replica_can_be_bound_to_loopback(monkeypatch):
 
 def test_a_call_goes_to_the_replica_that_it_names():
     from nanoactor.ray_serve.members import ReplicaGone
-    from nanoactor.ray_serve.router import ByName
+    from nanoactor.ray_serve.router import ReplicaNameRouter
 
     class Named:
         def __init__(self, name):
@@ -68,13 +68,13 @@ def test_a_call_goes_to_the_replica_that_it_names():
             self.future = asyncio.get_running_loop().create_future()
 
     async def main():
-        router, forgotten = ByName.__new__(ByName), []
+        router, forgotten = ReplicaNameRouter.__new__(ReplicaNameRouter), []
         router._remove_pending_request_from_indices = forgotten.append
         one, two = Named("one"), Named("two")
-        chosen = await ByName.choose_replicas(router, [one, two], Pending("two", b""))
+        chosen = await ReplicaNameRouter.choose_replicas(router, [one, two], Pending("two", b""))
         assert chosen == [[two]]
         gone = Pending("three", b"")
-        await ByName.choose_replicas(router, [one, two], gone)
+        await ReplicaNameRouter.choose_replicas(router, [one, two], gone)
         with pytest.raises(ReplicaGone):
             await gone.future
         assert forgotten == [gone]

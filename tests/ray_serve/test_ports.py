@@ -7,7 +7,7 @@ import logging
 import pytest
 from aiohttp import web
 
-from nanoactor.ray_serve.ports import beside_proxy
+from nanoactor.ray_serve.ports import avoid_proxy_port
 from nanoactor.server.config import ServerConfig
 
 
@@ -36,7 +36,7 @@ def test_the_proxys_port_is_left_to_it(host, caplog):
         async with listening("/-/healthz") as port:
             config = ServerConfig(host=host, port=port)
             with caplog.at_level(logging.WARNING, "nanoactor.ray"):
-                chosen = (await beside_proxy(config)).port
+                chosen = (await avoid_proxy_port(config)).port
             assert chosen > port
             assert "Ray Serve's own proxy" in caplog.text
 
@@ -46,9 +46,9 @@ def test_the_proxys_port_is_left_to_it(host, caplog):
 def test_a_port_that_is_free_or_another_ingresses_is_taken(caplog):
     async def main():
         async with listening("/live") as port:
-            assert (await beside_proxy(ServerConfig(port=port))).port == port
-        assert (await beside_proxy(ServerConfig(port=port))).port == port
-        assert (await beside_proxy(ServerConfig(port=0))).port == 0
+            assert (await avoid_proxy_port(ServerConfig(port=port))).port == port
+        assert (await avoid_proxy_port(ServerConfig(port=port))).port == port
+        assert (await avoid_proxy_port(ServerConfig(port=0))).port == 0
         assert caplog.text == ""
 
     asyncio.run(main())

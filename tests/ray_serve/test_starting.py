@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from nanoactor.ray_serve.starting import half_of_the_cores
+from nanoactor.ray_serve.starting import restricted_to_half_of_cores
 from nanoactor.runner.timing.threads import usable_cores
 
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core")
@@ -19,7 +19,7 @@ def cores_of(pid):
 
 def test_a_start_takes_half_of_the_cores_and_gives_them_back():
     before, threads = os.sched_getaffinity(0), usable_cores()
-    with half_of_the_cores():
+    with restricted_to_half_of_cores():
         half = os.sched_getaffinity(0)
         assert 1 <= len(half) <= len(before) // 2
         assert usable_cores() == threads, "runners count all of them"
@@ -34,6 +34,6 @@ def test_a_start_takes_half_of_the_cores_and_gives_them_back():
 
 def test_a_start_that_fails_gives_them_back_too():
     before = os.sched_getaffinity(0)
-    with pytest.raises(ValueError, match="no"), half_of_the_cores():
+    with pytest.raises(ValueError, match="no"), restricted_to_half_of_cores():
         raise ValueError("no")
     assert os.sched_getaffinity(0) == before

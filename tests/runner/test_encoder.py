@@ -72,7 +72,7 @@ def encode(encoder, frames, height, width):
     side = 8
     pixels = np.zeros((frames, height * side, width * side, 3), np.uint8)
     units = encoder.units(pixels)
-    places = np.arange(units.all_rows, dtype=np.int64)
+    places = np.arange(units.total_rows, dtype=np.int64)
     step = max(1, encoder._budget // units.cost(encoder._budget))
     for first in range(0, units.count, step):
         count = min(step, units.count - first)
@@ -80,7 +80,7 @@ def encode(encoder, frames, height, width):
 
 
 def test_no_picture_takes_more_than_the_one_that_is_tried_at_the_start(encoder):
-    largest = encoder.largest(256)
+    largest = encoder.max_rows(256)
     assert largest in (40, 64)  # a step may encode 64 rows of a video
     reckoned = peak_of(lambda: encoder.warm_up(largest))
     assert reckoned > 50_000
@@ -97,10 +97,10 @@ def test_no_picture_takes_more_than_the_one_that_is_tried_at_the_start(encoder):
     for shape in shapes:
         taken = peak_of(lambda shape=shape: encode(encoder, *shape))
         assert taken <= reckoned, shape
-    assert not encoder._half
+    assert not encoder._partial
 
 
 def test_a_larger_one_would_take_more(encoder):
     """So the test above would see it."""
-    reckoned = peak_of(lambda: encoder.warm_up(encoder.largest(256)))
+    reckoned = peak_of(lambda: encoder.warm_up(encoder.max_rows(256)))
     assert peak_of(lambda: encode(encoder, 1, 9, 10)) > reckoned

@@ -10,7 +10,7 @@ import torch
 import nanoactor.models.devices as devices
 from nanoactor.messages.rows import RowExpander
 from nanoactor.models.families.registry import FAMILIES
-from nanoactor.models.limits import FREEZE_IDS, FROZEN
+from nanoactor.models.limits import FROZEN, MAX_FREEZE_IDS
 from nanoactor.runner.open import open_executor
 from nanoactor.runner.steps.warmup import admissions
 from tests.engine.harness import rank_config
@@ -59,7 +59,7 @@ def open_rank(name, directory, patch):
 
 def admitted(*freeze_ids, slots=2):
     """The prompts of the first slots; these ids freeze slot 0."""
-    watched = np.full((slots, FREEZE_IDS), -1, np.int32)
+    watched = np.full((slots, MAX_FREEZE_IDS), -1, np.int32)
     watched[0, : len(freeze_ids)] = freeze_ids
     every = np.arange(slots, dtype=np.int32)
     return dict(
@@ -85,7 +85,7 @@ def decoding(joining=(0, 1), steps=DEPTH):
 
 
 def clear(executor):
-    executor.renew()
+    executor.reset()
     batch = executor._resident
     sums, cache = batch.states
     with torch.inference_mode():
@@ -143,8 +143,8 @@ def test_nothing_of_an_overrun_lasts(executor, place):
     assert len({*tokens}) == len(tokens), "tokens are told apart"
     _, expected, _ = straight(executor, place)
     clear(executor)
-    others = [token for token in range(FREEZE_IDS + DEPTH) if token not in tokens]
-    freeze_ids = *others[: FREEZE_IDS - 1], tokens[place]
+    others = [token for token in range(MAX_FREEZE_IDS + DEPTH) if token not in tokens]
+    freeze_ids = *others[: MAX_FREEZE_IDS - 1], tokens[place]
     found = play(executor, [prompts(*freeze_ids), *decoding()], RowExpander(SLOTS))
     assert [step[0] for step in found] == tokens[: place + 1] + [FROZEN] * (DEPTH - place)
     same(kept(executor, 0, PROMPTS[0] + place), expected)

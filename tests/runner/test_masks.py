@@ -40,9 +40,9 @@ def drop(*uids):
 def test_a_step_takes_each_mask_once_in_the_order_of_its_rows():
     store = MaskStore()
     assert store.add(masks((5, 10), (3, 7))) == ([5, 3], [10, 7])
-    assert store.take(step((3, 7), (5, 10))).tolist() == [[2, 3], [0, 1]]
+    assert store.pop_masks(step((3, 7), (5, 10))).tolist() == [[2, 3], [0, 1]]
     with pytest.raises(ProtocolBug, match="request 5 for position 10, but it holds no mask"):
-        store.take(step((5, 10)))
+        store.pop_masks(step((5, 10)))
 
 
 def test_the_mask_of_another_position_is_refused():
@@ -51,14 +51,14 @@ def test_the_mask_of_another_position_is_refused():
     with pytest.raises(
         ProtocolBug, match="request 5 for position 11, but it holds the mask for 10"
     ):
-        store.take(step((5, 11)))
+        store.pop_masks(step((5, 11)))
 
 
 def test_masks_are_kept_when_their_message_is_overwritten():
     store, event = MaskStore(), masks((5, 10))
     store.add(event)
     event.masks[:] = -1
-    assert store.take(step((5, 10))).tolist() == [[0, 1]]
+    assert store.pop_masks(step((5, 10))).tolist() == [[0, 1]]
 
 
 @pytest.mark.parametrize(

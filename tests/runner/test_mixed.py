@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoactor.models.devices import open_device
-from nanoactor.runner.batch.inputs import SeenPictures
+from nanoactor.runner.batch.inputs import VisualInputs
 from nanoactor.runner.steps.mixed import FixedInputs
 
 TOKENS = 8
@@ -16,12 +16,12 @@ def test_pictures_in_captured_steps_are_those_of_the_step(counts, seed):
     """Step by step into the same place, whatever the step before has left there."""
     rng = np.random.default_rng(seed)
     arrays = {"rows": ((TOKENS,), -1), "positions": ((3, TOKENS), 0)}
-    fixed = FixedInputs(open_device("cpu"), SeenPictures, arrays, in_flight=2)
+    fixed = FixedInputs(open_device("cpu"), VisualInputs, arrays, in_flight=2)
     rows, positions = fixed.inputs.rows, fixed.inputs.positions
     for count in counts:
         given_rows = rng.integers(-1, 50, count).astype(np.int32)
         given_positions = rng.integers(0, 99, (3, count)).astype(np.int32)
-        fixed.fill(SeenPictures(given_rows, given_positions))
+        fixed.fill(VisualInputs(given_rows, given_positions))
         assert rows.tolist() == [*given_rows, *[-1] * (TOKENS - count)]
         assert (positions[:, :count].numpy() == given_positions).all()
         assert not positions[:, count:].any()

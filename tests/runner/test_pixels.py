@@ -48,10 +48,10 @@ def test_dropped_pixels_leave_nothing_whenever_that_is(size, drop_at, come):
 def test_pixels_are_whole_and_go_with_their_last_unit():
     store = PixelStore()
     assert [store.add(piece) for piece in pieces(3, 5)] == [False, False, True]
-    taken = store.take(step(3, 0, 2), lambda pixels: 3)
+    taken = store.consume(step(3, 0, 2), lambda pixels: 3)
     assert np.array_equal(taken[3], ARRAY)
     assert store.nbytes == 12
-    store.take(step(3, 2, 1), lambda pixels: 3)
+    store.consume(step(3, 2, 1), lambda pixels: 3)
     assert len(store) == 0
     with pytest.raises(KeyError):
-        store.take(step(3, 0, 1), lambda pixels: 3)
+        store.consume(step(3, 0, 1), lambda pixels: 3)

@@ -38,14 +38,14 @@ def test_steps_are_read_in_their_order_while_others_are_under_way(published):
         taken = []
         for step in range(first, first + 3):
             published.publish(ids_of(step))
-            taken.append(published.take(1 + step % ROWS))
+            taken.append(published.claim(1 + step % ROWS))
         for step, place in enumerate(taken, first):
             assert place.ids().tolist() == [step] * (1 + step % ROWS)
 
 
 def test_what_was_read_is_not_written_again(published):
     published.publish(ids_of(7))
-    ids = published.take(ROWS).ids()
+    ids = published.claim(ROWS).ids()
     for step in range(8):
         published.publish(ids_of(step))
     assert ids.tolist() == [7] * ROWS
@@ -54,8 +54,8 @@ def test_what_was_read_is_not_written_again(published):
 def test_a_step_that_is_not_the_one_expected_is_an_error(published):
     for step in range(4):  # all places of the ring are written
         published.publish(ids_of(step))
-        published.take(ROWS)
-    early = published.take(ROWS)
+        published.claim(ROWS)
+    early = published.claim(ROWS)
     with pytest.raises(WrongStep, match="of decode step 0 instead of those of 4"):
         early.ids()
     for step in range(4, 9):
@@ -69,10 +69,10 @@ def test_steps_that_ran_to_be_recorded_do_not_count(published):
         published.publish(ids_of(-1))
     published.restart()
     published.publish(ids_of(0))
-    assert published.take(ROWS).ids().tolist() == [0] * ROWS
+    assert published.claim(ROWS).ids().tolist() == [0] * ROWS
 
 
 def test_a_device_that_cannot_is_never_asked():
     published = PublishedIds(CPUDevice(), in_flight=3, rows=ROWS)
     published.publish(ids_of(0))
-    assert published.take(ROWS) is None
+    assert published.claim(ROWS) is None

@@ -25,7 +25,7 @@ def broken(asynchronous):
     actor = RunnerActor(SimpleNamespace(rank=0, engine=SimpleNamespace(plan_lead="eager")))
     actor.context = Context()
     executor = SimpleNamespace(
-        asynchronous=asynchronous, launch=launch, renew=lambda: None, uncaptured=0
+        asynchronous=asynchronous, launch=launch, reset=lambda: None, uncaptured=0
     )
     actor._executor = executor
     return actor, executor
@@ -34,10 +34,10 @@ def broken(asynchronous):
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_the_devices_thread_has_failed(asynchronous):
     actor, executor = broken(asynchronous)
-    actor._announce = lambda step: None
+    actor._report_begin = lambda step: None
     assert not actor._launch_step(executor, 1, None)
     with pytest.raises(RuntimeError, match="CUDA error"):
-        actor.renew()
+        actor.reset()
 
 
 def test_the_thread_that_collects_has_failed():
@@ -51,7 +51,7 @@ def test_the_thread_that_collects_has_failed():
     serving = threading.Thread(target=actor._launch, args=(executor,), daemon=True)
     serving.start()
     with pytest.raises(RuntimeError, match="CUDA error"):
-        actor.renew()
+        actor.reset()
     actor._prepared.put(None)
     serving.join(60)
     assert not serving.is_alive()
@@ -61,6 +61,6 @@ def test_pixels_and_masks_from_before_are_forgotten():
     actor, _ = broken(asynchronous=True)
     actor._pixels.note_absent(7)
     masks = actor._masks
-    actor._forget()
+    actor._reset_steps()
     assert len(actor._pixels) == 0
     assert actor._masks is not masks

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanoactor.messages.rows import NO_ROWS, RowExpander, Want, compressed
+from nanoactor.messages.rows import NO_ROWS, RowExpander, Want, compress_rows
 from nanoactor.models.devices.cuda.device import PORTABLE_TRAITS, with_kernels
-from nanoactor.models.devices.cuda.kernels.decode_step.table import MOST_ROWS
+from nanoactor.models.devices.cuda.kernels.decode_step.table import MAX_ROWS
 from nanoactor.runner.batch.batch import BatchTraits, HostBatch
 from tests.runner.steps import DECODE, KEEP, SAMPLE, SCORE, introduced, rows_of, step_of
 
@@ -21,7 +21,7 @@ def decoding(*slots):
 
 def update_of(*rows, runs_from=1 << 30, **others):
     """All slots' outputs begin at 10."""
-    batch = HostBatch(SLOTS, 4, BatchTraits(fused_sampling="none", runs_as_rows_from=runs_from))
+    batch = HostBatch(SLOTS, 4, BatchTraits(fused_sampling="none", min_rows_for_runs=runs_from))
     return batch, batch.update(step_of(*rows, new=introduced(SLOTS, [10] * SLOTS), **others))
 
 
@@ -54,7 +54,7 @@ def test_rows_come_back_as_they_were_before_they_were_compressed(batches, data):
         rest = sorted({*range(SLOTS)} - batch)
         each = [(slot, int(positions[slot]), 2, KEEP) for slot in rest]
         others = rows_of(*each) if each else NO_ROWS
-        rows, leaves = compressed(before, now, positions, others)
+        rows, leaves = compress_rows(before, now, positions, others)
         order = data.draw(st.permutations(range(len(rows))))
         found = expander.expand(rows.take(np.array(order, np.int64)), leaves)
         assert found.decode_slots.tolist() == sorted(batch)
@@ -67,7 +67,7 @@ def test_rows_come_back_as_they_were_before_they_were_compressed(batches, data):
 
 def test_a_steady_batch_is_sent_as_nothing():
     flags = np.array([True, False, True])
-    rows, leaves = compressed(flags, flags, np.zeros(3), NO_ROWS)
+    rows, leaves = compress_rows(flags, flags, np.zeros(3), NO_ROWS)
     assert len(rows) == len(leaves) == 0
 
 
@@ -169,14 +169,14 @@ def test_runs_are_rows_where_there_is_room(runs_from, joins, rows, prompts):
 
 def test_steps_of_the_kernel_for_few_rows_have_no_two_of_a_sequence():
     """It reads the cache of a row while others still write theirs."""
-    slots, sizes = MOST_ROWS + 8, set()
+    slots, sizes = MAX_ROWS + 8, set()
     for decodes in range(slots - 2):
         batch = HostBatch(
-            slots, 4, BatchTraits(runs_as_rows_from=with_kernels(PORTABLE_TRAITS).runs_as_rows_from)
+            slots, 4, BatchTraits(min_rows_for_runs=with_kernels(PORTABLE_TRAITS).min_rows_for_runs)
         )
         rows = [*decoding(*range(decodes)), (slots - 1, 12, 3, KEEP)]
         update = batch.update(step_of(*rows, new=introduced(slots, [10] * slots)))
         assert (update.prefill is None) == (update.decode_rows > decodes)
         if update.prefill is None:
             sizes.add(update.decode_rows)
-    assert sizes == {*range(MOST_ROWS + 1, slots + 1)}
+    assert sizes == {*range(MAX_ROWS + 1, slots + 1)}

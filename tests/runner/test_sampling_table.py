@@ -21,7 +21,12 @@ ROWS = [
 
 @pytest.mark.parametrize(
     ("fused", "left"),
-    [("none", [0, 1, 2, 3, 4, 5]), ("greedy", [1, 2, 3, 4, 5]), ("all", [3]), ("every", [])],
+    [
+        ("none", [0, 1, 2, 3, 4, 5]),
+        ("greedy", [1, 2, 3, 4, 5]),
+        ("bounded_top_k", [3]),
+        ("all", []),
+    ],
 )
 def test_rows_that_a_fused_sampler_leaves(fused, left):
     table, count = SamplingTable(len(ROWS)), len(ROWS)

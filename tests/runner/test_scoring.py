@@ -41,7 +41,7 @@ def test_a_few_rows_of_logits_at_a_time(prompts, rows):
     sizes = []
     scorer = StepScorer(model(weight, sizes))
     wanted = ScoredRows(order, targets, torch.arange(rows))
-    table = scorer.score(hidden, sampling, wanted, places, chosen, most=2)
+    table = scorer.score(hidden, sampling, wanted, places, chosen, num_logprobs=2)
     assert max(sizes) <= AT_ONCE
     assert sum(sizes) == len(table) == prompts + rows
     logits = torch.cat((hidden[order], sampling[places])) @ weight
@@ -51,13 +51,13 @@ def test_a_few_rows_of_logits_at_a_time(prompts, rows):
 
 def test_those_who_ask_are_known_until_somebody_else_has_their_slot():
     table, every = ScoreTable(8), np.arange(8)
-    assert not len(table.asking(every))
+    assert not len(table.requesting(every))
     wanted = ScoreRequests(int32(0, 2), int32(3, -1), int32(-1, 1))
     table.admit(int32(5, 2, 7), int32(9, 9, 9), wanted)
-    assert table.asking(every).tolist() == [5]
-    assert table.asking(np.array([7, 5, 2])).tolist() == [1]
+    assert table.requesting(every).tolist() == [5]
+    assert table.requesting(np.array([7, 5, 2])).tolist() == [1]
     table.admit(int32(5), int32(9), None)
-    assert not len(table.asking(every))
+    assert not len(table.requesting(every))
 
 
 def test_rows_are_found_among_the_chunks_of_a_step():
@@ -73,7 +73,7 @@ def test_rows_are_found_among_the_chunks_of_a_step():
     assert found.samplers.tolist() == [3]  # behind the three prompts that end
     assert results.rows.tolist() == [0]  # of the decode row
     assert results.counts.tolist() == [1, 1, 3]
-    assert results.most == 3
+    assert results.max_logprobs == 3
 
 
 def test_each_row_is_told_what_it_asked_for():

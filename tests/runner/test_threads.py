@@ -98,7 +98,7 @@ def test_a_single_core_is_never_asked():
     choice = ThreadChoice(1)
     assert choice.choose(Step(5)) == 1
     choice.note(Step(5), 1.0)
-    assert not choice._kinds
+    assert not choice._timings
 
 
 # -- what the machine gives ------------------------------------------------------------------

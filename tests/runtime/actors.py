@@ -79,7 +79,7 @@ class Adder(Actor):
         if self.mode == "keep":
             self.kept.append(ping.data[1:])
         if self.mode == "hold":
-            lease = self.context.hold()
+            lease = self.context.hold_lease()
             if lease is not None:
                 self.leases.append(lease)
                 self.kept.append((ping.number, ping.data))

@@ -49,28 +49,28 @@ async def turns(count):
 
 
 async def heard(alarm, times=1):
-    while alarm.roused < times:
+    while alarm.wakeups < times:
         await asyncio.sleep(0.001)
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
 def test_who_is_roused_looks_until_told_to_rest(run):
     async def test(alarms):
-        alarms.a.rouse()
+        alarms.a.wake_others()
         await asyncio.gather(heard(alarms.b), heard(alarms.c))
-        assert (alarms.a.roused, alarms.a.looks) == (0, 0)
-        before = alarms.b.looks
+        assert (alarms.a.wakeups, alarms.a.polls) == (0, 0)
+        before = alarms.b.polls
         await turns(50)
-        assert alarms.b.looks >= before + 40
-        alarms.b.rest()
+        assert alarms.b.polls >= before + 40
+        alarms.b.allow_sleep()
         await turns(2)
-        before = alarms.b.looks
+        before = alarms.b.polls
         await turns(50)
-        assert alarms.b.looks == before
-        alarms.c.rouse()
+        assert alarms.b.polls == before
+        alarms.c.wake_others()
         await heard(alarms.b, 2)
         await turns(50)
-        assert alarms.b.looks >= before + 40
+        assert alarms.b.polls >= before + 40
 
     with_alarms(test, LONG, run=run)
 
@@ -78,12 +78,12 @@ def test_who_is_roused_looks_until_told_to_rest(run):
 def test_who_has_roused_the_others_does_not_rouse_them_again_at_once():
     async def test(alarms):
         for _ in range(20):
-            alarms.a.rouse()
+            alarms.a.wake_others()
             await turns(5)
         await heard(alarms.b)
         await asyncio.sleep(0.02)
-        assert alarms.b.roused == alarms.c.roused == 1
-        alarms.b.rouse()  # that another node has done so is not one of its business
+        assert alarms.b.wakeups == alarms.c.wakeups == 1
+        alarms.b.wake_others()  # that another node has done so is not one of its business
         await heard(alarms.c, 2)
 
     with_alarms(test, LONG)
@@ -91,8 +91,8 @@ def test_who_has_roused_the_others_does_not_rouse_them_again_at_once():
 
 def test_the_others_are_roused_again_after_a_pause():
     async def test(alarms):
-        while alarms.b.roused < 3:
-            alarms.a.rouse()
+        while alarms.b.wakeups < 3:
+            alarms.a.wake_others()
             await asyncio.sleep(0.001)
 
     with_alarms(test, 0.001)
@@ -100,22 +100,22 @@ def test_the_others_are_roused_again_after_a_pause():
 
 def test_it_sleeps_again_by_itself():
     async def test(alarms):
-        alarms.a.rouse()
+        alarms.a.wake_others()
         await heard(alarms.b)
         await asyncio.sleep(0.02)
-        before = alarms.b.looks
+        before = alarms.b.polls
         await turns(50)
-        assert alarms.b.looks == before
+        assert alarms.b.polls == before
 
     with_alarms(test, 0.005)
 
 
 def test_who_may_not_stay_awake_wakes_and_looks_at_nothing():
     async def test(alarms):
-        alarms.a.rouse()
+        alarms.a.wake_others()
         await heard(alarms.b)
         await turns(50)
-        assert alarms.b.looks == 0
+        assert alarms.b.polls == 0
 
     with_alarms(test, LONG, lambda: False)
 
@@ -133,26 +133,26 @@ def test_who_is_roused_rehearses_a_part_between_two_looks():
     awake = [True]
 
     async def test(alarms):
-        alarms.a.rouse()
+        alarms.a.wake_others()
         await heard(alarms.b)
         await heard(alarms.c)
         while len(parts) < 6:
-            before = len(parts), alarms.b.looks + alarms.c.looks
+            before = len(parts), alarms.b.polls + alarms.c.polls
             await asyncio.sleep(0)
-            looks = alarms.b.looks + alarms.c.looks - before[1]
-            assert len(parts) - before[0] <= looks
+            polls = alarms.b.polls + alarms.c.polls - before[1]
+            assert len(parts) - before[0] <= polls
         await turns(20)
         assert sorted(parts) == [0, 0, 1, 1, 2, 2]
         assert len(begun) == 2
         awake[0] = False
         await turns(5)
-        alarms.b.rouse()
+        alarms.b.wake_others()
         await heard(alarms.c, 2)
         await turns(20)
         assert len(parts) == 6
         awake[0] = True
-        alarms.a._not_before = 0.0
-        alarms.a.rouse()
+        alarms.a._next_wake_at = 0.0
+        alarms.a.wake_others()
         while len(parts) < 12:
             await asyncio.sleep(0.001)
 
@@ -162,13 +162,13 @@ def test_who_is_roused_rehearses_a_part_between_two_looks():
 def test_a_bell_that_nobody_hears_holds_up_nobody_and_a_closed_one_writes_nowhere():
     async def test(alarms):
         os.eventfd_write(alarms.plans["b"].bell, 2**64 - 2)  # full
-        alarms.a.rouse()
+        alarms.a.wake_others()
         await heard(alarms.c)
         alarms.a.close()
         # Whoever gets these numbers next must find nothing in what it opens.
         others = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(8)]
-        assert set(alarms.plans["a"].others) < set(others)
-        alarms.a.rouse()
+        assert set(alarms.plans["a"].other_bells) < set(others)
+        alarms.a.wake_others()
         for other in others:
             with pytest.raises(BlockingIOError):
                 os.eventfd_read(other)
@@ -177,12 +177,12 @@ def test_a_bell_that_nobody_hears_holds_up_nobody_and_a_closed_one_writes_nowher
     with_alarms(test, 0.0)
 
 
-def shape(*roused):
+def shape(*early):
     """Three nodes of one actor each."""
     nodes = {"user": "a", "one": "b", "two": "c"}
     return Topology(
         tuple(ActorSpec(name, "tests.runtime.actors:Asker", None) for name in "abc"),
-        tuple(NodeSpec(name, (actor,), roused=name in roused) for name, actor in nodes.items()),
+        tuple(NodeSpec(name, (actor,), wakes_early=name in early) for name, actor in nodes.items()),
         (EdgeSpec("a", ("b",)), EdgeSpec("c", ("a",))),
         "user",
     )
@@ -203,7 +203,7 @@ def test_nodes_of_a_system_are_roused_where_they_say_so():
         await system.start()
         try:
             for _ in range(3):
-                system.actor("a").context.rouse()
+                system.actor("a").context.wake_others()
                 figures = await system.statistics()
             while figures["b"]["node"]["roused"] < 1:
                 figures = await system.statistics()

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from nanoactor.runtime.codec import (
     INLINE_BYTES,
     NamedArrays,
-    copied,
+    copy_arrays,
     decode,
     encode,
     message,
@@ -77,7 +77,7 @@ def test_a_message_comes_back_as_it_was_sent(sent, sequence, checksum, inline):
     assert len(record) % 64 == 0
     received = decode(record, sequence, checksum)
     assert equal(sent, received)
-    assert equal(sent, copied(received))
+    assert equal(sent, copy_arrays(received))
 
 
 def sample(**changes):
@@ -94,14 +94,14 @@ def test_arrays_are_aligned_read_only_views_of_the_record():
     assert not ids.flags.owndata
     with pytest.raises(ValueError, match="read-only"):
         ids[0] = 1
-    assert copied(decode(record, 0)).ids.flags.writeable
+    assert copy_arrays(decode(record, 0)).ids.flags.writeable
 
 
 @pytest.mark.parametrize("inline", [0, INLINE_BYTES])
 def test_a_copy_owns_all_arrays_of_the_messages_inside_it(inline):
     inner = Inner("a", np.ones(3, np.float32))
     record = encode(sample(maybe=inner, many=(inner,), extra={"b": inner.values}), inline)
-    copy = copied(decode(record.to_bytes(0), 0))
+    copy = copy_arrays(decode(record.to_bytes(0), 0))
     arrays = [copy.ids, copy.extra["b"]]
     arrays += [one.values for one in (copy.inner, copy.maybe, *copy.many)]
     assert all(array.flags.owndata and array.flags.writeable for array in arrays)

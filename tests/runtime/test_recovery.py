@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from nanoactor.runtime import children as children_module
 from nanoactor.runtime.actor import Actor
 from nanoactor.runtime.control import Failed
-from nanoactor.runtime.errors import NodeDied, NodeStalled, StartupFailed, machine_refuses
+from nanoactor.runtime.errors import NodeDied, NodeStalled, StartupFailed, is_out_of_resources
 from nanoactor.runtime.recovery import RestartBudget, StartWatch, start_limit
 from nanoactor.runtime.system import System
 from nanoactor.runtime.topology import ActorSpec, EdgeSpec, NodeSpec, Topology
@@ -36,7 +36,7 @@ class User(Actor):
         self.pongs = []
         self.renewed = 0
 
-    def renew(self):
+    def reset(self):
         self.renewed += 1
 
     def handlers(self):
@@ -53,7 +53,7 @@ class Near(Actor):
     def setup(self):
         return "made"
 
-    def renew(self):
+    def reset(self):
         self.seen = 0
         return "renewed"
 
@@ -66,7 +66,7 @@ class Near(Actor):
 
     def ping(self, ping):
         self.seen += 1
-        self.context.outbox("far").send(self.context.own(ping))
+        self.context.outbox("far").send(self.context.owned_copy(ping))
 
     def do(self, do):
         if do.what == "raise":
@@ -117,8 +117,8 @@ def topology(delay=0.0):
             ActorSpec("far", f"{here}:Far", delay),
         ),
         (
-            NodeSpec("user", ("user",), roused=True),
-            *(NodeSpec(n, (n,), roused=True) for n in NODES),
+            NodeSpec("user", ("user",), wakes_early=True),
+            *(NodeSpec(n, (n,), wakes_early=True) for n in NODES),
         ),
         (
             EdgeSpec("user", ("near",)),
@@ -216,7 +216,7 @@ def test_whoever_dies_is_replaced_and_messages_flow_again(victim, transport):
 def test_a_rehearsal_under_way_is_given_up():
     async def main():
         async with Running(awake_seconds=60.0) as run:
-            run.user.context.alarm.rouse()
+            run.user.context.alarm.wake_others()
             await run.echo(range(5))
             before = (await run.system.statistics())["near"]["actor"]
             assert before["rehearsed"] > 1
@@ -281,13 +281,13 @@ def test_a_death_just_before_the_others_begin_anew():
     async def main():
         async with Running(start_timeout=600) as run:
             loop, far = asyncio.get_running_loop(), run.system._children.by_name["far"]
-            far.introduced = loop.create_future()  # as if it had only just been started
+            far.bootstrapped = loop.create_future()  # as if it had only just been started
             run.kill("near")
             await run.until(lambda: "cut" in run.told)
             await asyncio.sleep(0.3)
             run.kill("far")
-            await run.until(lambda: far.is_over)
-            far.introduced.set_result(None)
+            await run.until(lambda: far.has_ended)
+            far.bootstrapped.set_result(None)
             await run.until(lambda: run.system.recovering is None)
             assert run.system.restarts == {"near": 1, "far": 1}
             await run.echo(range(20))
@@ -300,7 +300,7 @@ def test_a_process_that_cannot_be_started_again_ends_the_system():
         async with Running() as run:
             run.system._options = dataclasses.replace(run.system._options, start_timeout=1)
             far = run.system._children.by_name["far"]
-            far.introduced = asyncio.get_running_loop().create_future()  # nobody starts it
+            far.bootstrapped = asyncio.get_running_loop().create_future()  # nobody starts it
             run.kill("near")
             await run.until(lambda: run.deaths)
             assert isinstance(run.deaths[0], StartupFailed)
@@ -431,7 +431,7 @@ def test_a_node_that_hangs_while_it_starts_again_is_replaced(caplog):
             await run.recovered()
             await run.echo(range(5))
             assert run.system.restarts == {"far": 2}
-            assert run.untold[-1].how == "it hung"
+            assert run.untold[-1].cause == "it hung"
 
     asyncio.run(main())
     assert "has not restarted in time" in caplog.text
@@ -451,7 +451,7 @@ def test_how_a_node_has_died_is_told(how, told, is_evidence, caplog):
             for turn in range(3):  # channel and kernel tell of it in either order
                 run.kill("near", how)
                 await run.recovered(turn + 1)
-            assert {death.how for death in run.untold} == {told}
+            assert {death.cause for death in run.untold} == {told}
             assert {death.node for death in run.untold} == {"near"}
             assert {death.is_evidence for death in run.untold} == {is_evidence}
 
@@ -465,7 +465,7 @@ def test_what_an_actor_raised_is_told_in_one_line_and_logged_whole(caplog):
             run.user.context.outbox("near").send(Do("raise"))
             await run.recovered()
             (death,) = run.untold
-            assert death.how == "actor near failed: ValueError: asked to"
+            assert death.cause == "actor near failed: ValueError: asked to"
             assert death.is_evidence
 
     asyncio.run(main())
@@ -483,8 +483,8 @@ def test_what_an_actor_raised_is_told_in_one_line_and_logged_whole(caplog):
     ],
 )
 def test_what_the_machine_refuses(error, refused):
-    assert machine_refuses(error) is refused
-    assert Failed.of("near", error).is_refusal is refused
+    assert is_out_of_resources(error) is refused
+    assert Failed.of("near", error).is_resource_failure is refused
 
 
 def test_deaths_with_a_cause_that_is_gone_are_not_counted():
@@ -544,8 +544,8 @@ def test_nothing_is_waited_for_where_none_is_late():
 
     async def main():
         async with Running() as run:
-            assert run.system._children.late() == []
-            assert await run.system._children.have_ended([], 60.0)
+            assert run.system._children.pending() == []
+            assert await run.system._children.wait_ended([], 60.0)
 
     asyncio.run(main())
 
@@ -622,4 +622,4 @@ def test_no_window_holds_more_deaths_than_the_budget_allows(moments, most, windo
         if len(recent) < most:
             allowed.append(moment)
             assert budget.spent == len(recent) + 1
-            assert budget.pause() == (0.0 if not recent else min(5.0, 0.05 * 2 ** len(recent)))
+            assert budget.delay() == (0.0 if not recent else min(5.0, 0.05 * 2 ** len(recent)))

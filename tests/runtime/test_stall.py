@@ -23,7 +23,7 @@ class Played:
             for node, used in cpu.items():
                 self.cpu[node] += used
             for node in answer:
-                self.detector.heard(node, (progress or {}).get(node, {}))
+                self.detector.record_reply(node, (progress or {}).get(node, {}))
             self.stall = self.stall or self.detector.tick(self.now, dict(self.cpu))
         return self.stall
 
@@ -37,7 +37,7 @@ def test_a_silent_node_is_named_before_the_timeout_and_not_long_before():
     assert played.ticks(6, answer="a") is None
     stall = played.ticks(3, answer="a")
     assert stall.node == "b"
-    assert "has not answered for" in stall.what
+    assert "has not answered for" in stall.symptom
 
 
 def test_who_has_been_silent_for_longer_is_the_culprit():
@@ -80,7 +80,7 @@ def test_work_that_outlasts_what_its_actor_expects_is_a_stall():
     assert played.ticks(26, progress=told) is None
     stall = played.ticks(3, progress=told)
     assert stall.node == "b"
-    assert "actor runner has worked on the same task" in stall.what
+    assert "actor runner has worked on the same task" in stall.symptom
 
 
 def test_work_that_moves_on_is_none():
@@ -105,7 +105,7 @@ def test_what_a_silent_node_told_before_is_not_held_against_it():
 def test_rest_forgets():
     played = Played()
     played.ticks(6, answer="a", progress={"a": {"runner": (7, 0.0)}})
-    played.detector.rest()
+    played.detector.reset()
     assert played.ticks(6, answer="a") is None
 
 

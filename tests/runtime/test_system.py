@@ -476,7 +476,7 @@ def test_a_pause_of_the_whole_group_raises_no_alarm(tmp_path):
 
 
 def test_a_start_that_hangs_says_who_is_late(monkeypatch, caplog):
-    monkeypatch.setattr("nanoactor.runtime.system._LATE", 0.5)
+    monkeypatch.setattr("nanoactor.runtime.system._LATE_WARNING_SECONDS", 0.5)
 
     async def main():
         async with Running(topology(config="hang"), start_timeout=2.0, stop_timeout=0.2):

@@ -158,7 +158,7 @@ def test_the_outbox_holds_to_its_bound(kind, run):
         with pytest.raises(OutboxOverflow, match="bound is 3"):
             for number in range(5000):
                 box.send(ping(number, 480))
-        box.break_off("node x died")
+        box.mark_broken("node x died")
         with pytest.raises(PeerBroken, match="node x died"):
             box.send(ping(0, 1))
         line.start()
@@ -294,7 +294,7 @@ def test_released_space_is_overwritten_in_debug_mode(run):
             box.send(ping(0, 480))
             await asyncio.sleep(0)
         await line.until(lambda: len(line.got[0]) == 84)
-        line.sender._collect()
+        line.sender._collect_credits()
         assert b"\xdb" * 1024 in bytes(line.sender._view[:CAPACITY])
         line.close()
 

@@ -93,20 +93,20 @@ class BudgetMachine(RuleBasedStateMachine):
         self.pass_fences()
 
     @rule()
-    def take_slot(self):
+    def allocate_slot(self):
         if not self.free():
             with pytest.raises(ProtocolBug, match=f"none of the {self.slots} slots is free"):
-                self.budget.take_slot()
+                self.budget.allocate_slot()
             return
         expected = min(self.free())
-        assert self.budget.take_slot() == expected
+        assert self.budget.allocate_slot() == expected
         self.held.add(expected)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
-    def give_up_slot(self, data):
+    def release_slot(self, data):
         slot = data.draw(st.sampled_from(sorted(self.held)))
-        self.budget.give_up_slot(slot, self.planned)
+        self.budget.release_slot(slot, self.planned)
         self.held.remove(slot)
         self.given_up[slot] = self.planned
         self.pass_fences()
@@ -144,15 +144,15 @@ TestBudgetAgainstItsModel.settings = settings(
 def test_what_is_freed_counts_when_its_fence_has_passed():
     budget = BlockBudget(10, 2)
     budget.debit(4)
-    slot = budget.take_slot()
-    budget.give_up_slot(slot, fence=7)
+    slot = budget.allocate_slot()
+    budget.release_slot(slot, fence=7)
     budget.expect(turn=1, fence=7)
     budget.answer(1, [(7, 4)])
     budget.complete(6)
     assert (budget.credits, budget.pending, budget.free_slots) == (6, 4, 1)
     budget.complete(7)
     assert (budget.credits, budget.pending, budget.free_slots) == (10, 0, 2)
-    assert budget.take_slot() == slot
+    assert budget.allocate_slot() == slot
 
 
 def test_a_late_answer_whose_fence_has_passed_counts_at_once():

@@ -67,7 +67,7 @@ def constraints_of(*answers, ranks=1):
 
 
 def choose(constraints, step):
-    return [row.sequence for row in constraints.choose(step, [])]
+    return [row.sequence for row in constraints.plan_rows(step, [])]
 
 
 def sent(constraints):
@@ -135,13 +135,13 @@ def forced(*run):
 def test_who_waits_with_forced_tokens_has_its_answer_and_may_wait_for_long():
     answer = Answer(0, np.zeros(1, np.int32))
     constraints, _ = constraints_of(answer)
-    assert constraints.waits
+    assert constraints.is_waiting
     handle(constraints, forced(7))
-    assert not constraints.waits
+    assert not constraints.is_waiting
     assert [tick(constraints) for _ in range(5)] == [[]] * 5
     answer.scheduled = 1
     assert constraints.forced()
-    assert constraints.waits
+    assert constraints.is_waiting
     assert tick(constraints) == []  # the mask behind them is due within a period of its own
     assert tick(constraints) == [0]
 
@@ -155,16 +155,16 @@ def test_nothing_is_awaited_while_text_is_free():
     assert opened.position == -1
     assert not len(opened.token_ids)
     assert [tick(constraints) for _ in range(5)] == [[]] * 5
-    assert (constraints.figures()["constrained"], constraints.waits) == (1, False)
+    assert (constraints.figures()["constrained"], constraints.is_waiting) == (1, False)
     answer.tokens = np.array([0, 1, 2, 7], np.int32)
-    constraints.go_on(answer)
+    constraints.note_token(answer)
     [begun] = sent(constraints)
     assert type(begun) is BeginGrammar
     assert (begun.uid, begun.position, begun.token_ids.tolist()) == (3, 4, [7])
-    assert (constraints.waits, lowered) == (True, [answer])
+    assert (constraints.is_waiting, lowered) == (True, [answer])
     assert [tick(constraints) for _ in range(2)] == [[], [3]]
     handle(constraints, ready(answer, 0))
-    assert not constraints.waits
+    assert not constraints.is_waiting
 
 
 def test_thoughts_may_begin_behind_the_first_token_and_the_grammar_is_told_of_it():
@@ -172,10 +172,10 @@ def test_thoughts_may_begin_behind_the_first_token_and_the_grammar_is_told_of_it
     constraints, lowered = constraints_of(answer)
     sent(constraints)
     answer.tokens = np.array([0, 5], np.int32)
-    constraints.go_on(answer)
-    assert (sent(constraints), constraints.waits, lowered) == ([], False, [answer])
+    constraints.note_token(answer)
+    assert (sent(constraints), constraints.is_waiting, lowered) == ([], False, [answer])
     answer.tokens = np.array([0, 5, 1, 6], np.int32)
-    constraints.go_on(answer)
+    constraints.note_token(answer)
     [begun] = sent(constraints)
     assert (begun.position, begun.token_ids.tolist()) == (4, [5, 6])
     assert lowered == [answer, answer]
@@ -207,10 +207,10 @@ def test_a_last_gate_in_text_that_goes_on_lowers_it_as_the_device_has_frozen_it(
     sent(constraints)
     for token, expected in ((5, 0), (7, 1), (6, 1)):  # a call in thoughts, and their end
         answer.tokens = np.append(answer.tokens, np.int32(token))
-        constraints.go_on(answer)
+        constraints.note_token(answer)
         assert len(lowered) == expected
     assert sent(constraints) == []
     answer.tokens = np.append(answer.tokens, np.int32(7))
-    constraints.go_on(answer)
+    constraints.note_token(answer)
     assert len(lowered) == 2
     assert [type(message) for message in sent(constraints)] == [BeginGrammar]

@@ -27,7 +27,7 @@ def depth(pipeline, *, stepwise=False):
 def taking(milliseconds, least=2, most=4):
     pipeline = PipelineDepth(least, most)
     for _ in range(64):
-        pipeline.note(DECODES, milliseconds * 1e-3)
+        pipeline.note_step(DECODES, milliseconds * 1e-3)
     return pipeline
 
 
@@ -70,16 +70,16 @@ def test_nothing_more_is_planned_behind_prompts_or_where_nobody_decodes(stepwise
 def test_other_steps_say_nothing_about_those_that_decode():
     pipeline = taking(0.1)
     for _ in range(64):
-        pipeline.note(OTHER, 1.0)
+        pipeline.note_step(OTHER, 1.0)
     assert depth(pipeline) == 4
 
 
 def test_it_follows_steps_that_grow():
     pipeline = taking(0.1)
-    pipeline.note(DECODES, 0.002)
+    pipeline.note_step(DECODES, 0.002)
     assert depth(pipeline) == 4  # a step may be late once
     for _ in range(16):
-        pipeline.note(DECODES, 0.002)
+        pipeline.note_step(DECODES, 0.002)
     assert depth(pipeline) == 2
 
 
@@ -104,7 +104,8 @@ def test_a_step_more_is_planned_where_a_constrained_sequence_runs_beside_others(
     plans = heard(answered(turns[-1], uids))
     while told < min(len(plans), 12):
         counts = logic._in_flight[0].counts.tolist()
-        message = dataclasses.replace(done(plans[told], [1] * logic._in_flight[0].sampling, counts))
+        tokens = [1] * logic._in_flight[0].num_sampled
+        message = dataclasses.replace(done(plans[told], tokens, counts))
         plans = heard(dataclasses.replace(message, seconds=0.0018))
         told += 1
     assert free

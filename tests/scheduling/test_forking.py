@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from nanoactor.kv.hashing import block_hashes
-from nanoactor.kv.holding import Sharing
+from nanoactor.kv.holding import SharedBlockCounts
 from nanoactor.kv.manager import BlockManager
 from nanoactor.messages.engine import Abort, Admission, Failures, Forks, KnownTokens, Plan, Turn
 from nanoactor.messages.rows import Rows, Want
@@ -71,7 +71,7 @@ class Turns:
         self.number += 1
         empty = dict(failures=None, forks=None, known=None, frees=NONE, drop_pixels=None)
         empty |= dict(forget_index=0, admissions=(), plan=None, drop_masks=None)
-        return self.manager.take(Turn(self.number, 0, done, fence, **(empty | parts)))
+        return self.manager.apply_turn(Turn(self.number, 0, done, fence, **(empty | parts)))
 
 
 def admission(uid, slot, prompt, request=None):
@@ -134,7 +134,7 @@ def test_what_decode_rows_compute_in_the_place_of_forced_tokens_does_not_survive
     forced = KnownTokens(int32(0), int32(3), int32(50, 51, 52), int32(0), int32(2))
     turns.take(done=1, known=forced)
     turns.take(done=3)
-    manager.begin_anew()
+    manager.restart()
     manager.check()
     tokens = np.concatenate((prompt, int32(50, 51, 52, 53)))
     turns.number = 0
@@ -168,7 +168,7 @@ def test_a_copys_blocks_are_its_sources_and_come_back_once():
 
 def test_copies_of_slots_are_told_where_layers_keep_states_of_them():
     """Copies of a prompt's row come with the step behind it, forks of a turn with the next step."""
-    turns = Turns(slot_state=True)
+    turns = Turns(has_slot_state=True)
     manager, prompt = turns.manager, np.arange(6, dtype=np.int32)
     plan = planned(1, 0, 0, 6, copies=[(1, 1)])
     step = turns.take(admissions=(admission(0, 0, prompt),), plan=plan)
@@ -185,7 +185,7 @@ def test_copies_of_slots_are_told_where_layers_keep_states_of_them():
 
 def test_no_answer_is_found_where_layers_keep_states_of_slots():
     """Not in the index, not in another answer to the request."""
-    turns = Turns(slot_state=True)
+    turns = Turns(has_slot_state=True)
     manager, prompt = turns.manager, np.arange(10, dtype=np.int32)
     turns.take(admissions=(admission(0, 0, prompt),), plan=planned(1, 0, 0, 10))
     turns.take(done=1, admissions=(admission(1, 1, prompt, request=0),))
@@ -194,14 +194,14 @@ def test_no_answer_is_found_where_layers_keep_states_of_slots():
 
 
 def test_the_last_holder_of_a_block_is_known_without_a_search():
-    sharing = Sharing(blocks=4, slots=8)
+    sharing = SharedBlockCounts(blocks=4, slots=8)
     for slot in (5, 3, 6):
-        sharing.hold(slot, (0, 1))
-    sharing.hold(6, (2,))
-    assert sharing.take() == ([3, 5, 6], [2, 2, 2])
-    sharing.let_go(5, (0, 1))
-    assert sharing.take() == ([], [])
-    sharing.let_go(3, (0, 1))
-    assert sharing.take() == ([6], [0])
-    sharing.let_go(6, (0, 1, 2))
-    assert sharing.take() == ([], [])
+        sharing.add(slot, (0, 1))
+    sharing.add(6, (2,))
+    assert sharing.drain_changed() == ([3, 5, 6], [2, 2, 2])
+    sharing.release(5, (0, 1))
+    assert sharing.drain_changed() == ([], [])
+    sharing.release(3, (0, 1))
+    assert sharing.drain_changed() == ([6], [0])
+    sharing.release(6, (0, 1, 2))
+    assert sharing.drain_changed() == ([], [])

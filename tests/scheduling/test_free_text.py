@@ -11,7 +11,7 @@ from nanoactor.models.limits import NOTHING_ALLOWED
 from nanoactor.scheduling.sequences.free_text import (
     NO_GATE,
     first_gate,
-    must_go_on,
+    must_continue,
     next_gate,
     watched_ids,
 )
@@ -56,14 +56,14 @@ def test_gates_follow_one_another(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_answer_may_end_in_text_but_not_in_thoughts_before_a_form(kind):
     free = KINDS[kind]
-    assert must_go_on(free, CLOSE) == (free.call_id < 0)
-    assert not must_go_on(free, CALL if free.call_id >= 0 else NO_GATE)
+    assert must_continue(free, CLOSE) == (free.call_id < 0)
+    assert not must_continue(free, CALL if free.call_id >= 0 else NO_GATE)
 
 
 def test_an_answer_without_free_text_has_no_gates():
     assert first_gate(None) == NO_GATE
     assert watched_ids(None) == ()
-    assert not must_go_on(None, NO_GATE)
+    assert not must_continue(None, NO_GATE)
 
 
 class Course:

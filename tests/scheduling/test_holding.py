@@ -36,7 +36,7 @@ def test_what_is_sampled_is_told_and_nothing_follows():
     assert logic.figures()["held"] == 3
     assert [s.length for s in logic.live.values()] == [9, 9, 9]
     assert not logic._in_flight
-    assert not logic.is_waiting  # for its caller, which is no stall
+    assert not logic.is_stalled  # for its caller, which is no stall
 
 
 def test_one_that_stays_costs_a_position_and_so_does_a_copy():
@@ -64,7 +64,7 @@ def test_without_credits_a_copy_waits_for_itself():
     assert first.forks is None
     assert first.frees.tolist() == [1]
     assert logic.live[1].phase is Phase.WAITING
-    assert logic.live[1].kept[9:].tolist() == [6]
+    assert logic.live[1].saved_tokens[9:].tolist() == [6]
 
 
 def test_a_victim_gives_back_what_its_copies_do_not_hold():
@@ -74,13 +74,13 @@ def test_a_victim_gives_back_what_its_copies_do_not_hold():
         logic.handle(done(first.plan, [0, 0]))
     logic.handle(answered(first, shared=[(0, 2), (1, 2)]))
     one, other = logic.live.values()
-    assert (one.length, one.blocks, one.gives_back) == (16, 4, 2)
+    assert (one.length, one.blocks, one.num_freeable_blocks) == (16, 4, 2)
     first = turn_of(logic.handle(turn([0, 0], [1, 2])))
     fence = first.plan.step - 1
     logic.handle(answered(first, freed=[(fence, 2)], shared=[(0, 4), (1, 4)]))
     # Four full blocks are both's, those behind the prompt too; each has one of its own.
-    assert (one.blocks, one.gives_back) == (5, 1)
-    assert (other.blocks, other.gives_back) == (5, 1)
+    assert (one.blocks, one.num_freeable_blocks) == (5, 1)
+    assert (other.blocks, other.num_freeable_blocks) == (5, 1)
 
 
 def test_nobody_goes_on_before_all_have_told():

@@ -85,13 +85,13 @@ def test_pixels_are_wanted_once_and_again_from_another_when_their_source_leaves(
     assert said(book) == [(0, "unwant", 1), (1, "want", 7, 2)]
     assert book.drops == [(1, 1)]
     ready(book, 1, 1, 2)  # late news of the old ones is nothing
-    assert book.encode([two]) is None
+    assert book.plan_encoding([two]) is None
     ready(book, 0, 2)
-    slices = book.encode([two])
+    slices = book.plan_encoding([two])
     assert (slices.numbers.tolist(), slices.pixels.tolist()) == ([1], [2])
     book.leave(two)
     assert said(book) == []
-    assert book.works == {}
+    assert book.entries == {}
 
 
 def test_a_picture_goes_on_though_its_source_leaves_when_every_rank_has_it():
@@ -101,10 +101,10 @@ def test_a_picture_goes_on_though_its_source_leaves_when_every_rank_has_it():
     matched(book, two, [1])
     for rank in (0, 1):
         ready(book, rank, 1)
-    assert book.encode([one, two]).counts.tolist() == [1]
+    assert book.plan_encoding([one, two]).counts.tolist() == [1]
     book.leave(one)
     assert said(book)[1:] == []
-    assert book.encode([two]).firsts.tolist() == [1]
+    assert book.plan_encoding([two]).firsts.tolist() == [1]
     book.leave(two)  # half encoded: it begins anew, for whoever comes
     assert said(book) == [(0, "unwant", 1)]
     assert book.drops == [(1, 1)]
@@ -113,19 +113,19 @@ def test_a_picture_goes_on_though_its_source_leaves_when_every_rank_has_it():
 def test_a_prompt_ends_where_its_next_picture_is_not_encoded():
     book = Pictures(LIMITS)
     one = sequence(4, 0, (1, 2, 2), (1, 2, 3))
-    assert one.items.reach(0, 20) == 20  # nobody has looked yet
+    assert one.items.prefill_end(0, 20) == 20  # nobody has looked yet
     matched(book, one, [1, 2])
-    assert one.items.reach(0, 20) == 1
+    assert one.items.prefill_end(0, 20) == 1
     for rank in (0, 1):
         ready(book, rank, 1, 2)
-    assert book.encode([one]).numbers.tolist() == [1]  # 4 + 6 rows are more than 8
-    assert one.items.reach(0, 20) == 6
-    assert one.items.reach(8, 20) == 8  # in the middle of one that is to be encoded anew
-    assert book.encode([one]).numbers.tolist() == [2]
-    assert one.items.reach(0, 20) == 20
+    assert book.plan_encoding([one]).numbers.tolist() == [1]  # 4 + 6 rows are more than 8
+    assert one.items.prefill_end(0, 20) == 6
+    assert one.items.prefill_end(8, 20) == 8  # in the middle of one that is to be encoded anew
+    assert book.plan_encoding([one]).numbers.tolist() == [2]
+    assert one.items.prefill_end(0, 20) == 20
     one.scheduled = 5
-    book.choose(1, [SimpleNamespace(sequence=one)])
-    assert [work is None for work in one.items.works] == [True, False]
+    book.plan_rows(1, [SimpleNamespace(sequence=one)])
+    assert [work is None for work in one.items.entries] == [True, False]
 
 
 def test_a_video_is_read_as_far_as_its_patches_are_encoded():
@@ -139,18 +139,18 @@ def test_a_video_is_read_as_far_as_its_patches_are_encoded():
     matched(book, one, [1])
     ready(book, 0, 1)
     ready(book, 1, 1)
-    assert one.items.reach(0, 30) == 1
-    assert book.encode([one]).counts.tolist() == [2]  # eight rows a step
-    assert one.items.reach(0, 30) == 15
-    assert one.items.reach(9, 12) == 12
+    assert one.items.prefill_end(0, 30) == 1
+    assert book.plan_encoding([one]).counts.tolist() == [2]  # eight rows a step
+    assert one.items.prefill_end(0, 30) == 15
+    assert one.items.prefill_end(9, 12) == 12
     one.scheduled = 12
-    book.choose(1, [SimpleNamespace(sequence=one)])
-    assert one.items.works[0] is not None  # the last patch is still to be read
-    assert book.encode([one]).counts.tolist() == [1]
-    assert one.items.reach(9, 30) == 30
+    book.plan_rows(1, [SimpleNamespace(sequence=one)])
+    assert one.items.entries[0] is not None  # the last patch is still to be read
+    assert book.plan_encoding([one]).counts.tolist() == [1]
+    assert one.items.prefill_end(9, 30) == 30
     one.scheduled = 19
-    book.choose(1, [SimpleNamespace(sequence=one)])
-    assert one.items.works == [None]
+    book.plan_rows(1, [SimpleNamespace(sequence=one)])
+    assert one.items.entries == [None]
 
 
 def test_who_needs_pixels_that_fail_is_told_once_and_nothing_is_wanted_again():
@@ -165,7 +165,7 @@ def test_who_needs_pixels_that_fail_is_told_once_and_nothing_is_wanted_again():
         book.leave(sequence_)
     assert said(book) == []
     assert book.drops == [(1, 1)]
-    assert not book.waits
+    assert not book.is_waiting
 
 
 def test_progress_outlives_its_users_while_a_match_is_under_way():
@@ -176,11 +176,11 @@ def test_progress_outlives_its_users_while_a_match_is_under_way():
     for rank in (0, 1):
         ready(book, rank, 1)
     book.admit(two, turn=2)
-    book.encode([one])
+    book.plan_encoding([one])
     book.leave(one)
     said(book)
     answered(book, two, [1], [0], turn=2)
     assert said(book) == []
-    assert two.items.reach(0, 9) == 9
+    assert two.items.prefill_end(0, 9) == 9
     book.leave(two)
-    assert book.works == {}
+    assert book.entries == {}

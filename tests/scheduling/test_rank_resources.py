@@ -18,21 +18,21 @@ class Histories(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.resources = RankResources("mask", RANKS, PERIODS)
-        self.newest, self.wanted, self.since, self.ticks = {}, {}, {}, 0
+        self.newest, self.requested, self.since, self.ticks = {}, {}, {}, 0
         self.held = {owner: set() for owner in OWNERS}
 
     @rule(owner=owners, further=st.integers(1, 3))
-    def want(self, owner, further):
+    def request(self, owner, further):
         version = self.newest.get(owner, 0) + further
-        self.resources.want(owner, version)
-        self.newest[owner] = self.wanted[owner] = version
+        self.resources.request(owner, version)
+        self.newest[owner] = self.requested[owner] = version
         self.since[owner] = self.ticks
 
     @rule(owner=owners, rank=st.integers(0, RANKS - 1), further=st.integers(-1, 3))
     def report(self, owner, rank, further):
         version = self.newest.get(owner, 0) + further
         best = max((v for r, v in self.held[owner] if r == rank), default=0)
-        replaces = best == self.wanted.get(owner, -1)
+        replaces = best == self.requested.get(owner, -1)
         if owner in self.newest and (version <= best or further < 0 or replaces):
             with pytest.raises(ProtocolBug, match="was requested last"):
                 self.resources.note_ready(rank, owner, version)
@@ -46,35 +46,35 @@ class Histories(RuleBasedStateMachine):
     def withdraw(self, data):
         owner = data.draw(st.sampled_from(sorted(self.newest)))
         self.resources.withdraw(owner)
-        self.wanted.pop(owner, None)
+        self.requested.pop(owner, None)
 
     @rule(owner=owners)
     def drop(self, owner):
         self.resources.drop(owner)
-        for facts in (self.newest, self.wanted, self.since):
+        for facts in (self.newest, self.requested, self.since):
             facts.pop(owner, None)
         self.held[owner].clear()
 
     @rule()
     def tick(self):
         self.ticks += 1
-        late = [o for o in self.wanted if self.ticks - self.since[o] >= PERIODS]
+        late = [o for o in self.requested if self.ticks - self.since[o] >= PERIODS]
         assert sorted(self.resources.tick()) == sorted(o for o in late if not self.ready(o))
 
     def ready(self, owner):
         """Whether the newest version of every rank is the one that is wanted."""
-        version = self.wanted.get(owner)
+        version = self.requested.get(owner)
         best = {r: max(v for s, v in self.held[owner] if s == r) for r, _ in self.held[owner]}
         return version is not None and list(best.values()) == [version] * RANKS
 
     @invariant()
     def says_the_same(self):
-        assert self.resources.missing == sum(not self.ready(owner) for owner in self.wanted)
+        assert self.resources.missing == sum(not self.ready(owner) for owner in self.requested)
         for owner in OWNERS:
             assert (owner in self.resources) == (owner in self.newest)
             if owner in self.newest:
                 assert self.resources.is_ready(owner) == self.ready(owner)
-                assert self.resources.wanted(owner) == self.wanted.get(owner)
+                assert self.resources.requested(owner) == self.requested.get(owner)
 
 
 TestHistories = Histories.TestCase
@@ -83,16 +83,16 @@ TestHistories = Histories.TestCase
 @given(st.integers(0, 5))
 def test_nothing_is_overdue_without_periods(ticks):
     resources = RankResources("pixels", ranks=1)
-    resources.want(3)
+    resources.request(3)
     assert [resources.tick() for _ in range(ticks)] == [[]] * ticks
 
 
 def test_a_version_is_wanted_once_and_reported_once():
     resources = RankResources("mask", ranks=2)
-    resources.want(1, 5)
+    resources.request(1, 5)
     resources.note_ready(0, 1, 5)
     with pytest.raises(ProtocolBug, match="requested twice"):
-        resources.want(1, 5)
+        resources.request(1, 5)
     with pytest.raises(ProtocolBug, match="rank 0 reports mask 5 of 1, but it holds 5"):
         resources.note_ready(0, 1, 5)
     with pytest.raises(ProtocolBug, match="after their end"):

@@ -13,11 +13,11 @@ from tests.simulation.mutations import RARE, planted
 
 def keeps_what_comes_during_a_trial():
     """A request that comes while one is tried alone goes on when the trial is over."""
-    readmission = Readmission(most_at_work=4)
+    readmission = Readmission(max_running=4)
     entry = SimpleNamespace(submit=SimpleNamespace(uid=7), answers=[SimpleNamespace(token_ids=[])])
-    entry.over = False
+    entry.is_over = False
     readmission._suspects = SimpleNamespace(is_alone=True, admit=lambda told, now: None)
-    assert readmission.keep(entry)
+    assert readmission.defer(entry)
     assert readmission.waiting == 1
     assert readmission.admit_next(now=0.0) == [entry]
 

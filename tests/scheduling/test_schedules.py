@@ -13,7 +13,7 @@ from nanoactor.errors import ProtocolBug
 from nanoactor.kv.manager import BlockManager
 from nanoactor.messages.engine import Abort, StepWanted, Stopping, Tokens, Turn
 from nanoactor.runtime.codec import encode
-from nanoactor.scheduling.edges import TEXT
+from nanoactor.scheduling.edges import DETOKENIZER
 from nanoactor.scheduling.sequences.ids import SeenNumbers
 from nanoactor.scheduling.sequences.sequence import Phase
 from tests.scheduling.events import (
@@ -108,11 +108,11 @@ def test_who_starves_longest_is_fed_first():
     budget = logic.budget
     budget._fenced_blocks.append((1_000, 9))  # so nobody is preempted
     logic._planned, budget._credits = 9, 1
-    assert logic._feed([two, four]) == [two]
+    assert logic._grant_blocks([two, four]) == [two]
     logic._planned, budget._credits = 10, 2
-    assert logic._feed([one, two, four, five]) == [four, one]
+    assert logic._grant_blocks([one, two, four, five]) == [four, one]
     logic._planned, budget._credits = 11, 1
-    assert logic._feed([three, two, five]) == [two]
+    assert logic._grant_blocks([three, two, five]) == [two]
 
 
 def test_a_step_in_which_nothing_changes_is_small():
@@ -122,7 +122,7 @@ def test_a_step_in_which_nothing_changes_is_small():
     def heard(event):
         for turn in of_kind(logic.handle(event), Turn):
             turns.append(turn)
-            if (step := manager.take(turn)) is not None:
+            if (step := manager.apply_turn(turn)) is not None:
                 steps.append((turn.plan, step))
 
     for uid in range(8):
@@ -130,8 +130,8 @@ def test_a_step_in_which_nothing_changes_is_small():
     heard(manager.take_answer())
     for _ in range(4):
         planned = logic._in_flight[0]
-        heard(done(steps[-1][0], [1] * planned.sampling, planned.counts.tolist()))
-    assert logic._in_flight[0].sampling == 8
+        heard(done(steps[-1][0], [1] * planned.num_sampled, planned.counts.tolist()))
+    assert logic._in_flight[0].num_sampled == 8
     assert len(encode(steps[-1][1]).meta) < 120
 
 
@@ -180,7 +180,7 @@ def test_an_answer_that_goes_on_behind_its_end_ends_at_once(output, reason, stop
     event = admit([1, 2, *output], 1)
     spec = dataclasses.replace(event.spec, stopping=stopping)
     event = dataclasses.replace(event, prompt_length=2, spec=spec)
-    sent = [message for edge, message in logic.handle(event) if edge == TEXT]
+    sent = [message for edge, message in logic.handle(event) if edge == DETOKENIZER]
     ends = [
         finish for message in sent if isinstance(message, Tokens) for finish in message.finishes
     ]

@@ -43,9 +43,9 @@ class TableMachine(RuleBasedStateMachine):
         self.table.enter(
             slot, uid=self.uid, prompt_length=length, limit=limit, tokens=tokens, blocks=blocks
         )
-        assert not np.logical_or(*self.table.demand())[slot]
+        assert not np.logical_or(*self.table.readiness())[slot]
         self.table.start(slot, 0)
-        assert not np.logical_or(*self.table.demand())[slot]
+        assert not np.logical_or(*self.table.readiness())[slot]
         self.table.prefill(slot, length)
         self.rows[slot] = SimpleNamespace(
             uid=self.uid,
@@ -69,12 +69,12 @@ class TableMachine(RuleBasedStateMachine):
         """As the scheduler does: the same batch where it must be, else a new one."""
         batch = self.table.decode_again()
         if batch is None:
-            hungry = np.flatnonzero(self.table.demand()[1]).tolist() if feed else []
+            hungry = np.flatnonzero(self.table.readiness()[1]).tolist() if feed else []
             self.table.grow(hungry)
             for slot in hungry:
                 self.rows[slot].room += BLOCK
-            ready, starving = self.table.demand()
-            batch = self.table.decode(np.flatnonzero(ready), all_fed=not starving.any())
+            ready, starving = self.table.readiness()
+            batch = self.table.decode(np.flatnonzero(ready), none_starving=not starving.any())
         able = [s for s, row in self.rows.items() if row.scheduled + 2 <= row.limit]
         assert batch.slots.tolist() == sorted(
             slot for slot in able if self.rows[slot].scheduled < self.rows[slot].room
@@ -101,7 +101,7 @@ class TableMachine(RuleBasedStateMachine):
         assert columns.uids.tolist() == [row.uid for row in rows]
         assert columns.slots32.tolist() == batch.slots.tolist()
         assert columns.indices.tolist() == [len(row.tokens) - row.prompt - 1 for row in rows]
-        assert columns.full.tolist() == [len(row.tokens) >= row.limit for row in rows]
+        assert columns.at_limit.tolist() == [len(row.tokens) >= row.limit for row in rows]
 
     @precondition(lambda self: self.rows and not self.in_flight)
     @rule(data=st.data(), token=st.integers(0, 99))
@@ -117,9 +117,9 @@ class TableMachine(RuleBasedStateMachine):
     @invariant()
     def every_row_says_what_happened_and_to_ask_changes_nothing(self):
         table = self.table
-        before = table._scheduled.tolist(), table._ahead, table._steady
+        before = table._scheduled.tolist(), table._pending_steps, table._stable_steps
         self.check_rows()
-        assert (table._scheduled.tolist(), table._ahead, table._steady) == before
+        assert (table._scheduled.tolist(), table._pending_steps, table._stable_steps) == before
 
     def check_rows(self):
         assert np.flatnonzero(self.table.occupied).tolist() == sorted(self.rows)
@@ -129,7 +129,7 @@ class TableMachine(RuleBasedStateMachine):
             assert self.table.tokens[slot, :known].tolist() == row.tokens
         able = [s for s, row in self.rows.items() if row.scheduled + 2 <= row.limit]
         full = [s for s in able if self.rows[s].scheduled == self.rows[s].room]
-        ready, starving = (np.flatnonzero(slots).tolist() for slots in self.table.demand())
+        ready, starving = (np.flatnonzero(slots).tolist() for slots in self.table.readiness())
         assert sorted(ready + starving) == sorted(able)
         assert starving == sorted(full)
 
@@ -157,21 +157,21 @@ def test_a_batch_is_the_same_until_a_block_is_full_or_a_limit_is_reached():
     running(table, 0, 1, LENGTH)
     running(table, 3, 1, 4)
     assert table.decode_again() is None
-    first = table.decode(np.array([0, 3]), all_fed=True)
+    first = table.decode(np.array([0, 3]), none_starving=True)
     assert table.decode_again() is first
     assert table.decode_again() is None  # the second may have 4 tokens: positions 0, 1, 2
     assert table.scheduled.tolist() == [3, 0, 0, 3, 0]
-    assert np.flatnonzero(table.demand()[0]).tolist() == [0]
-    second = table.decode(np.array([0]), all_fed=True)
+    assert np.flatnonzero(table.readiness()[0]).tolist() == [0]
+    second = table.decode(np.array([0]), none_starving=True)
     assert second.version != first.version
     assert table.decode_again() is None  # its block is full
-    assert np.flatnonzero(table.demand()[1]).tolist() == [0]
+    assert np.flatnonzero(table.readiness()[1]).tolist() == [0]
 
 
 def test_a_batch_is_not_steady_while_somebody_starves():
     table = RunningTable(SLOTS, LENGTH, BLOCK)
     running(table, 0, 1, LENGTH)
-    table.decode(np.array([0]), all_fed=False)
+    table.decode(np.array([0]), none_starving=False)
     assert table.decode_again() is None
 
 
@@ -195,7 +195,7 @@ def test_constrained_slots_come_go_and_grow_without_a_look_at_the_decode_batch()
     for slot in (0, 1):
         enter(slot, stepwise=False)
     assert table.decode_again() is None
-    batch = table.decode(np.array([0, 1]), all_fed=True)
+    batch = table.decode(np.array([0, 1]), none_starving=True)
     table.append(batch, np.array([5, 6], np.int32))
     columns = table._columns
     enter(3, stepwise=True)
@@ -204,7 +204,7 @@ def test_constrained_slots_come_go_and_grow_without_a_look_at_the_decode_batch()
     assert table.targets[3] == table.known[3] == 3
     table.prefill(3, 1)
     assert table.decode_again() is batch
-    ready, starving = table.demand()
+    ready, starving = table.readiness()
     assert np.flatnonzero(ready).tolist() == [0, 1]
     assert not starving.any()
     table.leave(3)
@@ -222,20 +222,20 @@ def test_what_is_planned_too_far_is_lowered_by_a_result():
         )
         table.start(slot, 3)
     slots = np.arange(2)
-    batch = table.decode(slots, all_fed=True)
+    batch = table.decode(slots, none_starving=True)
     for _ in range(2):
         assert table.decode_again() is batch
     assert table.scheduled.tolist() == [6, 6]
     table.append(batch, np.array([7, 8], np.int32))
-    table.lower(0, 3, stepwise=False)
+    table.rewind(0, 3, stepwise=False)
     assert table.scheduled.tolist() == [3, 6]
     assert table.decode_again() is None
-    ready, starving = table.demand()
+    ready, starving = table.readiness()
     assert (ready.tolist(), starving.tolist()) == ([False, True], [False, False])
     table.prefill(0, 1)  # the position of the one that was right
-    ready, _ = table.demand()
+    ready, _ = table.readiness()
     assert ready.tolist() == [True, True]
-    assert table.decode(slots, all_fed=True) is batch
+    assert table.decode(slots, none_starving=True) is batch
     assert table.scheduled.tolist() == [5, 7]
 
 
@@ -244,11 +244,11 @@ def test_what_others_share_is_told_of_the_sequence_that_had_the_slot():
     table, tokens = RunningTable(3, 64, 4), np.arange(3, dtype=np.int32)
     for slot in (0, 1):
         table.enter(slot, uid=slot, prompt_length=3, limit=40, tokens=tokens, blocks=3)
-        table.admitted[slot] = 5 + slot
+        table.admission_turns[slot] = 5 + slot
     everyone = np.arange(3, dtype=np.int32)
-    table.share(everyone, everyone + np.int32(1), turn=5)
+    table.note_shared(everyone, everyone + np.int32(1), turn=5)
     assert table.shared.tolist() == [1, 0, 0]
-    table.share(everyone, everyone + np.int32(2), turn=6)
+    table.note_shared(everyone, everyone + np.int32(2), turn=6)
     assert table.shared.tolist() == [2, 3, 0]
 
 
@@ -267,8 +267,8 @@ def test_a_step_of_a_thousand_rows_takes_a_few_array_operations():
 
     sys.setprofile(counted)
     try:
-        ready, starving = table.demand()
-        batch = table.decode(np.flatnonzero(ready), all_fed=not starving.any())
+        ready, starving = table.readiness()
+        batch = table.decode(np.flatnonzero(ready), none_starving=not starving.any())
         changed = len(calls)
         assert table.decode_again() is batch
         steady = len(calls) - changed

@@ -2,7 +2,7 @@
 
 import json
 
-from nanoactor.server.fields import Field, of_route
+from nanoactor.server.fields import Field, route_fields
 
 ROUTES = ("chat", "completions", "responses", "messages")
 
@@ -10,7 +10,7 @@ ROUTES = ("chat", "completions", "responses", "messages")
 def table() -> str:
     """For docs/server.md."""
     lines = [f"| field | {' | '.join(ROUTES)} | |", "| --- " * (len(ROUTES) + 2) + "|"]
-    by_route = [of_route(route) for route in ROUTES]
+    by_route = [route_fields(route) for route in ROUTES]
     for name in sorted({name for fields in by_route for name in fields}):
         found = [fields.get(name) for fields in by_route]
         cells = [field.status if field is not None else "ignored" for field in found]

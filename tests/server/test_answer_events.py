@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoactor.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from nanoactor.server.answer import Answer, Echoed
+from nanoactor.server.answer import Answer, EchoedPrompt
 from nanoactor.server.anthropic.events import MessagesWriter
 from nanoactor.server.choices import ChatChoice
 from nanoactor.server.errors import APIError
@@ -44,7 +44,7 @@ TEXTS = {
 def answer_of(pieces, reason="stop", stop_reason=None):
     """(an answer, the deltas of each of its outputs)."""
     body = ChatRequest(messages=[], model="m")
-    answer = Answer(body, [Echoed(range(PROMPT))])
+    answer = Answer(body, [EchoedPrompt(range(PROMPT))])
     answer.choices = [ChatChoice(0, ReasoningParser(), ToolCallParser())]
     deltas = []
     for number, piece in enumerate(pieces):
@@ -55,7 +55,7 @@ def answer_of(pieces, reason="stop", stop_reason=None):
         output = RequestOutput(
             "r", None, [], [completion], last, RequestMetrics(0.0), CACHED if last else 0
         )
-        deltas.append(lambda output=output: answer.take(0, output))
+        deltas.append(lambda output=output: answer.process(0, output))
     return answer, deltas
 
 
@@ -85,8 +85,8 @@ def whole(make, pieces, *end, **options):
     writer = make(answer, **options)
     answer.choices[0].begin()
     for output in outputs:
-        writer.take(output())
-    return json.loads(msgspec.json.encode(writer.whole()))
+        writer.collect(output())
+    return json.loads(msgspec.json.encode(writer.response()))
 
 
 WAYS = {"messages": (messages_writer, message_of), "responses": (responses_writer, response_of)}

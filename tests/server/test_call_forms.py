@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from nanoactor.server.call_forms import call_finder, call_form
 from nanoactor.server.json_calls import LlamaCalls, MistralCalls
-from nanoactor.server.tool_calls import Arguments, CallsBehindThoughts
+from nanoactor.server.tool_calls import Arguments, CallsAfterReasoning
 from nanoactor.server.tool_choice import Function, Tool
 from nanoactor.server.xml_calls import QwenCoderCalls
 from nanoactor.text.template import ChatTemplate
@@ -206,7 +206,7 @@ def test_ids_are_as_the_next_turns_template_wants_them():
         MistralCalls().new_id().isalnum() and len(MistralCalls().new_id()) == 9 for _ in "ab"
     )
     assert llama().new_id().startswith("call_")
-    assert CallsBehindThoughts("none", MistralCalls()).new_id().isalnum()
+    assert CallsAfterReasoning("none", MistralCalls()).new_id().isalnum()
 
 
 # -- over HTTP ----------------------------------------------------------------------------

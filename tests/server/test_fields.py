@@ -15,11 +15,11 @@ import openai.types.embedding_create_params as embedding_create_params
 import openai.types.responses.response_create_params as response_params
 import pytest
 
-from nanoactor.requests.params import REFUSED
+from nanoactor.requests.params import REJECTED
 from nanoactor.server.anthropic.request import CountTokensRequest, MessagesRequest
 from nanoactor.server.chat_messages import conversation
 from nanoactor.server.errors import APIError
-from nanoactor.server.fields import FIELDS, TEMPLATE_FIELDS, Warned, of_route
+from nanoactor.server.fields import FIELDS, TEMPLATE_FIELDS, WarnOnce, route_fields
 from nanoactor.server.pooling.request import EmbeddingRequest, RerankRequest, ScoreRequest
 from nanoactor.server.requests import (
     ChatRequest,
@@ -70,12 +70,12 @@ def of_params(module, stem):
 
 
 def test_every_field_of_all_schemas_stands_in_the_table():
-    chat, text = of_route("chat").keys(), of_route("completions").keys()
-    responses, messages = of_route("responses").keys(), of_route("messages").keys()
+    chat, text = route_fields("chat").keys(), route_fields("completions").keys()
+    responses, messages = route_fields("responses").keys(), route_fields("messages").keys()
     assert not of_params(response_params, "ResponseCreateParams") - responses
     for module in (message_params, beta_params):
         assert not of_params(module, "MessageCreateParams") - messages
-    vectors = of_route("embeddings").keys()
+    vectors = route_fields("embeddings").keys()
     assert not set(embedding_create_params.EmbeddingCreateParams.__annotations__) - vectors
     assert not of_openai(chat_params) - chat
     assert not of_openai(completion_params) - text
@@ -87,7 +87,7 @@ def test_every_field_of_all_schemas_stands_in_the_table():
 def test_the_table_says_once_what_becomes_of_each(route):
     names = [field.name for field in FIELDS if route in field.routes]
     assert len(set(names)) == len(names)
-    honoured = {name for name, field in of_route(route).items() if field.status == "honoured"}
+    honoured = {name for name, field in route_fields(route).items() if field.status == "honoured"}
     assert honoured == set(KINDS[route].__struct_fields__)
 
 
@@ -101,7 +101,7 @@ def decode(route, strict=False, **extra):
     return Decoder(strict).decode(KINDS[route], body)
 
 
-STATUS = [(route, f) for route in KINDS for f in of_route(route).values()]
+STATUS = [(route, f) for route in KINDS for f in route_fields(route).values()]
 
 
 @pytest.mark.parametrize(("route", "field"), STATUS, ids=lambda v: getattr(v, "name", v))
@@ -137,7 +137,7 @@ for kind, more in ((requests.CompletionRequest, b'"prompt":"a"'), (requests.Chat
     schema = openapi.document("m", False)["components"]["schemas"][kind.__name__]
     assert schema["properties"]["charm"]["anyOf"][0] == {"type": "number"}
 for route in ("chat", "completions"):
-    assert fields.of_route(route)["charm"].status == "honoured"
+    assert fields.route_fields(route)["charm"].status == "honoured"
 """
 
 
@@ -148,7 +148,7 @@ def test_a_parameter_of_the_engine_is_one_of_requests_without_being_named():
 
 
 def test_what_the_engine_refuses_with_a_reason_requests_are_refused_with_it():
-    for name, reason in REFUSED.items():
+    for name, reason in REJECTED.items():
         assert name not in CompletionRequest.__struct_fields__ + ChatRequest.__struct_fields__
         for route in ("chat", "completions"):
             with pytest.raises(APIError) as caught:
@@ -211,7 +211,7 @@ def test_what_goes_to_the_template_goes_as_it_was_written():
         ODD[3][0]["messages"][1],
     ]
     body = decode("chat", tools=[tool], messages=messages, no_such_thing=1)
-    assert repr(conversation(body.given["messages"])) == repr(messages)
+    assert repr(conversation(body.raw["messages"])) == repr(messages)
     assert repr(template_options(body)["tools"]) == repr([tool])
 
 
@@ -219,7 +219,7 @@ def test_a_member_that_the_template_reads_is_no_unknown_one(caplog):
     messages = [{"role": "user", "content": "a", "mood": "glad"}]
     body = json.dumps({**BODIES["chat"], "messages": messages}).encode()
     reads = Decoder(strict=True, template_members=lambda: ("mood",))
-    assert reads.decode(ChatRequest, body).given["messages"] == messages
+    assert reads.decode(ChatRequest, body).raw["messages"] == messages
     assert not caplog.records
 
 
@@ -254,12 +254,12 @@ def test_a_count_takes_what_the_counted_request_has(caplog):
 
 
 def test_hostile_names_neither_fill_the_memory_nor_the_log(caplog):
-    warned = Warned()
+    warned = WarnOnce()
     with caplog.at_level(logging.WARNING, "nanoactor.server"):
-        for number in range(5 * Warned.MOST):
+        for number in range(5 * WarnOnce.MAX_NAMES):
             warned.warn(f"{number}" + "\n" * 1000, "is ignored")
-    assert len(warned._names) == Warned.MOST
-    assert len(caplog.records) == Warned.MOST + 1
+    assert len(warned._names) == WarnOnce.MAX_NAMES
+    assert len(caplog.records) == WarnOnce.MAX_NAMES + 1
     assert max(len(record.getMessage()) for record in caplog.records) < 400
     assert not any("\n" in record.getMessage() for record in caplog.records)
 
@@ -293,7 +293,7 @@ def test_what_was_refused_before_may_stand_in_the_history():
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
         {"role": "user", "content": "a", "name": "ann"},
     ]
-    said = conversation(decode("chat", messages=messages).given["messages"])
+    said = conversation(decode("chat", messages=messages).raw["messages"])
     fitted = fit_messages(said, Forms())
     assert [message.get("content") for message in fitted] == [None, "no", "a"]
 

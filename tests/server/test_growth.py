@@ -119,16 +119,18 @@ SHAPES = {
 
 def read(kind, body):
     """Read a body as the server does, up to what the engine is given."""
-    decoder = Decoder(sees=True)
+    decoder = Decoder(accepts_images=True)
     decoded = decoder.decode(kind, body)
 
     def warn(name, fate):
         raise AssertionError(name)
 
     if kind is MessagesRequest:
-        made = of_messages(decoded, Options(sees=True), warn)
+        made = of_messages(decoded, Options(accepts_images=True), warn)
     else:
-        made = of_responses(decoded, Tools(decoded.tools or (), warn), Options(sees=True), warn)
+        made = of_responses(
+            decoded, Tools(decoded.tools or (), warn), Options(accepts_images=True), warn
+        )
     chat = decoder.chat(made)
     assert isinstance(chat, ChatRequest)
     assert chat.constraint is None
@@ -161,13 +163,13 @@ def test_what_is_read_is_not_many_times_what_was_sent(shape):
 
 
 def test_the_measure_finds_a_product(monkeypatch):
-    ordered = ArgumentOrder._ordered
+    ordered = ArgumentOrder._apply
 
     def quadratic(self, value, schema):
         names = schema.get("properties", {}) if isinstance(schema, dict) else {}
         assert len([name for name in names if name in value]) <= len(names)
         return ordered(self, value, schema)
 
-    monkeypatch.setattr(ArgumentOrder, "_ordered", quadratic)
+    monkeypatch.setattr(ArgumentOrder, "_apply", quadratic)
     with pytest.raises(AssertionError, match="s, then"):
         test_reading_takes_time_in_proportion(SHAPES["objects of a wide schema"])

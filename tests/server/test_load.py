@@ -177,7 +177,7 @@ def test_half_of_the_clients_hang_up_and_the_others_notice_nothing(checkpoint, c
             figures = await settled(server.llm)
             assert figures["frontend"]["actor"]["untokenized"] == 0
             assert figures["scheduler"]["actor"]["aborted"] > count / 20
-            assert server._completions.live == 0
+            assert server._completions.num_live == 0
             async with asyncio.timeout(20):
                 while len(asyncio.all_tasks()) >= 30:
                     await asyncio.sleep(0.02)
@@ -701,5 +701,5 @@ def judged(now=100.0, since=90.0, told=99.9, silent=None, late=None):
 def test_who_is_to_blame(values, culprit):
     health = judged(**values)
     assert health.culprit == culprit
-    assert health.well == (not culprit)
+    assert health.is_ok == (not culprit)
     assert health.status == ("stalled" if culprit else "ok")

@@ -263,12 +263,12 @@ def test_invalid_base64_is_refused(text):
 
 @given(st.binary(min_size=1, max_size=100), st.integers(1, 9))
 def test_base64_is_decoded_in_pieces_as_in_one(picture, piece):
-    usual, module._PIECE = module._PIECE, 4 * piece
+    usual, module._PIECE_CHARACTERS = module._PIECE_CHARACTERS, 4 * piece
     try:
         url = data(picture)
-        assert module._decoded(url, url.index(",") + 1, 100) == picture
+        assert module._decode_base64(url, url.index(",") + 1, 100) == picture
     finally:
-        module._PIECE = usual
+        module._PIECE_CHARACTERS = usual
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 4, 98, 99, 100, 101])
@@ -287,8 +287,8 @@ def test_large_data_is_decoded_in_a_thread_and_small_data_is_not(monkeypatch):
         threads.append(threading.current_thread())
         return usual(*args)
 
-    usual, threads = module._decoded, []
-    monkeypatch.setattr(module, "_decoded", decoded)
+    usual, threads = module._decode_base64, []
+    monkeypatch.setattr(module, "_decode_base64", decoded)
     assert loaded(data(bytes(1 << 20))) == bytes(1 << 20)
     assert loaded(data()) == PICTURE
     assert [thread is threading.main_thread() for thread in threads] == [False, True]
@@ -904,7 +904,7 @@ def test_closing_breaks_off_what_is_being_fetched(monkeypatch):
             await loader.load(base + "/")
         assert await loader.load(data()) == PICTURE
 
-    monkeypatch.setattr(module, "_CONNECTIONS", 4)
+    monkeypatch.setattr(module, "_MAX_CONNECTIONS", 4)
     with_loader({"/": nothing}, use, timeout=1000)
 
 

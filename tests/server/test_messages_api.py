@@ -11,9 +11,9 @@ import pytest
 
 from nanoactor.server import pings
 from nanoactor.server.anthropic.request import CountTokensRequest, MessagesRequest
-from nanoactor.server.anthropic.translate import NAMES, to_chat
+from nanoactor.server.anthropic.translate import FIELD_NAMES, to_chat
 from nanoactor.server.context import RequestContext
-from nanoactor.server.errors import APIError, invalid, renamed
+from nanoactor.server.errors import APIError, invalid, rename_fields
 from nanoactor.server.requests import Decoder
 from nanoactor.server.sealed import seal
 from nanoactor.server.translating import Options
@@ -46,8 +46,9 @@ def chat(messages=ASK, options=None, kind=MessagesRequest, **extra):
         del body["max_tokens"]
     decoder, warnings = Decoder(), []
     decoded = decoder.decode(kind, json.dumps(body).encode())
-    made = to_chat(decoded, options or Options(sees=True), lambda *said: warnings.append(said))
-    decoder_of_chats = Decoder(sees=True)
+    options = options or Options(accepts_images=True)
+    made = to_chat(decoded, options, lambda *said: warnings.append(said))
+    decoder_of_chats = Decoder(accepts_images=True)
     assert decoder_of_chats.chat(made).messages
     return made, warnings
 
@@ -116,7 +117,7 @@ def test_pictures_stay_in_results_where_the_template_shows_them():
     content = [{"type": "text", "text": "wet"}, PICTURE]
     result = {"type": "tool_result", "tool_use_id": "t", "content": content}
     use = {"type": "tool_use", "id": "t", "name": "weather", "input": {}}
-    shows = Options(sees=True, shows_result_pictures=True)
+    shows = Options(accepts_images=True, renders_result_pictures=True)
     for is_error, first in ((False, "wet"), (True, "Error:")):
         results = [{**result, "is_error": is_error}, {"type": "text", "text": "And?"}]
         asked = [
@@ -316,14 +317,14 @@ def test_what_is_wrong_is_refused_by_the_name_of_its_place(extra, param):
 
 def test_a_picture_for_a_model_that_sees_none_is_refused():
     with pytest.raises(APIError, match="does not accept images"):
-        chat([{"role": "user", "content": [PICTURE]}], Options(sees=False))
+        chat([{"role": "user", "content": [PICTURE]}], Options(accepts_images=False))
 
 
 def test_what_a_chat_calls_otherwise_is_named_as_here():
-    for ours, theirs in NAMES.items():
-        problem = renamed(invalid(f"{ours}: is wrong", ours), NAMES)
+    for ours, theirs in FIELD_NAMES.items():
+        problem = rename_fields(invalid(f"{ours}: is wrong", ours), FIELD_NAMES)
         assert (problem.message, problem.param) == (f"{theirs}: is wrong", theirs)
-    assert renamed(invalid("stopping is", "stopping"), NAMES).param == "stopping"
+    assert rename_fields(invalid("stopping is", "stopping"), FIELD_NAMES).param == "stopping"
     assert RequestContext  # which does so with every error
 
 
@@ -472,7 +473,7 @@ def test_tokens_are_counted_as_the_prompt_has_them(tmp_path, monkeypatch, caplog
 
 
 def test_a_silent_stream_is_kept_open_by_pings(tmp_path, monkeypatch):
-    monkeypatch.setattr(pings, "SECONDS", 0.02)
+    monkeypatch.setattr(pings, "PING_SECONDS", 0.02)
 
     async def main():
         async with talk(tmp_path, monkeypatch, device="simulated:300") as t:

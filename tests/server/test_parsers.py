@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from nanoactor.server.choices import ChatChoice
 from nanoactor.server.reasoning import ReasoningParser, ends_in_thoughts
-from nanoactor.server.tool_calls import Arguments, Call, CallsBehindThoughts, ToolCallParser
+from nanoactor.server.tool_calls import Arguments, Call, CallsAfterReasoning, ToolCallParser
 from tests.server.parsing import found
 
 # -- thoughts -----------------------------------------------------------------------------
@@ -196,7 +196,7 @@ def answered(pieces, opened, reason):
     choice = ChatChoice(0, ReasoningParser("open" if opened else "optional"), ToolCallParser())
     members = choice.begin() + [m for piece in pieces for m in choice.push(piece)]
     members += choice.finish(reason)
-    whole = choice.whole()
+    whole = choice.complete()
     deltas = [member["delta"] for member in members]
     assert [m["finish_reason"] for m in members[:-1]] == [None] * (len(members) - 1)
     assert members[-1]["finish_reason"] == whole["finish_reason"]
@@ -284,7 +284,7 @@ def test_what_thoughts_mention_is_no_call_where_they_stay_in_the_content(size):
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     text = f"<think>maybe {call} no</think>No.{call}"
     for begins, said in (("optional", text), ("open", text.removeprefix("<think>"))):
-        parser = CallsBehindThoughts(begins)
+        parser = CallsAfterReasoning(begins)
         pieces = []
         for at in range(0, len(said), size):
             pieces += parser.push(said[at : at + size])
@@ -309,5 +309,5 @@ def test_a_begun_answer_is_in_its_thoughts_where_it_began_with_them(text, thinks
 
 
 def test_no_thoughts_are_looked_for_behind_what_was_said():
-    parser = ReasoningParser("said")
+    parser = ReasoningParser("content")
     assert parser.push("<think> is the tag") == ("", "<think> is the tag")

@@ -37,9 +37,9 @@ def test_a_texts_tokens_are_those_that_begin_in_it(sizes, cut):
     tokens = entries(STREAM.encode(), sizes)
     scores = TokenScores()
     scores.push(tokens)
-    scores.take(THOUGHTS)
+    scores.pop(THOUGHTS)
     pieces = [piece for piece in (TEXT[:cut], TEXT[cut:]) if piece]
-    assert [one for piece in pieces for one in scores.take(piece)] == of_text(tokens)
+    assert [one for piece in pieces for one in scores.pop(piece)] == of_text(tokens)
 
 
 @given(SIZES)
@@ -51,7 +51,7 @@ def test_tokens_may_come_just_before_their_text(sizes):
         told += bytes(one["bytes"])
         text = told.decode(errors="ignore")
         if len(text) > sent:
-            found += scores.take(text[sent:])
+            found += scores.pop(text[sent:])
             sent = len(text)
     assert found == tokens
 
@@ -60,14 +60,14 @@ def test_tokens_of_a_piece_that_was_not_found_belong_to_no_later_one():
     scores = TokenScores()
     first, half, second = entries(b"a\xe2\x82a", [1, 2])
     scores.push([first, half])
-    assert scores.take("a\ufffd") == []
+    assert scores.pop("a\ufffd") == []
     scores.push([second])
-    assert scores.take("a") == [second]
+    assert scores.pop("a") == [second]
 
 
 def test_a_piece_that_is_not_made_of_tokens_has_none():
     scores = TokenScores()
     scores.push(entries("ü".encode(), [1]))
-    assert scores.take("\ufffd") == []
-    assert scores.take("\ud800") == []
-    assert TokenScores().take("a") == []
+    assert scores.pop("\ufffd") == []
+    assert scores.pop("\ud800") == []
+    assert TokenScores().pop("a") == []

@@ -42,7 +42,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_
 THINK = "<think>\nOslo. A city.\n</think>\n\n"
 
 
-SEES = Options(sees=True)
+SEES = Options(accepts_images=True)
 
 
 def chat(input="Weather in Oslo?", strict=False, options=SEES, **extra):
@@ -56,7 +56,7 @@ def chat(input="Weather in Oslo?", strict=False, options=SEES, **extra):
 
     tools = Tools(decoded.tools or (), warn)
     made = to_chat(decoded, tools, options, warn)
-    assert Decoder(sees=True).chat(made).messages
+    assert Decoder(accepts_images=True).chat(made).messages
     return made, warnings
 
 
@@ -132,7 +132,7 @@ def test_pictures_stay_in_results_where_the_template_shows_them():
         {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "c", "output": output},
     ]
-    shows = Options(sees=True, shows_result_pictures=True)
+    shows = Options(accepts_images=True, renders_result_pictures=True)
     _, tool = chat(items, options=shows, tools=[TOOL])[0]["messages"]
     assert [part["type"] for part in tool["content"]] == ["text", "image_url"]
 

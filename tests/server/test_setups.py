@@ -20,7 +20,7 @@ LIMITS = RenderOptions(5.0, 10_000)
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't start new thread")])
 def test_a_text_service_that_cannot_be_started_again_is_tried_again(monkeypatch, error):
-    monkeypatch.setattr(text_service_module, "_FIRST_WAIT", 0.01)
+    monkeypatch.setattr(text_service_module, "_MIN_RESTART_DELAY", 0.01)
 
     async def main():
         service = TextService(DEMO, 10_000, LIMITS)
@@ -36,10 +36,10 @@ def test_a_text_service_that_cannot_be_started_again_is_tried_again(monkeypatch,
         monkeypatch.setattr(service, "start", start)
         service._on_death(RuntimeError("killed"))
         with pytest.raises(EngineDead):
-            await service.encode("a", special=True)
+            await service.encode("a", add_special_tokens=True)
         while service.state != "ok":
             await asyncio.sleep(0.01)
-        assert await service.encode("a", special=True)
+        assert await service.encode("a", add_special_tokens=True)
         assert len(failed) == 2
         await service.close()
 
@@ -62,7 +62,7 @@ def test_one_look_that_fails_does_not_end_the_monitor(monkeypatch):
             monkeypatch.setattr(server.llm, "statistics", statistics)
             while len(looks) < 4:
                 await asyncio.sleep(0.01)
-            assert server._monitor.health().well
+            assert server._monitor.health().is_ok
 
     asyncio.run(asyncio.wait_for(main(), 200))
 

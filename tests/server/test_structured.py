@@ -22,7 +22,7 @@ from nanoactor.server.requests import (
     sampling_params,
     template_options,
 )
-from nanoactor.server.structured import said_of
+from nanoactor.server.structured import errors_name_field
 from nanoactor.server.tool_calls import ToolCallParser
 from tests.server.harness import CPU, here, served, url
 from tests.server.scripted import SPACES, Script, directory, with_weights
@@ -117,7 +117,7 @@ WRONG = [
 def test_what_is_wrong_is_refused_by_the_name_of_its_field(kind, extra, param):
     with pytest.raises(APIError) as caught:
         body = decode(kind, **extra)
-        with said_of(body.constraint):
+        with errors_name_field(body.constraint):
             sampling_params(body, body.constraint)
     assert (caught.value.status, caught.value.param) == (400, param)
     assert param in caught.value.message
@@ -127,12 +127,12 @@ def test_what_the_engine_says_of_its_parameter_is_said_of_the_requests_field():
     constraint = decode(ChatRequest, response_format=FORMAT).constraint
     with (
         pytest.raises(APIError, match=r"^response_format: no \$ref") as caught,
-        said_of(constraint),
+        errors_name_field(constraint),
     ):
         raise InvalidRequest("structured_outputs: no $ref is followed")
     assert caught.value.param == "response_format"
     for told, of in (("stop must be", constraint), ("structured_outputs: no", None)):
-        with pytest.raises(InvalidRequest, match=f"^{told}"), said_of(of):
+        with pytest.raises(InvalidRequest, match=f"^{told}"), errors_name_field(of):
             raise InvalidRequest(told)
 
 
@@ -278,7 +278,7 @@ def test_what_is_wrong_with_a_form_beside_tools_is_said_of_the_form():
     for tools in (None, TOOLS):
         with pytest.raises((APIError, InvalidRequest), match="minProperties") as caught:
             body = decode(ChatRequest, tools=tools, response_format=form)
-            with said_of(body.constraint):
+            with errors_name_field(body.constraint):
                 check_spec(body.constraint.params.spec())
         assert str(caught.value).startswith("response_format" if tools else "json_schema")
 
@@ -288,7 +288,7 @@ def test_the_reason_of_a_named_call_is_that_of_openai(named, reason):
     choice = ChatChoice(0, None, ToolCallParser(), named_call=named)
     choice.push('<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>')
     assert choice.finish("stop")[-1]["finish_reason"] == reason
-    assert choice.whole()["message"]["tool_calls"][0]["function"]["arguments"] == "{}"
+    assert choice.complete()["message"]["tool_calls"][0]["function"]["arguments"] == "{}"
 
 
 # -- answers of the demo model, which has never seen JSON ---------------------------------

@@ -20,7 +20,7 @@ from tests.text.test_patterns import BACKTRACKS, split, tokenizer_directory
 
 @pytest.fixture
 def model(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_FIRST_WAIT", 0.05)
+    monkeypatch.setattr(module, "_MIN_RESTART_DELAY", 0.05)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO / name, tmp_path / name)
     return tmp_path

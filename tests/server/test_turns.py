@@ -24,7 +24,7 @@ def test_other_options_or_messages_are_another_conversation():
 
 
 def test_only_the_latest_are_remembered():
-    turns = Turns(most=2)
+    turns = Turns(max_turns=2)
     for first in (A, B, C):
         turns.add([first], {}, 40, 0, 16)
     assert turns.add([A, B], {}, 70, 0, 16) == (0, 0)

@@ -43,7 +43,7 @@ class Callers:
             self._refused(entry, [0] * len(entry.answers), [0] * len(entry.answers), HoldExpired)
             counts["callers who were too late"] += 1
             return
-        if entry.aborted or entry.over:
+        if entry.aborted or entry.is_over:
             return
         if caller.wrong:
             self._ask_wrongly(entry)
@@ -52,12 +52,12 @@ class Callers:
         if number < len(caller.rounds):
             turn = caller.rounds[number]
             self._world.oracle.goes_on(position, number + 1)
-            frontend.go_on(entry, turn.parents, turn.tokens)
+            frontend.resume_held(entry, turn.parents, turn.tokens)
             self._refused(entry, turn.parents, turn.tokens)  # it is not held now
         elif caller.end == "abort":
             frontend.abort(entry)
         else:
-            frontend.go_on(entry, [-1] * len(entry.answers), [0] * len(entry.answers))
+            frontend.resume_held(entry, [-1] * len(entry.answers), [0] * len(entry.answers))
 
     def _ask_wrongly(self, entry: Entry) -> None:
         count = len(entry.answers)
@@ -81,7 +81,7 @@ class Callers:
         frontend: Any = self._world.actors["frontend"]
         before = entry.continued, len(self._world.edges["frontend", "scheduler"].messages)
         try:
-            frontend.go_on(entry, parents, tokens)
+            frontend.resume_held(entry, parents, tokens)
         except error:
             after = entry.continued, len(self._world.edges["frontend", "scheduler"].messages)
             assert after == before

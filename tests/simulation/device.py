@@ -17,7 +17,7 @@ from nanoactor.messages.pooling import StepVectors
 from nanoactor.messages.scores import StepScores
 from nanoactor.models.limits import FROZEN, NO_TOKEN, NOTHING_ALLOWED
 from nanoactor.runner.config import RankConfig
-from nanoactor.runner.protocol import Computed
+from nanoactor.runner.protocol import StepResult
 from nanoactor.runtime.actor import Actor, Context
 from nanoactor.setup.actors import ENCODER_PAGE_ROWS, RunnerReady
 from tests.simulation.grammar import mask_of
@@ -47,7 +47,7 @@ class SimulatedRunner(RunnerActor):
         self._life = 0
         """How often everybody began anew."""
         self._slow = random.Random(f"{world.scenario.seed} slow")
-        self.any_thread = False
+        self.allows_any_thread = False
         self.done = 0
         """The last step that the device has completed."""
         self.busy_seconds = 0.0
@@ -78,7 +78,7 @@ class SimulatedRunner(RunnerActor):
         """The cache's size, as the scenario has it."""
         self._executor: Any = self
         self._resident = self._empty()
-        return self._what_is_ready()
+        return self._ready_info()
 
     def _empty(self) -> ResidentState:
         scenario = self._world.scenario
@@ -87,7 +87,7 @@ class SimulatedRunner(RunnerActor):
         traits = scenario.runs_from, scenario.pooling, scenario.slot_state
         return ResidentState(*layout, *traits)
 
-    def _what_is_ready(self) -> RunnerReady:
+    def _ready_info(self) -> RunnerReady:
         scenario = self._world.scenario
         return RunnerReady(
             scenario.blocks,
@@ -104,11 +104,11 @@ class SimulatedRunner(RunnerActor):
         Actor.start(self, context, ready)
         self._open_tracks()
 
-    def renew(self) -> RunnerReady:
+    def reset(self) -> RunnerReady:
         """What the device computes comes to nothing; what is in the cache stays there."""
         while not self._prepared.empty():
             self._prepared.get()
-        self._forget()
+        self._reset_steps()
         self._resident = self._empty()
         self._busy, self.done, self.dropped, self._half = False, 0, [], {}
         self._next_token[:] = -1
@@ -116,7 +116,7 @@ class SimulatedRunner(RunnerActor):
         self._kept, self._ends, self._last = {}, {}, {}
         self._spoilt, self._astray, self._frozen = set(), set(), set()
         self._life += 1
-        return self._what_is_ready()
+        return self._ready_info()
 
     def _on_step(self, step: Any) -> None:
         super()._on_step(step)
@@ -147,7 +147,7 @@ class SimulatedRunner(RunnerActor):
                     continue
                 each = picture.rows // picture.frames
                 rows = range(frame * each, (frame + 1) * each)
-                self.features[task.places[rows]] = [row_of(picture, row) for row in rows]
+                self.features[task.cache_rows[rows]] = [row_of(picture, row) for row in rows]
 
     def _parts(self, picture: Picture) -> int:
         scenario = self._world.scenario
@@ -161,8 +161,8 @@ class SimulatedRunner(RunnerActor):
         prepared = self._prepared.get()
         assert prepared is not None
         inputs: Any = prepared[1]
-        if self._asks:
-            self.context.call_soon(self._begun, inputs.step)
+        if self._requests_steps:
+            self.context.call_soon(self._on_begun, inputs.step)
         scenario = self._world.scenario
         seconds = scenario.step_seconds + scenario.token_seconds * len(inputs.token_ids)
         seconds *= 20.0 if self._slow.random() < scenario.slow_chance else 1.0
@@ -183,7 +183,7 @@ class SimulatedRunner(RunnerActor):
         told = ids if order is None else ids[order]
         times = {"begin": begin, "forwarded": end, "sampled": end, "end": end}
         found = {"scores": scores, "vectors": vectors}
-        self._done(inputs.step, Computed(inputs.update.counts, told, **times, **found))
+        self._on_done(inputs.step, StepResult(inputs.update.counts, told, **times, **found))
         self._pump()
 
     # -- the forward pass -----------------------------------------------------------------
@@ -365,14 +365,14 @@ class SimulatedRunner(RunnerActor):
         sampling = oracle.owners_of_slots(inputs.step, inputs.sampling_slots)
         for row in wanted.samplers.tolist():
             rows.append((sampling[row], self._ends[sampling[row]] - 1, int(ids[row])))
-        table = np.zeros((len(rows), 2 + 2 * results.most), np.int32)
+        table = np.zeros((len(rows), 2 + 2 * results.max_logprobs), np.int32)
         for line, (uid, position, token) in zip(table, rows, strict=True):
             answer = oracle.answers[uid]
             assert answer is not None
-            found = score(int(answer.states[position]), token, results.most)
-            line[1], line[2 : 2 + results.most] = found.rank, found.top_ids
+            found = score(int(answer.states[position]), token, results.max_logprobs)
+            line[1], line[2 : 2 + results.max_logprobs] = found.rank, found.top_ids
             values = np.array([found.logprob, *found.top_logprobs], np.float32).view(np.int32)
-            line[0], line[2 + results.most :] = values[0], values[1:]
+            line[0], line[2 + results.max_logprobs :] = values[0], values[1:]
         return results.message(table)
 
     def _pooled(self, inputs: StepInputs) -> list[tuple[int, Row]]:
@@ -417,8 +417,8 @@ class SimulatedRunner(RunnerActor):
     def _look(self, inputs: StepInputs) -> None:
         """Read the rows that the step's tokens stand for."""
         self._seen: dict[int, int] = {}
-        if inputs.update.inputs.seen is not None:
-            rows = inputs.update.inputs.seen.rows
+        if inputs.update.inputs.visual is not None:
+            rows = inputs.update.inputs.visual.rows
             (tokens,) = np.nonzero(rows >= 0)
             found = self.features[rows[tokens]].tolist()
             self._seen = dict(zip(tokens.tolist(), found, strict=True))

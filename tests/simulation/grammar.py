@@ -55,7 +55,7 @@ class ToyMatcher:
         self._toy = ToyState(number, free and dataclasses.astuple(free))
         self._number, self._left = number, fails_at
 
-    def take(self, tokens: list[int]) -> None:
+    def consume(self, tokens: list[int]) -> None:
         """A token that is not allowed is a bug of ours."""
         for token in tokens:
             assert token in self._toy.allowed, f"token {token} was not allowed"
@@ -77,11 +77,11 @@ class SimulatedGrammar(GrammarActor):
         self._world = world
         self._random = random.Random(f"{world.scenario.seed} compile")
 
-    def _start_thread(self) -> None:
+    def _start_reading(self) -> None:
         """None."""
 
-    def _open(self, event: OpenGrammar) -> None:
-        self._book.open(self.context.own(event))
+    def _on_open(self, event: OpenGrammar) -> None:
+        self._book.open(self.context.owned_copy(event))
         number, fails_at, hangs = map(int, event.grammar.split()[:3])
         if hangs:
             return
@@ -95,11 +95,11 @@ class SimulatedGrammar(GrammarActor):
     def _told(self, book: GrammarBook, uid: int, matcher: ToyMatcher) -> None:
         """As the thread does, unless everybody began anew."""
         if book is self._book and not self.context.retired:
-            self._note(book, uid, (matcher, 0))
+            self._on_compiled(book, uid, (matcher, 0))
 
 
 class SimulatedTokenizer(TokenizerActor):
     """`TokenizerActor` that knows the toys' free text."""
 
-    def _freed(self, grammar: str) -> tuple[str, FreeText | None]:
+    def _split_free_text(self, grammar: str) -> tuple[str, FreeText | None]:
         return grammar, free_text_of(grammar) if grammar else None

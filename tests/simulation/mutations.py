@@ -125,7 +125,7 @@ _PATCHES = [
     Mutation(
         "an order to forget the index is lost with a process",
         CONTROL,
-        "        if self._forgotten:  # it may have been under way when a process died\n",
+        "        if self._forget_number:  # it may have been under way when a process died\n",
         "        if False:\n",
     ),
     Mutation(
@@ -137,15 +137,15 @@ _PATCHES = [
     Mutation(
         "of two changes of a block that were not told the first is told",
         CHANGES,
-        "if self._changes.pop(content, is_there) == is_there:",
+        "if self._changes.pop(content, is_present) == is_present:",
         "if content not in self._changes:",
     ),
     Mutation(
         "what was told of the index before a death is taken for told",
         BLOCKS,
-        "            self._manager.pool.tell_index()",
+        "            self._manager.pool.publish_index()",
         "            if self._manager.pool.changes is None:\n"
-        "                self._manager.pool.tell_index()",
+        "                self._manager.pool.publish_index()",
     ),
     Mutation(
         "what was told of the index before a death stays",
@@ -216,7 +216,7 @@ _PATCHES = [
     Mutation(
         "an abort of a finished request leaves a tombstone",
         SCHEDULER,
-        "if self.arrivals.overtaken(event):",
+        "if self.arrivals.note_early_abort(event):",
         "if event.uid not in self.live and not self.arrivals.tombstones.add(event.uid):",
     ),
     Mutation(
@@ -228,15 +228,15 @@ _PATCHES = [
     Mutation(
         "a result is dropped for a preempted sequence",
         OUTPUT,
-        "            if not sequence.takes(token, self._step):\n",
+        "            if not sequence.accepts(token, self._step):\n",
         "            waits = sequence.phase is Phase.WAITING\n"
-        "            if waits or not sequence.takes(token, self._step):\n",
+        "            if waits or not sequence.accepts(token, self._step):\n",
     ),
     Mutation(
         "the result of an ended sequence is taken",
         SEQUENCE,
-        "return self.phase is not Phase.FINISHED and step > self.void_until\n",
-        "return step > self.void_until\n",
+        "return self.phase is not Phase.FINISHED and step > self.discarded_until\n",
+        "return step > self.discarded_until\n",
     ),
     Mutation(
         "a hash takes its grandparent for its parent",
@@ -259,8 +259,8 @@ _PATCHES = [
     Mutation(
         "a new block comes one token late",
         TABLE,
-        "able & (scheduled == self.room)",
-        "able & (scheduled == self.room + 1)",
+        "eligible & (scheduled == self.capacity)",
+        "eligible & (scheduled == self.capacity + 1)",
     ),
     Mutation(
         "children are evicted after their parents",
@@ -295,7 +295,7 @@ _PATCHES = [
     Mutation(
         "more is planned than the token budget",
         SCHEDULER,
-        "choose_rows(self.config.max_num_batched_tokens - decodes, turn)",
+        "choose_rows(self.config.max_num_batched_tokens - num_decodes, turn)",
         "choose_rows(self.config.max_num_batched_tokens, turn)",
     ),
     Mutation(
@@ -323,7 +323,7 @@ _PATCHES = [
         ADMISSION,
         " or submit.item_times:\n"
         "            return None\n"
-        "        if len(tokens) + len(_told(submit)) > DIRECT_TOKENS:\n"
+        "        if len(tokens) + len(_resumed_tokens(submit)) > DIRECT_TOKENS:\n"
         "            return None\n"
         "        if self._placeholders and np.isin(tokens, self._placeholders).any():\n",
         ":\n            return None\n        if not len(tokens):\n",
@@ -331,26 +331,28 @@ _PATCHES = [
     Mutation(
         "one step more is planned than the depth",
         DEPTH,
-        "if steps < self._least or steps >= self._most:\n            return steps < self._least\n",
-        "if steps < self._least or steps >= self._most:\n            return steps <= self._least\n",
+        "if steps < self._min_depth or steps >= self._max_depth:\n"
+        "            return steps < self._min_depth\n",
+        "if steps < self._min_depth or steps >= self._max_depth:\n"
+        "            return steps <= self._min_depth\n",
     ),
     Mutation(
         "steps are planned deep however long they are",
         DEPTH,
-        "return short and all(",
+        "return needs_work and all(",
         "return all(",
     ),
     Mutation(
         "steps are planned deep behind prompts",
         DEPTH,
-        "return short and all(planned.is_decode_step for planned in in_flight)",
-        "return short",
+        "return needs_work and all(planned.is_decode_step for planned in in_flight)",
+        "return needs_work",
     ),
     Mutation(
         "beside sequences that never decode steps are planned deep however long they are",
         DEPTH,
-        "short = (steps - 1) * self._seconds < STEPWISE_SECONDS",
-        "short = True",
+        "needs_work = (steps - 1) * self._seconds < STEPWISE_SECONDS",
+        "needs_work = True",
     ),
     Mutation(
         "steps that decode are planned as deep as beside sequences that never do",
@@ -361,8 +363,9 @@ _PATCHES = [
     Mutation(
         "steps that are planned deep know no limit",
         DEPTH,
-        "if steps < self._least or steps >= self._most:\n            return steps < self._least\n",
-        "if steps < self._least:\n            return True\n",
+        "if steps < self._min_depth or steps >= self._max_depth:\n"
+        "            return steps < self._min_depth\n",
+        "if steps < self._min_depth:\n            return True\n",
     ),
     Mutation(
         "the queue is served last come, first served",
@@ -380,7 +383,7 @@ _PATCHES = [
     Mutation(
         "everybody is preempted",
         SCHEDULER,
-        "missing -= max(1, victim.gives_back) + (victim in starving)",
+        "missing -= max(1, victim.num_freeable_blocks) + (victim in starving)",
         "missing -= 0",
     ),
     Mutation(
@@ -392,7 +395,7 @@ _PATCHES = [
     Mutation(
         "a sequence that comes back is not introduced to the runners",
         TURNS,
-        "        self._introduced.discard(slot)\n",
+        "        self._sent_slots.discard(slot)\n",
         "",
     ),
     Mutation(
@@ -410,7 +413,7 @@ _PATCHES = [
     Mutation(
         "more is matched than a step has tokens for",
         SCHEDULER,
-        "while self.budget.free_slots and tokens > 0:",
+        "while self.budget.free_slots and budget > 0:",
         "while self.budget.free_slots:",
     ),
     Mutation(
@@ -422,8 +425,8 @@ _PATCHES = [
     Mutation(
         "a step is planned before it is wanted",
         SCHEDULER,
-        "return at_once or self._wanted > self._planned",
-        "return at_once or self._wanted >= self._planned",
+        "return at_once or self._requested > self._planned",
+        "return at_once or self._requested >= self._planned",
     ),
     Mutation(
         "a credits message is sent although its edge is full",
@@ -446,7 +449,7 @@ _PATCHES = [
     Mutation(
         "a request without a choice goes on",
         SCHEDULER,
-        "in (s for s in results.choiceless if event.step > s.void_until):\n",
+        "in (s for s in results.choiceless if event.step > s.discarded_until):\n",
         "in []:\n",
     ),
     Mutation(
@@ -489,7 +492,7 @@ _PATCHES = [
     Mutation(
         "a chunk that is too large loses its rest",
         DETOKENIZER,
-        "pending.text, pending.ids = [whole[len(text) :]], pending.ids[len(some) :]",
+        "pending.text, pending.ids = [pending_text[len(text) :]], pending.ids[len(ids) :]",
         "pending.text, pending.ids = [], []",
     ),
     Mutation(
@@ -513,25 +516,25 @@ _PATCHES = [
     Mutation(
         "a steady decode batch stays one step too long",
         TABLE,
-        "self._steady = int((ends - scheduled).min())",
-        "self._steady = int((ends - scheduled).min()) + 1",
+        "self._stable_steps = int((ends - scheduled).min())",
+        "self._stable_steps = int((ends - scheduled).min()) + 1",
     ),
     Mutation(
         "a decode batch stays the same although one of it has left",
         TABLE,
-        "        self._steady = 0\n        self.occupied[slot]",
+        "        self._stable_steps = 0\n        self.occupied[slot]",
         "        self.occupied[slot]",
     ),
     Mutation(
         "a decode batch stays the same although a prompt is through",
         TABLE,
-        "        self._steady = 0\n        self._scheduled[slot] += count",
+        "        self._stable_steps = 0\n        self._scheduled[slot] += count",
         "        self._scheduled[slot] += count",
     ),
     Mutation(
         "a decode batch that has changed keeps its version",
         TABLE,
-        "        self._versions += 1\n",
+        "        self._last_version += 1\n",
         "",
     ),
     Mutation(
@@ -543,7 +546,7 @@ _PATCHES = [
     Mutation(
         "text is taken from the table although a character is unfinished",
         DETOKENIZER,
-        "or (entry.decoder is not None and entry.decoder.holding)",
+        "or (entry.decoder is not None and entry.decoder.has_pending_text)",
         "or entry.decoder is None",
     ),
     Mutation(
@@ -573,7 +576,7 @@ _PATCHES = [
     Mutation(
         "results are told before it is known whom a failure concerns",
         "nanoactor.scheduling.steps.unanswered",
-        "        if self._doubted > self._answered:\n            return True\n",
+        "        if self._last_failure_turn > self._answered:\n            return True\n",
         "",
     ),
     Mutation(
@@ -585,25 +588,25 @@ _PATCHES = [
     Mutation(
         "a failure is blamed on whoever has the slot now",
         MANAGER,
-        "holding = next(left, None) or self._of(slot)",
-        "holding = self._of(slot)",
+        "holding = next(released, None) or self._holding(slot)",
+        "holding = self._holding(slot)",
     ),
     Mutation(
         "pages of pictures are freed without a fence",
         KEPT,
-        "self._say(freed=[self.cache.release(item, fence)], fences=[fence])",
-        "self._say(freed=[self.cache.release(item, 0)], fences=[0])",
+        "self._add(freed=[self.cache.release(item, fence)], fences=[fence])",
+        "self._add(freed=[self.cache.release(item, 0)], fences=[0])",
     ),
     Mutation(
         "a picture is encoded before its pixels are there",
         ITEMS,
-        "if work.is_complete or not self._is_ready(work):",
-        "if work.is_complete or not work.pixels:",
+        "if entry.is_complete or not self._is_ready(entry):",
+        "if entry.is_complete or not entry.pixels:",
     ),
     Mutation(
         "a chunk reads a picture before it is encoded",
         "nanoactor.scheduling.sequences.item_state",
-        "return min(at, target) if at - start > self.short else start",
+        "return min(token_start, target) if token_start - start > self.short else start",
         "return target",
     ),
     Mutation(
@@ -621,9 +624,9 @@ _PATCHES = [
     Mutation(
         "pixels that nobody wants any more are kept",
         ITEMS,
-        "            self.drops.append((work.pixels, work.number))\n"
-        "            self._no_longer_wanted(work)\n            work.planned",
-        "            self._no_longer_wanted(work)\n            work.planned",
+        "            self.drops.append((entry.pixels, entry.number))\n"
+        "            self._forget_pixels(entry)\n            entry.planned",
+        "            self._forget_pixels(entry)\n            entry.planned",
     ),
     Mutation(
         "a worker does not say that pixels will not come",
@@ -634,7 +637,7 @@ _PATCHES = [
     Mutation(
         "a half encoded picture goes on without its pixels",
         KEPT,
-        "item.planned = item.units.whole(item.planned)",
+        "item.planned = item.units.complete_units(item.planned)",
         "pass",
     ),
     Mutation(
@@ -670,7 +673,7 @@ _PATCHES = [
     Mutation(
         "items that are still to come are awaited for a request that is over",
         GATHER,
-        "            self._swallow[uid] = missing",
+        "            self._to_drop[uid] = missing",
         "            pass",
     ),
     Mutation(
@@ -732,13 +735,13 @@ _PATCHES = [
     Mutation(
         "the copy of a block costs no credit",
         FORKING,
-        "        budget.debit(need)\n",
+        "        budget.debit(blocks)\n",
         "",
     ),
     Mutation(
         "a copy begins while an elder waits",
         FORKING,
-        "return first and self._room.budget.free_slots > 0",
+        "return goes_first and self._room.budget.free_slots > 0",
         "return self._room.budget.free_slots > 0",
     ),
     Mutation(
@@ -762,13 +765,13 @@ _PATCHES = [
     Mutation(
         "what follows a scored position is taken to be that position",
         SCORING,
-        "token_ids[counted_up(ids + 1, counts)]",
-        "token_ids[counted_up(ids, counts)]",
+        "token_ids[concatenate_ranges(ids + 1, counts)]",
+        "token_ids[concatenate_ranges(ids, counts)]",
     ),
     Mutation(
         "a prefix hit skips what is to be scored",
         MANAGER,
-        "        hashes = hashes[: self._most_hits(event) // self._block_size]\n",
+        "        hashes = hashes[: self._max_hits(event) // self._block_size]\n",
         "        hashes = hashes[:]\n",
     ),
     Mutation(
@@ -781,13 +784,13 @@ _PATCHES = [
     Mutation(
         "scores of decodes are those of prompts that end",
         BATCH,
-        "np.concatenate((parts[0], asking + first, parts[1] + late))",
-        "np.concatenate((parts[0], asking, parts[1] + late))",
+        "np.concatenate((parts[0], asking + first, parts[1] + after_decodes))",
+        "np.concatenate((parts[0], asking, parts[1] + after_decodes))",
     ),
     Mutation(
         "scores of an output that goes on are those of the decode row in its place",
         BATCH,
-        "np.concatenate((parts[0], asking + first, parts[1] + late))",
+        "np.concatenate((parts[0], asking + first, parts[1] + after_decodes))",
         "np.concatenate((parts[0], asking + first, parts[1] + first))",
     ),
     Mutation(
@@ -805,7 +808,7 @@ _PATCHES = [
     Mutation(
         "the runner remembers of whom scores were wanted",
         SCORING,
-        "        self.output[slots] = self._prompt[slots] = _NOT_ASKED\n",
+        "        self.output[slots] = self._prompt[slots] = _NOT_REQUESTED\n",
         "",
     ),
     Mutation(
@@ -829,13 +832,13 @@ _PATCHES = [
     Mutation(
         "a token is chosen once more while the first choice is under way",
         CONSTRAINTS,
-        "                grammar.asked = sequence.length\n",
+        "                grammar.last_sampled = sequence.length\n",
         "",
     ),
     Mutation(
         "the runners are not told which masks nobody wants any more",
         CONSTRAINTS,
-        "        turn.drop_masks(DropMasks(over))\n",
+        "        turn.drop_masks(DropMasks(finished))\n",
         "",
     ),
     Mutation(
@@ -847,31 +850,31 @@ _PATCHES = [
     Mutation(
         "the mask behind forced tokens is awaited one position too early",
         CONSTRAINTS,
-        "self._want(sequence, sequence.length + len(run))",
-        "self._want(sequence, sequence.length + len(run) - 1)",
+        "self._request_mask(sequence, sequence.length + len(run))",
+        "self._request_mask(sequence, sequence.length + len(run) - 1)",
     ),
     Mutation(
         "what was computed behind free text is taken",
         SEQUENCE,
-        "return self.phase is not Phase.FINISHED and step > self.void_until\n",
+        "return self.phase is not Phase.FINISHED and step > self.discarded_until\n",
         "return self.phase is not Phase.FINISHED\n",
     ),
     Mutation(
         "a sequence whose free text is over goes on where it is",
         SCHEDULER,
-        "        if sequence.slot >= 0:\n            self._running.lower(sequence)\n",
+        "        if sequence.slot >= 0:\n            self._running.rewind(sequence)\n",
         "        if sequence.slot >= 0:\n            self._running.resume(sequence)\n",
     ),
     Mutation(
         "the grammar is not told what ended the free text",
         CONSTRAINTS,
-        "            self._begin(sequence, grammar, [token])\n",
-        "            self._begin(sequence, grammar, [])\n",
+        "            self._begin_grammar(sequence, grammar, [token])\n",
+        "            self._begin_grammar(sequence, grammar, [])\n",
     ),
     Mutation(
         "thoughts may end an answer whose form is to come",
         SEQUENCE,
-        "        if not must_go_on or token not in self.spec.stopping.eos_ids:\n",
+        "        if not must_continue or token not in self.spec.stopping.eos_ids:\n",
         "        if True:\n",
     ),
     Mutation(
@@ -883,20 +886,20 @@ _PATCHES = [
     Mutation(
         "of what was computed too far only the latest step is dropped",
         OUTPUT,
-        "        if self._step <= self._void_until or not",
-        "        if self._step == self._void_until or not",
+        "        if self._step <= self._discarded_until or not",
+        "        if self._step == self._discarded_until or not",
     ),
     Mutation(
         "a length is lowered by one position too few",
         QUEUES,
-        "self.table.lower(sequence.slot, sequence.length - 1, stepwise=stepwise)",
-        "self.table.lower(sequence.slot, sequence.length, stepwise=stepwise)",
+        "self.table.rewind(sequence.slot, sequence.length - 1, stepwise=stepwise)",
+        "self.table.rewind(sequence.slot, sequence.length, stepwise=stepwise)",
     ),
     Mutation(
         "an answer that comes back from free text drops all that follows",
         OUTPUT,
-        "        sequence.void(step)\n",
-        "        sequence.void(step + 1000)\n",
+        "        sequence.discard_results(step)\n",
+        "        sequence.discard_results(step + 1000)\n",
     ),
     Mutation(
         "who wants log-probabilities is forced",
@@ -936,31 +939,31 @@ _PATCHES = [
     Mutation(
         "rows that continue an output are not told their tokens",
         BATCH,
-        "pairs.append((layout.row_token_ids + own, behind.token_ids.astype(np.int64)))",
+        "pairs.append((layout.row_token_ids + indices, continued.token_ids.astype(np.int64)))",
         "pass",
     ),
     Mutation(
         "rows that continue an output go on where their slot's last owner was",
         BATCH,
-        "            positions[decodes:known] = behind.positions\n",
+        "            positions[decodes:end] = continued.positions\n",
         "",
     ),
     Mutation(
         "rows that decode again have the position of whoever continued an output there",
         BATCH,
-        "        if len(behind.slots) or self._continued:\n            positions",
-        "        if len(behind.slots):\n            positions",
+        "        if len(continued.slots) or self._continued:\n            positions",
+        "        if len(continued.slots):\n            positions",
     ),
     Mutation(
         "of a run the first state is kept",
         LAYOUT,
-        "        silent += each[:-1]\n",
-        "        silent += each[1:]\n        each = each[:1]\n",
+        "        unread += tokens_of_row[:-1]\n",
+        "        unread += tokens_of_row[1:]\n        tokens_of_row = tokens_of_row[:1]\n",
     ),
     Mutation(
         "runs have more rows than there are",
         LAYOUT,
-        "        runs &= ends <= room\n",
+        "        runs &= ends <= max_rows\n",
         "",
     ),
     Mutation(
@@ -972,20 +975,20 @@ _PATCHES = [
     Mutation(
         "constrained sequences decode",
         TABLE,
-        "        able &= ~self.stepwise\n",
-        "        able &= True\n",
+        "        eligible &= ~self.stepwise\n",
+        "        eligible &= True\n",
     ),
     Mutation(
         "constrained outputs wait behind prompts",
         QUEUES,
-        "continued = [s for s in self.prefilling if s.continues and s.reach > s.scheduled]",
-        "continued = []",
+        "stepwise = [s for s in self.prefilling if s.continues and s.prefill_end > s.scheduled]",
+        "stepwise = []",
     ),
     Mutation(
         "constrained outputs that need a block are not given one",
         SCHEDULER,
-        "        others = self._running.starving\n",
-        "        others = self._running.starving[:0]\n",
+        "        blocked = self._running.starving\n",
+        "        blocked = self._running.starving[:0]\n",
     ),
     Mutation(
         "forced tokens go on behind a sequence's end",
@@ -1002,25 +1005,25 @@ _PATCHES = [
     Mutation(
         "a held answer goes on with what was sampled behind it",
         OUTPUT,
-        "                self._tell(sequence, token)\n",
-        "                self._tell(sequence, token)\n"
+        "                self._report(sequence, token)\n",
+        "                self._report(sequence, token)\n"
         "                sequence.append(token)\n"
         "                self._running.resume(sequence)\n",
     ),
     Mutation(
         "a copy of an answer without blocks takes its tokens after they were appended to",
         HOLDING,
-        "self._become(sequence, before[parent])",
-        "self._become(sequence, living[parent].tokens.copy())",
+        "self._replace_with_copy(sequence, before[parent])",
+        "self._replace_with_copy(sequence, living[parent].tokens.copy())",
     ),
     Mutation(
         "a fork that follows another takes what that one has become",
         MANAGER,
         "        for slot, (copy, tokens) in zip(slots, copies, strict=True):\n"
-        "            self._let_go(slot, fence)\n",
+        "            self._release(slot, fence)\n",
         "        for slot, source in zip(slots, event.sources.tolist(), strict=True):\n"
-        "            copy, tokens = self._copy(self._of(slot).uid, source, spare=True)\n"
-        "            self._let_go(slot, fence)\n",
+        "            copy, tokens = self._copy(self._holding(slot).uid, source, spare=True)\n"
+        "            self._release(slot, fence)\n",
     ),
     Mutation(
         "a fork shares the last block, which its parent goes on to write",
@@ -1037,26 +1040,26 @@ _PATCHES = [
     Mutation(
         "what a fork gives up is not fenced by the steps of those it shared with",
         MANAGER,
-        "            self._let_go(slot, fence)\n            self._take_slot",
-        "            self._let_go(slot, 0)\n            self._take_slot",
+        "            self._release(slot, fence)\n            self._assign_slot",
+        "            self._release(slot, 0)\n            self._assign_slot",
     ),
     Mutation(
         "a fork's block costs no credit",
         HOLDING,
-        "        self._room.budget.debit(len(moves))\n",
+        "        self._room.budget.debit(len(forks))\n",
         "",
     ),
     Mutation(
         "a caller's silence ends all of its answers but one",
         HOLDING,
-        "                over += group\n",
-        "                over += group[: max(1, len(family) - 1)]\n",
+        "                expired += group\n",
+        "                expired += group[: max(1, len(group) - 1)]\n",
     ),
     Mutation(
         "a caller's time is short by a tick",
         HOLDING,
-        "_PERIODS:",
-        "_PERIODS - 1:",
+        "_TIMEOUT_TICKS:",
+        "_TIMEOUT_TICKS - 1:",
     ),
     Mutation(
         "who is held keeps its place from answers to the same request",
@@ -1079,8 +1082,8 @@ _PATCHES = [
     Mutation(
         "a caller is heard before all answers have told",
         "nanoactor.recovery.journal",
-        "        due = all(len(answer.token_ids) > self.continued for answer in living)\n",
-        "        due = any(len(answer.token_ids) > self.continued for answer in living)\n",
+        "        due = all(len(answer.token_ids) > self.continued for answer in live)\n",
+        "        due = any(len(answer.token_ids) > self.continued for answer in live)\n",
     ),
     Mutation(
         "held outputs wait behind prompts",
@@ -1091,9 +1094,9 @@ _PATCHES = [
     Mutation(
         "the block manager is not told what held answers go on with",
         HOLDING,
-        "                self._turn.know(as_int32([sequence.slot]), as_int32([token]))\n",
+        "                self._turn.add_known(as_int32([sequence.slot]), as_int32([token]))\n",
         "                if sequence.history.preemptions:\n"
-        "                    self._turn.know(as_int32([sequence.slot]), as_int32([token]))\n",
+        "                    self._turn.add_known(as_int32([sequence.slot]), as_int32([token]))\n",
     ),
     # -- deaths: everybody begins anew --
     Mutation(
@@ -1111,20 +1114,20 @@ _PATCHES = [
     Mutation(
         "who is over is awaited behind a death",
         IDS,
-        "        self._above.update(n for n in range(self._below, below) if n not in kept)\n",
+        "        self._above.update(n for n in range(self._below, below) if n not in unseen)\n",
         "",
     ),
     Mutation(
         "an answer begins again behind a death",
         RESUMING,
-        "output=ToldTokens(np.array(told, np.int32)) if told else None,",
+        "output=ToldTokens(np.array(emitted, np.int32)) if emitted else None,",
         "output=None,",
     ),
     Mutation(
         "the last token is lost in a death",
         RESUMING,
-        "np.array(told, np.int32)) if",
-        "np.array(told[:-1], np.int32)) if",
+        "np.array(emitted, np.int32)) if",
+        "np.array(emitted[:-1], np.int32)) if",
     ),
     Mutation(
         "text is told again behind a death",
@@ -1135,14 +1138,14 @@ _PATCHES = [
     Mutation(
         "answers change their random numbers in a death",
         RESUMING,
-        "sampling=rows_of(spec.sampling)[answer.index],",
-        "sampling=rows_of(spec.sampling)[0],",
+        "sampling=split_rows(spec.sampling)[answer.index],",
+        "sampling=split_rows(spec.sampling)[0],",
     ),
     Mutation(
         "answers that are over go on behind a death",
         RESUMING,
-        "living = [uid for uid in entry.uids if entry.answer(uid).terminal is None]",
-        "living = list(entry.uids)",
+        "live = [uid for uid in entry.uids if entry.answer(uid).terminal is None]",
+        "live = list(entry.uids)",
     ),
     Mutation(
         "what was told of a prompt is told again behind a death",
@@ -1172,7 +1175,7 @@ _PATCHES = [
     Mutation(
         "a tokenizer keeps what it knew before a death",
         TOKENIZING,
-        "        self._items, self._held, self._workers = ItemGathering(), {}, {}\n",
+        "        self._items, self._awaiting_items, self._workers = ItemCollector(), {}, {}\n",
         "",
     ),
     Mutation(
@@ -1190,26 +1193,26 @@ _PATCHES = [
     Mutation(
         "requests are sent while nobody can hear them",
         FRONTEND,
-        "        if not self._paused and not self._readmission.keep(entry):\n",
-        "        if not self._readmission.keep(entry):\n",
+        "        if not self._is_restarting and not self._readmission.defer(entry):\n",
+        "        if not self._readmission.defer(entry):\n",
     ),
     Mutation(
         "who waits for a trial to end waits for ever",
         FRONTEND,
-        "            self._go_on(self._readmission.admit_next(self.context.now()))\n",
+        "            self._readmit(self._readmission.admit_next(self.context.now()))\n",
         "            self._readmission.admit_next(self.context.now())\n",
     ),
     Mutation(
         "requests run beside those on trial",
         FRONTEND,
-        "        if not self._paused and not self._readmission.keep(entry):\n",
-        "        if not self._paused and (not self._readmission.keep(entry) or True):\n",
+        "        if not self._is_restarting and not self._readmission.defer(entry):\n",
+        "        if not self._is_restarting and (not self._readmission.defer(entry) or True):\n",
     ),
     Mutation(
         "a request that waits for a trial to end and is aborted goes on behind it",
         FRONTEND,
-        "        if not self._paused and self._readmission.let_go(entry):\n",
-        "        if self._paused and self._readmission.let_go(entry):\n",
+        "        if not self._is_restarting and self._readmission.remove_deferred(entry):\n",
+        "        if self._is_restarting and self._readmission.remove_deferred(entry):\n",
     ),
     Mutation(
         "tokens of a request that was ended for its reader are told",
@@ -1220,33 +1223,34 @@ _PATCHES = [
     Mutation(
         "a request that was ended for its reader takes no room any more",
         FRONTEND,
-        "        self._forget_name(entry)\n\n    def _forget_name",
+        "        self._forget_id(entry)\n\n    def _forget_id",
         "        for uid in entry.uids:\n            self._entries.pop(uid, None)\n\n"
-        "    def _forget_name",
+        "    def _forget_id",
     ),
     Mutation(
         "what the machine refuses is the request's fault",
         BOOK,
-        "            self._refused.add(uid)\n",
+        "            self._out_of_resources.add(uid)\n",
         "            pass\n",
     ),
     Mutation(
         "an answer is due once, and then forgotten",
         BOOK,
-        "                answer.position += 1\n                self._due[uid] = None\n",
-        "                answer.position += 1\n",
+        "                sequence.position += 1\n                self._due[uid] = None\n",
+        "                sequence.position += 1\n",
     ),
     Mutation(
         "more is forced than is wanted",
         BOOK,
-        " or answer.position >= answer.end:",
+        " or sequence.position >= sequence.end:",
         ":",
     ),
     Mutation(
         "behind a trial only new requests go on",
         READMISSION,
-        "        self._kept = {uid: entry for uid, entry in living.items() if uid not in chosen}\n",
-        "        self._kept = {}\n",
+        "        self._deferred = {uid: entry for uid, entry in live.items() "
+        "if uid not in chosen}\n",
+        "        self._deferred = {}\n",
     ),
     Mutation(
         "blocks that a step was to compute are found after a death",
@@ -1257,7 +1261,7 @@ _PATCHES = [
     Mutation(
         "the cache is found although its memory is gone",
         BLOCKS,
-        "if caches == self._caches:",
+        "if cache_ids == self._caches:",
         "if self._caches:",
     ),
     Mutation(
@@ -1287,7 +1291,7 @@ _PATCHES = [
     Mutation(
         "the options of a request are kept where its message is",
         SEQUENCE,
-        "copied(event.spec)",
+        "copy_arrays(event.spec)",
         "event.spec",
     ),
     Mutation(
@@ -1305,20 +1309,20 @@ _PATCHES = [
     Mutation(
         "a runner keeps token rules where their message is",
         TABLE_OF_RULES,
-        "self._rules[slot] = copied(rules)",
+        "self._rules[slot] = copy_arrays(rules)",
         "self._rules[slot] = rules",
     ),
     Mutation(
         "the places of pictures are kept where their message is",
         "nanoactor.scheduling.sequences.item_state",
-        "        message = copied(message)\n",
+        "        message = copy_arrays(message)\n",
         "",
     ),
     Mutation(
         "a tokenizer holds a request where its message is",
         TOKENIZING,
-        "self._held[event.uid] = self.context.own(event), result",
-        "self._held[event.uid] = event, result",
+        "self._awaiting_items[event.uid] = self.context.owned_copy(event), result",
+        "self._awaiting_items[event.uid] = event, result",
     ),
     Mutation(
         "tokens of a constrained answer are kept where their message is",
@@ -1335,19 +1339,19 @@ _PATCHES = [
     Mutation(
         "the queue is not looked at again though a sequence has left",
         QUEUES,
-        "        self.progress += 1\n        if sequence in self.stepwise:",
+        "        self.prefill_version += 1\n        if sequence in self.stepwise:",
         "        if sequence in self.stepwise:",
     ),
     Mutation(
         "a prompt under way that begins alike is overlooked",
         QUEUES,
-        "if not useful or _beginning(head) not in self._beginnings:",
-        "if not useful or _beginning(head) in self._beginnings:",
+        "if not shareable or _first_block_hash(head) not in self._first_block_counts:",
+        "if not shareable or _first_block_hash(head) in self._first_block_counts:",
     ),
     Mutation(
         "what decode rows computed is left where rows go back behind them",
         MANAGER,
-        "            self._void_ends(computing.slots, computing.starts.astype(np.int64))\n",
+        "            self._discard_ends(computing.slots, computing.starts.astype(np.int64))\n",
         "",
     ),
     Mutation(
@@ -1371,13 +1375,13 @@ _PATCHES = [
     Mutation(
         "results of a request that has ended are pooled",
         POOLING,
-        "            if not sequence.counts(step):\n                continue\n",
+        "            if not sequence.accepts_step(step):\n                continue\n",
         "",
     ),
     Mutation(
         "states that are pooled may be found in the prefix cache",
         "nanoactor.scheduling.sequences.sequence",
-        "return _ALL if self.is_read or self.reading is None else self.reading.read",
+        "return _ALL if self.is_prompt_read or self.reading is None else self.reading.num_read",
         "return _ALL",
     ),
     Mutation(
@@ -1389,8 +1393,8 @@ _PATCHES = [
     Mutation(
         "a vector that is not finite answers its request",
         RESULTS,
-        "sound = [bool(np.isfinite(vector).all()) for vector in values]",
-        "sound = [True for vector in values]",
+        "finite_rows = [bool(np.isfinite(vector).all()) for vector in values]",
+        "finite_rows = [True for vector in values]",
     ),
     Mutation(
         "a text that is pooled leaves room for a token of output",
@@ -1516,18 +1520,18 @@ SEAMS = [
         _planned(_one_further),
     ),
     *(
-        Seam(f"of a turn its part {part} is dropped", BlockManagerActor, "_take", _dropped(part))
+        Seam(f"of a turn its part {part} is dropped", BlockManagerActor, "_on_turn", _dropped(part))
         for part in PARTS
     ),
     *(
-        Seam(f"of a turn its part {part} is done twice", BlockManager, "take", _doubled(part))
+        Seam(f"of a turn its part {part} is done twice", BlockManager, "apply_turn", _doubled(part))
         for part in ("forks", "known", "frees", "admissions", "plan")
     ),
     *(
         Seam(
             f"of a turn its part {part} is done first",
             BlockManager,
-            "take",
+            "apply_turn",
             _split(part, first=True),
         )
         for part in ("known", "frees", "admissions", "plan")
@@ -1536,12 +1540,12 @@ SEAMS = [
         Seam(
             f"of a turn its part {part} is done last",
             BlockManager,
-            "take",
+            "apply_turn",
             _split(part, first=False),
         )
         for part in ("known", "admissions")
     ),
-    Seam("a turn is lost", BlockManager, "take", _lost),
+    Seam("a turn is lost", BlockManager, "apply_turn", _lost),
     Seam(
         "an answer is lost",
         SchedulerActor,
@@ -1580,27 +1584,28 @@ _PATCHES += [
     Mutation(
         "text goes on decoding behind the token that would have ended it",
         CONSTRAINTS,
-        "elif not grammar.holds and token == grammar.last_gate:",
+        "elif not grammar.applies and token == grammar.last_gate:",
         "elif False:",
     ),
     Mutation(
         "slots are frozen by the ids of others",
         TURNS,
-        "watched = [i for s in sequences for i in",
-        "watched = [i for s in sequences[::-1] for i in",
+        "i for s in sequences for i in (*s.freeze_ids",
+        "i for s in sequences[::-1] for i in (*s.freeze_ids",
     ),
     Mutation(
         "the rows of frozen slots are taken for tokens",
         "nanoactor.scheduling.steps.results",
-        "    kept = tokens >= 0\n",
-        "    kept = tokens != NO_TOKEN\n",
+        "    yielded = tokens >= 0\n",
+        "    yielded = tokens != NO_TOKEN\n",
     ),
 ]
 _PATCHES.append(
     Mutation(
         "results of a prompt that rides do not wait for what was found of it",
         "nanoactor.scheduling.steps.unanswered",
-        "        return bool(riding) and any(0 < entry.step <= event.step for entry in riding)\n",
+        "        return bool(admissions) and any("
+        "0 < entry.step <= event.step for entry in admissions)\n",
         "        return False\n",
     )
 )
@@ -1614,20 +1619,20 @@ _PATCHES += [
     Mutation(
         "a prefix is found though no block says what a layer's state was",
         MANAGER,
-        "return 0 if self._copies.has_slots else event.most_hits",
-        "return event.most_hits",
+        "return 0 if self._copies.has_slots else event.max_hits",
+        "return event.max_hits",
     ),
     Mutation(
         "a new sequence goes on with the state of the slot's last one",
         "nanoactor.runner.batch.batch",
-        "return slots.astype(np.int64) if self._traits.slot_state and len(slots) else None",
+        "return slots.astype(np.int64) if self._traits.has_slot_state and len(slots) else None",
         "return None",
     ),
     Mutation(
         "the block manager is not told that layers keep states of slots",
         "nanoactor.actors.blocks",
-        "slot_state=self._config.files.has_slot_state",
-        "slot_state=False",
+        "has_slot_state=self._config.files.has_slot_state",
+        "has_slot_state=False",
     ),
 ]
 RARE = [
@@ -1646,7 +1651,7 @@ RARE = [
     Mutation(
         "what others share of a slot's blocks is told of the sequence that has the slot now",
         TABLE,
-        "self.occupied[slots] & (self.admitted[slots] <= turn)",
+        "self.occupied[slots] & (self.admission_turns[slots] <= turn)",
         "self.occupied[slots]",
     ),
     Mutation(
@@ -1658,7 +1663,7 @@ RARE = [
     Mutation(
         "a preempted sequence comes back before its results are in",
         SCHEDULER,
-        "head.last_step > self._completed or self.budget",
+        "head.last_step > self._completed\n                or self.budget",
         "self.budget",
     ),
     Mutation(
@@ -1676,14 +1681,14 @@ RARE = [
     Mutation(
         "requests that come during a trial are forgotten",
         READMISSION,
-        "            self._kept[_uid(entry)] = entry\n",
+        "            self._deferred[_uid(entry)] = entry\n",
         "            pass\n",
     ),
     Mutation(
         "the queue is not looked at again though a step has taken prompts",
         QUEUES,
-        "            self.progress += 1\n            left = [",
-        "            left = [",
+        "            self.prefill_version += 1\n            unfinished = [",
+        "            unfinished = [",
     ),
 ]
 """Bugs that the simulation meets too seldom: `tests/scheduling/test_rare_bugs.py` finds them."""

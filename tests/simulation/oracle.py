@@ -188,7 +188,7 @@ class Oracle:
         self._plan, self.scheduler._plan = self.scheduler._plan, self.plan
         self._beside_stepwise = False
         running = self.scheduler._running
-        self._lower, running.lower = running.lower, self.lower
+        self._rewind, running.rewind = running.rewind, self.rewind
 
     # -- blocks ---------------------------------------------------------------------------
 
@@ -226,14 +226,14 @@ class Oracle:
         for number, count in zip(
             vision.slices.numbers.tolist(), vision.slices.counts.tolist(), strict=True
         ):
-            cost += count * self.manager.items.cache.numbered(number).units.cost(budget)
+            cost += count * self.manager.items.cache.get(number).units.cost(budget)
         assert cost <= budget, f"{cost} rows are encoded in a step"
         alone = len(vision.slices.numbers) == 1
         self.counts["units of large pictures"] += alone and cost == budget
 
     def release(self, blocks: list[int], fence: int) -> int:
         """Children are let go, and so evicted, before their parents."""
-        contents = [self.manager.pool._hash[block] for block in blocks]
+        contents = [self.manager.pool._hashes[block] for block in blocks]
         for content, older in zip(contents[1:], contents, strict=False):
             wrong = content in self._true and older and self._true[content].parent == older
             assert not wrong, f"of blocks {blocks} a parent is let go before its child"
@@ -245,7 +245,7 @@ class Oracle:
     def preempt(self, victim: Sequence) -> None:
         """Nobody is preempted while credits, there or on their way, suffice."""
         scheduler = self.scheduler
-        starving = int(scheduler._running.table.demand()[1].sum()) + len(
+        starving = int(scheduler._running.table.readiness()[1].sum()) + len(
             scheduler._running.starving
         )
         enough = scheduler.budget.credits + scheduler.budget.pending + self._yielded
@@ -255,8 +255,8 @@ class Oracle:
         turn = scheduler._turn
         unseen = self._awaited or scheduler._turns or turn._frees or turn._forks
         stale = unseen or self._yielded or self._scenario.prefix_caching
-        self._promised.append((victim.slot, -1 if stale else victim.gives_back))
-        self._yielded += max(1, victim.gives_back)
+        self._promised.append((victim.slot, -1 if stale else victim.num_freeable_blocks))
+        self._yielded += max(1, victim.num_freeable_blocks)
         self._preemptions[victim.uid] += 1
         self._preempt(victim)
 
@@ -500,7 +500,7 @@ class Oracle:
         """Whether no step is to be planned, and the scheduler has been told."""
         frontend: Any = self._world.actors["frontend"]
         under_way = self._world.edges["frontend", "scheduler"].messages
-        told = not frontend._paused and not any(isinstance(one, Pause) for one in under_way)
+        told = not frontend._is_restarting and not any(isinstance(one, Pause) for one in under_way)
         return bool(frontend.control.is_paused) and told
 
     def _check_short(self, before: list[PlannedStep]) -> None:
@@ -536,9 +536,9 @@ class Oracle:
                 assert mine < self._place(other.uid), f"{sequence.uid} overtakes {other.uid}"
         budget = self._scenario.max_num_batched_tokens
         for other in self.scheduler._running:
-            budget -= max(0, other.reach - other.scheduled)
-            cached = self._scenario.prefix_caching and sequence.is_read
-            if other.reach > other.scheduled and cached:
+            budget -= max(0, other.prefill_end - other.scheduled)
+            cached = self._scenario.prefix_caching and sequence.is_prompt_read
+            if other.prefill_end > other.scheduled and cached:
                 self._check_not_under_way(sequence, other)
         assert budget > 0, "more is matched than the next step has tokens for"
         self._admit(sequence, need)
@@ -567,12 +567,12 @@ class Oracle:
             assert idle or self._wanted >= step, f"step {step} is planned before it is wanted"
             self.counts["planned as wanted"] += not idle
         planned = scheduler._in_flight[-1]
-        rows = scheduler._running.rows(planned)
+        rows = scheduler._running.sequences_in(planned)
         held = [s.uid for s in rows if s.is_held]
         assert not held, f"step {step} has rows of {held}, which are held"
         late = [fence for _, fence in self._unanswered if step > fence + self._scenario.depth]
         assert not late, f"step {step} is planned, but frees at {late} are not answered"
-        used = len(planned.decode_batch.slots) + planned.positions
+        used = len(planned.decode_batch.slots) + planned.num_positions
         riding = [r for r in planned.rows if r.sequence.uid not in before and r.source < 0]
         self.counts["prompts that ride with their admission"] += len(riding)
         before |= {row.sequence.uid: 0 for row in riding}
@@ -589,7 +589,7 @@ class Oracle:
     def _is_cut(self, sequence: Sequence) -> bool:
         """Whether a step may compute less of it than the budget has room for."""
         reading = sequence.reading
-        read = reading is not None and 0 < reading.read < reading.last
+        read = reading is not None and 0 < reading.num_read < reading.end
         return read or _goes_on_one_by_one(sequence, self._scenario.block_size)
 
     def _check_constrained(self, before: dict[int, int]) -> None:
@@ -602,7 +602,7 @@ class Oracle:
             if s.spec.held:
                 continue
             held = self.scheduler.constraints._masks.is_ready(s.uid)
-            chooses = s.scheduled == s.length and held and s.grammar.asked < s.length
+            chooses = s.scheduled == s.length and held and s.grammar.last_sampled < s.length
             assert not chooses, f"{s.uid} could choose, but does not"
 
     def _check_forks(self, planned: PlannedStep) -> None:
@@ -626,8 +626,8 @@ class Oracle:
         for planned in list(scheduler._in_flight):
             if planned.step <= steps_before:
                 continue
-            rows = {sequence.uid for sequence in scheduler._running.rows(planned)}
-            decodable = np.logical_or(*scheduler._running.table.demand())
+            rows = {sequence.uid for sequence in scheduler._running.sequences_in(planned)}
+            decodable = np.logical_or(*scheduler._running.table.readiness())
             streams = {s.uid for s in scheduler._running if decodable[s.slot]}
             stepwise = [s for s in scheduler._running.stepwise if s.phase is Phase.RUNNING]
             streams |= {s.uid for s in stepwise if s.continues and s.scheduled < s.target}
@@ -644,10 +644,10 @@ class Oracle:
                     f"preemptions were made meanwhile: at most {most}"
                 )
 
-    def lower(self, sequence: Sequence) -> None:
+    def rewind(self, sequence: Sequence) -> None:
         """What is lowered is computed again, so that the head of the queue waits longer."""
         before = _positions_left(sequence)
-        self._lower(sequence)
+        self._rewind(sequence)
         key, steps, bound = self._head
         self._head = (key, steps, bound + _positions_left(sequence) - before)
         self.counts["lowered"] += 1
@@ -660,7 +660,7 @@ class Oracle:
         key = None if head is None else (head.uid, self._matches)
         if key != self._head[0]:
             left = sum(_positions_left(s) for s in scheduler._running)
-            works = scheduler.items.works.values()
+            works = scheduler.items.entries.values()
             left += sum(work.units.count for work in works)
             left += sum(map(_unanswered_units, scheduler._running))
             self._head = (key, steps, left + self._scenario.most_in_flight)
@@ -713,12 +713,12 @@ class Oracle:
                 entry = self._world.entries.get(self.positions[message.uid])
                 assert entry is None or not entry.aborted, f"{message.uid} was aborted"
                 frontend: Any = self._world.actors["frontend"]
-                waits = entry is not None and entry.submit.uid in frontend._readmission._kept
+                waits = entry is not None and entry.submit.uid in frontend._readmission._deferred
                 assert not waits, f"{message.uid} waits for a trial to end"
             case ForcedTokens():
                 self._forced(message)
             case IndexEvents():
-                self._told_index.take(message)
+                self._told_index.apply(message)
             case Step():
                 self._stamped(message)
             case Turn():
@@ -950,7 +950,7 @@ class Oracle:
         self._check_nothing_held()
         self._check_nothing_spoilt()
         frontend: Any = self._world.actors["frontend"]
-        assert self._forgotten == frontend.control._forgotten, "an index was not forgotten"
+        assert self._forgotten == frontend.control._forget_number, "an index was not forgotten"
         known = frontend.index._copy.contents
         # What a death has lost is told with the whole index, in a later turn.
         if not self.manager.pool.changes._cleared:
@@ -1220,12 +1220,12 @@ class Oracle:
             "credits": self._scenario.blocks - scheduler.budget.credits,
             "seen": len(scheduler.arrivals.seen),
             "pages": self._scenario.encoder_pages - scheduler.items.budget.credits,
-            "works": len(scheduler.items.works),
+            "works": len(scheduler.items.entries),
             "pixels": len(self.device._pixels),
             "masks": len(self.device._masks),
             "grammars": len(actors["grammar"]._book) if "grammar" in actors else 0,
             "constrained": len(scheduler.constraints._open),
-            "held": len(scheduler.holds),
+            "held": len(scheduler.held_sequences),
             "half encoded": len(self.device._half.keys() - set(self.device.dropped)),
             "wants": sum(actor.statistics()["wants"] for actor in self._vision),
             "unread": sum(actor.statistics()["unread"] for actor in self._vision),
@@ -1236,7 +1236,7 @@ class Oracle:
                 if name.startswith("tokenizer")
             ),
             "blocks": self._scenario.blocks - pool.available,
-            "holdings": self.manager.held,
+            "holdings": self.manager.num_held_slots,
             "entries": actors["detokenizer"]._detokenizer.entries,
             "pending": actors["detokenizer"]._detokenizer.pending,
             **journal,
@@ -1256,13 +1256,14 @@ class Oracle:
         self.counts["pictures encoded"] += self.scheduler.items.encoded
         self.counts["encoder hits"] += self.manager.items.cache.hits
         self.counts["encoder evictions"] += self.manager.items.cache.evictions
-        self.counts["places given up while held"] += self.scheduler.holds.figures()["held_yields"]
+        held = self.scheduler.held_sequences.figures()
+        self.counts["places given up while held"] += held["held_yields"]
         self.counts["evictions"] += self.manager.pool.evictions
         self.counts["requests"] += len(self._world.entries)
 
 
 def _prefills(sequence: Sequence) -> bool:
-    return sequence.phase is Phase.RUNNING and sequence.scheduled < sequence.reach
+    return sequence.phase is Phase.RUNNING and sequence.scheduled < sequence.prefill_end
 
 
 def _goes_on_one_by_one(sequence: Sequence, block_size: int) -> bool:
@@ -1281,7 +1282,7 @@ def _continued(sequence: Sequence, before: dict[int, int]) -> bool:
 
 def _unanswered_units(sequence: Sequence) -> int:
     """What is to be encoded for it at most, where its match is not answered."""
-    if sequence.items is None or sequence.items.works:
+    if sequence.items is None or sequence.items.entries:
         return 0
     return sum(units.count for units in sequence.items.units)
 

@@ -145,13 +145,13 @@ def letter(token: int) -> str:
 class Letters:
     """A decoder in which every eleventh token's text is held back until the next token."""
 
-    plain: ClassVar[dict[int, str]] = {t: letter(t) for t in range(VOCABULARY) if t % 11}
+    standalone_texts: ClassVar[dict[int, str]] = {t: letter(t) for t in range(VOCABULARY) if t % 11}
 
     def __init__(self) -> None:
         self._held = ""
 
     @property
-    def holding(self) -> bool:
+    def has_pending_text(self) -> bool:
         """Whether a text waits for the next token."""
         return bool(self._held)
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from nanoactor.models.limits import CANDIDATES
-from nanoactor.models.sampling.columns import columns_of
+from nanoactor.models.sampling.columns import column_views
 from nanoactor.runner.batch.batch import BatchTraits, HostBatch
 from nanoactor.runner.batch.inputs import Prefill, Update
 from nanoactor.runner.batch.pixels import with_vision
@@ -95,14 +95,14 @@ class ResidentState:
             _TOKENS_PER_PROGRAM,
             needs_host_seq_lens=True,
             fused_sampling="all",
-            runs_as_rows_from=runs_from,
-            slot_state=slot_state,
+            min_rows_for_runs=runs_from,
+            has_slot_state=slot_state,
         )
         plain = BatchTraits(
             fused_sampling="none",
             fallback_at_once=2,
-            runs_as_rows_from=runs_from,
-            slot_state=slot_state,
+            min_rows_for_runs=runs_from,
+            has_slot_state=slot_state,
         )
         self._fused = HostBatch(max_num_seqs, max_blocks, fused, pooling)
         self._plain = HostBatch(max_num_seqs, max_blocks, plain, pooling)
@@ -217,8 +217,8 @@ class ResidentState:
         self, update: Update, own: Any, decodes: Any, positions: Any
     ) -> np.ndarray[Any, Any]:
         prompts = np.tile(own, (3, 1))
-        if update.inputs.seen is not None:
-            prompts = update.inputs.seen.positions
+        if update.inputs.visual is not None:
+            prompts = update.inputs.visual.positions
         turned = positions + self._column(self._layout.rope_deltas)[decodes]
         return np.concatenate((prompts, np.tile(turned, (3, 1))), axis=1)
 
@@ -237,7 +237,7 @@ class ResidentState:
     @property
     def _columns(self) -> Any:
         words = self._state[self._layout.sampling : self._layout.rows]
-        return columns_of(words.reshape(-1, self._layout.slots), np.float32)
+        return column_views(words.reshape(-1, self._layout.slots), np.float32)
 
     def _seeds(self, slots: list[int]) -> list[int]:
         low, high = self._columns.seed[:, slots].view(np.uint32).tolist()

@@ -96,7 +96,7 @@ class SimulatedVision(VisionActor):
         self._reader: Any = _Reader()
         self._store = MediaStore(self._world.scenario.vision_store)
 
-    def _decode(self, number: int, media: Media) -> None:
+    def _queue_decode(self, number: int, media: Media) -> None:
         scenario, loop = self._world.scenario, self._world.loop
         seconds = 0.0
         if scenario.decode_steps:
@@ -108,9 +108,9 @@ class SimulatedVision(VisionActor):
     def _done(self, number: int, media: Media) -> None:
         if self.context.retired:
             return
-        self._world.oracle.counts["pictures decoded"] += number in self._wants
+        self._world.oracle.counts["pictures decoded"] += number in self._pixel_requests
         try:
             result: Any = self._reader.decode(media)
         except InvalidRequest as error:
             result = Unusable(str(error))
-        self._decoded(number, result)
+        self._on_decoded(number, result)

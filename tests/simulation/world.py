@@ -30,8 +30,8 @@ from nanoactor.options.pooling import PoolingConfig
 from nanoactor.placement.topology import engine_topology
 from nanoactor.recovery.journal import Entry
 from nanoactor.requests.outputs import RequestOutputKind
-from nanoactor.runtime.actor import FRESH, Actor, Context
-from nanoactor.runtime.codec import copied, decode, encode
+from nanoactor.runtime.actor import RECREATE, Actor, Context
+from nanoactor.runtime.codec import copy_arrays, decode, encode
 from nanoactor.runtime.errors import OutboxOverflow, PeerBroken
 from nanoactor.runtime.recovery import Death as NodeDeath
 from nanoactor.runtime.topology import EdgeSpec
@@ -101,9 +101,9 @@ class SimulatedContext(Context):
         """Virtual seconds."""
         return self.loop.time()
 
-    def own(self, message: M) -> M:
+    def owned_copy(self, message: M) -> M:
         """A copy, always: what was read in place is overwritten after its handler."""
-        return copied(message)
+        return copy_arrays(message)
 
 
 def _raise(error: BaseException) -> None:
@@ -248,7 +248,7 @@ class World:
         if isinstance(actor, DetokenizerActor):
             actor._decoders = LetterDecoders()  # type: ignore[assignment]
             actor._delta_bytes = self.scenario.chunk_bytes
-            actor.renew()
+            actor.reset()
         if isinstance(actor, SimulatedTokenizer):
             actor._encoder = Letters()  # type: ignore[assignment]
 
@@ -261,7 +261,7 @@ class World:
             edge.is_cut = True
         self.oracle.cut()
         frontend: Any = self.actors["frontend"]
-        frontend.pause([told or self._told(death.victims[0])])
+        frontend.begin_restart([told or self._told(death.victims[0])])
         self.loop.call_later(death.after, self._begin_anew, death.victims, self.cuts)
         self._dead |= set(death.victims)
 
@@ -278,15 +278,15 @@ class World:
         if cuts != self.cuts:
             return
         for name, actor in list(self.actors.items()):
-            ready = FRESH if name in self._dead else actor.renew()
+            ready = RECREATE if name in self._dead else actor.reset()
             self._ready[name] = ready
-            if ready is FRESH:
+            if ready is RECREATE:
                 self._set_up(name)
         self._dead.clear()
         self._start()
         self.oracle.resumes()
         frontend: Any = self.actors["frontend"]
-        frontend.resume()
+        frontend.finish_restart()
 
     def _start(self) -> None:
         self._dead: set[str] = set()
@@ -301,7 +301,7 @@ class World:
         for name, actor in self.actors.items():
             outboxes = {label: edge for (who, label), edge in self.edges.items() if who == name}
             context = SimulatedContext(name, self.loop, outboxes)
-            context.remind = functools.partial(self.deliver, name, name)
+            context.send_self = functools.partial(self.deliver, name, name)
             actor.start(context, self._ready)
             self._handlers[name] = actor.handlers()
         self.oracle.attach()
@@ -357,12 +357,12 @@ class World:
     def _abort(self, entry: Entry) -> None:
         """As a stream that is closed does, or in some seeds as `AsyncLLM.abort`."""
         frontend: Any = self.actors["frontend"]
-        over = entry.over
+        over = entry.is_over
         frontend.abort(entry)
         if self.scenario.seed % 4 == 2 and not over:
             frontend.end_for_reader(entry)
             self.oracle.counts["ended for the reader"] += 1
-            assert entry.over
+            assert entry.is_over
 
     # -- the course of events -------------------------------------------------------------
 
@@ -437,7 +437,7 @@ def _files(scenario: Scenario) -> ModelFiles:
         eos_token_ids=(),
         max_model_len=scenario.max_model_len,
         tokenizer_directory=None,
-        given_tokenizer=Path(),
+        hf_tokenizer_directory=Path(),
         images=IMAGES if sees else None,
         pooling=PoolingConfig(kind) if kind else None,
         has_slot_state=scenario.slot_state,

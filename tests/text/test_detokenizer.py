@@ -48,7 +48,7 @@ class Driver:
         for uid in tokens:
             self.index[uid] += 1
         columns = array(tokens, np.int64), array(indices), array(tokens.values())
-        self.logic.take(Tokens(1, *columns, finishes))
+        self.logic.process(Tokens(1, *columns, finishes))
         return self
 
     def feed(self, ids, *finishes, uid=0):
@@ -62,7 +62,7 @@ class Driver:
 
     def read(self, budget=ALL):
         """One chunk, taken in as the frontend would; None where there is none."""
-        chunk = self.logic.take_delta(budget)
+        chunk = self.logic.pop_delta(budget)
         if chunk is None:
             return None
         assert chunk.uids.dtype == np.int64

@@ -10,7 +10,13 @@ import pytest
 
 from nanoactor.errors import InvalidRequest
 from nanoactor.models.errors import ModelError
-from nanoactor.text.renderer import Cancelled, Overdue, Renderer, RenderOptions, RenderQueue
+from nanoactor.text.renderer import (
+    Cancelled,
+    Renderer,
+    RenderOptions,
+    RenderQueue,
+    TimeLimitExceeded,
+)
 from tests.conftest import children
 from tests.text.test_chat import CHAT, THINKING, ChatTemplate, directory
 
@@ -44,7 +50,7 @@ def test_it_renders_as_the_template_does(rendering):
     expected = ChatTemplate(renderer._directory).render(CHAT, options)
     assert renderer.render(json.dumps(CHAT), json.dumps(options), 0.3) == expected
     facts, problem = renderer.describe()
-    assert all((facts.exists, facts.shows_tools, facts.knows_thoughts, not problem))
+    assert all((facts.exists, facts.renders_tools, facts.has_reasoning, not problem))
     assert "enable_thinking" in facts.variables
     assert facts.thoughts == "optional"
 
@@ -63,7 +69,7 @@ def test_pictures_of_results_are_found_by_trying(rendering, picture, shows):
     message = "{{ message.role }} {% if message.content is string %}{{ message.content }}"
     message += f"{{% else %}}{content}{{% endif %}}"
     facts, problem = rendering(f"{{% for message in messages %}}{message}{{% endfor %}}").describe()
-    assert (facts.shows_result_pictures, problem) == (shows, "")
+    assert (facts.renders_result_pictures, problem) == (shows, "")
 
 
 @pytest.mark.parametrize(
@@ -101,13 +107,13 @@ def test_a_template_that_goes_too_far_is_an_error_and_the_next_conversation_is_r
     renderer = rendering("{% if messages[-1].content == 'go' %}" + template + "{% endif %}well")
     for _ in range(2):
         # A doubled text may take all the time before it takes all the memory.
-        with pytest.raises((InvalidRequest, Overdue), match=text):
+        with pytest.raises((InvalidRequest, TimeLimitExceeded), match=text):
             renderer.render(said("go"), "{}", 0.3)
         assert renderer.render(said("a"), "{}", 30) == "well"
 
 
 def test_a_template_that_hangs_when_it_is_compiled_is_an_error(rendering, monkeypatch):
-    monkeypatch.setattr("nanoactor.text.renderer._START", 0.7)
+    monkeypatch.setattr("nanoactor.text.renderer._STARTUP_SECONDS", 0.7)
     renderer = rendering("{{ 7 ** (10 ** 9) }}")
     with pytest.raises(InvalidRequest, match="chat template was stopped"):
         renderer.describe()
@@ -117,7 +123,7 @@ def test_a_template_that_hangs_when_it_is_tried_is_described_by_its_source(rende
     facts, problem = rendering("{{ flavour }}" + LOOP).describe()
     assert facts.exists
     assert "flavour" in facts.variables
-    assert not facts.shows_tools
+    assert not facts.renders_tools
     assert "took longer" in problem
 
 

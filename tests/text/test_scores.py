@@ -7,7 +7,7 @@ from nanoactor.messages.engine import Open, TextOptions, Tokens
 from nanoactor.messages.scores import RequestScores, TokenScores
 from nanoactor.text.decoding import DecoderFactory
 from nanoactor.text.detokenizer import Detokenizer
-from nanoactor.text.scores import told_runs
+from nanoactor.text.scores import reported_runs
 from tests.text.test_detokenizer import array, finish
 from tests.text.tokenizers_for_tests import EVERY, byte_level
 
@@ -40,8 +40,8 @@ class Reader:
         self.ids, self.own, self.prompt, self.text, self.terminals = {}, {}, {}, {}, {}
 
     def read(self, budget):
-        while (delta := self.logic.take_delta(budget)) is not None:
-            at, runs = 0, [*told_runs(delta.scores)] if delta.scores else []
+        while (delta := self.logic.pop_delta(budget)) is not None:
+            at, runs = 0, [*reported_runs(delta.scores)] if delta.scores else []
             for run in runs:
                 assert run.uid not in self.terminals
                 into = self.prompt if run.is_prompt else self.own
@@ -79,7 +79,7 @@ def test_each_token_comes_with_its_own(budget, count):
             runs = [(1, True, prompt[1 + 2 * index : 3 + 2 * index]), *runs]
         ends = (finish(1), finish(2)) if index == len(ids) - 1 else ()
         columns = array([2, 1], np.int64), array([index, index]), array([token, token])
-        logic.take(Tokens(index + 1, *columns, ends, scores_of(runs, count)))
+        logic.process(Tokens(index + 1, *columns, ends, scores_of(runs, count)))
         if index % 2:
             reader.read(budget)
     reader.read(budget)
@@ -117,7 +117,7 @@ def test_without_a_tokenizer_there_are_no_pieces():
     opened(logic, 1, [4, 5])
     runs = [(1, True, [5]), (1, False, [9])]
     columns = array([1], np.int64), array([0]), array([9])
-    logic.take(Tokens(1, *columns, (finish(1),), scores_of(runs, 2)))
+    logic.process(Tokens(1, *columns, (finish(1),), scores_of(runs, 2)))
     reader.read(1 << 20)
     ((own, top, _),) = reader.own[1]
     assert (own.decoded_token, own.bytes, own.rank) == (None, None, 10)
@@ -129,8 +129,8 @@ def test_what_comes_for_a_request_that_is_over_is_dropped():
     reader = Reader(logic)
     opened(logic, 1, [4, 5])
     none = array([], np.int64), array([]), array([])
-    logic.take(Tokens(1, *none, (finish(1),)))
-    logic.take(Tokens(2, *none, (), scores_of([(1, True, [5])], 1)))
+    logic.process(Tokens(1, *none, (finish(1),)))
+    logic.process(Tokens(2, *none, (), scores_of([(1, True, [5])], 1)))
     reader.read(1 << 20)
     assert reader.prompt == {}
     assert logic.pending == 0

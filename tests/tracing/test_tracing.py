@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from nanoactor import AsyncLLM, SamplingParams
 from nanoactor.runtime.tracing import SPAN_DTYPE, IntervalSet, NodeTrace, Track, TrackTrace
-from nanoactor.server.observe import Observation
+from nanoactor.server.observe import ObservationRoutes
 from nanoactor.tracing import Trace
-from nanoactor.tracing.export import joined
+from nanoactor.tracing.export import join_snapshots
 from nanoactor.tracing.summary import summarize
 from tests.engine.harness import settled
 from tests.tracing.complete import complete_trace
@@ -38,7 +38,7 @@ def test_covers_count_every_moment_once(one, two):
     assert cover(one).length == len(points(one))
     assert cover(one).overlap(cover(two)) == len(points(one) & points(two))
     inside = {p for p in points(one) if 10 <= p < 40}
-    assert cover(one).within(10, 40).length == len(inside)
+    assert cover(one).clip(10, 40).length == len(inside)
 
 
 @given(st.integers(1, 5), st.integers(0, 20))
@@ -249,7 +249,7 @@ def test_an_engine_tells_how_busy_its_actors_and_its_device_are():
         for track_ in node_.tracks:
             assert (track_.spans["end"] > begin).all()
             covered = IntervalSet(track_.spans["begin"], track_.spans["end"])
-            busy = np.diff(covered.until(edges)) / width
+            busy = np.diff(covered.covered_before(edges)) / width
             assert shares[track_.track] == pytest.approx(busy, abs=1e-6), track_.track
     means = {name: track_.mean() for name, track_ in shares.items() if name != "scheduler load"}
     assert max(means, key=means.get) == "runner.0 device"
@@ -263,7 +263,7 @@ def test_a_trace_in_parts_is_the_trace(tmp_path):
     first = NodeTrace("n", [whole.trace("n")], 1.0, 55)
     whole.add(whole.kind("more"), 0, 60, 65)
     second = NodeTrace("n", [whole.trace("n", 55)], 2.0, 70)
-    (made,) = joined([[first], [second]])
+    (made,) = join_snapshots([[first], [second]])
     assert made.cpu_seconds == 2.0
     assert made.tracks[0].spans.tolist() == whole.trace("n").spans.tolist()
     assert [kind.name for kind in made.tracks[0].kinds] == ["work", "more"]
@@ -289,7 +289,7 @@ def test_a_span_that_is_remembered_late_is_in_a_trace_of_many_looks_once():
     track.add(kind, 2, 100, 200)  # was over at the first look
     track.add(kind, 3, 200, 300)
     look(50)
-    (node,) = joined(looks)
+    (node,) = join_snapshots(looks)
     assert node.tracks[0].spans["number"].tolist() == [1, 2, 3]
     assert node.tracks[0].spans["end"].tolist() == [100, 200, 300]
 
@@ -308,6 +308,6 @@ def test_a_watcher_looks_back_for_what_is_remembered_late():
             track.add(kind, number + 1, now - 70_000_000, now - 60_000_000)
             return Trace((found,), 0)
 
-    watcher = object.__new__(Observation)
-    (node,) = joined(asyncio.run(watcher._watch(Engine(), 0.7)))
+    watcher = object.__new__(ObservationRoutes)
+    (node,) = join_snapshots(asyncio.run(watcher._record(Engine(), 0.7)))
     assert node.tracks[0].spans["number"].tolist() == [0, 1, 4]

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoactor.errors import InvalidRequest
-from nanoactor.vision.gather import ItemGathering
+from nanoactor.vision.gather import ItemCollector
 from nanoactor.vision.media import ReadItem, Unusable
 
 
@@ -15,24 +15,24 @@ def item(number):
 
 @given(st.permutations([(uid, n) for uid in range(3) for n in range(3)]), st.integers(0, 9))
 def test_a_request_that_is_over_leaves_nothing_whenever_that_was(order, over_at):
-    gathering = ItemGathering()
+    gathering = ItemCollector()
     for at, (uid, number) in enumerate(order):
         if at == over_at:
-            gathering.forget(1, 3)
+            gathering.finish(1, 3)
         gathering.add(uid, number, item(number))
-        if uid != 1 and gathering.has(uid, 3):
-            assert gathering.of(uid, ["picture"] * 3) == [item(n) for n in range(3)]
-            gathering.forget(uid, 3)
+        if uid != 1 and gathering.is_complete(uid, 3):
+            assert gathering.collect(uid, ["picture"] * 3) == [item(n) for n in range(3)]
+            gathering.finish(uid, 3)
     if over_at >= len(order):
-        gathering.forget(1, 3)
+        gathering.finish(1, 3)
     assert len(gathering) == 0
 
 
 def test_the_first_item_that_cannot_be_used_is_named():
-    gathering = ItemGathering()
+    gathering = ItemCollector()
     for number, found in enumerate([item(0), Unusable("too narrow"), Unusable("broken")]):
         gathering.add(7, number, found)
     with pytest.raises(InvalidRequest, match="picture 2 of 3: too narrow"):
-        gathering.of(7, ["picture"] * 3)
+        gathering.collect(7, ["picture"] * 3)
     with pytest.raises(InvalidRequest, match="picture 1 of 2: too narrow"):
-        gathering.of(7, ["video", "picture", "picture"])
+        gathering.collect(7, ["video", "picture", "picture"])

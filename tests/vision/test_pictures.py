@@ -140,7 +140,7 @@ def test_a_picture_is_the_same_whichever_way_it_comes(tmp_path, name):
     found = []
     with Image.open(path) as opened:
         for given in (data, path, str(path), url, opened):
-            media = rules.take(given, (1 << 10, 1 << 20))
+            media = rules.read_picture(given, (1 << 10, 1 << 20))
             if media.form:
                 image = Image.frombytes(media.form, media.shape[::-1], media.data)
                 found.append(resize_image(image, 32, 32))

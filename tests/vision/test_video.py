@@ -20,7 +20,9 @@ from nanoactor.vision.rules import MediaRules
 from nanoactor.vision.video import split_videos
 
 IMAGES = ImageConfig(4096, 65536, 32, rescale=1 / 255, mean=(0.5,) * 3, std=(0.5,) * 3)
-VIDEOS = VideoConfig(min_pixels=4096, max_pixels=1 << 20, factor=32, together=2, max_frames=40)
+VIDEOS = VideoConfig(
+    min_pixels=4096, max_pixels=1 << 20, factor=32, temporal_patch_size=2, max_frames=40
+)
 RULES = MediaRules(IMAGES, 1_000_000, VIDEOS)
 READER = MediaReader(IMAGES, b"s" * 16, 1_000_000, VIDEOS)
 FRAMES = np.random.default_rng(0).integers(0, 256, (5, 70, 90, 3)).astype(np.uint8)
@@ -34,7 +36,7 @@ def file(frame, form="PNG"):
 
 
 def take(given):
-    return RULES.take_video(given, RULES.video_area({}))
+    return RULES.read_video(given, RULES.video_area({}))
 
 
 @given(
@@ -47,7 +49,7 @@ def test_frames_are_resized_as_in_transformers(frames, height, width, area):
     from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 
     least, most = area
-    config = VideoConfig(least, most, 32, together=2, max_frames=40)
+    config = VideoConfig(least, most, 32, temporal_patch_size=2, max_frames=40)
     try:
         wanted = smart_resize(
             frames, height, width, 2, factor=32, min_pixels=least, max_pixels=most
@@ -64,7 +66,9 @@ def test_frames_may_be_bounded_each_by_itself(frames, height, width):
     """As `Qwen3VLVideoProcessor.resize` calls it with `cap_pixels_per_frame`."""
     from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 
-    config = VideoConfig(4096, 1 << 20, 32, together=2, max_frames=40, frame_tokens=16)
+    config = VideoConfig(
+        4096, 1 << 20, 32, temporal_patch_size=2, max_frames=40, max_frame_tokens=16
+    )
     each = max(min(16 * 32**2, (1 << 20) // frames), int(4096 * 1.05))
     wanted = smart_resize(
         frames, height, width, 2, factor=32, min_pixels=4096, max_pixels=each * frames
@@ -109,10 +113,10 @@ def test_names_do_not_depend_on_times_but_on_frames():
     assert READER.read(take(Video(FRAMES, fps=1))) == plain
     assert READER.read(take(FRAMES[::-1])).key != plain.key
     assert READER.read(take(FRAMES[:4])).key != plain.key
-    as_picture = RULES.take(FRAMES.reshape(350, 90, 3), RULES.area({}))
+    as_picture = RULES.read_picture(FRAMES.reshape(350, 90, 3), RULES.area({}))
     assert as_picture.data == take(FRAMES).data
     assert READER.read(as_picture).key != plain.key
-    cut = RULES.take_video(FRAMES, RULES.video_area({"videos_kwargs": {"max_pixels": 10240}}))
+    cut = RULES.read_video(FRAMES, RULES.video_area({"videos_kwargs": {"max_pixels": 10240}}))
     assert READER.read(cut).key != plain.key
 
 
@@ -153,11 +157,11 @@ def test_frames_are_counted_before_they_are_copied():
     rules = MediaRules(IMAGES, 1 << 24, VIDEOS)
     frames = np.broadcast_to(FRAMES[:1, :1, :1], (40, 3000, 3000, 3))
     copied = []
-    take = MediaRules.take
+    take = MediaRules.read_picture
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MediaRules, "take", lambda *a: copied.append(1) or take(*a))
+        patch.setattr(MediaRules, "read_picture", lambda *a: copied.append(1) or take(*a))
         with pytest.raises(InvalidRequest, match="more than 268435456 bytes"):
-            rules.take_video(frames, rules.video_area({}))
+            rules.read_video(frames, rules.video_area({}))
     assert len(copied) == 1
 
 
@@ -171,7 +175,9 @@ def test_a_picture_that_many_requests_share_is_decoded_by_one_thread_at_a_time()
     for _ in range(5):
         image = Image.open(io.BytesIO(data))
         with ThreadPoolExecutor(4) as pool:
-            found = list(pool.map(lambda _, i=image: RULES.take(i, (1024, 65536)).data, range(8)))
+            found = list(
+                pool.map(lambda _, i=image: RULES.read_picture(i, (1024, 65536)).data, range(8))
+            )
         assert len({bytes(one) for one in found}) == 1
 
 
@@ -227,9 +233,9 @@ RAW = dict(
 def test_the_file_says_how_frames_are_resized():
     config = parse_video_config(RAW, VISION, IMAGES)
     assert (config.min_pixels, config.max_pixels, config.max_frames) == (4096, 25165824, 768)
-    assert config.frame_tokens is None
+    assert config.max_frame_tokens is None
     capped = parse_video_config({**RAW, "cap_pixels_per_frame": True}, VISION, IMAGES)
-    assert capped.frame_tokens == 768
+    assert capped.max_frame_tokens == 768
 
 
 @pytest.mark.parametrize(

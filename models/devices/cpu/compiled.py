@@ -13,15 +13,15 @@ from torch.nn import functional as F
 from nanoactor.models.batch import (
     AttentionBatch,
     DecodeRows,
+    FusedSamplingInputs,
     HeadTransform,
     KVCache,
     RowBuffers,
-    RowChoice,
     SlotTables,
 )
 from nanoactor.models.devices.cpu.device import CPUDevice, has_instructions
 from nanoactor.models.devices.cpu.kernels.attention import decode_attention
-from nanoactor.models.devices.cpu.kernels.batch import advance, locate
+from nanoactor.models.devices.cpu.kernels.batch import advance, fill_slot_mapping
 from nanoactor.models.devices.cpu.kernels.elements import (
     EXPERTS,
     FP8,
@@ -29,22 +29,22 @@ from nanoactor.models.devices.cpu.kernels.elements import (
     LOGITS,
     STEPS,
     compile_kernels,
-    knows,
+    has_supported_dtype,
 )
 from nanoactor.models.devices.cpu.kernels.elementwise import (
     add_rms_norm,
+    can_rotate_whole_heads,
     norm_rotate_store,
     rms_norm,
     swiglu,
-    takes_heads,
 )
-from nanoactor.models.devices.cpu.kernels.experts import experts_of_few
-from nanoactor.models.devices.cpu.kernels.experts_fp8 import packed_experts_of_few
-from nanoactor.models.devices.cpu.kernels.fp8 import fp8_product, fp8_unpacked
-from nanoactor.models.devices.cpu.kernels.linear import product
+from nanoactor.models.devices.cpu.kernels.experts import few_token_experts
+from nanoactor.models.devices.cpu.kernels.experts_fp8 import few_token_fp8_experts
+from nanoactor.models.devices.cpu.kernels.fp8 import dequantize_outputs, fp8_linear
+from nanoactor.models.devices.cpu.kernels.linear import few_row_linear
 from nanoactor.models.devices.cpu.kernels.sampling import sample_rows
 from nanoactor.models.devices.protocols import ExpertsOperator, LinearOperator
-from nanoactor.models.weights.fp8 import Fp8Blocks, experts_of
+from nanoactor.models.weights.fp8 import Fp8Blocks, iter_experts
 from nanoactor.models.weights.linear import (
     Dense,
     ExpertWeights,
@@ -54,37 +54,37 @@ from nanoactor.models.weights.linear import (
 )
 
 # Measured by bench/cpu_kernels.py; docs/cpu.md has the results.
-_FEW_ROWS = 2
+_MAX_KERNEL_ROWS = 2
 """Maximum number of rows for which our matrix product is faster than oneDNN's."""
-_FEW_CHOICES = 256
+_MAX_KERNEL_PAIRS = 256
 """Maximum number of token-expert pairs for which our kernel is faster than one product per
 expert."""
-_FEW_PACKED_ROWS = 4
+_MAX_PACKED_ROWS = 4
 """Maximum number of rows for which packed weights are multiplied as they are read instead of being
 unpacked first; for experts, the maximum mean number of rows per expert."""
-_UNPACKED_OUTPUTS = 512
+_UNPACK_CHUNK = 512
 _LARGE_BYTES = 2 << 20
 """Size in bytes above which weights are read from memory rather than from a CPU cache. With AMX,
 oneDNN multiplies such weights faster than our kernel."""
-_SHARE = 0.1
+_REPACK_FRACTION = 0.1
 """Fraction of the free memory that may hold weights in our layout in addition to oneDNN's."""
-_MANY_THREADS = 4
-_MANY_ELEMENTS = 1 << 18
+_TORCH_MIN_THREADS = 4
+_TORCH_MIN_ELEMENTS = 1 << 18
 """Minimum numbers of threads and elements for which PyTorch's operators, each of which uses all
 threads, are faster than a single pass on one thread."""
 
 
-def _unpacked(
+def _unpacked_parts(
     weights: Fp8Blocks, threads: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
     """Yield parts of a matrix with their biases, unpacking only one part at a time."""
-    for at in range(0, len(weights.weight), _UNPACKED_OUTPUTS):
-        some = slice(at, at + _UNPACKED_OUTPUTS)
-        bias = None if weights.bias is None else weights.bias[some]
-        yield fp8_unpacked(weights, some, threads), bias
+    for start in range(0, len(weights.weight), _UNPACK_CHUNK):
+        chunk = slice(start, start + _UNPACK_CHUNK)
+        bias = None if weights.bias is None else weights.bias[chunk]
+        yield dequantize_outputs(weights, chunk, threads), bias
 
 
-def _has_product(weights: Fp8Blocks) -> bool:
+def _has_fp8_kernel(weights: Fp8Blocks) -> bool:
     return weights.dtype in (torch.float32, torch.bfloat16)
 
 
@@ -94,12 +94,12 @@ class CompiledCPUDevice(CPUDevice):
 
     def __init__(self) -> None:
         super().__init__()
-        share = self.traits.default_memory_utilization + _SHARE
+        utilization = self.traits.default_memory_utilization + _REPACK_FRACTION
         self.traits = dataclasses.replace(
-            self.traits, fused_sampling="every", default_memory_utilization=share
+            self.traits, fused_sampling="all", default_memory_utilization=utilization
         )
         self._threads = 1
-        self._spare = int(self.memory().free * _SHARE)
+        self._repack_budget = int(self.memory().free * _REPACK_FRACTION)
 
     def prepare_thread(self, threads: int) -> None:
         """Limit the number of threads of PyTorch and Numba."""
@@ -115,19 +115,19 @@ class CompiledCPUDevice(CPUDevice):
     def _compile(self, dtype: torch.dtype, *purposes: str) -> None:
         compile_kernels(dtype, parallel=self._threads > 1, purposes=purposes)
 
-    def _takes(self, x: torch.Tensor) -> bool:
-        many = self._threads >= _MANY_THREADS and x.numel() >= _MANY_ELEMENTS
-        return knows(x) and not many
+    def _uses_kernel(self, x: torch.Tensor) -> bool:
+        torch_is_faster = self._threads >= _TORCH_MIN_THREADS and x.numel() >= _TORCH_MIN_ELEMENTS
+        return has_supported_dtype(x) and not torch_is_faster
 
     # -- the batch ------------------------------------------------------------------------
 
     def advance(
-        self, tables: SlotTables, rows: DecodeRows, into: RowBuffers, ids: torch.Tensor
+        self, tables: SlotTables, rows: DecodeRows, buffers: RowBuffers, ids: torch.Tensor
     ) -> None:
         """Advance all rows in one pass."""
-        advance(tables, rows, into, ids)
+        advance(tables, rows, buffers, ids)
 
-    def locate(
+    def fill_slot_mapping(
         self,
         tables: SlotTables,
         slots: torch.Tensor,
@@ -135,103 +135,115 @@ class CompiledCPUDevice(CPUDevice):
         slot_mapping: torch.Tensor,
     ) -> None:
         """Locate all tokens in one pass."""
-        locate(tables, slots, positions, slot_mapping)
+        fill_slot_mapping(tables, slots, positions, slot_mapping)
 
-    def sample_rows(self, rows: RowChoice) -> None:
+    def sample_rows(self, inputs: FusedSamplingInputs) -> None:
         """Sample all rows, whatever their parameters."""
-        sample_rows(rows, self._threads)
+        sample_rows(inputs, self._threads)
 
     # -- operators ------------------------------------------------------------------------
 
     def linear(self, weights: LinearWeights) -> LinearOperator:
         """Keep weights in two layouts if memory allows, one for few rows and one for many. FP8
         weights stay packed."""
-        if isinstance(weights, Fp8Blocks) and _has_product(weights):
-            return self._packed(weights)
+        if isinstance(weights, Fp8Blocks) and _has_fp8_kernel(weights):
+            return self._packed_linear(weights)
         dense = dense_of(weights)
-        many, weight, bias = super().linear(dense), dense.weight, dense.bias
-        slower = weight.nbytes > _LARGE_BYTES and has_instructions("amx_tile")
-        if slower or not knows(weight) or weight.nbytes > self._spare:
-            return many
-        self._spare -= weight.nbytes
+        fallback, weight, bias = super().linear(dense), dense.weight, dense.bias
+        onednn_is_faster = weight.nbytes > _LARGE_BYTES and has_instructions("amx_tile")
+        if (
+            onednn_is_faster
+            or not has_supported_dtype(weight)
+            or weight.nbytes > self._repack_budget
+        ):
+            return fallback
+        self._repack_budget -= weight.nbytes
         # Our copy is in large pages, so that address translation does not slow down reads.
-        own = self.zeros(*weight.shape, dtype=weight.dtype).copy_(weight)
+        repacked = self.zeros(*weight.shape, dtype=weight.dtype).copy_(weight)
 
-        def few_or_many(x: torch.Tensor) -> torch.Tensor:
-            if x.shape[:-1].numel() > _FEW_ROWS:
-                return many(x)
-            return product(x, own, bias, self._threads)
+        def dispatch(x: torch.Tensor) -> torch.Tensor:
+            if x.shape[:-1].numel() > _MAX_KERNEL_ROWS:
+                return fallback(x)
+            return few_row_linear(x, repacked, bias, self._threads)
 
-        return few_or_many
+        return dispatch
 
-    def _packed(self, weights: Fp8Blocks) -> LinearOperator:
+    def _packed_linear(self, weights: Fp8Blocks) -> LinearOperator:
         self._compile(weights.dtype, FP8)
 
-        def few_or_many(x: torch.Tensor) -> torch.Tensor:
-            if x.shape[:-1].numel() <= _FEW_PACKED_ROWS:
-                return fp8_product(x, weights, self._threads)
-            return torch.cat([F.linear(x, *part) for part in _unpacked(weights, self._threads)], -1)
+        def dispatch(x: torch.Tensor) -> torch.Tensor:
+            if x.shape[:-1].numel() <= _MAX_PACKED_ROWS:
+                return fp8_linear(x, weights, self._threads)
+            return torch.cat(
+                [F.linear(x, *part) for part in _unpacked_parts(weights, self._threads)], -1
+            )
 
-        return few_or_many
+        return dispatch
 
     def _packed_experts(self, gate_up: Fp8Blocks, down: Fp8Blocks) -> ExpertsOperator:
         self._compile(down.dtype, FP8_EXPERTS)
-        many = self.one_by_one(*(map(self._packed, experts_of(one)) for one in (gate_up, down)))
-        plain = gate_up.block == down.block and not gate_up.offset
-        most = _FEW_PACKED_ROWS * len(down.weight)
+        fallback = self.sequential_experts(
+            *(map(self._packed_linear, iter_experts(matrix)) for matrix in (gate_up, down))
+        )
+        is_aligned = gate_up.block == down.block and not gate_up.offset
+        max_pairs = _MAX_PACKED_ROWS * len(down.weight)
 
-        def few_or_many(x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-            if not plain or ids.numel() > most:
-                return many(x, ids, shares)
-            return packed_experts_of_few(x, gate_up, down, ids, shares, self._threads)
+        def dispatch(x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+            if not is_aligned or ids.numel() > max_pairs:
+                return fallback(x, ids, shares)
+            return few_token_fp8_experts(x, gate_up, down, ids, shares, self._threads)
 
-        return few_or_many
+        return dispatch
 
     def experts(self, weights: ExpertWeights) -> ExpertsOperator:
         """Use our kernel for few tokens and PyTorch's products for many. FP8 weights stay
         packed."""
-        pair, down = weights.gate_up, weights.down
-        if isinstance(pair, Fp8Blocks) and isinstance(down, Fp8Blocks) and _has_product(down):
-            return self._packed_experts(pair, down)
+        gate_up, down = weights.gate_up, weights.down
+        if isinstance(gate_up, Fp8Blocks) and isinstance(down, Fp8Blocks) and _has_fp8_kernel(down):
+            return self._packed_experts(gate_up, down)
         dense = dense_experts_of(weights)
         self._compile(dense.down.dtype, EXPERTS)
-        many = super().experts(ExpertWeights(Dense(dense.gate_up), Dense(dense.down)))
+        fallback = super().experts(ExpertWeights(Dense(dense.gate_up), Dense(dense.down)))
 
-        def few_or_many(x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-            if not knows(x) or ids.numel() > _FEW_CHOICES:
-                return many(x, ids, shares)
-            return experts_of_few(x, dense, ids, shares, self._threads)
+        def dispatch(x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+            if not has_supported_dtype(x) or ids.numel() > _MAX_KERNEL_PAIRS:
+                return fallback(x, ids, shares)
+            return few_token_experts(x, dense, ids, shares, self._threads)
 
-        return few_or_many
+        return dispatch
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Normalize in one pass."""
-        norm = rms_norm if self._takes(x) and weight.dtype == x.dtype else super().rms_norm
+        norm = rms_norm if self._uses_kernel(x) and weight.dtype == x.dtype else super().rms_norm
         return norm(x, weight, eps)
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add and normalize in one pass."""
-        known = self._takes(x) and weight.dtype == x.dtype
-        norm = add_rms_norm if known else super().add_rms_norm
+        uses_kernel = self._uses_kernel(x) and weight.dtype == x.dtype
+        norm = add_rms_norm if uses_kernel else super().add_rms_norm
         return norm(x, residual, weight, eps)
 
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
         """Compute SwiGLU in one pass."""
-        return swiglu(gate_up) if self._takes(gate_up) else super().swiglu(gate_up)
+        return swiglu(gate_up) if self._uses_kernel(gate_up) else super().swiglu(gate_up)
 
     def rotation(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tables in float32, the dtype in which the kernels compute."""
         return cos.float().contiguous(), sin.float().contiguous()
 
     def norm_rotate_store(
-        self, qkv: torch.Tensor, how: HeadTransform, cache: KVCache, slots: torch.Tensor
+        self,
+        qkv: torch.Tensor,
+        transform: HeadTransform,
+        cache: KVCache,
+        slot_mapping: torch.Tensor,
     ) -> torch.Tensor:
         """Normalize, rotate and store in one pass."""
-        known = self._takes(qkv) and takes_heads(qkv, how)
-        store = norm_rotate_store if known else super().norm_rotate_store
-        return store(qkv, how, cache, slots)
+        uses_kernel = self._uses_kernel(qkv) and can_rotate_whole_heads(qkv, transform)
+        store = norm_rotate_store if uses_kernel else super().norm_rotate_store
+        return store(qkv, transform, cache, slot_mapping)
 
     def attention(
         self, queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float
@@ -250,7 +262,7 @@ class CompiledCPUDevice(CPUDevice):
         self, queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float
     ) -> torch.Tensor:
         """Compute decode attention, reading the blocks in place."""
-        if knows(queries):
+        if has_supported_dtype(queries):
             return decode_attention(queries, cache, batch, scale, self._threads)
         plan = dataclasses.replace(batch.plan, decodes=super()._plan_decodes(batch))
         return super()._decode(queries, cache, dataclasses.replace(batch, plan=plan), scale)

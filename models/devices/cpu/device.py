@@ -1,5 +1,5 @@
-"""The CPU: the default when embedded, and the reference for correctness in exact float32. Operators
-are PyTorch's; `compiled.py` has faster ones that need Numba."""
+"""The CPU device with PyTorch's operators. In float32, it is the reference for correctness.
+`compiled.py` has faster operators, which need Numba."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class CPUDevice(PortableOperators):
             free = min(free, limit - (used or 0))
         return Memory(total, max(0, free))
 
-    def reset_peak(self) -> None:
+    def reset_peak_memory(self) -> None:
         """Reset the kernel's peak memory counter of the process, and record the current usage."""
         try:
             Path("/proc/self/clear_refs").write_text("5")
@@ -66,11 +66,11 @@ class CPUDevice(PortableOperators):
         except OSError:  # /proc is read-only: only growth above the old peak is visible
             self._base = _kibibytes("/proc/self/status", "VmHWM") * 1024
 
-    def peak(self) -> int:
-        """Return the growth in bytes of the process's peak memory since `reset_peak`."""
+    def peak_memory(self) -> int:
+        """Return the growth in bytes of the process's peak memory since `reset_peak_memory`."""
         return max(0, _kibibytes("/proc/self/status", "VmHWM") * 1024 - self._base)
 
-    def pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+    def empty_pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """Allocate ordinary memory, which needs no pinning here."""
         return torch.empty(shape, dtype=dtype)
 

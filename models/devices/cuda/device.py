@@ -16,14 +16,14 @@ import torch
 from nanoactor.models.batch import (
     AttentionBatch,
     DecodeRows,
+    FusedSamplingInputs,
     HeadTransform,
     KVCache,
     RowBuffers,
-    RowChoice,
     SlotTables,
 )
 from nanoactor.models.devices.cuda.kernels.decode_step.steps import DecodeSteps
-from nanoactor.models.devices.cuda.kernels.decode_step.table import MOST_ROWS
+from nanoactor.models.devices.cuda.kernels.decode_step.table import MAX_ROWS
 from nanoactor.models.devices.portable import PortableOperators
 from nanoactor.models.devices.protocols import (
     CapturedFunction,
@@ -41,7 +41,7 @@ from nanoactor.models.weights.linear import ExpertWeights, LinearWeights, Router
 from nanoactor.models.weights.whole_step import ModelWeights
 
 try:
-    from nanoactor.models.devices.cuda.kernels import batch as slots_kernels
+    from nanoactor.models.devices.cuda.kernels import batch as batch_kernels
     from nanoactor.models.devices.cuda.kernels import (
         decode_attention,
         elementwise,
@@ -63,7 +63,7 @@ except ImportError:
 
 log = logging.getLogger("nanoactor.models.cuda")
 
-_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 FP8_CAPABILITY = (8, 9)
@@ -74,7 +74,7 @@ PORTABLE_TRAITS = DeviceTraits(
     default_dtype=torch.float16,
     default_block_size=64,
     default_memory_utilization=0.9,
-    any_thread=True,
+    allows_any_thread=True,
 )
 
 
@@ -88,10 +88,10 @@ def with_kernels(traits: DeviceTraits) -> DeviceTraits:
         keeps_logits=True,
         publishes_ids=True,
         # The kernel of smaller steps would read keys and values of a sequence while writing others.
-        runs_as_rows_from=MOST_ROWS + 1,
+        min_rows_for_runs=MAX_ROWS + 1,
         needs_host_seq_lens=False,
-        fused_sampling="all",
-        fused_sampling_of_ranks="all",
+        fused_sampling="bounded_top_k",
+        sharded_fused_sampling="bounded_top_k",
     )
 
 
@@ -145,7 +145,7 @@ class PortableCUDADevice(PortableOperators):
 
     def supports(self, dtype: torch.dtype) -> bool:
         """Return True for float32 and float16, and for bfloat16 from compute capability 8.0 on."""
-        return dtype in _NAMES and (dtype != torch.bfloat16 or self._has_bfloat16())
+        return dtype in _DTYPES and (dtype != torch.bfloat16 or self._has_bfloat16())
 
     def memory(self) -> Memory:
         """Return the memory that the driver reports, which includes use by other processes on the
@@ -154,18 +154,18 @@ class PortableCUDADevice(PortableOperators):
         cached = torch.cuda.memory_reserved(self.torch_device)
         return Memory(total, free + cached - torch.cuda.memory_allocated(self.torch_device))
 
-    def reset_peak(self) -> None:
+    def reset_peak_memory(self) -> None:
         """Reset the peak statistics of PyTorch's allocator."""
         torch.cuda.synchronize(self.torch_device)
         self._base = torch.cuda.memory_allocated(self.torch_device)
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
-    def peak(self) -> int:
+    def peak_memory(self) -> int:
         """Return the peak allocation in bytes of PyTorch's allocator, minus the allocation at
-        `reset_peak`."""
+        `reset_peak_memory`."""
         return torch.cuda.max_memory_allocated(self.torch_device) - self._base
 
-    def pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+    def empty_pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """Allocate page-locked memory."""
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
@@ -222,21 +222,21 @@ class CUDADevice(PortableCUDADevice):
         self.traits = with_kernels(self.traits)
         log.info("using nanoactor's Triton kernels on %s", torch.cuda.get_device_name(index))
         self._pool: Any = None
-        found = torch.cuda.get_device_properties(index)
-        capability = found.major, found.minor
-        self.prefill_attention = PrefillAttention(capability, found.multi_processor_count)
+        properties = torch.cuda.get_device_properties(index)
+        capability = properties.major, properties.minor
+        self.prefill_attention = PrefillAttention(capability, properties.multi_processor_count)
         self._multiplies_fp8 = capability >= FP8_CAPABILITY
         self._fp8_products = ProductKernels(capability)
 
     def check(self, dtype: torch.dtype, block_size: int, head_dim: int) -> None:
         """Accept every configuration, and warn about slower ones."""
-        why = self.prefill_attention.refusal(dtype, block_size, head_dim)
-        recent = self.prefill_attention.capability[0] >= HOPPER
-        if why is not None and recent and dtype != torch.float32:
+        reason = self.prefill_attention.unsupported_reason(dtype, block_size, head_dim)
+        is_hopper = self.prefill_attention.capability[0] >= HOPPER
+        if reason is not None and is_hopper and dtype != torch.float32:
             log.warning(
                 "attention over prompts takes up to 47 %% longer, because the kernel for Hopper "
                 "GPUs cannot be used: %s",
-                why,
+                reason,
             )
 
     def capture(
@@ -268,17 +268,17 @@ class CUDADevice(PortableCUDADevice):
         self, rows: int, heads: int, kv_heads: int, head_dim: int, vocabulary: int
     ) -> Scratch:
         """Allocate memory for partial results of attention and sampling."""
-        where = self.torch_device
-        splits = decode_attention.Splits.empty(rows, heads, kv_heads, head_dim, where)
-        return Scratch(splits, sampling.Partials.empty(rows, vocabulary, where), kv_heads)
+        device = self.torch_device
+        splits = decode_attention.Splits.empty(rows, heads, kv_heads, head_dim, device)
+        return Scratch(splits, sampling.Partials.empty(rows, vocabulary, device), kv_heads)
 
     def advance(
-        self, tables: SlotTables, rows: DecodeRows, into: RowBuffers, ids: torch.Tensor
+        self, tables: SlotTables, rows: DecodeRows, buffers: RowBuffers, ids: torch.Tensor
     ) -> None:
         """Advance all rows in one kernel."""
-        slots_kernels.advance(tables, rows, into, ids)
+        batch_kernels.advance(tables, rows, buffers, ids)
 
-    def locate(
+    def fill_slot_mapping(
         self,
         tables: SlotTables,
         slots: torch.Tensor,
@@ -286,25 +286,27 @@ class CUDADevice(PortableCUDADevice):
         slot_mapping: torch.Tensor,
     ) -> None:
         """Locate all tokens in one kernel."""
-        slots_kernels.locate(tables, slots, positions, slot_mapping)
+        batch_kernels.fill_slot_mapping(tables, slots, positions, slot_mapping)
 
     def plan(self, scratch: Scratch, batch: AttentionBatch) -> AttentionBatch:
         """Split the contexts of decode rows into chunks of equal length."""
         contexts = batch.decode_contexts
-        splits = scratch.splits.of(max(1, len(contexts)), scratch.kv_heads)
+        splits = scratch.splits.for_rows(max(1, len(contexts)), scratch.kv_heads)
         if len(contexts):
             decode_attention.plan_splits(contexts, splits)
         return dataclasses.replace(batch, plan=splits)
 
-    def sample_rows(self, rows: RowChoice) -> None:
+    def sample_rows(self, inputs: FusedSamplingInputs) -> None:
         """Sample in five kernels; with a top-k, only candidates for the best k are sorted."""
-        if len(rows.slots):
-            partials = rows.scratch.partials
-            sampling.sample_rows(rows.logits, rows.slots, rows.tables, partials, rows.chosen)
+        if len(inputs.slots):
+            partials = inputs.scratch.partials
+            sampling.sample_rows(
+                inputs.logits, inputs.slots, inputs.tables, partials, inputs.sampled_ids
+            )
 
-    def sample_masked_rows(self, rows: RowChoice, masks: torch.Tensor) -> None:
+    def sample_masked_rows(self, inputs: FusedSamplingInputs, masks: torch.Tensor) -> None:
         """Sample as `sample_rows` does, with two additional kernels for the masks."""
-        sample_masked_rows(rows, masks)
+        sample_masked_rows(inputs, masks)
 
     def publish(self, ids: torch.Tensor, ring: torch.Tensor, count: torch.Tensor) -> None:
         """Publish ids in one kernel."""
@@ -325,8 +327,8 @@ class CUDADevice(PortableCUDADevice):
         """Use FP8 tensor cores if the format and the GPU allow it."""
         if not isinstance(weights, Fp8Blocks) or not self._multiplies_fp8:
             return super().linear(weights)
-        if why := fp8.refusal(weights):
-            return super().linear(dense_of(weights, why))
+        if reason := fp8.unsupported_reason(weights):
+            return super().linear(dense_of(weights, reason))
         return linear_of(weights, self._fp8_products.get())
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -350,13 +352,17 @@ class CUDADevice(PortableCUDADevice):
         return elementwise.swiglu(gate_up.contiguous())
 
     def norm_rotate_store(
-        self, qkv: torch.Tensor, how: HeadTransform, cache: KVCache, slots: torch.Tensor
+        self,
+        qkv: torch.Tensor,
+        transform: HeadTransform,
+        cache: KVCache,
+        slot_mapping: torch.Tensor,
     ) -> torch.Tensor:
         """Normalize, rotate and store in one pass, or operator by operator if only a part of each
         head is rotated."""
-        if 2 * how.rotation[0].shape[-1] != qkv.shape[-1]:
-            return super().norm_rotate_store(qkv, how, cache, slots)
-        return elementwise.norm_rotate_store(qkv.contiguous(), how, cache, slots)
+        if 2 * transform.rotation[0].shape[-1] != qkv.shape[-1]:
+            return super().norm_rotate_store(qkv, transform, cache, slot_mapping)
+        return elementwise.norm_rotate_store(qkv.contiguous(), transform, cache, slot_mapping)
 
     def attention(
         self, queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float
@@ -364,18 +370,18 @@ class CUDADevice(PortableCUDADevice):
         """Run separate kernels for prefill and decode rows. Data past the end of a context has no
         effect."""
         output = torch.empty_like(queries)
-        first = batch.prefill_tokens
-        if first:
+        prefill_tokens = batch.prefill_tokens
+        if prefill_tokens:
             self.prefill_attention(queries, cache, batch, scale, output)
         if len(batch.decode_slots):
             decode_attention.decode_attention(
-                queries[first:],
+                queries[prefill_tokens:],
                 cache=cache,
                 tables=batch.tables,
                 slots=batch.decode_slots,
                 contexts=batch.decode_contexts,
                 splits=batch.plan,
                 scale=scale,
-                output=output[first:],
+                output=output[prefill_tokens:],
             )
         return output

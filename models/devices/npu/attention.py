@@ -33,10 +33,10 @@ class Plan:
     contexts: list[int] | torch.Tensor
     """Context length of each row, new tokens included; an int64 tensor in graphs whose operators
     accept one."""
-    there: torch.Tensor | None = None
+    pad_indices: torch.Tensor | None = None
     """Index of the token at each position of the padded batch of prompts, int64 (rows *
     longest,)."""
-    back: torch.Tensor | None = None
+    unpad_indices: torch.Tensor | None = None
     """Position of each token's result in the padded batch, int64 (tokens,)."""
 
     @property
@@ -81,7 +81,7 @@ def _attend(
     contexts: list[int] | torch.Tensor,
     scale: float,
     heads: int,
-    **rest: Any,
+    **options: Any,
 ) -> torch.Tensor:
     """Call the fused operator, with keys and values as (blocks, block_size, kv_heads *
     head_dim)."""
@@ -100,7 +100,7 @@ def _attend(
         num_heads=heads,
         num_key_value_heads=kv_heads,
         scale=scale,
-        **rest,
+        **options,
     )[0]
     return output
 
@@ -148,12 +148,14 @@ class Padded:
             return plan
         longest, device = max(tokens), tables.device
         firsts, counts = rows[1].long(), rows[2].long()
-        places = torch.arange(longest, device=device)
-        there = firsts[:, None] + torch.minimum(places[None], counts[:, None] - 1)
+        positions_in_row = torch.arange(longest, device=device)
+        pad_indices = firsts[:, None] + torch.minimum(positions_in_row[None], counts[:, None] - 1)
         numbers = torch.arange(len(tokens), device=device)
         row_of = torch.repeat_interleave(numbers, counts, output_size=sum(tokens))
         offsets = torch.arange(sum(tokens), device=device) - firsts.index_select(0, row_of)
-        return dataclasses.replace(plan, there=there.flatten(), back=row_of * longest + offsets)
+        return dataclasses.replace(
+            plan, pad_indices=pad_indices.flatten(), unpad_indices=row_of * longest + offsets
+        )
 
     def __call__(
         self, queries: torch.Tensor, cache: KVCache, plan: Plan, scale: float
@@ -172,7 +174,7 @@ class Padded:
     ) -> torch.Tensor:
         tables = plan.tables[len(plan.prefill_tokens) :]
         heads = queries.shape[1]
-        attended = _attend(
+        output = _attend(
             queries[:, :, None],
             cache,
             tables,
@@ -182,17 +184,17 @@ class Padded:
             input_layout="BNSD",
             sparse_mode=_DENSE,
         )
-        return attended[:, :, 0]
+        return output[:, :, 0]
 
     def _prefill(
         self, queries: torch.Tensor, cache: KVCache, plan: Plan, scale: float
     ) -> torch.Tensor:
         prompts, longest = len(plan.prefill_tokens), max(plan.prefill_tokens)
         heads, size = queries.shape[1:]
-        if plan.there is not None:
-            queries = queries.index_select(0, plan.there)
+        if plan.pad_indices is not None:
+            queries = queries.index_select(0, plan.pad_indices)
         padded = queries.view(prompts, longest, heads, size).transpose(1, 2).contiguous()
-        attended = _attend(
+        output = _attend(
             padded,
             cache,
             plan.tables[:prompts],
@@ -204,5 +206,5 @@ class Padded:
             atten_mask=plan.mask,
             sparse_mode=_CAUSAL,
         )
-        flat = attended.transpose(1, 2).reshape(prompts * longest, heads, size)
-        return flat if plan.back is None else flat.index_select(0, plan.back)
+        flat = output.transpose(1, 2).reshape(prompts * longest, heads, size)
+        return flat if plan.unpad_indices is None else flat.index_select(0, plan.unpad_indices)

@@ -22,21 +22,21 @@ from nanoactor.models.batch import (
     AttentionBatch,
     DecodeRows,
     ForwardInputs,
+    FusedSamplingInputs,
     HeadTransform,
     KVCache,
     RowBuffers,
-    RowChoice,
     SamplingBatch,
     SlotTables,
 )
 from nanoactor.models.devices.npu import sampling
 from nanoactor.models.devices.npu.attention import MASK_SIZE, Attention, make_attention
-from nanoactor.models.devices.npu.graphs import CompiledStep, NativeCapture, graph_cache
+from nanoactor.models.devices.npu.graphs import CompiledStep, NativeCapture, graph_cache_directory
 from nanoactor.models.devices.npu.runtime import AscendRuntime
 from nanoactor.models.devices.portable import PortableOperators
 from nanoactor.models.devices.protocols import (
-    Captured,
     CapturedFunction,
+    CapturedStep,
     DeviceTraits,
     ExpertsOperator,
     ForwardFunction,
@@ -58,15 +58,15 @@ from nanoactor.models.weights.linear import (
 
 log = logging.getLogger("nanoactor.models.npu")
 
-_MOST_SEGMENTS = 1024
-_MOST_GROUPS = 1024
+_MAX_SEGMENTS = 1024
+_MAX_GROUPS = 1024
 """Maximum number of groups in a grouped GEMM."""
 # Head sizes for which A2 and A3 document npu_apply_rotary_pos_emb; others use npu_rotary_mul.
-_ROTATED_TOGETHER = (64, 128)
+_FUSED_ROTARY_HEAD_DIMS = (64, 128)
 
 
 class NPUDevice(PortableOperators):
-    """One NPU and its operators, including those on the batch that it holds."""
+    """One NPU: memory, queue and graphs, and the operators that layers and executors call."""
 
     def __init__(self, runtime: AscendRuntime, options: DeviceOptions) -> None:
         """Set up the device; `runtime` is its machine-dependent part."""
@@ -82,12 +82,12 @@ class NPUDevice(PortableOperators):
             default_memory_utilization=0.9,
             captures_graphs=mode != "eager",
             narrows_last_layer=False,
-            runs_as_rows_from=1,
+            min_rows_for_runs=1,
             fused_sampling="greedy",
         )
         self._options = options
         compiled = mode in ("max-autotune", "reduce-overhead")
-        self._directory = graph_cache(options.graph_cache_dir) if compiled else Path()
+        self._directory = graph_cache_directory(options.graph_cache_dir) if compiled else Path()
         self._attention: Attention = make_attention(options.attention_layout)
         self._compiled: CompiledStep | None = None
         self._mask: torch.Tensor | None = None
@@ -113,18 +113,18 @@ class NPUDevice(PortableOperators):
         """Raise `UnsupportedModel` if fused attention does not support the model."""
         if not self.supports(dtype):
             types = dtype, self.traits.default_dtype
-            given, known = (str(one).removeprefix("torch.") for one in types)
+            requested, supported = (str(value).removeprefix("torch.") for value in types)
             raise UnsupportedModel(
-                f"{self.runtime.chip} does not support fused attention in {given}: use dtype "
-                f"{known}"
+                f"{self.runtime.chip} does not support fused attention in {requested}: use dtype "
+                f"{supported}"
             )
-        heads = self.runtime.packed_heads
-        if self._options.attention_layout == "tnd" and heads and head_dim not in heads:
+        head_dims = self.runtime.packed_head_dims
+        if self._options.attention_layout == "tnd" and head_dims and head_dim not in head_dims:
             raise UnsupportedModel(
                 f"attention_layout 'tnd' does not support head_dim {head_dim}, only "
-                f"{', '.join(map(str, heads))}: use attention_layout 'bnsd'"
+                f"{', '.join(map(str, head_dims))}: use attention_layout 'bnsd'"
             )
-        multiple, largest = self.runtime.block_multiple, self.runtime.largest_block
+        multiple, largest = self.runtime.block_multiple, self.runtime.max_block_size
         if block_size % multiple or block_size > largest:
             raise UnsupportedModel(
                 f"block_size {block_size} is not supported on an NPU: fused attention requires a "
@@ -135,17 +135,17 @@ class NPUDevice(PortableOperators):
         """Return the total and free memory that the driver reports."""
         return self.runtime.memory()
 
-    def reset_peak(self) -> None:
+    def reset_peak_memory(self) -> None:
         """Reset the peak statistics of PyTorch's allocator."""
-        self.runtime.reset_peak()
+        self.runtime.reset_peak_memory()
 
-    def peak(self) -> int:
-        """Return the peak allocation in bytes of PyTorch's allocator since `reset_peak`."""
-        return self.runtime.peak()
+    def peak_memory(self) -> int:
+        """Return the peak allocation in bytes of PyTorch's allocator since `reset_peak_memory`."""
+        return self.runtime.peak_memory()
 
-    def pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+    def empty_pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """Allocate page-locked memory."""
-        return self.runtime.pinned(*shape, dtype=dtype)
+        return self.runtime.empty_pinned(*shape, dtype=dtype)
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """Allocate memory and zero it immediately: all of it will be used."""
@@ -165,12 +165,14 @@ class NPUDevice(PortableOperators):
 
     # -- graphs ---------------------------------------------------------------------------
 
-    def capture(self, function: CapturedFunction, lengths: HostSeqLens, in_flight: int) -> Captured:
+    def capture(
+        self, function: CapturedFunction, lengths: HostSeqLens, in_flight: int
+    ) -> CapturedStep:
         """Capture a native graph for each step in flight, or compile only the forward pass."""
         if self.graph_mode == "npugraph":
             return NativeCapture(self.runtime, function, lengths, in_flight)
         compiled = CompiledStep(self.graph_mode, self.runtime, self._options, self._directory)
-        captured = _Compiled(self, function, compiled)
+        captured = _CompiledCapture(self, function, compiled)
         try:
             captured.replay(lengths)  # compiles
         except (AssertionError, ImportError, ValueError) as error:
@@ -200,13 +202,13 @@ class NPUDevice(PortableOperators):
         return -(-rows // block_size)
 
     def advance(
-        self, tables: SlotTables, rows: DecodeRows, into: RowBuffers, ids: torch.Tensor
+        self, tables: SlotTables, rows: DecodeRows, buffers: RowBuffers, ids: torch.Tensor
     ) -> None:
         """Advance, then spread out the rows of the dummy and of frozen slots. All of these are at
         position 0 of the dummy's table, so each gets a separate cache position from there on."""
-        placed = self._advance(tables, rows, into, ids)
-        apart = torch.arange(len(placed), device=self.torch_device)
-        into.slot_mapping.add_(apart.mul_(placed == len(tables.lengths) - 1))
+        target_slots = self._advance(tables, rows, buffers, ids)
+        offsets = torch.arange(len(target_slots), device=self.torch_device)
+        buffers.slot_mapping.add_(offsets.mul_(target_slots == len(tables.lengths) - 1))
 
     def plan(self, scratch: None, batch: AttentionBatch) -> AttentionBatch:
         """Gather the block tables of the step's rows once for all layers."""
@@ -214,10 +216,10 @@ class NPUDevice(PortableOperators):
         if batch.prefill_tokens:
             slots = torch.cat((batch.prefill_rows[0], slots))
         tables = batch.tables.index_select(0, slots)
-        plan = self._attention.plan(tables, batch.lengths, batch.prefill_rows, self._causal())
+        plan = self._attention.plan(tables, batch.lengths, batch.prefill_rows, self._causal_mask())
         return dataclasses.replace(batch, plan=plan)
 
-    def _causal(self) -> torch.Tensor:
+    def _causal_mask(self) -> torch.Tensor:
         """Return the int8 causal mask, 1 for hidden positions, in the compressed form that serves
         every length."""
         if self._mask is None:
@@ -225,14 +227,14 @@ class NPUDevice(PortableOperators):
             self._mask = ones.triu(1).to(self.torch_device)
         return self._mask
 
-    def sample_rows(self, rows: RowChoice) -> None:
+    def sample_rows(self, inputs: FusedSamplingInputs) -> None:
         """Choose the most likely token of each row. Rows with a nonzero temperature are sampled
         after the graph."""
-        if len(rows.slots):
-            likeliest = rows.logits.argmax(-1).int()
-            rows.tables.last_tokens.index_copy_(0, rows.slots.long(), likeliest)
-            frozen = rows.tables.frozen.index_select(0, rows.slots) > 0
-            rows.chosen.copy_(torch.where(frozen, FROZEN, likeliest))
+        if len(inputs.slots):
+            greedy_ids = inputs.logits.argmax(-1).int()
+            inputs.tables.last_tokens.index_copy_(0, inputs.slots.long(), greedy_ids)
+            frozen = inputs.tables.frozen.index_select(0, inputs.slots) > 0
+            inputs.sampled_ids.copy_(torch.where(frozen, FROZEN, greedy_ids))
 
     # -- operators ------------------------------------------------------------------------
 
@@ -247,40 +249,46 @@ class NPUDevice(PortableOperators):
     def route(self, x: torch.Tensor, router: Router) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose one expert at a time, because torchair cannot convert a stable sort and the order
         of equal values in a top-k is undocumented."""
-        likely = F.linear(x.float(), router.weight).softmax(-1)
-        count = likely.shape[-1]
+        probabilities = F.linear(x.float(), router.weight).softmax(-1)
+        count = probabilities.shape[-1]
         # The lowest of equal experts wins; NaN equals nothing, so it selects the last expert.
-        backwards = torch.arange(count, 0, -1, dtype=torch.float32, device=x.device)
-        found, shares = [], []
-        for _ in range(router.chosen):
-            highest = likely.max(-1, keepdim=True).values
-            place = torch.where(likely == highest, backwards, 1.0).max(-1, keepdim=True).values
-            found.append(place)
-            shares.append(highest)
-            likely = torch.where(backwards == place, -1.0, likely)
-        ids, share = (count - torch.cat(found, -1)).int(), torch.cat(shares, -1)
-        if router.normalizes:
-            share = share / share.sum(-1, keepdim=True)
-        return ids, share.to(x.dtype).float()
+        reversed_ranks = torch.arange(count, 0, -1, dtype=torch.float32, device=x.device)
+        ranks, maxima = [], []
+        for _ in range(router.top_k):
+            highest = probabilities.max(-1, keepdim=True).values
+            rank = (
+                torch.where(probabilities == highest, reversed_ranks, 1.0)
+                .max(-1, keepdim=True)
+                .values
+            )
+            ranks.append(rank)
+            maxima.append(highest)
+            probabilities = torch.where(reversed_ranks == rank, -1.0, probabilities)
+        ids, topk_weights = (count - torch.cat(ranks, -1)).int(), torch.cat(maxima, -1)
+        if router.renormalize:
+            topk_weights = topk_weights / topk_weights.sum(-1, keepdim=True)
+        return ids, topk_weights.to(x.dtype).float()
 
     def experts(self, weights: ExpertWeights) -> ExpertsOperator:
         """Sort tokens by expert and run grouped GEMMs, whose group sizes only the device knows.
         Chips other than Atlas A2 and A3 have no operator for the sort."""
         dense = dense_experts_of(weights)
         count = len(dense.down)
-        if not self.runtime.is_a2_or_a3 or not 1 < count <= _MOST_GROUPS:
-            return self._every_expert(dense)
+        if not self.runtime.is_a2_or_a3 or not 1 < count <= _MAX_GROUPS:
+            return self._dense_experts(dense)
         # Weights stay in the layout for x Wᵀ; the operator accepts transposed views.
         gate_up, down = dense.gate_up.transpose(1, 2), dense.down.transpose(1, 2)
 
-        def operator(x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-            tokens, chosen = ids.shape
+        def operator(
+            x: torch.Tensor, ids: torch.Tensor, topk_weights: torch.Tensor
+        ) -> torch.Tensor:
+            tokens, top_k = ids.shape
             if not tokens:
                 return torch.empty_like(x)
-            rows, places, counts, _ = torch.ops.npu.npu_moe_init_routing_v2(
+            rows, pair_rows, counts, _ = torch.ops.npu.npu_moe_init_routing_v2(
                 x.contiguous(),
                 ids,
-                active_num=tokens * chosen,
+                active_num=tokens * top_k,
                 expert_num=count,
                 expert_tokens_num_type=1,
                 expert_tokens_num_flag=True,
@@ -288,13 +296,15 @@ class NPUDevice(PortableOperators):
                 active_expert_range=[0, count],
                 row_idx_type=0,
             )
-            found = _grouped(self.swiglu(_grouped(rows, gate_up, counts)), down, counts)
-            each = found.index_select(0, places).view(tokens, chosen, -1).float()
-            return (each * shares[..., None]).sum(1).to(x.dtype)
+            outputs = _grouped_matmul(
+                self.swiglu(_grouped_matmul(rows, gate_up, counts)), down, counts
+            )
+            pair_outputs = outputs.index_select(0, pair_rows).view(tokens, top_k, -1).float()
+            return (pair_outputs * topk_weights[..., None]).sum(1).to(x.dtype)
 
         return operator
 
-    def _every_expert(self, dense: DenseExperts) -> ExpertsOperator:
+    def _dense_experts(self, dense: DenseExperts) -> ExpertsOperator:
         """Run every expert for every token, because captured steps cannot read counts back to the
         host."""
         _log_once(
@@ -303,11 +313,13 @@ class NPUDevice(PortableOperators):
             "or this number of experts"
         )
 
-        def operator(x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        def operator(
+            x: torch.Tensor, ids: torch.Tensor, topk_weights: torch.Tensor
+        ) -> torch.Tensor:
             total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-            for expert, (pair, down) in enumerate(zip(dense.gate_up, dense.down, strict=True)):
-                share = (shares * (ids == expert)).sum(-1, keepdim=True)
-                total = total + F.linear(self.swiglu(F.linear(x, pair)), down).float() * share
+            for expert, (gate_up, down) in enumerate(zip(dense.gate_up, dense.down, strict=True)):
+                weight = (topk_weights * (ids == expert)).sum(-1, keepdim=True)
+                total = total + F.linear(self.swiglu(F.linear(x, gate_up)), down).float() * weight
             return total.to(x.dtype)
 
         return operator
@@ -332,8 +344,8 @@ class NPUDevice(PortableOperators):
 
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
         """Call npu_swiglu, which treats the first half as the gate."""
-        product: torch.Tensor = torch.ops.npu.npu_swiglu(gate_up.contiguous(), -1)
-        return product
+        activated: torch.Tensor = torch.ops.npu.npu_swiglu(gate_up.contiguous(), -1)
+        return activated
 
     def rotation(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and sines as (1, tokens, 1, rotated dimensions); called once per step."""
@@ -351,32 +363,41 @@ class NPUDevice(PortableOperators):
         return rotated[0]
 
     def write_kv(
-        self, keys: torch.Tensor, values: torch.Tensor, cache: KVCache, slots: torch.Tensor
+        self, keys: torch.Tensor, values: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor
     ) -> None:
         """Call npu_scatter_pa_kv_cache in its plain layout; slots must be distinct."""
         # Contiguous before nan_to_num, not after: torchair may replace numbers in place in a view.
         keys, values = (torch.nan_to_num(new.contiguous(), 0.0, 0.0, 0.0) for new in (keys, values))
         torch.ops.npu.npu_scatter_pa_kv_cache(
-            keys, values, cache.keys, cache.values, slots, cache_mode="Norm"
+            keys, values, cache.keys, cache.values, slot_mapping, cache_mode="Norm"
         )
 
     def norm_rotate_store(
-        self, qkv: torch.Tensor, how: HeadTransform, cache: KVCache, slots: torch.Tensor
+        self,
+        qkv: torch.Tensor,
+        transform: HeadTransform,
+        cache: KVCache,
+        slot_mapping: torch.Tensor,
     ) -> torch.Tensor:
         """Call separate operators for the norms, the rotation and the cache."""
         kv_heads, size = cache.keys.shape[2:]
         q, k, v = torch.split(qkv, [qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
-        if how.norms is not None:
-            q, k = (self.rms_norm(x, w, how.eps) for x, w in zip((q, k), how.norms, strict=True))
+        if transform.norms is not None:
+            q, k = (
+                self.rms_norm(x, w, transform.eps)
+                for x, w in zip((q, k), transform.norms, strict=True)
+            )
         else:
             q, k = q.contiguous(), k.contiguous()
-        if how.rotation[0].shape[-1] == size and size in _ROTATED_TOGETHER:
+        if transform.rotation[0].shape[-1] == size and size in _FUSED_ROTARY_HEAD_DIMS:
             # The operator may work in place: its inputs are not used again.
-            turned = torch.ops.npu.npu_apply_rotary_pos_emb(q[None], k[None], *how.rotation, "BSND")
-            q, k = turned[0][0], turned[1][0]
+            rotated = torch.ops.npu.npu_apply_rotary_pos_emb(
+                q[None], k[None], *transform.rotation, "BSND"
+            )
+            q, k = rotated[0][0], rotated[1][0]
         else:
-            q, k = self._rotate(q, *how.rotation), self._rotate(k, *how.rotation)
-        self.write_kv(k, v, cache, slots)
+            q, k = self._rotate(q, *transform.rotation), self._rotate(k, *transform.rotation)
+        self.write_kv(k, v, cache, slot_mapping)
         return q
 
     def attention(
@@ -388,18 +409,20 @@ class NPUDevice(PortableOperators):
     def segment_attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Sequence[int]
     ) -> torch.Tensor:
-        """Call npu_fusion_attention over packed tokens, with at most `_MOST_SEGMENTS` segments per
+        """Call npu_fusion_attention over packed tokens, with at most `_MAX_SEGMENTS` segments per
         call. It supports any head size up to 768. Chips for which it is not documented run
         PyTorch's operators."""
         if not self.runtime.is_a2_or_a3:
             return super().segment_attention(q, k, v, segments)
-        if len(segments) > _MOST_SEGMENTS:
-            at = sum(segments[:_MOST_SEGMENTS])
-            first = self.segment_attention(q[:at], k[:at], v[:at], segments[:_MOST_SEGMENTS])
-            rest = self.segment_attention(q[at:], k[at:], v[at:], segments[_MOST_SEGMENTS:])
+        if len(segments) > _MAX_SEGMENTS:
+            split = sum(segments[:_MAX_SEGMENTS])
+            first = self.segment_attention(
+                q[:split], k[:split], v[:split], segments[:_MAX_SEGMENTS]
+            )
+            rest = self.segment_attention(q[split:], k[split:], v[split:], segments[_MAX_SEGMENTS:])
             return torch.cat((first, rest))
         ends = [*itertools.accumulate(segments)]
-        attended: torch.Tensor = torch.ops.npu.npu_fusion_attention(
+        output: torch.Tensor = torch.ops.npu.npu_fusion_attention(
             q.contiguous(),
             k.contiguous(),
             v.contiguous(),
@@ -409,7 +432,7 @@ class NPUDevice(PortableOperators):
             actual_seq_qlen=ends,
             actual_seq_kvlen=ends,
         )[0]
-        return attended
+        return output
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         """Use npu_top_k_top_p if the chip has it, and PyTorch's operators otherwise."""
@@ -424,7 +447,7 @@ def _log_once(text: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Compiled:
+class _CompiledCapture:
     """A step whose forward pass is compiled."""
 
     device: NPUDevice
@@ -436,10 +459,10 @@ class _Compiled:
         return self.device.run_compiled(self.compiled, self.function, lengths)
 
 
-def _grouped(x: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+def _grouped_matmul(x: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Return the grouped GEMM of `x`, (rows, inputs), and `weights`, (groups, inputs, outputs). The
     rows of a group are consecutive; `counts`, int64 (groups,), holds the group sizes."""
-    found: list[torch.Tensor] = torch.ops.npu.npu_grouped_matmul(
+    outputs: list[torch.Tensor] = torch.ops.npu.npu_grouped_matmul(
         [x], [weights], group_list=counts, split_item=3, group_type=0, group_list_type=1
     )
-    return found[0]
+    return outputs[0]

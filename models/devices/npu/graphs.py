@@ -20,18 +20,22 @@ from nanoactor.models.devices.npu.attention import Plan
 from nanoactor.models.devices.npu.runtime import AscendRuntime, RecordedGraph
 from nanoactor.models.devices.protocols import CapturedFunction, ForwardFunction
 from nanoactor.models.errors import UnsupportedModel
-from nanoactor.models.layers.state import paged
+from nanoactor.models.layers.state import paged_caches
 from nanoactor.models.options import DeviceOptions
 from nanoactor.models.seq_lens import NO_SEQ_LENS, HostSeqLens
 
 log = logging.getLogger("nanoactor.models.npu")
 
 
-def graph_cache(given: str | None) -> Path:
-    """Return the directory for compiled graphs (`given`, or one in the user's cache), and create it
-    if needed. Raises `UnsupportedModel` if it is not writable."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    path = Path(given).expanduser() if given is not None else Path(home) / "nanoactor" / "graphs"
+def graph_cache_directory(directory: str | None) -> Path:
+    """Return the directory for compiled graphs (`directory`, or one in the user's cache), and
+    create it if needed. Raises `UnsupportedModel` if it is not writable."""
+    cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    path = (
+        Path(directory).expanduser()
+        if directory is not None
+        else Path(cache_home) / "nanoactor" / "graphs"
+    )
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -63,11 +67,11 @@ class NativeCapture:
         """Update the lengths of all layers at once, and launch the next graph."""
         graph = self._graphs[self._current]
         self._current = (self._current + 1) % len(self._graphs)
-        if not graph.done.done():
+        if not graph.end_event.is_done():
             _log_once(
                 "more steps are in flight than graphs were captured: waiting for a step to end"
             )
-            graph.done.wait()
+            graph.end_event.wait()
         graph.replay(lengths.decode_contexts)
         return graph.result
 
@@ -89,7 +93,7 @@ class CompiledStep:
         batch, token_ids = inputs.batch, inputs.token_ids
         plan: Plan = batch.plan
         if self._module is None:
-            caches = paged(inputs.states)
+            caches = paged_caches(inputs.states)
             assert caches is not None, "compiled graphs do not support states by slot"
             self._module = DecodePass(forward, caches, plan)
             self._compile(self._module, len(token_ids), plan)
@@ -121,7 +125,7 @@ class CompiledStep:
         if any(directory.rglob("compiled_module")):
             _log_once(f"using graphs that an earlier start compiled, from {self._directory}")
         directory.mkdir(parents=True, exist_ok=True)
-        method = types.MethodType(_named(module, rows), module)
+        method = types.MethodType(_decode_for_size(module, rows), module)
         module.compiled = torchair.inference.cache_compile(
             method, config=config, cache_dir=str(directory), dynamic=False, ge_cache=True
         )
@@ -189,7 +193,7 @@ class DecodePass(torch.nn.Module):
         return self.forward_function(ForwardInputs(token_ids, positions, self.caches, batch))
 
 
-def _named(module: DecodePass, rows: int) -> types.FunctionType:
+def _decode_for_size(module: DecodePass, rows: int) -> types.FunctionType:
     """Return `decode` with a code object of its own. torchair looks up compiled graphs by code
     object, and would treat several sizes that share one as recompilations."""
     decode = DecodePass.decode

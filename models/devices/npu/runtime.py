@@ -24,7 +24,7 @@ _INSTALL = (
 _SOURCE = "source /usr/local/Ascend/ascend-toolkit/set_env.sh"
 # Atlas A2 (910B) and A3 (910_93) have bfloat16; some operators are documented only for them.
 _A2_OR_A3 = re.compile(r"Ascend910(B|_93)")
-_HALF = (torch.float16, torch.bfloat16)
+_HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def load_torch_npu() -> Any:
@@ -41,8 +41,8 @@ def load_torch_npu() -> Any:
             f"device npu needs torch_npu, which is not installed: {_INSTALL}"
         ) from error
     except ImportError as error:
-        found = re.search(r"lib\w+\.so", str(error))
-        missing = found.group() if found else error
+        match = re.search(r"lib\w+\.so", str(error))
+        missing = match.group() if match else error
         raise UnsupportedModel(
             f"torch_npu is installed, but CANN's {missing} cannot be loaded: "
             f"run `{_SOURCE}` in this shell (or install CANN), then `nanoactor doctor`"
@@ -61,7 +61,7 @@ class NPUEvent:
         """Record the event on the current stream."""
         self.event.record()
 
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         """Return True if the stream has reached the event."""
         return bool(self.event.query())
 
@@ -81,24 +81,24 @@ class RecordedGraph:
 
     graph: Any
     result: torch.Tensor
-    done: NPUEvent
+    end_event: NPUEvent
 
     def replay(self, contexts: Sequence[int]) -> None:
         """Queue the graph with these context lengths. The caller must ensure that its previous
         replay has finished, since a running replay would see the new lengths."""
         self.graph.update(cpu_update_input=[{"actual_seq_lengths_kv": list(contexts)}])
         self.graph.replay()
-        self.done.record()
+        self.end_event.record()
 
 
 class AscendRuntime:
     """The machine-dependent part of an `NPUDevice`."""
 
     name = "npu"
-    block_multiple, largest_block = 128, 512
+    block_multiple, max_block_size = 128, 512
     """Block sizes that fused attention supports for several positions per row: multiples of the
     first number, up to the second."""
-    packed_heads: tuple[int, ...] = (64, 128, 192)
+    packed_head_dims: tuple[int, ...] = (64, 128, 192)
     """Head sizes that fused attention supports for packed tokens."""
     collective_backend = "hccl"
     default_dtype: torch.dtype
@@ -124,7 +124,7 @@ class AscendRuntime:
 
     def supports(self, dtype: torch.dtype) -> bool:
         """Return True for the dtypes of fused attention: float16, and bfloat16 on A2 and A3."""
-        return dtype in _HALF and (dtype != torch.bfloat16 or self.is_a2_or_a3)
+        return dtype in _HALF_DTYPES and (dtype != torch.bfloat16 or self.is_a2_or_a3)
 
     def prepare_thread(self, threads: int) -> None:
         """Select the NPU for the calling thread. Operators come from the precompiled library, so
@@ -139,18 +139,18 @@ class AscendRuntime:
         cached = self._npu.memory_reserved(self.torch_device)
         return Memory(total, free + cached - self._npu.memory_allocated(self.torch_device))
 
-    def reset_peak(self) -> None:
+    def reset_peak_memory(self) -> None:
         """Reset the peak statistics of PyTorch's allocator."""
         self._npu.synchronize()
         self._base = self._npu.memory_allocated(self.torch_device)
         self._npu.reset_peak_memory_stats(self.torch_device)
 
-    def peak(self) -> int:
+    def peak_memory(self) -> int:
         """Return the peak allocation in bytes of PyTorch's allocator, minus the allocation at
-        `reset_peak`."""
+        `reset_peak_memory`."""
         return int(self._npu.max_memory_allocated(self.torch_device)) - self._base
 
-    def pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+    def empty_pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """Allocate page-locked memory."""
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
@@ -176,7 +176,7 @@ class AscendRuntime:
         pool."""
         graph = self._npu.NPUGraph()
         with (
-            self._left_as_found(graph),
+            self._cleaned_up_on_failure(graph),
             self._npu.graph(
                 graph,
                 pool=self._pool,
@@ -191,7 +191,7 @@ class AscendRuntime:
         return RecordedGraph(graph, result, self.event())
 
     @contextlib.contextmanager
-    def _left_as_found(self, graph: Any) -> Iterator[None]:
+    def _cleaned_up_on_failure(self, graph: Any) -> Iterator[None]:
         """Clean up after a failed capture: torch_npu may leave its dispatch mode on PyTorch's stack
         and its stream current, and later work would become part of the capture."""
         modes, stream = len(_get_current_dispatch_mode_stack()), self._npu.current_stream()

@@ -27,28 +27,32 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     logits, groups = logits.float(), batch.groups
     if not groups.limited.numel() and not groups.nucleus.numel():
         return sample_portably(logits, batch)
-    nothing = groups.limited[:0]
-    rest = dataclasses.replace(groups, limited=nothing, nucleus=nothing)
+    no_rows = groups.limited[:0]
+    plain_groups = dataclasses.replace(groups, limited=no_rows, nucleus=no_rows)
     # This also masks `logits` in place.
-    chosen = sample_portably(logits, dataclasses.replace(batch, groups=rest))
-    broken = chosen == NO_TOKEN
+    chosen = sample_portably(logits, dataclasses.replace(batch, groups=plain_groups))
+    has_no_token = chosen == NO_TOKEN
     if groups.limited.numel():
-        chosen[groups.limited] = _cut(logits, batch, groups.limited, batch.sampling.top_k)
+        chosen[groups.limited] = _sample_truncated(
+            logits, batch, groups.limited, batch.sampling.top_k
+        )
     if groups.nucleus.numel():
-        chosen[groups.nucleus] = _cut(logits, batch, groups.nucleus, None)
-    return chosen.masked_fill(broken, NO_TOKEN)
+        chosen[groups.nucleus] = _sample_truncated(logits, batch, groups.nucleus, None)
+    return chosen.masked_fill(has_no_token, NO_TOKEN)
 
 
-def _cut(
+def _sample_truncated(
     logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor, top_k: torch.Tensor | None
 ) -> torch.Tensor:
-    by = batch.sampling
-    scores = scores_of(logits[rows], by.temperature[rows])
-    kept = torch.ops.npu.npu_top_k_top_p(
-        scores, p=by.top_p[rows], k=None if top_k is None else top_k[rows].int()
+    params = batch.sampling
+    scores = scores_of(logits[rows], params.temperature[rows])
+    truncated = torch.ops.npu.npu_top_k_top_p(
+        scores, p=params.top_p[rows], k=None if top_k is None else top_k[rows].int()
     )
-    probabilities = kept.softmax(-1)
-    least = by.min_p[rows, None] * probabilities.amax(-1, keepdim=True)
+    probabilities = truncated.softmax(-1)
+    threshold = params.min_p[rows, None] * probabilities.amax(-1, keepdim=True)
     noise = gumbel_noise(batch.seeds[rows], batch.positions[rows], scores.shape[-1])
-    scored: torch.Tensor = (kept + noise).masked_fill(probabilities < least, float("-inf"))
-    return scored.argmax(-1)
+    perturbed: torch.Tensor = (truncated + noise).masked_fill(
+        probabilities < threshold, float("-inf")
+    )
+    return perturbed.argmax(-1)

@@ -13,13 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoactor.messages.engine import Admissions, Copies, Int32, Int64, Step
-from nanoactor.messages.rows import RowExpander, counted_up
-from nanoactor.models.limits import FREEZE_IDS
+from nanoactor.messages.rows import RowExpander, concatenate_ranges
+from nanoactor.models.limits import MAX_FREEZE_IDS
 from nanoactor.models.options import FusedSampling
 from nanoactor.models.sampling.columns import WORDS
 from nanoactor.models.seq_lens import NO_SEQ_LENS, HostSeqLens
 from nanoactor.runner.batch.inputs import (
-    NONE,
+    NO_INDICES,
     Array,
     Inputs,
     KeptRows,
@@ -37,7 +37,7 @@ from nanoactor.runner.batch.score_table import ScoreTable
 
 # Maximum number of rows to sample at once: sorting whole vocabularies takes 127 bytes per logit.
 FALLBACK_AT_ONCE = 64
-_Pair = tuple[NDArray[np.integer[Any]], NDArray[np.integer[Any]]]
+_Changes = tuple[NDArray[np.integer[Any]], NDArray[np.integer[Any]]]
 NO_MASKS: Int32 = np.empty((0, 0), np.int32)
 
 
@@ -91,7 +91,7 @@ class StateLayout:
     def sampling(self) -> int:
         """Return the offset of the sampling parameters by slot, column by column
         (`models/sampling/columns.py`)."""
-        return self.freeze_ids + FREEZE_IDS * self.slots
+        return self.freeze_ids + MAX_FREEZE_IDS * self.slots
 
     @property
     def rows(self) -> int:
@@ -125,9 +125,9 @@ class BatchTraits:
     fused_sampling: FusedSampling = "none"
     fallback_at_once: int = FALLBACK_AT_ONCE
     """Maximum number of rows that are sampled together outside the fused sampler."""
-    runs_as_rows_from: int = 1 << 30
+    min_rows_for_runs: int = 1 << 30
     """Minimum number of decode rows in a step that may have several rows of one sequence."""
-    slot_state: bool = False
+    has_slot_state: bool = False
     """Whether layers keep slot states, which are reset for each sequence."""
 
 
@@ -146,12 +146,12 @@ class HostBatch:
         self._outputs = np.zeros(max_num_seqs, np.int32)
         """Position at which the output of each slot begins."""
         self._rows = RowExpander(max_num_seqs)
-        self._decode: Long = NONE
+        self._decode: Long = NO_INDICES
         """Slots of the decode batch. The next four fields are valid until it changes."""
         self._fallback: Long | None = None
         """Indices of the decode rows that the fused sampler never handles."""
         self._parts: tuple[SampledRows[Array], ...] = ()
-        self._asking: Long = NONE
+        self._scored_rows: Long = NO_INDICES
         """Indices of the decode rows that request log-probabilities."""
         self._masked_steps = 0
         """Number of steps until all decode rows are past `min_tokens`."""
@@ -169,23 +169,23 @@ class HostBatch:
             rows,
             step.token_ids,
             self._outputs,
-            room=0 if step.vision else len(self._outputs),  # only chunks read image features
-            runs_from=self._traits.runs_as_rows_from,
+            max_rows=0 if step.vision else len(self._outputs),  # only chunks read image features
+            runs_from=self._traits.min_rows_for_runs,
         )
-        behind, decodes = layout.behind, len(rows.decode_slots)
-        if len(moved := layout.moved):
-            slots = rows.others.slots[moved].astype(np.int64)
-            pairs.append((self.layout.lengths + slots, layout.lengths[moved]))
+        continued, decodes = layout.continued, len(rows.decode_slots)
+        if len(resized := layout.resized):
+            slots = rows.others.slots[resized].astype(np.int64)
+            pairs.append((self.layout.lengths + slots, layout.lengths[resized]))
             pairs.append((self.layout.frozen + slots, np.zeros(len(slots), np.int64)))
-        if rows.decode_slots is not self._decode or len(behind.slots) or self._continued:
-            pairs += self._change_rows(rows.decode_slots, behind)
+        if rows.decode_slots is not self._decode or len(continued.slots) or self._continued:
+            pairs += self._change_rows(rows.decode_slots, continued)
         slots, positions, numbers = layout.samplers
         fallback = self._fallback_rows(layout, slots, positions)
         scored, results = self._scored(step.token_ids, layout, slots, numbers)
         return Update(
             step.step,
             Inputs(
-                changes=_joined(pairs),
+                changes=_concatenated(pairs),
                 prefill=self._prefill(step.token_ids, layout) if len(layout.chunks) else None,
                 fallback=fallback,
                 copies=_copies(step.copies),
@@ -198,15 +198,15 @@ class HostBatch:
             positions,
             decodes,
             lengths=self._host_seq_lens(layout),
-            continued=len(behind.slots),
-            resumed=len(behind.resumed),
+            continued=len(continued.slots),
+            resumed=len(continued.resumed),
             order=np.argsort(numbers) if len(numbers) > decodes else None,
             counts=rows.counts,
             scored=results,
             pooled=self._pooled(layout) if len(layout.pooled) else None,
         )
 
-    def _admit(self, new: Admissions) -> list[_Pair]:
+    def _admit(self, new: Admissions) -> list[_Changes]:
         """Admit new sequences, and return the resulting changes to the array."""
         self.sampling.admit(new)
         self._scores.admit(new.slots, new.prompt_lengths, new.scores)
@@ -219,26 +219,26 @@ class HostBatch:
         firsts = step.table_slots.astype(np.int64) * self.layout.max_blocks + step.table_starts
         if len(firsts) == len(step.table_blocks):  # each table grows by one block
             return firsts
-        return counted_up(firsts, step.table_counts.astype(np.int64))
+        return concatenate_ranges(firsts, step.table_counts.astype(np.int64))
 
-    def _change_rows(self, decode: Long, behind: Continued) -> list[_Pair]:
-        """Return the changes to the list of decode rows, where the rows `behind` follow the decode
-        batch."""
-        before, first = len(self._decode) + self._continued, len(self._decode)
+    def _change_rows(self, decode: Long, continued: Continued) -> list[_Changes]:
+        """Return the changes to the list of decode rows, where the rows `continued` follow the
+        decode batch."""
+        old_end, first = len(self._decode) + self._continued, len(self._decode)
         if decode is not self._decode:
             self._decode, self._fallback, first = decode, None, 0
-        decodes, known = len(decode), len(decode) + len(behind.slots)
-        rows = np.full(max(before, known), self.layout.dummy, np.int64)
-        rows[:decodes], rows[decodes:known] = decode, behind.slots
+        decodes, end = len(decode), len(decode) + len(continued.slots)
+        rows = np.full(max(old_end, end), self.layout.dummy, np.int64)
+        rows[:decodes], rows[decodes:end] = decode, continued.slots
         places, layout = np.arange(first, len(rows)), self.layout
-        pairs: list[_Pair] = [(layout.rows + places, rows[first:])]
-        if len(behind.slots) or self._continued:
+        pairs: list[_Changes] = [(layout.rows + places, rows[first:])]
+        if len(continued.slots) or self._continued:
             positions = np.full(len(rows), -1, np.int64)
-            positions[decodes:known] = behind.positions
+            positions[decodes:end] = continued.positions
             pairs.append((layout.row_positions + places, positions[first:]))
-            own = np.arange(decodes, known)
-            pairs.append((layout.row_token_ids + own, behind.token_ids.astype(np.int64)))
-        self._continued = len(behind.slots)
+            indices = np.arange(decodes, end)
+            pairs.append((layout.row_token_ids + indices, continued.token_ids.astype(np.int64)))
+        self._continued = len(continued.slots)
         return pairs
 
     def _prefill(self, token_ids: Int32, layout: StepLayout) -> Prefill[Array]:
@@ -250,7 +250,7 @@ class HostBatch:
         per_program = self._traits.tokens_per_program
         groups = -(-counts // per_program)
         tile_rows = np.arange(len(groups), dtype=np.int32).repeat(groups)
-        tile_numbers = counted_up(np.zeros(len(groups), np.int64), groups)
+        tile_numbers = concatenate_ranges(np.zeros(len(groups), np.int64), groups)
         # Tiles with the longest context come first, so that the device does not wait for them at
         # the end.
         ends_in_row = np.minimum(counts[tile_rows], (tile_numbers + 1) * per_program)
@@ -259,10 +259,10 @@ class HostBatch:
         if len(token_ids) == ends_at[-1]:
             own_ids = token_ids.copy()  # the copy outlives the message
         else:  # some ids belong to other rows or are successors to score
-            own_ids = token_ids[counted_up(layout.firsts[layout.chunks], counts)]
+            own_ids = token_ids[concatenate_ranges(layout.firsts[layout.chunks], counts)]
         return Prefill(
             own_ids,
-            positions=counted_up(rows.starts, counts).astype(np.int32),
+            positions=concatenate_ranges(rows.starts, counts).astype(np.int32),
             slots=rows.slots[row_of],
             rows=np.stack((rows.slots, firsts, counts, contexts)).astype(np.int32),
             tiles=np.stack((tile_rows, tile_numbers))[:, longest_first].astype(np.int32),
@@ -284,21 +284,21 @@ class HostBatch:
         if self._pooling != "mean":
             return PooledRows(numbers, (), ())
         counts = layout.rows.others.counts[layout.chunks]
-        firsts, mine = counts.cumsum() - counts, layout.chunks.searchsorted(layout.pooled)
-        return PooledRows(numbers, tuple(map(int, firsts[mine])), tuple(map(int, counts[mine])))
+        firsts, chunks = counts.cumsum() - counts, layout.chunks.searchsorted(layout.pooled)
+        return PooledRows(numbers, tuple(map(int, firsts[chunks])), tuple(map(int, counts[chunks])))
 
     def _host_seq_lens(self, layout: StepLayout) -> HostSeqLens:
         if not self._traits.needs_host_seq_lens:
             return NO_SEQ_LENS
         counts = layout.rows.others.counts[layout.chunks].tolist()
         contexts = layout.lengths[layout.chunks].tolist()
-        decodes = np.concatenate((layout.rows.decode_starts, layout.behind.positions)) + 1
+        decodes = np.concatenate((layout.rows.decode_starts, layout.continued.positions)) + 1
         return HostSeqLens(counts, contexts, decodes.tolist())
 
     def _admitted(self, step: Step) -> Long | None:
         """Return the slots whose states are reset; None if there are none."""
         slots = step.admissions.slots
-        return slots.astype(np.int64) if self._traits.slot_state and len(slots) else None
+        return slots.astype(np.int64) if self._traits.has_slot_state and len(slots) else None
 
     # -- sampling -------------------------------------------------------------------------
 
@@ -309,41 +309,45 @@ class HostBatch:
         first, decodes = len(layout.sampled), len(layout.rows.decode_slots)
         last = len(slots) - len(layout.choices)
         at = slice(first, first + decodes)
-        rows, masking = self._fallback_decodes(slots[at], positions[at])
-        if last == decodes and not masking:
+        rows, any_masked = self._fallback_decodes(slots[at], positions[at])
+        if last == decodes and not any_masked:
             parts = self._parts
         else:
-            cut = self._cut(slots[:last], positions[:last])
-            cut[at] = False
-            cut[rows + first] = True
-            rows = np.flatnonzero(cut)
-            parts = self._sampled(slots, rows)
+            not_fused = self._not_fused(slots[:last], positions[:last])
+            not_fused[at] = False
+            not_fused[rows + first] = True
+            rows = np.flatnonzero(not_fused)
+            parts = self._sampled_parts(slots, rows)
             parts = tuple(self.sampling.masked(part, positions[part.index]) for part in parts)
-        return tuple(_reaching(part, positions[part.index]) for part in parts)
+        return tuple(_with_longest(part, positions[part.index]) for part in parts)
 
     def _choices(
         self, first: int, slots: Long, positions: Long, masks: Int32
     ) -> tuple[SampledRows[Array], ...]:
         """Return the samplers from `first` on, which choose from the states that their slots keep,
         in parts of a few rows each."""
-        most, parts = self._traits.fallback_at_once, []
-        for at in range(first, len(slots), most):
-            part, where = slots[at : at + most], positions[at : at + most]
-            rows = self.sampling.masked(self.sampling.rows(part, part), where)
-            mine = masks[at - first : at - first + most]
-            fused = not self._cut(part, where).any()
-            parts.append(_reaching(dataclasses.replace(rows, masks=mine, fused=fused), where))
+        max_rows, parts = self._traits.fallback_at_once, []
+        for at in range(first, len(slots), max_rows):
+            part, part_positions = slots[at : at + max_rows], positions[at : at + max_rows]
+            rows = self.sampling.masked(self.sampling.rows(part, part), part_positions)
+            part_masks = masks[at - first : at - first + max_rows]
+            fused = not self._not_fused(part, part_positions).any()
+            parts.append(
+                _with_longest(
+                    dataclasses.replace(rows, masks=part_masks, fused=fused), part_positions
+                )
+            )
         return tuple(parts)
 
-    def _cut(self, slots: Long, positions: Long) -> NDArray[np.bool_]:
+    def _not_fused(self, slots: Long, positions: Long) -> NDArray[np.bool_]:
         """Select the rows that the fused sampler does not handle at these positions."""
         never = self.sampling.never_fused(slots, self._traits.fused_sampling)
         return never | self.sampling.masking(slots, positions)
 
-    def _sampled(self, slots: Long, rows: Long) -> tuple[SampledRows[Array], ...]:
+    def _sampled_parts(self, slots: Long, rows: Long) -> tuple[SampledRows[Array], ...]:
         """Return the sampling parameters of these samplers, in parts of a few rows each."""
-        most = self._traits.fallback_at_once
-        parts = (rows[at : at + most] for at in range(0, len(rows), most))
+        max_rows = self._traits.fallback_at_once
+        parts = (rows[at : at + max_rows] for at in range(0, len(rows), max_rows))
         return tuple(self.sampling.rows(slots[part], part) for part in parts)
 
     def _fallback_decodes(self, decode: Long, positions: Long) -> tuple[Long, bool]:
@@ -352,8 +356,8 @@ class HostBatch:
         if self._fallback is None:
             never = self.sampling.never_fused(decode, self._traits.fused_sampling)
             self._fallback = np.flatnonzero(never)
-            self._asking = self._scores.asking(decode)
-            self._parts = self._sampled(decode, self._fallback)
+            self._scored_rows = self._scores.requesting(decode)
+            self._parts = self._sampled_parts(decode, self._fallback)
             self._masked_steps = self.sampling.masked_steps(decode, positions)
         if self._masked_steps <= 0:
             return self._fallback, False
@@ -366,13 +370,16 @@ class HostBatch:
         self, token_ids: Int32, layout: StepLayout, slots: Long, numbers: Long
     ) -> tuple[ScoredRows[Array] | None, ScoredResults | None]:
         """Return the tokens that the step scores, and the layout of the results. `slots` and
-        `numbers` are the slots and row indices of all samplers; `_asking` must already be up to
-        date."""
-        asking, first = self._asking, len(layout.sampled)
+        `numbers` are the slots and row indices of all samplers; `_scored_rows` must already be up
+        to date."""
+        asking, first = self._scored_rows, len(layout.sampled)
         if len(slots) > len(layout.rows.decode_slots):
-            late = first + len(layout.rows.decode_slots)
-            parts = self._scores.asking(slots[:first]), self._scores.asking(slots[late:])
-            asking = np.concatenate((parts[0], asking + first, parts[1] + late))
+            after_decodes = first + len(layout.rows.decode_slots)
+            parts = (
+                self._scores.requesting(slots[:first]),
+                self._scores.requesting(slots[after_decodes:]),
+            )
+            asking = np.concatenate((parts[0], asking + first, parts[1] + after_decodes))
         prompts, targets, counts = self._scores.prompts(token_ids, layout)
         if not len(asking) and not len(prompts):
             return None, None
@@ -389,12 +396,12 @@ def _copies(copies: Copies | None) -> tuple[Array, ...]:
 
 def _kept(layout: StepLayout) -> KeptRows[Array] | None:
     """Return the slots that keep a state; None if there are none."""
-    if not len(layout.kept) and not len(layout.behind.kept):
+    if not len(layout.kept) and not len(layout.continued.kept):
         return None
-    return KeptRows(layout.rows.others.slots[layout.kept].astype(np.int64), layout.behind.kept)
+    return KeptRows(layout.rows.others.slots[layout.kept].astype(np.int64), layout.continued.kept)
 
 
-def _reaching(part: SampledRows[Array], positions: Long) -> SampledRows[Array]:
+def _with_longest(part: SampledRows[Array], positions: Long) -> SampledRows[Array]:
     """Return the rows with `LogitRules.longest` set to the length of the longest penalized
     sequence."""
     if part.rules is None or not len(part.rules.penalized):
@@ -403,7 +410,7 @@ def _reaching(part: SampledRows[Array], positions: Long) -> SampledRows[Array]:
     return dataclasses.replace(part, rules=dataclasses.replace(part.rules, longest=longest))
 
 
-def _joined(pairs: list[_Pair]) -> tuple[Array, ...]:
+def _concatenated(pairs: list[_Changes]) -> tuple[Array, ...]:
     if not pairs:
         return ()
     indices = np.concatenate([pair[0] for pair in pairs]).astype(np.int64)

@@ -10,7 +10,7 @@ from nanoactor.runner.batch.inputs import Update
 from nanoactor.scheduling.rehearsal import first_step
 
 
-class BatchDouble:
+class RehearsalBatch:
     """A small `HostBatch`, created on first use."""
 
     def __init__(self, traits: BatchTraits, block_size: int) -> None:

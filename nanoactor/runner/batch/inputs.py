@@ -17,7 +17,7 @@ from nanoactor.models.seq_lens import NO_SEQ_LENS, HostSeqLens
 T = TypeVar("T")
 Array = NDArray[Any]
 Long = NDArray[np.int64]
-NONE: Long = np.empty(0, np.int64)
+NO_INDICES: Long = np.empty(0, np.int64)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class KeptRows(Generic[T]):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class SeenPictures(Generic[T]):
+class VisualInputs(Generic[T]):
     """Encoder cache rows and rotary positions of the tokens in a step's chunks."""
 
     rows: T
@@ -110,7 +110,7 @@ class Inputs(Generic[T]):
     choices: tuple[SampledRows[T], ...] = ()
     """Rows that choose from the states that their slots keep, in parts of a few rows each."""
     scored: ScoredRows[T] | None = None
-    seen: SeenPictures[T] | None = None
+    visual: VisualInputs[T] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class EncodeTask:
     """Number that identifies the pixels; key of partial encodings."""
     first: int
     count: int
-    places: Int64
+    cache_rows: Int64
     """Encoder cache rows for all rows of the item."""
 
 
@@ -163,24 +163,24 @@ class ScoredResults:
     """Number of top tokens reported with each scored token."""
 
     @property
-    def most(self) -> int:
+    def max_logprobs(self) -> int:
         """Return the largest of `counts`; 0 if there are none."""
         return int(self.counts.max(initial=0))
 
     def message(self, table: Int32) -> StepScores:
         """Return the message for a table that `nanoactor.models.sampling.token_scores.TokenScorer`
         has returned."""
-        most = (table.shape[1] - 2) // 2
-        counts = np.minimum(self.counts, np.int32(most))
-        told = np.arange(most) < counts[:, None]
+        num_logprobs = (table.shape[1] - 2) // 2
+        counts = np.minimum(self.counts, np.int32(num_logprobs))
+        is_reported = np.arange(num_logprobs) < counts[:, None]
         return StepScores(
             self.rows,
             TokenScores(
                 logprobs=table[:, 0].copy().view(np.float32),
                 ranks=table[:, 1].copy(),
                 counts=counts,
-                top_ids=table[:, 2 : 2 + most][told],
-                top_logprobs=table[:, 2 + most :][told].view(np.float32),
+                top_ids=table[:, 2 : 2 + num_logprobs][is_reported],
+                top_logprobs=table[:, 2 + num_logprobs :][is_reported].view(np.float32),
             ),
         )
 

@@ -60,7 +60,7 @@ class MaskStore:
         else:
             mine.add(uid)
 
-    def take(self, step: Step) -> Int32:
+    def pop_masks(self, step: Step) -> Int32:
         """Remove and return the masks of a step's choices, (rows, words). Raises `ProtocolBug` if a
         mask is missing: a row without its mask would choose any token."""
         new = zip(step.admissions.slots.tolist(), step.admissions.uids.tolist(), strict=True)

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from nanoactor.messages.engine import Step
 from nanoactor.messages.vision import Pixels
-from nanoactor.runner.batch.inputs import EncodeTask, Encoding, SeenPictures, Update
+from nanoactor.runner.batch.inputs import EncodeTask, Encoding, Update, VisualInputs
 from nanoactor.setup.actors import ENCODER_PAGE_ROWS
 
-PixelsOf = Mapping[int, NDArray[np.uint8]]
-NO_PIXELS: PixelsOf = {}
+PixelsByNumber = Mapping[int, NDArray[np.uint8]]
+NO_PIXELS: PixelsByNumber = {}
 
 
 class PixelStore:
@@ -25,7 +25,7 @@ class PixelStore:
 
     def __init__(self) -> None:
         self._partial: dict[int, tuple[NDArray[np.uint8], tuple[int, ...]]] = {}
-        self._whole: dict[int, NDArray[np.uint8]] = {}
+        self._complete: dict[int, NDArray[np.uint8]] = {}
         self._dropped: set[int] = set()
         """Numbers that were dropped before the worker's last message."""
         self._absent: set[int] = set()
@@ -33,13 +33,13 @@ class PixelStore:
 
     def __len__(self) -> int:
         """Return the number of entries, complete or not, that are not removed yet."""
-        return len(self._partial) + len(self._whole) + len(self._dropped) + len(self._absent)
+        return len(self._partial) + len(self._complete) + len(self._dropped) + len(self._absent)
 
     @property
     def nbytes(self) -> int:
         """Return the size in bytes of all pixels held."""
         parts = sum(array.nbytes for array, _ in self._partial.values())
-        return parts + sum(array.nbytes for array in self._whole.values())
+        return parts + sum(array.nbytes for array in self._complete.values())
 
     def add(self, event: Pixels) -> bool:
         """Add a piece of pixels. Return True if it completes an item that is still wanted."""
@@ -56,7 +56,7 @@ class PixelStore:
         if end < size:
             return False
         del self._partial[number]
-        self._whole[number] = array.reshape(shape)
+        self._complete[number] = array.reshape(shape)
         return True
 
     def note_absent(self, number: int) -> None:
@@ -71,44 +71,44 @@ class PixelStore:
         """Drop pixels that are no longer wanted."""
         if number in self._absent:
             self._absent.remove(number)
-        elif self._whole.pop(number, None) is None:
+        elif self._complete.pop(number, None) is None:
             self._partial.pop(number, None)
             self._dropped.add(number)
 
-    def take(self, step: Step, units_of: Callable[[NDArray[np.uint8]], int]) -> PixelsOf:
+    def consume(self, step: Step, units_of: Callable[[NDArray[np.uint8]], int]) -> PixelsByNumber:
         """Return the pixels that a step encodes, by number, and drop those whose last unit it
         encodes. `units_of` returns the number of units of an item."""
-        taken: dict[int, NDArray[np.uint8]] = {}
+        pixels: dict[int, NDArray[np.uint8]] = {}
         if step.vision is None:
-            return taken
+            return pixels
         slices = step.vision.slices
         columns = (slices.pixels.tolist(), slices.firsts.tolist(), slices.counts.tolist())
         for number, first, count in zip(*columns, strict=True):
-            taken[number] = self._whole[number]
-            if first + count == units_of(taken[number]):
-                del self._whole[number]
-        return taken
+            pixels[number] = self._complete[number]
+            if first + count == units_of(pixels[number]):
+                del self._complete[number]
+        return pixels
 
 
 def with_vision(
-    update: Update, step: Step, pixels: PixelsOf, dropped: Sequence[int] = ()
+    update: Update, step: Step, pixels: PixelsByNumber, dropped: Sequence[int] = ()
 ) -> Update:
     """Return a step's update with its work on images and videos added; `dropped` are the numbers of
     pixels dropped since the previous step."""
     if (vision := step.vision) is None:
-        found = Encoding((), tuple(dropped)) if dropped else None
-        return dataclasses.replace(update, encoding=found) if found else update
-    tasks, at = [], 0
+        encoding = Encoding((), tuple(dropped)) if dropped else None
+        return dataclasses.replace(update, encoding=encoding) if encoding else update
+    tasks, offset = [], 0
     for index, number in enumerate(vision.slices.pixels.tolist()):
-        pages = vision.pages[at : at + int(vision.page_counts[index])].astype(np.int64)
-        at += len(pages)
-        places = (pages[:, None] * ENCODER_PAGE_ROWS + np.arange(ENCODER_PAGE_ROWS)).ravel()
+        pages = vision.pages[offset : offset + int(vision.page_counts[index])].astype(np.int64)
+        offset += len(pages)
+        cache_rows = (pages[:, None] * ENCODER_PAGE_ROWS + np.arange(ENCODER_PAGE_ROWS)).ravel()
         first, count = int(vision.slices.firsts[index]), int(vision.slices.counts[index])
-        tasks.append(EncodeTask(pixels[number], number, first, count, places))
+        tasks.append(EncodeTask(pixels[number], number, first, count, cache_rows))
     inputs = update.inputs
     if tokens := vision.positions.shape[1]:
         rows = np.full(tokens, -1, np.int32)
         rows[vision.tokens] = vision.rows
-        inputs = dataclasses.replace(inputs, seen=SeenPictures(rows, vision.positions.copy()))
+        inputs = dataclasses.replace(inputs, visual=VisualInputs(rows, vision.positions.copy()))
     encoding = Encoding(tuple(tasks), tuple(dropped))
     return dataclasses.replace(update, inputs=inputs, encoding=encoding)

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 
 from nanoactor.messages.engine import Int32
 from nanoactor.messages.rows import KEEP, POOL, SAMPLE, SCORE, Rows, StepRows
-from nanoactor.runner.batch.inputs import NONE, Long
+from nanoactor.runner.batch.inputs import NO_INDICES, Long
 
 # Maximum number of tokens in a run that is split into rows: each row reads the whole context, but a
 # chunk reads it only once.
-LONGEST_RUN = 16
+MAX_RUN_LENGTH = 16
 
 
 class Continued(NamedTuple):
@@ -61,39 +61,39 @@ class StepLayout:
     """Chunks that are pooled."""
     ends: Long
     """For each row of `sampled`, `kept` and `pooled`, the chunk whose last state it reads."""
-    behind: Continued
+    continued: Continued
 
     @property
-    def moved(self) -> Long:
+    def resized(self) -> Long:
         """Return the rows that change the length of their slot."""
         others = self.rows.others
-        return ((others.counts > 0) | others.copies).nonzero()[0] if len(others) else NONE
+        return ((others.counts > 0) | others.copies).nonzero()[0] if len(others) else NO_INDICES
 
     @classmethod
     def of(
-        cls, rows: StepRows, token_ids: Int32, outputs: Int32, room: int, runs_from: int
+        cls, rows: StepRows, token_ids: Int32, outputs: Int32, max_rows: int, runs_from: int
     ) -> StepLayout:
         """Choose how each row is computed.
 
-        `outputs` are the positions at which outputs start, by slot. `room` is the maximum number of
-        rows that attend like decode rows, 0 if none may. A step may have several rows of one
-        sequence if it has at least `runs_from` such rows.
+        `outputs` are the positions at which outputs start, by slot. `max_rows` is the maximum
+        number of rows that attend like decode rows, 0 if none may. A step may have several rows of
+        one sequence if it has at least `runs_from` such rows.
         """
         others = rows.others
         if not len(others):
-            return cls(rows, *(NONE,) * 8, NO_CONTINUED)
-        single = _singles(others, len(rows.decode_slots), outputs, room, runs_from)
-        chunks = ((others.counts > 0) & ~single).nonzero()[0]
+            return cls(rows, *(NO_INDICES,) * 8, NO_CONTINUED)
+        as_rows = _singles(others, len(rows.decode_slots), outputs, max_rows, runs_from)
+        chunks = ((others.counts > 0) & ~as_rows).nonzero()[0]
         lengths = (others.starts + others.counts).astype(np.int64)
-        every = read = chunks
+        computed = read = chunks
         if len(others.sources):
             copies = others.copies.nonzero()[0]
             sources = _sources(others, copies, chunks)
             lengths[copies] = lengths[sources]
-            every, read = np.concatenate((chunks, copies)), np.concatenate((chunks, sources))
+            computed, read = np.concatenate((chunks, copies)), np.concatenate((chunks, sources))
         ids = others.ids
         firsts = (ids.cumsum() - ids).astype(np.int64)
-        wants = others.wants[every]
+        wants = others.wants[computed]
         samples, keeps, pools = wants & SAMPLE > 0, wants & KEEP > 0, wants & POOL > 0
         return cls(
             rows,
@@ -101,11 +101,11 @@ class StepLayout:
             choices=others.choices.nonzero()[0],
             firsts=firsts,
             lengths=lengths,
-            sampled=every[samples],
-            kept=every[keeps],
-            pooled=every[pools],
+            sampled=computed[samples],
+            kept=computed[keeps],
+            pooled=computed[pools],
             ends=np.concatenate((read[samples], read[keeps], read[pools])),
-            behind=_continued(others, single.nonzero()[0], token_ids, firsts),
+            continued=_continued(others, as_rows.nonzero()[0], token_ids, firsts),
         )
 
     @property
@@ -115,7 +115,7 @@ class StepLayout:
         decode, starts, others = self.rows
         if not len(others):
             return decode, starts + 1, np.arange(len(decode))
-        late = np.concatenate((self.behind.resumed, self.choices))
+        late = np.concatenate((self.continued.resumed, self.choices))
         slots, first = others.slots.astype(np.int64), len(decode)
         return (
             np.concatenate((slots[self.sampled], decode, slots[late])),
@@ -131,46 +131,48 @@ def _sources(others: Rows, copies: Long, chunks: Long) -> Long:
 
 
 def _singles(
-    others: Rows, decodes: int, outputs: Int32, room: int, runs_from: int
+    others: Rows, decodes: int, outputs: Int32, max_rows: int, runs_from: int
 ) -> NDArray[np.bool_]:
     counts, wants = others.counts, others.wants
     continues = others.starts >= outputs[others.slots]
-    if not room or not continues.any():  # the case for most prompts
+    if not max_rows or not continues.any():  # the case for most prompts
         return np.zeros(len(others), np.bool_)
     continues &= (counts > 0) & (wants & SCORE == 0)
     single: NDArray[np.bool_] = continues & (counts == 1)
-    runs = continues & (wants & KEEP > 0) & (counts > 1) & (counts <= LONGEST_RUN)
+    runs = continues & (wants & KEEP > 0) & (counts > 1) & (counts <= MAX_RUN_LENGTH)
     if runs.any():
         first = decodes + int(single.sum())
         ends = first + np.cumsum(counts * runs)
-        runs &= ends <= room
+        runs &= ends <= max_rows
         if first + int(counts[runs].sum()) >= runs_from:
             single |= runs
     return single
 
 
-NO_CONTINUED = Continued(NONE, NONE, np.empty(0, np.int32), NONE, NONE)
+NO_CONTINUED = Continued(NO_INDICES, NO_INDICES, np.empty(0, np.int32), NO_INDICES, NO_INDICES)
 
 
-def _continued(others: Rows, places: Long, token_ids: Int32, firsts: Long) -> Continued:
-    """Lay out the rows at `places` as rows of one token each; `firsts` are the indices in
+def _continued(others: Rows, index: Long, token_ids: Int32, firsts: Long) -> Continued:
+    """Lay out the rows at `index` as rows of one token each; `firsts` are the indices in
     `token_ids` of the first token of each row in `others`."""
-    if not len(places):
+    if not len(index):
         return NO_CONTINUED
     sampling: list[tuple[int, int, int]] = []
-    silent: list[tuple[int, int, int]] = []
+    unread: list[tuple[int, int, int]] = []
     kept: list[tuple[int, int, int]] = []
     resumed: list[int] = []
-    rows = others.take(places)
-    columns = (places, rows.slots, rows.starts, rows.counts, rows.wants, firsts[places])
-    for place, slot, start, count, wants, token in zip(*(c.tolist() for c in columns), strict=True):
-        each = [(slot, start + offset, token + offset) for offset in range(count)]
-        silent += each[:-1]
+    rows = others.take(index)
+    columns = (index, rows.slots, rows.starts, rows.counts, rows.wants, firsts[index])
+    for row, slot, start, count, wants, first_token in zip(
+        *(c.tolist() for c in columns), strict=True
+    ):
+        tokens_of_row = [(slot, start + offset, first_token + offset) for offset in range(count)]
+        unread += tokens_of_row[:-1]
         if wants & SAMPLE:
-            sampling.append(each[-1])
-            resumed.append(place)
+            sampling.append(tokens_of_row[-1])
+            resumed.append(row)
         else:
-            (kept if wants & KEEP else silent).append(each[-1])
-    slots, positions, tokens = np.array(sampling + silent + kept, np.int64).T.copy()
+            (kept if wants & KEEP else unread).append(tokens_of_row[-1])
+    slots, positions, tokens = np.array(sampling + unread + kept, np.int64).T.copy()
     last = slots[len(slots) - len(kept) :]
     return Continued(slots, positions, token_ids[tokens], np.array(resumed, np.int64), last)

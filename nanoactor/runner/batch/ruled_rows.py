@@ -7,18 +7,18 @@ from numpy.typing import NDArray
 
 from nanoactor.messages.engine import Int32, TokenRules
 from nanoactor.models.sampling.rows import LogitRules
-from nanoactor.runner.batch.inputs import NONE, Array, Long
+from nanoactor.runner.batch.inputs import NO_INDICES, Array, Long
 
 _NO_BIASES: NDArray[np.float32] = np.empty(0, np.float32)
 
 
-def lay_out(found: list[tuple[int, TokenRules]], penalized: Long) -> LogitRules[Array]:
-    """Lay out the rules in `found`, pairs of a row and its rules; `penalized` lists the rows with a
-    penalty."""
-    words = [(row, word) for row, rules in found for word in _words(rules)]
-    allowed = [(row, rules.allowed_ids) for row, rules in found if len(rules.allowed_ids)]
+def lay_out_rules(rules_by_row: list[tuple[int, TokenRules]], penalized: Long) -> LogitRules[Array]:
+    """Lay out the rules in `rules_by_row`, pairs of a row and its rules; `penalized` lists the rows
+    with a penalty."""
+    words = [(row, word) for row, rules in rules_by_row for word in _words(rules)]
+    allowed = [(row, rules.allowed_ids) for row, rules in rules_by_row if len(rules.allowed_ids)]
     allowed_rows, allowed_ids = _pairs(allowed)
-    biased_rows, biased_ids = _pairs([(row, rules.bias_ids) for row, rules in found])
+    biased_rows, biased_ids = _pairs([(row, rules.bias_ids) for row, rules in rules_by_row])
     return LogitRules(
         penalized=penalized,
         allowed=np.array([row for row, _ in allowed], np.int64),
@@ -26,7 +26,7 @@ def lay_out(found: list[tuple[int, TokenRules]], penalized: Long) -> LogitRules[
         allowed_ids=allowed_ids,
         biased_rows=biased_rows,
         biased_ids=biased_ids,
-        biases=np.concatenate([_NO_BIASES, *(rules.biases for _, rules in found)]),
+        biases=np.concatenate([_NO_BIASES, *(rules.biases for _, rules in rules_by_row)]),
         word_rows=np.array([row for row, _ in words], np.int64),
         words=_padded([word for _, word in words]),
     )
@@ -40,10 +40,10 @@ def _words(rules: TokenRules) -> list[Int32]:
 
 def _padded(words: list[Int32]) -> Long:
     """Return bad words as rows of equal length, padded with -1 on the left."""
-    widest = max(map(len, words), default=1)
-    lines = np.full((len(words), widest), -1, np.int64)
+    width = max(map(len, words), default=1)
+    lines = np.full((len(words), width), -1, np.int64)
     for line, word in zip(lines, words, strict=True):
-        line[widest - len(word) :] = word
+        line[width - len(word) :] = word
     return lines
 
 
@@ -51,4 +51,4 @@ def _pairs(found: list[tuple[int, Int32]]) -> tuple[Long, Long]:
     """Return the row of each id, and the concatenated ids."""
     rows = [np.full(len(ids), row, np.int64) for row, ids in found]
     ids = [ids.astype(np.int64) for _, ids in found]
-    return np.concatenate([NONE, *rows]), np.concatenate([NONE, *ids])
+    return np.concatenate([NO_INDICES, *rows]), np.concatenate([NO_INDICES, *ids])

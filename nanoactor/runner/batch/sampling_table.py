@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from nanoactor.messages.engine import Admissions, Int32, TokenRules
 from nanoactor.models.limits import CANDIDATES
 from nanoactor.models.options import FusedSampling
-from nanoactor.models.sampling.columns import NEUTRAL, NOT_FUSED, WORDS, columns_of
+from nanoactor.models.sampling.columns import NEUTRAL, UNFUSED, WORDS, column_views
 from nanoactor.models.sampling.rows import LogitRules, SamplingGroups
-from nanoactor.runner.batch.inputs import NONE, Array, Long, SampledRows
-from nanoactor.runner.batch.ruled_rows import lay_out
-from nanoactor.runtime.codec import copied
+from nanoactor.runner.batch.inputs import NO_INDICES, Array, Long, SampledRows
+from nanoactor.runner.batch.ruled_rows import lay_out_rules
+from nanoactor.runtime.codec import copy_arrays
 
 Flags = NDArray[np.bool_]
 
@@ -25,7 +25,7 @@ class SamplingTable:
     def __init__(self, max_num_seqs: int) -> None:
         self.words: Int32 = np.zeros((WORDS, max_num_seqs), np.int32)
         """Packed parameters, int32 (WORDS, slots); see `nanoactor.models.sampling.columns`."""
-        self.columns = columns_of(self.words, np.float32)
+        self.columns = column_views(self.words, np.float32)
         self._unmasked_from = np.zeros(max_num_seqs, np.int64)
         self._masked: dict[int, Long] = {}
         self._rules: dict[int, TokenRules] = {}
@@ -45,14 +45,14 @@ class SamplingTable:
             self._masked[slot] = new.masked_ids[end - count : end].astype(np.int64)
             self._rules.pop(slot, None)
         for slot, rules in zip(slots[new.rule_rows].tolist(), new.rules, strict=True):
-            self._rules[slot] = copied(rules)
+            self._rules[slot] = copy_arrays(rules)
         self._ruled[slots] = self._penalized(slots)
         self._ruled[slots[new.rule_rows]] = True
 
     def _penalized(self, slots: NDArray[np.integer]) -> Flags:
         """Select the rows with a non-neutral value in a column that no fused sampler reads."""
         penalized = np.zeros(len(slots), np.bool_)
-        for name in NOT_FUSED:
+        for name in UNFUSED:
             penalized |= getattr(self.columns, name)[slots] != NEUTRAL[name]
         return penalized
 
@@ -66,19 +66,19 @@ class SamplingTable:
         """Return the rows of these slots with their sampling groups and rules, but without
         masks."""
         greedy = self.columns.temperature[slots] == 0
-        few, cut = self._few(slots), self._cut(slots)
+        limited, truncated = self._limited(slots), self._truncated(slots)
         unlimited = self.columns.top_k[slots] > CANDIDATES
         return SampledRows(
             slots,
             index,
             SamplingGroups(
                 greedy=np.flatnonzero(greedy),
-                plain=np.flatnonzero(~greedy & ~few & ~cut),
-                limited=np.flatnonzero(~greedy & few),
+                plain=np.flatnonzero(~greedy & ~limited & ~truncated),
+                limited=np.flatnonzero(~greedy & limited),
                 unlimited=np.flatnonzero(~greedy & unlimited),
-                nucleus=np.flatnonzero(~greedy & ~few & ~unlimited & cut),
-                masked_rows=NONE,
-                masked_ids=NONE,
+                nucleus=np.flatnonzero(~greedy & ~limited & ~unlimited & truncated),
+                masked_rows=NO_INDICES,
+                masked_ids=NO_INDICES,
             ),
             rules=self._rules_of(slots) if self._ruled[slots].any() else None,
         )
@@ -86,16 +86,16 @@ class SamplingTable:
     def _rules_of(self, slots: Long) -> LogitRules[Array]:
         known = [(row, self._rules.get(slot)) for row, slot in enumerate(slots.tolist())]
         found = [(row, rules) for row, rules in known if rules is not None]
-        return lay_out(found, np.flatnonzero(self._penalized(slots)))
+        return lay_out_rules(found, np.flatnonzero(self._penalized(slots)))
 
-    def _few(self, slots: Long) -> Flags:
+    def _limited(self, slots: Long) -> Flags:
         """Select the rows that are cut to a few candidates first, by a top-k of at most
         `CANDIDATES`."""
         top_k = self.columns.top_k[slots]
         few: Flags = (top_k > 0) & (top_k <= CANDIDATES)
         return few
 
-    def _cut(self, slots: Long) -> Flags:
+    def _truncated(self, slots: Long) -> Flags:
         """Select the rows with a larger top-k, a top-p or a min-p, which may leave any number of
         candidates."""
         columns = self.columns
@@ -107,17 +107,17 @@ class SamplingTable:
         rules."""
         if fused == "none":
             return np.ones(len(slots), np.bool_)
-        drawn: Flags = self.columns.temperature[slots] > 0
+        is_random: Flags = self.columns.temperature[slots] > 0
         ruled: Flags = self._ruled[slots]
         if fused == "greedy":
-            return drawn | ruled
-        many = self.columns.top_k[slots] > CANDIDATES
-        return ruled | (many & drawn & (fused != "every"))
+            return is_random | ruled
+        exceeds_candidates = self.columns.top_k[slots] > CANDIDATES
+        return ruled | (exceeds_candidates & is_random & (fused != "all"))
 
     def masking(self, slots: Long, positions: Long) -> Flags:
         """Select the rows that may not sample some ids yet (`min_tokens`)."""
-        early: Flags = positions < self._unmasked_from[slots]
-        return early
+        masked: Flags = positions < self._unmasked_from[slots]
+        return masked
 
     def masked_steps(self, slots: Long, positions: Long) -> int:
         """Return the number of tokens until all of these slots may sample every id."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from nanoactor.messages.engine import Int32
-from nanoactor.messages.rows import SCORE, counted_up
+from nanoactor.messages.rows import SCORE, concatenate_ranges
 from nanoactor.messages.scores import ScoreRequests
-from nanoactor.runner.batch.inputs import NONE, Long
+from nanoactor.runner.batch.inputs import NO_INDICES, Long
 from nanoactor.runner.batch.row_layout import StepLayout
 
-_NOT_ASKED = -1
+_NOT_REQUESTED = -1
 _NO_COUNTS: Int32 = np.empty(0, np.int32)
 
 
@@ -19,37 +19,37 @@ class ScoreTable:
     prompt token; -1 means that no scores are requested."""
 
     def __init__(self, max_num_seqs: int) -> None:
-        self.output = np.full(max_num_seqs, _NOT_ASKED, np.int32)
-        self._prompt = np.full(max_num_seqs, _NOT_ASKED, np.int32)
-        self._last = np.zeros(max_num_seqs, np.int32)
+        self.output = np.full(max_num_seqs, _NOT_REQUESTED, np.int32)
+        self._prompt = np.full(max_num_seqs, _NOT_REQUESTED, np.int32)
+        self._last_position = np.zeros(max_num_seqs, np.int32)
         """Last position of the prompt in each slot."""
-        self._asked = False
+        self._any_requested = False
         """Whether any request has asked for scores yet; until then, steps do not check."""
 
-    def admit(self, slots: Int32, prompt_lengths: Int32, wanted: ScoreRequests | None) -> None:
+    def admit(self, slots: Int32, prompt_lengths: Int32, requests: ScoreRequests | None) -> None:
         """Record the scores that new sequences request."""
-        if wanted is None and not self._asked:
+        if requests is None and not self._any_requested:
             return
-        self.output[slots] = self._prompt[slots] = _NOT_ASKED
-        self._last[slots] = prompt_lengths - 1
-        if wanted is not None:
-            self._asked = True
-            self.output[slots[wanted.rows]] = wanted.output
-            self._prompt[slots[wanted.rows]] = wanted.prompt
+        self.output[slots] = self._prompt[slots] = _NOT_REQUESTED
+        self._last_position[slots] = prompt_lengths - 1
+        if requests is not None:
+            self._any_requested = True
+            self.output[slots[requests.rows]] = requests.output
+            self._prompt[slots[requests.rows]] = requests.prompt
 
-    def asking(self, slots: Long) -> Long:
+    def requesting(self, slots: Long) -> Long:
         """Return the indices of those slots that request scores of their output."""
-        return np.flatnonzero(self.output[slots] >= 0) if self._asked else NONE
+        return np.flatnonzero(self.output[slots] >= 0) if self._any_requested else NO_INDICES
 
     def prompts(self, token_ids: Int32, layout: StepLayout) -> tuple[Long, Long, Int32]:
         """For the tokens in a step's chunks whose successors are scored, return their indices, the
         ids of the successors, and the number of top tokens requested for each."""
-        if not self._asked or not len(layout.chunks):
-            return NONE, NONE, _NO_COUNTS
+        if not self._any_requested or not len(layout.chunks):
+            return NO_INDICES, NO_INDICES, _NO_COUNTS
         rows = layout.rows.others.take(layout.chunks)
         scored = np.flatnonzero(rows.wants & SCORE)
         firsts = (np.cumsum(rows.counts) - rows.counts)[scored]
         slots, ids = rows.slots[scored], layout.firsts[layout.chunks[scored]]
-        counts = np.minimum(rows.counts[scored], self._last[slots] - rows.starts[scored])
-        targets = token_ids[counted_up(ids + 1, counts)].astype(np.int64)
-        return counted_up(firsts, counts), targets, np.repeat(self._prompt[slots], counts)
+        counts = np.minimum(rows.counts[scored], self._last_position[slots] - rows.starts[scored])
+        targets = token_ids[concatenate_ranges(ids + 1, counts)].astype(np.int64)
+        return concatenate_ranges(firsts, counts), targets, np.repeat(self._prompt[slots], counts)

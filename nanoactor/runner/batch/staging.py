@@ -24,23 +24,25 @@ class Staging:
     def __init__(self, device: Device, in_flight: int) -> None:
         """Allocate buffers for at most `in_flight` steps at once."""
         self._device = device
-        self._host = [device.pinned(_FIRST_WORDS, dtype=torch.int32) for _ in range(in_flight)]
-        self._there = device.zeros(_FIRST_WORDS, dtype=torch.int32)
+        self._host_buffers = [
+            device.empty_pinned(_FIRST_WORDS, dtype=torch.int32) for _ in range(in_flight)
+        ]
+        self._device_buffer = device.zeros(_FIRST_WORDS, dtype=torch.int32)
         self._current = 0
         self._used = 0
 
     def begin(self, words: int) -> None:
         """Switch to the next host buffer, which no running step uses, with room for `words` int32
         numbers."""
-        self._current = (self._current + 1) % len(self._host)
+        self._current = (self._current + 1) % len(self._host_buffers)
         self._used = 0
-        if words > len(self._host[self._current]):
+        if words > len(self._host_buffers[self._current]):
             size = 1 << words.bit_length()
-            self._host[self._current] = self._device.pinned(size, dtype=torch.int32)
-        if words > len(self._there):
+            self._host_buffers[self._current] = self._device.empty_pinned(size, dtype=torch.int32)
+        if words > len(self._device_buffer):
             # The allocator does not reuse the old buffer's memory before the queue is done with it.
-            self._there = self._device.zeros(1 << words.bit_length(), dtype=torch.int32)
-        self._array: NDArray[np.int32] = self._host[self._current].numpy()
+            self._device_buffer = self._device.zeros(1 << words.bit_length(), dtype=torch.int32)
+        self._array: NDArray[np.int32] = self._host_buffers[self._current].numpy()
 
     def put(self, array: NDArray[np.generic]) -> torch.Tensor:
         """Pack a contiguous array of 4- or 8-byte numbers. Return the device tensor, of the same
@@ -49,8 +51,8 @@ class Staging:
         begin, end = self._used, self._used + len(words)
         self._array[begin:end] = words
         self._used = -(-end // _ALIGNMENT) * _ALIGNMENT
-        kind = _TORCH[array.dtype.str]
-        return self._there[begin:end].view(kind).view(array.shape)
+        dtype = _TORCH_DTYPES[array.dtype.str]
+        return self._device_buffer[begin:end].view(dtype).view(array.shape)
 
     def put_inputs(self, inputs: Inputs[Array]) -> Inputs[torch.Tensor]:
         """Pack all arrays of a step. Return the same structure with device tensors."""
@@ -69,8 +71,10 @@ class Staging:
     def send(self) -> None:
         """Queue the copy of all packed arrays to the device."""
         if self._used:
-            used = min(self._used, len(self._there))
-            self._there[:used].copy_(self._host[self._current][:used], non_blocking=True)
+            used = min(self._used, len(self._device_buffer))
+            self._device_buffer[:used].copy_(
+                self._host_buffers[self._current][:used], non_blocking=True
+            )
 
 
 def words_of(value: Any) -> int:
@@ -83,15 +87,15 @@ def words_of(value: Any) -> int:
     return sum(map(words_of, value)) if isinstance(value, tuple) else 0
 
 
-def _names(of: type) -> tuple[str, ...]:
-    return _NAMES.get(of) or _NAMES.setdefault(of, _fields(of))
+def _names(cls: type) -> tuple[str, ...]:
+    return _NAMES.get(cls) or _NAMES.setdefault(cls, _fields(cls))
 
 
 _NAMES: dict[type, tuple[str, ...]] = {}
 
 
-def _fields(of: type) -> tuple[str, ...]:
-    return tuple(f.name for f in dataclasses.fields(of)) if dataclasses.is_dataclass(of) else ()
+def _fields(cls: type) -> tuple[str, ...]:
+    return tuple(f.name for f in dataclasses.fields(cls)) if dataclasses.is_dataclass(cls) else ()
 
 
-_TORCH = {"<i4": torch.int32, "<i8": torch.int64, "<f4": torch.float32}
+_TORCH_DTYPES = {"<i4": torch.int32, "<i8": torch.int64, "<f4": torch.float32}

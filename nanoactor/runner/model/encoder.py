@@ -44,7 +44,7 @@ class Encoder:
         self.pages = pages
         shape = pages * ENCODER_PAGE_ROWS, vision.feature_size
         self._rows = device.zeros(*shape, dtype=dtype)
-        self._half: dict[int, TowerState] = {}
+        self._partial: dict[int, TowerState] = {}
         """State of each partly encoded temporal patch, keyed by the number that identifies its
         pixels."""
 
@@ -56,48 +56,48 @@ class Encoder:
     def read(self, rows: torch.Tensor) -> VisualTokens:
         """Return the visual tokens among a step's prompt tokens. `rows` is the cache row of each
         prompt token, int32 (tokens,), -1 for text."""
-        seen = (rows >= 0)[:, None]
+        is_visual = (rows >= 0)[:, None]
         features = self._rows.index_select(0, rows.clamp(min=0))
-        return VisualTokens(seen, torch.where(seen, features, 0))
+        return VisualTokens(is_visual, torch.where(is_visual, features, 0))
 
     def apply(self, work: Encoding) -> None:
         """Encode the items of a step, after dropping the partial encodings that no step
         continues."""
         for number in work.dropped:
-            self._half.pop(number, None)
+            self._partial.pop(number, None)
         for task in work.tasks:
             self.run(task)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Drop all partial encodings."""
-        self._half.clear()
+        self._partial.clear()
 
-    def largest(self, longest: int) -> int:
+    def max_rows(self, max_model_len: int) -> int:
         """Return the maximum number of rows of an image, or of the part of a video that is encoded
-        at once, in a sequence of `longest` tokens."""
-        most = self._images.max_pixels // self._images.factor**2
+        at once, in a sequence of `max_model_len` tokens."""
+        rows = self._images.max_pixels // self._images.factor**2
         if self._videos is not None:
             # A slice holds as many temporal patches as fit into the budget, or a single larger one.
-            most = max(most, self._videos.max_rows, self._budget)
-        return min(most, self.pages * ENCODER_PAGE_ROWS, longest)
+            rows = max(rows, self._videos.max_tokens_per_patch, self._budget)
+        return min(rows, self.pages * ENCODER_PAGE_ROWS, max_model_len)
 
     def run(self, task: EncodeTask) -> None:
         """Encode some units of an item, and write the rows of finished temporal patches to the
         cache."""
         units = self.units(task.pixels)
-        places = self._upload(task.places)
+        cache_rows = self._upload(task.cache_rows)
         if units.parts == 1:
-            self._write(task, task.first, task.count, places)
+            self._write(task, task.first, task.count, cache_rows)
             return
         for unit in range(task.first, task.first + task.count):
             frame, part = divmod(unit, units.parts)
             if not part:
-                self._half[task.number] = self._begin(task.pixels, frame, 1)
-            state = self._half[task.number]
+                self._partial[task.number] = self._begin(task.pixels, frame, 1)
+            state = self._partial[task.number]
             self._tower.run(state, units.blocks(part, self._vision.depth))
             if part == units.parts - 1:
-                rows = self._tower.finish(self._half.pop(task.number))
-                self._rows[places[frame * units.rows : (frame + 1) * units.rows]] = rows
+                rows = self._tower.finish(self._partial.pop(task.number))
+                self._rows[cache_rows[frame * units.rows : (frame + 1) * units.rows]] = rows
 
     def units(self, pixels: NDArray[np.uint8]) -> EncodeUnits:
         """Return the encoding units of an item whose pixels are (frames, height, width,
@@ -105,33 +105,35 @@ class Encoder:
         return EncodeUnits.of_pixels(pixels.shape, self._images, self._vision, self._budget)
 
     def _begin(self, pixels: NDArray[np.uint8], frame: int, count: int) -> TowerState:
-        together = self._vision.temporal_patch_size
-        some = pixels[frame * together : (frame + count) * together]
-        patches, grid = self._patches(self._upload(some))
+        frames_per_patch = self._vision.temporal_patch_size
+        frames = pixels[frame * frames_per_patch : (frame + count) * frames_per_patch]
+        patches, grid = self._patches(self._upload(frames))
         return self._tower.begin(patches.to(self._dtype), [grid])
 
     def _upload(self, array: NDArray[Any]) -> torch.Tensor:
         """Queue a copy of an array to the device, through pinned memory: a copy from pageable
         memory would wait for all earlier steps."""
-        given = torch.from_numpy(array)
+        source = torch.from_numpy(array)
         if not self._device.traits.asynchronous:
-            return given
-        locked = self._device.pinned(*given.shape, dtype=given.dtype)
-        return locked.copy_(given).to(self._device.torch_device, non_blocking=True)
+            return source
+        pinned = self._device.empty_pinned(*source.shape, dtype=source.dtype)
+        return pinned.copy_(source).to(self._device.torch_device, non_blocking=True)
 
-    def _write(self, task: EncodeTask, first: int, count: int, places: torch.Tensor) -> None:
+    def _write(self, task: EncodeTask, first: int, count: int, cache_rows: torch.Tensor) -> None:
         state = self._begin(task.pixels, first, count)
         self._tower.run(state, range(self._vision.depth))
-        each = self.units(task.pixels).rows
-        self._rows[places[first * each : (first + count) * each]] = self._tower.finish(state)
+        rows_per_patch = self.units(task.pixels).rows
+        self._rows[cache_rows[first * rows_per_patch : (first + count) * rows_per_patch]] = (
+            self._tower.finish(state)
+        )
 
     def warm_up(self, rows: int) -> None:
         """Encode a blank image of this many rows, without lasting effect."""
-        side = self._images.factor
+        factor = self._images.factor
         height = next(n for n in range(math.isqrt(rows), 0, -1) if rows % n == 0)
-        shape = 1, height * side, rows // height * side, self._vision.channels
+        shape = 1, height * factor, rows // height * factor, self._vision.channels
         pixels = np.zeros(shape, np.uint8)
         units = self.units(pixels)
-        places = np.arange(units.rows, dtype=np.int64)
-        self.run(EncodeTask(pixels, 0, 0, units.count, places))
+        cache_rows = np.arange(units.rows, dtype=np.int64)
+        self.run(EncodeTask(pixels, 0, 0, units.count, cache_rows))
         self._device.synchronize()

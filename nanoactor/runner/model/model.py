@@ -15,10 +15,10 @@ from nanoactor.models.decoder import Decoder
 from nanoactor.models.devices.protocols import Device, WholeStep, WholeSteps
 from nanoactor.models.errors import NotEnoughMemory, RanksDisagree
 from nanoactor.models.families.registry import family_of
-from nanoactor.models.layers.state import LayerState, paged
+from nanoactor.models.layers.state import LayerState, paged_caches
 from nanoactor.models.model_config import ModelConfig
 from nanoactor.models.options import FusedSampling
-from nanoactor.models.sampling.sharded import ShardedSampler, whole_logits
+from nanoactor.models.sampling.sharded import ShardedSampler, gather_logits
 from nanoactor.models.vision.tower import VisionTower
 from nanoactor.models.weights.checkpoint import RandomWeights, Weights, format_of
 from nanoactor.runner.batch.batch import FALLBACK_AT_ONCE, BatchTraits
@@ -51,9 +51,9 @@ class LoadedModel:
         self.block_size = engine.block_size or device.traits.default_block_size
         device.check(self.dtype, self.block_size, self.config.head_dim)
         begin = time.monotonic()
-        self.free = device.memory().free
+        self.free_bytes = device.memory().free
         """Free memory in bytes before anything was loaded."""
-        self.group = self._meet()
+        self.group = self._join_group()
         with torch.inference_mode(), self._open_weights() as weights:
             self._check_weights(weights)
             self.network = Decoder(
@@ -66,7 +66,7 @@ class LoadedModel:
             )
             self.encoder = self._load_encoder(weights)
             if config.rank == 0:
-                weights.warn_of_unused(self._spare())
+                weights.warn_about_unused(self._ignorable_weights())
         self._whole: WholeSteps | None = None
         self._sample = device.sample if self.group.size == 1 else self._sharded_sampler()
         device.synchronize()
@@ -77,15 +77,15 @@ class LoadedModel:
         """Return the properties that determine the layout of steps with at most `rows` decode
         rows."""
         heads, kv_heads = self.network.shard.heads.size, self.network.shard.kv_heads.size
-        slot_state = slot_bytes(self.network.states) > 0
+        has_slot_state = slot_bytes(self.network.states) > 0
         return BatchTraits(
             self.device.tokens_per_program(heads, kv_heads),
             self.device.traits.needs_host_seq_lens,
             fused,
             FALLBACK_AT_ONCE if self.device.traits.asynchronous else rows,
             # Rows of one sequence in the same step would all start from the same state.
-            1 << 30 if slot_state else self.device.traits.runs_as_rows_from,
-            slot_state,
+            1 << 30 if has_slot_state else self.device.traits.min_rows_for_runs,
+            has_slot_state,
         )
 
     def make_whole_steps(self, sizes: Sequence[int]) -> None:
@@ -111,43 +111,43 @@ class LoadedModel:
         such operator for these rows."""
         if self._whole is None:
             return None
-        caches = paged(states)
+        caches = paged_caches(states)
         assert caches is not None, "only layers with pages have weights for it"
         return self._whole.run(rows, slots, tables, caches, into)
 
     @contextlib.contextmanager
-    def explaining(self) -> Iterator[None]:
+    def translating_errors(self) -> Iterator[None]:
         """Return a context in which a device error is replaced with the error that a fused step
         reports, if one has failed."""
         try:
             yield
         except RuntimeError:
             if self._whole is not None:
-                self._whole.check()
+                self._whole.raise_if_stopped()
             raise
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         """Return sampled token ids, int64 (rows,), given this rank's shard of the logits."""
         return self._sample(logits, batch)
 
-    def whole_logits(self, hidden: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+    def gather_logits(self, hidden: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
         """Return the logits of the whole vocabulary, (rows, vocabulary). With a single rank they
         are written to `into`, if given."""
         logits = self.network.logits(hidden, into)
         if self.group.size == 1:
             return logits
-        return whole_logits(self.group, logits, self.config.vocab_size)
+        return gather_logits(self.group, logits, self.config.vocab_size)
 
     def logits_of(self, hidden: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
         """Return the logits of some token ids, float32 (rows, ids)."""
-        return self.whole_logits(hidden)[:, list(ids)].float()
+        return self.gather_logits(hidden)[:, list(ids)].float()
 
-    def highest(self, logits: torch.Tensor) -> torch.Tensor:
+    def max_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Return each row's maximum logit over all ranks, (rows,); NaN if any logit of the row is
         NaN."""
         return self.group.all_gather(logits.amax(-1)).amax(0)
 
-    def _spare(self) -> list[str]:
+    def _ignorable_weights(self) -> list[str]:
         """Return the names of the weights that a checkpoint may contain but that are not used."""
         # Some checkpoints with tied embeddings store the LM head nevertheless.
         return ["lm_head.weight"] if self.config.tie_embeddings else []
@@ -172,14 +172,14 @@ class LoadedModel:
             budget=budget,
         )
 
-    def _meet(self) -> Group:
+    def _join_group(self) -> Group:
         config = self._config
         size = config.engine.tensor_parallel_size
         if size == 1:
             return SingleRank()
         port, listener = config.rendezvous_port, config.rendezvous_socket
-        backend, where = self.device.traits.collective_backend, self.device.torch_device
-        return RankGroup(config.rank, size, backend, port, listener, where)
+        backend, torch_device = self.device.traits.collective_backend, self.device.torch_device
+        return RankGroup(config.rank, size, backend, port, listener, torch_device)
 
     def _sharded_sampler(self) -> ShardedSampler:
         vocabulary = self.network.shard.vocabulary
@@ -216,11 +216,13 @@ class LoadedModel:
         """Raise `NotEnoughMemory` if the weights cannot fit, before minutes are spent on loading
         them."""
         config = self.config
-        each = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+        elements_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
         check_weights(
-            weights.least_bytes(self._spare()),
-            each * self._config.files.max_model_len * torch.empty(0, dtype=self.dtype).itemsize,
-            self.free,
+            weights.min_bytes(self._ignorable_weights()),
+            elements_per_token
+            * self._config.files.max_model_len
+            * torch.empty(0, dtype=self.dtype).itemsize,
+            self.free_bytes,
             self.group.size,
             shared=self.device.traits.shared_memory,
             what=f"{self.dtype_name} or packed" if config.quantization else self.dtype_name,
@@ -243,49 +245,49 @@ class LoadedModel:
         fit or are too few for one sequence."""
         config, files = self._config.engine, self._config.files
         needed = -(-files.max_model_len // self.block_size)
-        by_slot = self.slots_bytes()
+        slots_bytes = self.slots_bytes()
         if config.num_kv_blocks is not None:
             blocks, arithmetic = config.num_kv_blocks, "num_kv_blocks"
-            self._check_room(blocks, used, peak)
+            self._check_fits(blocks, used, peak)
         else:
             share = config.memory_utilization or self.device.traits.default_memory_utilization
             if self.device.traits.shared_memory:  # free and used bytes are totals of all ranks
                 share, used = share / self.group.size, used // self.group.size
-            left = int(self.free * share) - used - peak - by_slot
-            blocks = min(left // self.block_bytes(), config.max_num_seqs * needed)
+            free = int(self.free_bytes * share) - used - peak - slots_bytes
+            blocks = min(free // self.block_bytes(), config.max_num_seqs * needed)
             arithmetic = (
-                f"{share:.0%} of {self.free // _MIB} MiB free - {used // _MIB} MiB of weights - "
-                f"{peak // _MIB} MiB for a step{self._of_slots()} = {left // _MIB} MiB in blocks "
-                f"of {self.block_bytes() / _MIB:.2f} MiB"
+                f"{share:.0%} of {self.free_bytes // _MIB} MiB free - {used // _MIB} MiB of "
+                f"weights - {peak // _MIB} MiB for a step{self._slots_term()} = {free // _MIB} MiB "
+                f"in blocks of {self.block_bytes() / _MIB:.2f} MiB"
             )
         check_cache(blocks, files, self.block_size, arithmetic)
         blocks = self.group.all_reduce_min(blocks)
         log.info("KV cache: %d blocks of %d tokens", blocks, self.block_size)
         return blocks
 
-    def _check_room(self, blocks: int, used: int, peak: int) -> None:
+    def _check_fits(self, blocks: int, used: int, peak: int) -> None:
         """Raise `NotEnoughMemory` if memory cannot hold this many blocks once all are in use."""
         share = self.group.size if self.device.traits.shared_memory else 1
-        free = self.free // share - used // share - peak - self.slots_bytes()
+        free = self.free_bytes // share - used // share - peak - self.slots_bytes()
         if blocks * self.block_bytes() > free:
             raise NotEnoughMemory(
                 f"num_kv_blocks {blocks} is too large: {blocks} blocks of "
                 f"{self.block_bytes() / _MIB:.2f} MiB take {blocks * self.block_bytes() // _MIB} "
-                f"MiB, but {self.free // _MIB} MiB free - {used // _MIB} MiB of weights - "
-                f"{peak // _MIB} MiB for a step{self._of_slots()} leave "
+                f"MiB, but {self.free_bytes // _MIB} MiB free - {used // _MIB} MiB of weights - "
+                f"{peak // _MIB} MiB for a step{self._slots_term()} leave "
                 f"{max(0, free) // _MIB} MiB, or {max(0, free) // self.block_bytes()} blocks"
             )
 
-    def _of_slots(self) -> str:
+    def _slots_term(self) -> str:
         """Return the term for slot states in the arithmetic of an error message; empty if there are
         none."""
-        each = slot_bytes(self.network.states)
-        if not each:
+        bytes_per_slot = slot_bytes(self.network.states)
+        if not bytes_per_slot:
             return ""
         sequences = self._config.engine.max_num_seqs
         return (
-            f" - {self.slots_bytes() // _MIB} MiB of states ({each / _MIB:.2f} MiB for each of "
-            f"{sequences} sequences (max_num_seqs) and one more slot)"
+            f" - {self.slots_bytes() // _MIB} MiB of states ({bytes_per_slot / _MIB:.2f} MiB for "
+            f"each of {sequences} sequences (max_num_seqs) and one more slot)"
         )
 
     def allocate(self, blocks: int, slots: int) -> list[LayerState]:

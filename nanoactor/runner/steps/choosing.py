@@ -7,24 +7,28 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nanoactor.models.batch import RowChoice, SamplingBatch, SlotTables
+from nanoactor.models.batch import FusedSamplingInputs, SamplingBatch, SlotTables
 from nanoactor.models.limits import FROZEN, NO_TOKEN, NOTHING_ALLOWED
 from nanoactor.models.options import FusedSampling
 from nanoactor.models.sampling.logit_rules import TokenIds, apply_rules
 from nanoactor.models.sampling.token_masks import BITS, TokenMasks
 from nanoactor.runner.batch.inputs import SampledRows
 from nanoactor.runner.model.model import LoadedModel
-from nanoactor.runner.steps.graphs import MOST_PROMPTS
+from nanoactor.runner.steps.graphs import MAX_PROMPTS
 
 
-def place(index: torch.Tensor, prompts: tuple[int, int]) -> torch.Tensor:
+def row_indices(index: torch.Tensor, prompts: tuple[int, int]) -> torch.Tensor:
     """Map the samplers `index` to the rows of a captured step. `prompts` are the number of rows
     that end a prompt, and the number to which the captured step pads them."""
-    ended, padded = prompts
-    return torch.where(index < ended, index, index + (padded - ended)) if padded > ended else index
+    num_prompts, padded = prompts
+    return (
+        torch.where(index < num_prompts, index, index + (padded - num_prompts))
+        if padded > num_prompts
+        else index
+    )
 
 
-class Kept(NamedTuple):
+class KeptStates(NamedTuple):
     """Results of the last position in each slot, kept until the mask for its choice arrives."""
 
     states: torch.Tensor
@@ -54,7 +58,7 @@ class TokenChooser:
         self._constrains = constrains
         self._tokens, self._masks = tokens, TokenMasks(device.torch_device)
         self._tables: SlotTables = tokens.tables
-        rows = max_num_seqs + MOST_PROMPTS
+        rows = max_num_seqs + MAX_PROMPTS
         self.chosen = device.zeros(rows, dtype=torch.int32)
         """Chosen token ids, int32, by row of the step's logits."""
         self.logits: torch.Tensor | None = None
@@ -65,7 +69,7 @@ class TokenChooser:
         self.scratch = device.scratch(rows, heads, kv_heads, config.head_dim, config.vocab_size)
         """Workspace of the device's kernels."""
 
-    def room(self, rows: int) -> torch.Tensor | None:
+    def logits_buffer(self, rows: int) -> torch.Tensor | None:
         """Return the buffer for the logits of this many rows; None if they may be written
         anywhere."""
         return None if self.logits is None else self.logits[:rows]
@@ -74,17 +78,19 @@ class TokenChooser:
         self, hidden: torch.Tensor, slots: torch.Tensor, logits: torch.Tensor | None = None
     ) -> None:
         """Choose tokens with the fused sampler, if there is one; a captured step includes this
-        choice. `logits`, if given, are already in the buffer that `room` returns."""
+        choice. `logits`, if given, are already in the buffer that `logits_buffer` returns."""
         if self._fused != "none":
             if logits is None:
-                logits = self._model.whole_logits(hidden, self.room(len(slots)))
+                logits = self._model.gather_logits(hidden, self.logits_buffer(len(slots)))
             chosen = self.chosen[: len(slots)]
             self._device.sample_rows(self._choice(logits, slots, chosen))
 
-    def _choice(self, logits: torch.Tensor, slots: torch.Tensor, chosen: torch.Tensor) -> RowChoice:
-        return RowChoice(logits, slots, self._tables, self.scratch, chosen)
+    def _choice(
+        self, logits: torch.Tensor, slots: torch.Tensor, chosen: torch.Tensor
+    ) -> FusedSamplingInputs:
+        return FusedSamplingInputs(logits, slots, self._tables, self.scratch, chosen)
 
-    def choose_behind(
+    def choose_fallback(
         self, hidden: torch.Tensor, rows: SampledRows[torch.Tensor], prompts: tuple[int, int]
     ) -> None:
         """Choose tokens for rows that the fused sampler does not handle, or for all if there is
@@ -92,14 +98,14 @@ class TokenChooser:
 
         `prompts` are the number of rows that end a prompt, and the number to which they are padded.
         """
-        index, slots = place(rows.index, prompts), rows.slots
+        index, slots = row_indices(rows.index, prompts), rows.slots
         logits = self._model.network.logits(hidden.index_select(0, index))
         chosen = self._sample(logits, rows).int()
         frozen = self._tables.frozen.index_select(0, slots) > 0
         self.chosen[index] = torch.where(frozen, FROZEN, chosen)
         self._tables.last_tokens[slots] = chosen.clamp_min(0)
 
-    def choose_from(self, kept: Kept, rows: SampledRows[torch.Tensor]) -> torch.Tensor:
+    def choose_from(self, kept: KeptStates, rows: SampledRows[torch.Tensor]) -> torch.Tensor:
         """Return token ids, int32 (rows,), chosen from the states kept in the slots
         `rows.index`."""
         masks = rows.masks if rows.fused else None
@@ -123,22 +129,22 @@ class TokenChooser:
         self, hidden: torch.Tensor, masks: torch.Tensor, slots: torch.Tensor
     ) -> torch.Tensor:
         """Return token ids, int32 (rows,), chosen by the fused sampler under `masks`."""
-        logits = self._model.whole_logits(hidden)
+        logits = self._model.gather_logits(hidden)
         masked = self._masks.apply(logits, masks)
         chosen = torch.empty_like(slots)
         self._device.sample_rows(self._choice(masked, slots, chosen))
-        none = torch.where(logits.amax(-1).isfinite(), NOTHING_ALLOWED, NO_TOKEN).int()
-        return torch.where(masked.amax(-1).isfinite(), chosen, none)
+        no_choice = torch.where(logits.amax(-1).isfinite(), NOTHING_ALLOWED, NO_TOKEN).int()
+        return torch.where(masked.amax(-1).isfinite(), chosen, no_choice)
 
     def warm_up(self) -> None:
         """Choose a token for the dummy slot under a mask, so that no constrained row waits for
         compilation."""
         if self._fused == "none" or not self._constrains:
             return
-        model, last = self._model, len(self._tables.last_tokens) - 1
-        kind: dict[str, Any] = {"dtype": torch.int32, "device": self._device.torch_device}
-        slots = torch.full((1,), last, **kind)
-        masks = torch.full((1, -(-model.config.vocab_size // BITS)), -1, **kind)
+        model, dummy = self._model, len(self._tables.last_tokens) - 1
+        options: dict[str, Any] = {"dtype": torch.int32, "device": self._device.torch_device}
+        slots = torch.full((1,), dummy, **options)
+        masks = torch.full((1, -(-model.config.vocab_size // BITS)), -1, **options)
         if self.logits is not None:
             chosen = torch.empty_like(slots)
             self._device.sample_masked_rows(self._choice(self.logits, slots, chosen), masks)
@@ -156,11 +162,11 @@ class TokenChooser:
         batch, rules = SamplingBatch.of(self._tables, rows.slots, rows.groups), rows.rules
         if rules is None and rows.masks is None:
             return self._model.sample(logits, batch)
-        sound = self._model.highest(logits).isfinite()
+        is_finite = self._model.max_logits(logits).isfinite()
         start = self._model.network.shard.vocabulary.start
         if rows.masks is not None:
             logits = self._masks.apply(logits, rows.masks, start)
         if rules is not None:
             logits = apply_rules(logits, rules, batch.sampling, rows.slots, self._tokens, start)
         chosen = self._model.sample(logits, batch)
-        return torch.where((chosen == NO_TOKEN) & sound, NOTHING_ALLOWED, chosen)
+        return torch.where((chosen == NO_TOKEN) & is_finite, NOTHING_ALLOWED, chosen)

@@ -14,7 +14,7 @@ from nanoactor.models.batch import (
     with_final_rows,
 )
 from nanoactor.models.seq_lens import HostSeqLens
-from nanoactor.runner.batch.inputs import Prefill, SeenPictures
+from nanoactor.runner.batch.inputs import Prefill, VisualInputs
 from nanoactor.runner.model.model import LoadedModel
 from nanoactor.runner.model.resident import ResidentBatch
 from nanoactor.runner.steps.choosing import TokenChooser
@@ -41,18 +41,18 @@ class StepForward:
         self._model, self._device, self._resident = model, device, resident
         self._chooser, self.published = chooser, published
         self._buffers = RowBuffers.zeros(device.zeros, max_tokens + rows, rows)
-        self.prompts: torch.Tensor | None = None
+        self.prompt_states: torch.Tensor | None = None
         """Hidden states of the current step's prompt tokens, unless the step is captured (see
         `kept`)."""
-        self.kept: torch.Tensor | None = None
+        self.captured_states: torch.Tensor | None = None
         """Memory to which all captured steps write the hidden states of prompt tokens; None if no
         steps with prompts are captured."""
         if captured_tokens:
             shape = captured_tokens, model.config.hidden_size
-            self.kept = device.zeros(*shape, dtype=model.dtype)
+            self.captured_states = device.zeros(*shape, dtype=model.dtype)
         self.no_rows = device.zeros(1, model.config.hidden_size, dtype=model.dtype)[:0]
         """Hidden states of a step without rows, (0, hidden)."""
-        self._nothing = device.zeros(4, 1, dtype=torch.int32)[:, :0]
+        self._no_prefill_rows = device.zeros(4, 1, dtype=torch.int32)[:, :0]
         self._dummies = torch.full_like(self._buffers.contexts, resident.dummy)
 
     def decode(self, rows: int, lengths: HostSeqLens) -> torch.Tensor:
@@ -63,10 +63,10 @@ class StepForward:
         buffers = self._sliced(0, rows)
         self._device.advance(batch.tables, batch.rows.first(rows), buffers, batch.tokens.ids)
         where = buffers, slots, batch.tables.blocks, batch.states
-        if whole := self._model.whole_step(*where, self._chooser.room(rows)):
+        if whole := self._model.whole_step(*where, self._chooser.logits_buffer(rows)):
             hidden, logits = whole
         else:
-            inputs = decode_batch(buffers, slots, batch.tables, self._nothing, lengths)
+            inputs = decode_batch(buffers, slots, batch.tables, self._no_prefill_rows, lengths)
             hidden, logits = self._forward(buffers, inputs, buffers.positions), None
         self._chooser.choose(hidden, slots, logits)
         self.published.publish(self._chooser.chosen[:rows])
@@ -76,55 +76,57 @@ class StepForward:
         self,
         prefill: Prefill[torch.Tensor],
         rows: int,
-        seen: SeenPictures[torch.Tensor] | None,
+        visual: VisualInputs[torch.Tensor] | None,
         lengths: HostSeqLens,
         kept: torch.Tensor | None = None,
-        final: HostSeqLens | None = None,
+        final_lengths: HostSeqLens | None = None,
     ) -> torch.Tensor:
         """Queue a step with prompt chunks. Return the hidden states of the tokens `prefill.ends`,
         then those of the decode rows. The hidden states of all prompt tokens are stored in `kept`
-        if given, else in `self.prompts`; if `final` is given, they are not stored."""
-        device, batch, first = self._device, self._resident, len(prefill.token_ids)
-        every, decodes = self._sliced(0, first + rows), batch.rows.slots[:rows]
-        every.token_ids[:first] = prefill.token_ids
-        every.positions[:first] = prefill.positions
-        device.locate(batch.tables, prefill.slots, prefill.positions, every.slot_mapping[:first])
-        buffers = self._sliced(first, rows)
-        batch.tokens.write(every.slot_mapping[:first], every.token_ids[:first])
+        if given, else in `self.prompt_states`; if `final_lengths` is given, they are not stored."""
+        device, batch, num_tokens = self._device, self._resident, len(prefill.token_ids)
+        all_rows, decodes = self._sliced(0, num_tokens + rows), batch.rows.slots[:rows]
+        all_rows.token_ids[:num_tokens] = prefill.token_ids
+        all_rows.positions[:num_tokens] = prefill.positions
+        device.fill_slot_mapping(
+            batch.tables, prefill.slots, prefill.positions, all_rows.slot_mapping[:num_tokens]
+        )
+        buffers = self._sliced(num_tokens, rows)
+        batch.tokens.write(all_rows.slot_mapping[:num_tokens], all_rows.token_ids[:num_tokens])
         device.advance(batch.tables, batch.rows.first(rows), buffers, batch.tokens.ids)
         encoder = self._model.encoder
         inputs = AttentionBatch(
-            every.slot_mapping,
+            all_rows.slot_mapping,
             batch.tables.blocks,
             batch.tables.block_size,
-            prefill_tokens=first,
+            prefill_tokens=num_tokens,
             prefill_rows=prefill.rows,
             prefill_tiles=prefill.tiles,
             decode_slots=decodes,
             decode_contexts=buffers.contexts,
             lengths=lengths,
-            visual=encoder.read(seen.rows) if seen and encoder else None,
+            visual=encoder.read(visual.rows) if visual and encoder else None,
             frozen=batch.tables.frozen,
         )
-        if final is not None:
+        if final_lengths is not None:
             plan = functools.partial(device.plan, self._chooser.scratch)
             chunks = prefill.ends, prefill.slots, prefill.positions
-            inputs = with_final_rows(inputs, chunks, final, plan)
-        positions = every.positions
-        if seen is not None:
+            inputs = with_final_rows(inputs, chunks, final_lengths, plan)
+        positions = all_rows.positions
+        if visual is not None:
             after = buffers.positions.expand(3, -1)
-            positions = torch.cat((seen.positions, after), dim=1)
-        hidden = sampling = self._forward(every, inputs, positions)
-        if final is None:
+            positions = torch.cat((visual.positions, after), dim=1)
+        hidden = sampling = self._forward(all_rows, inputs, positions)
+        if final_lengths is None:
             if kept is None:
-                self.prompts = hidden[:first]
+                self.prompt_states = hidden[:num_tokens]
             else:
-                kept[:first].copy_(hidden[:first])
+                kept[:num_tokens].copy_(hidden[:num_tokens])
             sampling = hidden.index_select(0, prefill.ends)
             if rows:
-                sampling = torch.cat((sampling, hidden[first:]))
-        keeping = self._dummies[: len(prefill.ends) - len(prefill.sampling)]
-        self._chooser.choose(sampling, torch.cat((prefill.sampling, keeping, decodes)))
+                sampling = torch.cat((sampling, hidden[num_tokens:]))
+        dummies = self._dummies[: len(prefill.ends) - len(prefill.sampling)]
+        self._chooser.choose(sampling, torch.cat((prefill.sampling, dummies, decodes)))
         return sampling
 
     def _forward(

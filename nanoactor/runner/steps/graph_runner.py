@@ -46,7 +46,7 @@ class GraphRunner:
     @property
     def captures_prompts(self) -> bool:
         """Return True if steps with prompts are captured."""
-        return self._inputs.longest > 0
+        return self._inputs.max_tokens > 0
 
     def __len__(self) -> int:
         """Return the number of graphs that `capture` records."""
@@ -55,43 +55,43 @@ class GraphRunner:
         return in_flight * len(self._sizes) + len(self._mixed)
 
     def capture(
-        self, tokens_per_program: int, dummy: int, longest: Callable[[int], HostSeqLens]
+        self, tokens_per_program: int, dummy: int, max_lengths: Callable[[int], HostSeqLens]
     ) -> None:
         """Capture all steps, largest first, so that smaller ones fit into the same memory.
 
-        `longest` returns the maximum lengths for a number of decode rows.
+        `max_lengths` returns the maximum lengths for a number of decode rows.
         """
         self._model.make_whole_steps(self._sizes)
         begin, before = time.monotonic(), self._device.memory().free
-        work = [
+        captures = [
             functools.partial(self._capture_mixed, size)
-            for size in self._inputs.make(tokens_per_program, dummy)
+            for size in self._inputs.allocate(tokens_per_program, dummy)
         ]
-        work += [
-            functools.partial(self._capture_decode, rows, longest(rows))
+        captures += [
+            functools.partial(self._capture_decode, rows, max_lengths(rows))
             for rows in self._sizes[::-1]
         ]
-        for capture in tqdm(work, desc="capturing steps", disable=None, leave=False):
+        for capture in tqdm(captures, desc="capturing steps", disable=None, leave=False):
             capture()
-        seconds, taken = time.monotonic() - begin, before - self._device.memory().free
+        seconds, used = time.monotonic() - begin, before - self._device.memory().free
         log.info(
             "captured %d of %d steps in %.1f s: decode steps up to %d rows%s; they take %d MiB",
-            len(work) - self._captured.failed,
-            len(work),
+            len(captures) - self._captured.failed,
+            len(captures),
             seconds,
             self._sizes[-1],
-            f", prompts up to {self._inputs.longest} tokens" if self._inputs.longest else "",
-            taken // _MIB,
+            f", prompts up to {self._inputs.max_tokens} tokens" if self._inputs.max_tokens else "",
+            used // _MIB,
         )
 
-    def _capture_decode(self, rows: int, longest: HostSeqLens) -> None:
+    def _capture_decode(self, rows: int, max_lengths: HostSeqLens) -> None:
         step = functools.partial(self._forward.decode, rows)
-        self._captured.add_decode(rows, step, longest)
+        self._captured.add_decode(rows, step, max_lengths)
 
     def _capture_mixed(self, size: MixedSize) -> None:
-        prefill, seen = self._inputs.of(size)
-        kept = self._forward.kept
-        step = functools.partial(self._forward.mixed, prefill, size.rows, seen, kept=kept)
+        prefill, visual = self._inputs.inputs_of(size)
+        kept = self._forward.captured_states
+        step = functools.partial(self._forward.mixed, prefill, size.rows, visual, kept=kept)
         self._captured.add_mixed(size, step)
 
     # -- running --------------------------------------------------------------------------
@@ -99,13 +99,13 @@ class GraphRunner:
     def fit(self, update: Update) -> MixedSize | None:
         """Return the size of the captured mixed step that holds this step; None if there is
         none."""
-        fits = self._inputs.fit(update)
-        if fits is None and update.prefill is not None and self._inputs.longest:
+        size = self._inputs.fit(update)
+        if size is None and update.prefill is not None and self._inputs.max_tokens:
             self.too_large += 1
-        if fits is not None and not self._captured.has_mixed(fits):
+        if size is not None and not self._captured.has_mixed(size):
             self.uncaptured += 1
             return None
-        return fits
+        return size
 
     def fill(self, size: MixedSize, update: Update) -> None:
         """Queue a copy of a step's inputs to the buffers that the captured step of this size
@@ -113,27 +113,29 @@ class GraphRunner:
         self._inputs.fill(size, update)
 
     def run(
-        self, update: Update, inputs: Inputs[torch.Tensor], fits: MixedSize | None
+        self, update: Update, inputs: Inputs[torch.Tensor], size: MixedSize | None
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Queue a step. Return the hidden states of the prompt tokens, if they are needed, and of
         the rows that sample."""
         forward = self._forward
-        forward.prompts = None
+        forward.prompt_states = None
         if inputs.prefill is not None:
-            narrows = self._device.traits.narrows_last_layer and inputs.seen is None
-            final = update.final_lengths if narrows else None
+            narrows = self._device.traits.narrows_last_layer and inputs.visual is None
+            final_lengths = update.final_lengths if narrows else None
             rows = update.decode_rows
-            hidden = forward.mixed(inputs.prefill, rows, inputs.seen, update.lengths, final=final)
-            return forward.prompts, hidden
-        if fits:
-            return forward.kept, self._captured.mixed(fits)
+            hidden = forward.mixed(
+                inputs.prefill, rows, inputs.visual, update.lengths, final_lengths=final_lengths
+            )
+            return forward.prompt_states, hidden
+        if size:
+            return forward.captured_states, self._captured.replay_mixed(size)
         if not update.decode_rows:  # a step that only encodes, or chooses from kept states
             return None, forward.no_rows
         return None, self._decode(update)
 
     def _decode(self, update: Update) -> torch.Tensor:
-        replayed = self._captured.decode(update.decode_rows, update.lengths)
-        if replayed is not None:
-            return replayed
+        hidden = self._captured.replay_decode(update.decode_rows, update.lengths)
+        if hidden is not None:
+            return hidden
         self.uncaptured += self._captured.failed > 0
         return self._forward.decode(update.decode_rows, update.lengths)

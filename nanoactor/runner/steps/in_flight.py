@@ -10,13 +10,13 @@ from nanoactor.messages.pooling import StepVectors
 from nanoactor.messages.scores import StepScores
 from nanoactor.models.devices.protocols import Device, TimedEvent
 from nanoactor.runner.batch.inputs import PooledRows, ScoredResults, Update
-from nanoactor.runner.protocol import Computed
+from nanoactor.runner.protocol import StepResult
 from nanoactor.runner.steps.published import Published
 from nanoactor.runner.timing.clock import DeviceClock
 
 
 @dataclasses.dataclass(slots=True)
-class InFlight:
+class StepBuffers:
     """Buffers of a step, reused once the step after it has finished."""
 
     begin: TimedEvent
@@ -44,13 +44,13 @@ class InFlight:
     """float32, pinned; grows to the largest size that was needed."""
 
     @classmethod
-    def make(cls, device: Device, rows: int) -> InFlight:
+    def allocate(cls, device: Device, rows: int) -> StepBuffers:
         """Allocate buffers for steps in which at most this many rows sample."""
         event = device.timed_event
-        ids = device.pinned(rows, dtype=torch.int32)
+        ids = device.empty_pinned(rows, dtype=torch.int32)
         return cls(event(), event(), event(), event(), event(), ids)
 
-    def take_ids(
+    def copy_ids(
         self, update: Update, chosen: list[torch.Tensor], published: Published | None
     ) -> None:
         """Queue a copy of a step's token ids to the host, unless the step publishes them itself."""
@@ -60,10 +60,10 @@ class InFlight:
             self.ids[begin : begin + len(part)].copy_(part, non_blocking=True)
             begin += len(part)
 
-    def take_scores(self, device: Device, scored: ScoredResults, table: torch.Tensor) -> None:
+    def copy_scores(self, device: Device, scored: ScoredResults, table: torch.Tensor) -> None:
         """Queue a copy of a step's scores to the host."""
         if self.scores is None or len(self.scores) < table.numel():
-            self.scores = device.pinned(1 << table.numel().bit_length(), dtype=torch.int32)
+            self.scores = device.empty_pinned(1 << table.numel().bit_length(), dtype=torch.int32)
         self.scored, self._shape = scored, tuple(table.shape)
         self.scores[: table.numel()].copy_(table.flatten(), non_blocking=True)
 
@@ -76,11 +76,13 @@ class InFlight:
         self.scored = None
         return message
 
-    def take_vectors(self, device: Device, pooled: PooledRows, values: torch.Tensor) -> None:
+    def copy_vectors(self, device: Device, pooled: PooledRows, values: torch.Tensor) -> None:
         """Queue a copy of the results of a step's pooling rows, float32 (rows, width), to the
         host."""
         if self.vectors is None or len(self.vectors) < values.numel():
-            self.vectors = device.pinned(1 << values.numel().bit_length(), dtype=torch.float32)
+            self.vectors = device.empty_pinned(
+                1 << values.numel().bit_length(), dtype=torch.float32
+            )
         self.pooled, self._width = pooled, values.shape[1]
         self.vectors[: values.numel()].copy_(values.flatten(), non_blocking=True)
 
@@ -92,26 +94,26 @@ class InFlight:
         width = self._width
         return pooled.message(self.vectors[: rows * width].view(rows, width).numpy().copy())
 
-    def collect(self, clock: DeviceClock, split: bool) -> Computed:
-        """Wait for the step and return its results; `split` is True if events were recorded within
-        the step."""
+    def collect(self, clock: DeviceClock, has_inner_events: bool) -> StepResult:
+        """Wait for the step and return its results; `has_inner_events` is True if events were
+        recorded within the step."""
         self.end.wait()
         assert self.update is not None
         begin, end = clock.step(self.begin, self.end)
 
-        def when(event: TimedEvent) -> int:
+        def time_of(event: TimedEvent) -> int:
             return begin + round(self.begin.milliseconds_until(event) * 1e6)
 
-        encodes = self.update.encoding is not None and self.update.encoding.tasks
+        has_encoded = self.update.encoding is not None and self.update.encoding.tasks
         ids = self.published.ids() if self.published else self.ids[: self.rows].numpy().copy()
-        return Computed(
+        return StepResult(
             self.update.counts,
             ids if self.update.order is None else ids[self.update.order],
             begin,
-            forwarded=when(self.forwarded) if split else end,
-            sampled=when(self.sampled) if split else end,
+            forwarded=time_of(self.forwarded) if has_inner_events else end,
+            sampled=time_of(self.sampled) if has_inner_events else end,
             end=end,
-            encoded=when(self.encoded) if encodes else 0,
+            encoded=time_of(self.encoded) if has_encoded else 0,
             scores=self._score_message(),
             vectors=self._vector_message(),
         )

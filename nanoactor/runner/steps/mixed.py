@@ -10,10 +10,10 @@ import torch
 from numpy.typing import NDArray
 
 from nanoactor.models.devices.protocols import Device
-from nanoactor.runner.batch.inputs import Prefill, SeenPictures, Update
-from nanoactor.runner.steps.graphs import MixedSize, MixedSizes, most_prompts
+from nanoactor.runner.batch.inputs import Prefill, Update, VisualInputs
+from nanoactor.runner.steps.graphs import MixedSize, MixedSizes, max_prompts
 
-D = TypeVar("D", Prefill[torch.Tensor], SeenPictures[torch.Tensor])
+D = TypeVar("D", Prefill[torch.Tensor], VisualInputs[torch.Tensor])
 Padding = int | list[list[int]]
 """A padding value, or a column of one value per row."""
 
@@ -33,31 +33,33 @@ class FixedInputs(Generic[D]):
         `in_flight` steps may run at once."""
         self._arrays = arrays
         words = sum(int(np.prod(shape)) for shape, _ in arrays.values())
-        self._host = [device.pinned(words, dtype=torch.int32) for _ in range(in_flight)]
-        self._there = device.zeros(words, dtype=torch.int32)
+        self._host_buffers = [
+            device.empty_pinned(words, dtype=torch.int32) for _ in range(in_flight)
+        ]
+        self._device_buffer = device.zeros(words, dtype=torch.int32)
         self._current = 0
-        self.inputs: D = kind(**self._views(self._there))
+        self.inputs: D = kind(**self._views(self._device_buffer))
         self.fill(None)
 
     def _views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-        views, at = {}, 0
+        views, offset = {}, 0
         for name, (shape, _) in self._arrays.items():
             size = int(np.prod(shape))
-            views[name] = buffer[at : at + size].view(shape)
-            at += size
+            views[name] = buffer[offset : offset + size].view(shape)
+            offset += size
         return views
 
     def fill(
-        self, given: Prefill[NDArray[np.int32]] | SeenPictures[NDArray[np.int32]] | None
+        self, inputs: Prefill[NDArray[np.int32]] | VisualInputs[NDArray[np.int32]] | None
     ) -> None:
-        """Queue a copy of a step's inputs to the device, or of padding only if `given` is None."""
-        self._current = (self._current + 1) % len(self._host)
-        for name, view in self._views(self._host[self._current]).items():
+        """Queue a copy of a step's inputs to the device, or of padding only if `inputs` is None."""
+        self._current = (self._current + 1) % len(self._host_buffers)
+        for name, view in self._views(self._host_buffers[self._current]).items():
             array = view.numpy()
-            values = getattr(given, name) if given is not None else array[..., :0]
+            values = getattr(inputs, name) if inputs is not None else array[..., :0]
             array[..., : values.shape[-1]] = values
             array[..., values.shape[-1] :] = self._arrays[name][1]
-        self._there.copy_(self._host[self._current], non_blocking=True)
+        self._device_buffer.copy_(self._host_buffers[self._current], non_blocking=True)
 
 
 def fixed_prefill(
@@ -65,7 +67,7 @@ def fixed_prefill(
 ) -> FixedInputs[Prefill[torch.Tensor]]:
     """Allocate the inputs of steps with `tokens` prompt tokens; `dummy` is the slot of padded
     tokens."""
-    rows = most_prompts(tokens)
+    rows = max_prompts(tokens)
     tiles = -(-tokens // tokens_per_program) + rows
     arrays: dict[str, tuple[tuple[int, ...], Padding]] = {
         "token_ids": ((tokens,), 0),
@@ -86,49 +88,51 @@ class MixedInputs:
         """Allocate nothing yet. At most `in_flight` steps may run at once."""
         self._device, self._sizes, self._in_flight = device, sizes, in_flight
         self._prefills: dict[int, FixedInputs[Prefill[torch.Tensor]]] = {}
-        self._pictures: dict[int, FixedInputs[SeenPictures[torch.Tensor]]] = {}
+        self._pictures: dict[int, FixedInputs[VisualInputs[torch.Tensor]]] = {}
 
     @property
-    def longest(self) -> int:
+    def max_tokens(self) -> int:
         """Return the maximum number of prompt tokens in a captured step; 0 if there is none."""
         return max(self._prefills, default=0)
 
-    def make(self, tokens_per_program: int, dummy: int) -> Iterator[MixedSize]:
+    def allocate(self, tokens_per_program: int, dummy: int) -> Iterator[MixedSize]:
         """Allocate the inputs of each size to capture, and yield the sizes, largest first."""
         for tokens in self._sizes.tokens[::-1]:
             limits = tokens, tokens_per_program, dummy, self._in_flight
             self._prefills[tokens] = fixed_prefill(self._device, *limits)
-            if self._sizes.sees:
+            if self._sizes.has_images:
                 arrays: dict[str, tuple[tuple[int, ...], Padding]] = {
                     "rows": ((tokens,), -1),
                     "positions": ((3, tokens), 0),
                 }
                 self._pictures[tokens] = FixedInputs(
-                    self._device, SeenPictures, arrays, self._in_flight
+                    self._device, VisualInputs, arrays, self._in_flight
                 )
             for rows in self._sizes.rows[::-1]:
-                for sees in (True, False) if self._sizes.sees else (False,):
-                    yield MixedSize(tokens, rows, sees)
+                for has_images in (True, False) if self._sizes.has_images else (False,):
+                    yield MixedSize(tokens, rows, has_images)
 
-    def of(
+    def inputs_of(
         self, size: MixedSize
-    ) -> tuple[Prefill[torch.Tensor], SeenPictures[torch.Tensor] | None]:
+    ) -> tuple[Prefill[torch.Tensor], VisualInputs[torch.Tensor] | None]:
         """Return the inputs that steps of this size read."""
-        seen = self._pictures[size.tokens].inputs if size.sees else None
-        return self._prefills[size.tokens].inputs, seen
+        visual = self._pictures[size.tokens].inputs if size.has_images else None
+        return self._prefills[size.tokens].inputs, visual
 
     def fit(self, update: Update) -> MixedSize | None:
         """Return the size of the smallest captured step that holds this step; None if there is
         none."""
         if not self._prefills or (prefill := update.prefill) is None:
             return None
-        sees = update.inputs.seen is not None
+        has_images = update.inputs.visual is not None
         rows = max(prefill.rows.shape[1], len(prefill.ends))
-        return self._sizes.fit(len(prefill.token_ids), rows, update.decode_rows, sees=sees)
+        return self._sizes.fit(
+            len(prefill.token_ids), rows, update.decode_rows, has_images=has_images
+        )
 
     def fill(self, size: MixedSize, update: Update) -> None:
         """Queue a copy of a step's inputs to the buffers that the captured step of this size
         reads."""
         self._prefills[size.tokens].fill(update.prefill)
-        if size.sees:
-            self._pictures[size.tokens].fill(update.inputs.seen)
+        if size.has_images:
+            self._pictures[size.tokens].fill(update.inputs.visual)

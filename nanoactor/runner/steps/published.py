@@ -22,17 +22,17 @@ class Published:
     """The token ids of one step, to be read once the step is done."""
 
     number: int
-    place: Int32
+    record: Int32
     """(1 + rows,): the step's number, then its token ids."""
 
     def ids(self) -> Int32:
         """Return a copy of the token ids. Raises `WrongStep` if they belong to another step."""
-        found = int(self.place[0]) % _WORD
+        found = int(self.record[0]) % _WORD
         if found != self.number:
             raise WrongStep(
                 f"found the ids of decode step {found} instead of those of {self.number}"
             )
-        return self.place[1:].copy()
+        return self.record[1:].copy()
 
 
 class PublishedIds:
@@ -41,10 +41,10 @@ class PublishedIds:
     def __init__(self, device: Device, in_flight: int, rows: int) -> None:
         """Allocate a ring for at most `in_flight` steps at once, of at most `rows` rows each."""
         self._publishes = device.traits.publishes_ids
-        places = 1 << (in_flight - 1).bit_length()
+        size = 1 << (in_flight - 1).bit_length()
         self._device = device
-        self._ring = device.pinned(places, 1 + rows, dtype=torch.int32)
-        self._places: Int32 = self._ring.numpy()
+        self._ring = device.empty_pinned(size, 1 + rows, dtype=torch.int32)
+        self._records: Int32 = self._ring.numpy()
         self._count = device.zeros(1, dtype=torch.int32)
         self._next = 0
 
@@ -59,11 +59,11 @@ class PublishedIds:
         self._count.zero_()
         self._next = 0
 
-    def take(self, rows: int) -> Published | None:
+    def claim(self, rows: int) -> Published | None:
         """Return the place of the next published step, with `rows` valid ids; None if the device
         cannot publish."""
         if not self._publishes:
             return None
         number = self._next
         self._next = (number + 1) % _WORD
-        return Published(number, self._places[number % len(self._places), : 1 + rows])
+        return Published(number, self._records[number % len(self._records), : 1 + rows])

@@ -29,7 +29,7 @@ class StepScorer:
         places: torch.Tensor,
         chosen: torch.Tensor,
         *,
-        most: int,
+        num_logprobs: int,
     ) -> torch.Tensor:
         """Return the scores of a step's rows, int32 (rows, 2 + 2 * most), as `TokenScorer` does.
 
@@ -39,27 +39,27 @@ class StepScorer:
         """
         parts = []
         if prompts is not None and len(rows.prompt_rows):
-            parts += self._parts(prompts, rows.prompt_rows, rows.targets, most)
+            parts += self._score_parts(prompts, rows.prompt_rows, rows.targets, num_logprobs)
         # The scores of rows that chose no token are not read.
         targets = chosen[places].long().clamp_min(0)
-        parts += self._parts(hidden, places, targets, most)
+        parts += self._score_parts(hidden, places, targets, num_logprobs)
         return torch.cat(parts)
 
-    def _parts(
-        self, hidden: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor, most: int
+    def _score_parts(
+        self, hidden: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor, num_logprobs: int
     ) -> list[torch.Tensor]:
         parts = []
         for at in range(0, len(rows), AT_ONCE):
             part = slice(at, at + AT_ONCE)
             logits = self._model.network.logits(hidden.index_select(0, rows[part]))
-            parts.append(self._score(logits, targets[part], most))
+            parts.append(self._score(logits, targets[part], num_logprobs))
         return parts
 
-    def warm_up(self, rows: int, most: int) -> None:
+    def warm_up(self, rows: int, num_logprobs: int) -> None:
         """Score this many rows, to compile code and to measure memory."""
         device, config = self._model.device, self._model.config
         places = device.zeros(rows, dtype=torch.int64)
         hidden = device.zeros(1, config.hidden_size, dtype=self._model.dtype)
-        self._parts(hidden, places, places, most)
-        device.zeros(rows, FIXED_WORDS + 2 * most, dtype=torch.int32)
+        self._score_parts(hidden, places, places, num_logprobs)
+        device.zeros(rows, FIXED_WORDS + 2 * num_logprobs, dtype=torch.int32)
         device.synchronize()

@@ -6,8 +6,8 @@ import torch
 
 from nanoactor.runner.batch.inputs import Inputs, KeptRows, SampledRows, Update
 from nanoactor.runner.model.model import LoadedModel
-from nanoactor.runner.steps.choosing import Kept, TokenChooser, place
-from nanoactor.runner.steps.in_flight import InFlight
+from nanoactor.runner.steps.choosing import KeptStates, TokenChooser, row_indices
+from nanoactor.runner.steps.in_flight import StepBuffers
 from nanoactor.runner.steps.pooling import StepPooler
 from nanoactor.runner.steps.scoring import StepScorer
 
@@ -27,52 +27,60 @@ class StepChoices:
         if chooser.logits is not None:
             shape = slots, model.config.vocab_size
             logits = model.device.zeros(*shape, dtype=model.dtype)
-        self.kept = Kept(states, logits)
+        self.kept = KeptStates(states, logits)
 
-    def warm_up(self, rows: int, most: int) -> None:
-        """Choose a token under a mask, and score `rows` tokens with `most` top tokens each."""
+    def warm_up(self, rows: int, num_logprobs: int) -> None:
+        """Choose a token under a mask, and score `rows` tokens with `num_logprobs` top tokens
+        each."""
         self._chooser.warm_up()
-        self._scorer.warm_up(rows, most)
+        self._scorer.warm_up(rows, num_logprobs)
 
     def choose(
         self,
         update: Update,
         inputs: Inputs[torch.Tensor],
         states: tuple[torch.Tensor | None, torch.Tensor],
-        buffers: InFlight,
+        buffers: StepBuffers,
         *,
-        room: int | None,
+        prompt_capacity: int | None,
     ) -> list[torch.Tensor]:
         """Return the ids of all chosen tokens, int32, as parts in the order of the step's samplers.
 
         `states` are the hidden states of the prompt tokens, if they are needed, and of the rows
-        that sample. `room` is the number of prompts that a captured step has room for; None for
-        other steps.
+        that sample. `prompt_capacity` is the number of prompts that a captured step has room for;
+        None for other steps.
         """
-        of_prompts, hidden = states
-        prompts = padded = 0
+        prompt_states, hidden = states
+        num_prompts = padded = 0
         if update.prefill:
-            prompts, padded = len(update.prefill.sampling), len(update.prefill.ends)
-        if room is not None:
-            padded = room
+            num_prompts, padded = len(update.prefill.sampling), len(update.prefill.ends)
+        if prompt_capacity is not None:
+            padded = prompt_capacity
         for part in inputs.fallback:
-            self._chooser.choose_behind(hidden, part, (prompts, padded))
+            self._chooser.choose_fallback(hidden, part, (num_prompts, padded))
         if update.pooled and self._pooler:
-            first = prompts + (len(inputs.kept.prompts) if inputs.kept else 0)
-            read = hidden[first : first + len(update.pooled.numbers)]
-            vectors = self._pooler.pool(of_prompts, read, update.pooled)
-            buffers.take_vectors(self._device, update.pooled, vectors)
+            first = num_prompts + (len(inputs.kept.prompts) if inputs.kept else 0)
+            pooled_states = hidden[first : first + len(update.pooled.numbers)]
+            vectors = self._pooler.pool(prompt_states, pooled_states, update.pooled)
+            buffers.copy_vectors(self._device, update.pooled, vectors)
         if inputs.kept:
-            self._keep(inputs.kept, hidden, prompts, padded + update.decode_rows)
+            self._keep(inputs.kept, hidden, num_prompts, padded + update.decode_rows)
         chosen, rows = self._chooser.chosen, padded + update.decodes + update.resumed
-        late = [self._chooser.choose_from(self.kept, part) for part in inputs.choices]
+        from_kept = [self._chooser.choose_from(self.kept, part) for part in inputs.choices]
         if inputs.scored and update.scored:
             hidden = self._with_kept(hidden[:rows], inputs.choices)
-            places = place(inputs.scored.samplers, (prompts, padded))
-            every, most = torch.cat((chosen[:rows], *late)), update.scored.most
-            table = self._scorer.score(of_prompts, hidden, inputs.scored, places, every, most=most)
-            buffers.take_scores(self._device, update.scored, table)
-        parts = [part for part in (chosen[:prompts], chosen[padded:rows], *late) if len(part)]
+            places = row_indices(inputs.scored.samplers, (num_prompts, padded))
+            all_chosen, num_logprobs = (
+                torch.cat((chosen[:rows], *from_kept)),
+                update.scored.max_logprobs,
+            )
+            table = self._scorer.score(
+                prompt_states, hidden, inputs.scored, places, all_chosen, num_logprobs=num_logprobs
+            )
+            buffers.copy_scores(self._device, update.scored, table)
+        parts = [
+            part for part in (chosen[:num_prompts], chosen[padded:rows], *from_kept) if len(part)
+        ]
         self._chooser.compare(update.step, *parts)
         return parts
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from nanoactor.messages.engine import Admissions, Int32, Step
 from nanoactor.messages.rows import Rows, Want
-from nanoactor.models.limits import FREEZE_IDS
+from nanoactor.models.limits import MAX_FREEZE_IDS
 from nanoactor.models.sampling.columns import WORDS, pack
 from nanoactor.models.seq_lens import HostSeqLens
 from nanoactor.runner.batch.batch import BatchTraits
@@ -22,17 +22,17 @@ def admissions(slots: Int32, **sampling: float) -> Admissions:
     """Return admissions to these slots with the given sampling parameters, and neutral values for
     all others."""
     rows = np.frombuffer(pack(sampling) * len(slots), np.int32).reshape(-1, WORDS)
-    whole = np.zeros(len(slots), np.int32)
+    zeros = np.zeros(len(slots), np.int32)
     return Admissions(
         slots,
         slots.astype(np.int64),
         rows,
-        unmasked_from=whole,
+        unmasked_from=zeros,
         masked_ids=_NONE,
-        masked_counts=whole,
-        freeze_ids=np.full((len(slots), FREEZE_IDS), -1, np.int32),
-        rope_deltas=whole,
-        prompt_lengths=whole,
+        masked_counts=zeros,
+        freeze_ids=np.full((len(slots), MAX_FREEZE_IDS), -1, np.int32),
+        rope_deltas=zeros,
+        prompt_lengths=zeros,
         rule_rows=_NONE,
         rules=(),
     )
@@ -66,10 +66,10 @@ def prefill_step(tokens: int, rows: int, block_size: int) -> Step:
 
 
 def decode_update(
-    rows: int, dummy: int, traits: BatchTraits, longest: int, **sampling: float
+    rows: int, dummy: int, traits: BatchTraits, max_model_len: int, **sampling: float
 ) -> Update:
     """Return a decode step of `rows` rows of the dummy slot. If sampling parameters are given, all
-    rows are sampled outside the fused sampler, and penalties cover `longest` tokens."""
+    rows are sampled outside the fused sampler, and penalties cover `max_model_len` tokens."""
     table, slots = SamplingTable(rows), np.arange(rows)
     table.admit(admissions(slots.astype(np.int32), **sampling))
     fallback: list[SampledRows[Array]] = []
@@ -77,21 +77,21 @@ def decode_update(
         for at in range(0, rows, traits.fallback_at_once):
             part = slots[at : at + traits.fallback_at_once]
             sampled = table.rows(part, part)
-            rules = sampled.rules and dataclasses.replace(sampled.rules, longest=longest)
-            all_slots = np.full(len(part), dummy)
-            fallback.append(dataclasses.replace(sampled, slots=all_slots, rules=rules))
+            rules = sampled.rules and dataclasses.replace(sampled.rules, longest=max_model_len)
+            dummy_slots = np.full(len(part), dummy)
+            fallback.append(dataclasses.replace(sampled, slots=dummy_slots, rules=rules))
     inputs: Inputs[Array] = Inputs((), None, tuple(fallback))
     return Update(0, inputs, slots, rows, HostSeqLens([], [], [1] * rows))
 
 
-def longest_lengths(rows: int, blocks: int, block_size: int, most: int) -> HostSeqLens:
+def longest_lengths(rows: int, blocks: int, block_size: int, max_length: int) -> HostSeqLens:
     """Return the maximum lengths of `rows` decode rows in a cache of `blocks` blocks: the first
-    rows are as long as `most` allows while one block is left for each later row. Captured steps
-    must be prepared for such lengths, and operators need as many blocks as all rows have in
+    rows are as long as `max_length` allows while one block is left for each later row. Captured
+    steps must be prepared for such lengths, and operators need as many blocks as all rows have in
     total."""
-    lengths, left = [], blocks
-    for after in range(rows - 1, -1, -1):
-        own = max(1, min(-(-most // block_size), left - after))
-        lengths.append(min(most, own * block_size))
-        left -= own
+    lengths, blocks_left = [], blocks
+    for rows_after in range(rows - 1, -1, -1):
+        own_blocks = max(1, min(-(-max_length // block_size), blocks_left - rows_after))
+        lengths.append(min(max_length, own_blocks * block_size))
+        blocks_left -= own_blocks
     return HostSeqLens([], [], lengths)

@@ -9,7 +9,7 @@ from nanoactor.models.devices.protocols import Device, TimedEvent
 _WINDOW = 256
 _WAKE_NS = 30_000
 """Minimum time in ns that a thread takes to wake up after it has waited for the device."""
-_LONG_NS = 1e9
+_MAX_GAP_NS = 1e9
 """Maximum gap between steps, in ns, that is measured with events. Over longer gaps the clocks drift
 apart, and event times lose precision."""
 
@@ -27,8 +27,8 @@ class DeviceClock:
         """Start the clock at `reference`, an event that has just completed."""
         self._reference = reference
         self._now = float(time.monotonic_ns())
-        self._least = float("inf")
-        self._seen = 0
+        self._min_lag = float("inf")
+        self._num_seen = 0
 
     @classmethod
     def started(cls, device: Device) -> DeviceClock:
@@ -43,26 +43,26 @@ class DeviceClock:
 
         Steps must come in order. `end` must not be recorded again before the next call.
         """
-        seen = time.monotonic_ns()
-        length = begin.milliseconds_until(end) * 1e6
+        observed = time.monotonic_ns()
+        duration = begin.milliseconds_until(end) * 1e6
         gap = self._reference.milliseconds_until(begin) * 1e6
-        if gap > _LONG_NS:
-            self._now = seen - _WAKE_NS - length - gap
-        ended = self._now + gap + length
-        ended += self._correction(seen - ended)
+        if gap > _MAX_GAP_NS:
+            self._now = observed - _WAKE_NS - duration - gap
+        ended = self._now + gap + duration
+        ended += self._correction(observed - ended)
         self._reference, self._now = end, ended
-        return round(ended - length), round(ended)
+        return round(ended - duration), round(ended)
 
-    def _correction(self, late: float) -> float:
-        """Return the correction in ns to add to the clock. `late` is the host's time minus the
+    def _correction(self, lag: float) -> float:
+        """Return the correction in ns to add to the clock. `lag` is the host's time minus the
         clock's time."""
-        self._least = min(self._least, late)
-        self._seen += 1
+        self._min_lag = min(self._min_lag, lag)
+        self._num_seen += 1
         shift = 0.0
-        if late < 0:  # the host saw the event before the clock's time
-            shift = late
-        elif self._seen == _WINDOW:
-            shift = max(0.0, self._least - _WAKE_NS)
-        if shift or self._seen == _WINDOW:
-            self._least, self._seen = float("inf"), 0
+        if lag < 0:  # the host saw the event before the clock's time
+            shift = lag
+        elif self._num_seen == _WINDOW:
+            shift = max(0.0, self._min_lag - _WAKE_NS)
+        if shift or self._num_seen == _WINDOW:
+            self._min_lag, self._num_seen = float("inf"), 0
         return shift

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-_SMALL = 64
+_SMALL_TOKENS = 64
 """Number of tokens up to which a step's time is dominated by reading the weights."""
-_FORGET = 0.999
+_DECAY = 0.999
 """Factor by which the recorded maximum decays with each step, as compilations happen only once."""
 _MARGIN = 10.0
 """Factor by which a step may exceed the slowest recent one."""
@@ -19,10 +19,10 @@ class StepDeadline:
 
     def note(self, tokens: int, seconds: float) -> None:
         """Record that a step of `tokens` tokens took `seconds`."""
-        if tokens <= _SMALL:
-            self._small_seconds = max(seconds, _FORGET * self._small_seconds)
+        if tokens <= _SMALL_TOKENS:
+            self._small_seconds = max(seconds, _DECAY * self._small_seconds)
         else:
-            self._token_seconds = max(seconds / tokens, _FORGET * self._token_seconds)
+            self._token_seconds = max(seconds / tokens, _DECAY * self._token_seconds)
 
     def seconds(self, tokens: int) -> float:
         """Return the time limit, in seconds, for a step of `tokens` tokens."""

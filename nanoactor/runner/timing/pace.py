@@ -33,29 +33,29 @@ class StepRequests:
         """Running average of the time from the request for a step until the step is prepared."""
         self._step_seconds = 0.0
         """Running average of the duration of a step."""
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Forget the latest request; keep the averages."""
-        self._asked_for, self._asked_at = 0, 0.0
+        self._requested_step, self._requested_at = 0, 0.0
 
     @property
-    def wait(self) -> float:
+    def delay(self) -> float:
         """Return the time from the start of a step to the request for the next one."""
         return self._step_seconds - self._lead - _LEAD_MARGIN
 
-    def ask(self, step: int, received: int, now: float) -> bool:
+    def request(self, step: int, received: int, now: float) -> bool:
         """Return True if `step` was neither requested nor received yet, and record the request.
         `received` is the number of the latest step received."""
-        if step <= max(received, self._asked_for):
+        if step <= max(received, self._requested_step):
             return False
-        self._asked_for, self._asked_at = step, now
+        self._requested_step, self._requested_at = step, now
         return True
 
     def note_prepared(self, step: int, now: float) -> None:
         """Record that a step was prepared at time `now`."""
-        if step == self._asked_for:
-            self._lead += _WEIGHT * (now - self._asked_at - self._lead)
+        if step == self._requested_step:
+            self._lead += _WEIGHT * (now - self._requested_at - self._lead)
 
     def note_done(self, seconds: float) -> None:
         """Record the duration of a step."""

@@ -7,18 +7,18 @@ import os
 from pathlib import Path
 from typing import Protocol
 
-_FIRST = {False: 3, True: 1}
+_MIN_SAMPLES = {False: 3, True: 1}
 """Number of steps to run with each choice before the choices are compared, by whether the steps
 have prompts."""
 _WEIGHT = 0.3
 """Weight of the latest step in the running mean of its kind."""
-_PROBE, _PROBE_SOON = 64, 4
+_PROBE_STEPS, _PROBE_SOON_STEPS = 64, 4
 """Numbers of steps until the slower choice is tried again; the second one is for a kind whose
 measurements are copied from another kind."""
-_PROBE_FAR = 1024
-"""Number of steps until the slower choice is tried again if it took more than `_FAR` times as
-long."""
-_FAR = 1.5
+_PROBE_RARELY_STEPS = 1024
+"""Number of steps until the slower choice is tried again if it took more than `_MUCH_SLOWER` times
+as long."""
+_MUCH_SLOWER = 1.5
 
 CORES_VARIABLE = "NANOACTOR_CORES"
 """Environment variable with the number of cores that the process will have, if it starts on
@@ -82,7 +82,7 @@ class SizedStep(Protocol):
 
 
 @dataclasses.dataclass(slots=True)
-class _Kind:
+class _Timings:
     """Measurements of steps of similar size: mean seconds per token, with one thread and with all
     threads."""
 
@@ -93,7 +93,7 @@ class _Kind:
     """Whether the current step tries the choice that was slower so far."""
 
     @property
-    def better(self) -> int:
+    def faster(self) -> int:
         """Return 0 if running with one thread is faster, 1 if running with all threads is."""
         return int(self.means[1] < self.means[0])
 
@@ -109,59 +109,63 @@ class ThreadChoice:
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
-        self._kinds: dict[tuple[bool, int], _Kind] = {}
+        self._timings: dict[tuple[bool, int], _Timings] = {}
         self._chosen = 1
 
     def choose(self, step: SizedStep) -> int:
         """Return the number of threads for a step."""
         if self._threads == 1:
             return 1
-        key = _kind(step)
-        if key not in self._kinds:
-            self._kinds[key] = self._like_the_nearest(*key)
-        self._chosen = self._next(self._kinds[key], _FIRST[key[0]])
+        key = _key(step)
+        if key not in self._timings:
+            self._timings[key] = self._copy_nearest(*key)
+        self._chosen = self._next(self._timings[key], _MIN_SAMPLES[key[0]])
         return self._threads if self._chosen else 1
 
-    def _like_the_nearest(self, prefill: bool, size: int) -> _Kind:
+    def _copy_nearest(self, prefill: bool, size: int) -> _Timings:
         """Return a new kind with the measurements of the nearest size, among measured kinds that
         also have, or also lack, prompts. Measuring each size anew would cost at least one slow
         step."""
-        known = [
-            (abs(other - size), other, kind)
-            for (sort, other), kind in self._kinds.items()
-            if sort == prefill and min(kind.counts) >= _FIRST[prefill]
+        candidates = [
+            (abs(other - size), other, timings)
+            for (has_prompts, other), timings in self._timings.items()
+            if has_prompts == prefill and min(timings.counts) >= _MIN_SAMPLES[prefill]
         ]
-        if not known:
-            return _Kind()
-        nearest = min(known, key=lambda each: each[:2])[2]
-        return _Kind(list(nearest.means), list(nearest.counts), _PROBE_FAR - _PROBE_SOON)
+        if not candidates:
+            return _Timings()
+        nearest = min(candidates, key=lambda each: each[:2])[2]
+        return _Timings(
+            list(nearest.means), list(nearest.counts), _PROBE_RARELY_STEPS - _PROBE_SOON_STEPS
+        )
 
-    def _next(self, kind: _Kind, first: int) -> int:
+    def _next(self, timings: _Timings, first: int) -> int:
         """Return 0 for one thread, 1 for all threads."""
-        if min(kind.counts) < first:
-            return int(kind.counts[1] < kind.counts[0])
-        kind.since_probe += 1
-        slower, faster = max(kind.means), min(kind.means)
-        if kind.since_probe >= (_PROBE_FAR if slower > _FAR * faster else _PROBE):
-            kind.since_probe, kind.is_probe = 0, True
-            return 1 - kind.better
-        return kind.better
+        if min(timings.counts) < first:
+            return int(timings.counts[1] < timings.counts[0])
+        timings.since_probe += 1
+        slower, faster = max(timings.means), min(timings.means)
+        if timings.since_probe >= (
+            _PROBE_RARELY_STEPS if slower > _MUCH_SLOWER * faster else _PROBE_STEPS
+        ):
+            timings.since_probe, timings.is_probe = 0, True
+            return 1 - timings.faster
+        return timings.faster
 
     def note(self, step: SizedStep, seconds: float) -> None:
         """Record the duration of the step for which `choose` was called last."""
         if self._threads == 1:
             return
-        kind, chosen = self._kinds[_kind(step)], self._chosen
-        each = seconds / step.rows
-        kind.counts[chosen] += 1
-        if kind.counts[chosen] == 1 or kind.is_probe:  # discard older measurements
-            kind.means[chosen], kind.is_probe = each, False
-        elif kind.counts[chosen] <= _FIRST[step.prefill is not None]:
+        timings, chosen = self._timings[_key(step)], self._chosen
+        seconds_per_token = seconds / step.rows
+        timings.counts[chosen] += 1
+        if timings.counts[chosen] == 1 or timings.is_probe:  # discard older measurements
+            timings.means[chosen], timings.is_probe = seconds_per_token, False
+        elif timings.counts[chosen] <= _MIN_SAMPLES[step.prefill is not None]:
             # The first step is slow, as it touches memory and code for the first time.
-            kind.means[chosen] = min(kind.means[chosen], each)
+            timings.means[chosen] = min(timings.means[chosen], seconds_per_token)
         else:
-            kind.means[chosen] += _WEIGHT * (each - kind.means[chosen])
+            timings.means[chosen] += _WEIGHT * (seconds_per_token - timings.means[chosen])
 
 
-def _kind(step: SizedStep) -> tuple[bool, int]:
+def _key(step: SizedStep) -> tuple[bool, int]:
     return step.prefill is not None, step.rows.bit_length()

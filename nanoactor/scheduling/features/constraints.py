@@ -30,7 +30,7 @@ from nanoactor.messages.grammar import (
     OpenGrammar,
 )
 from nanoactor.messages.rows import SAMPLE
-from nanoactor.scheduling.edges import GRAMMAR, Send
+from nanoactor.scheduling.edges import GRAMMAR, Outgoing
 from nanoactor.scheduling.features.feature import Ending, Feature, Handlers
 from nanoactor.scheduling.resources.rank_resources import RankResources
 from nanoactor.scheduling.sequences import ends
@@ -48,30 +48,30 @@ class Constraints(Feature):
     def __init__(
         self,
         running: RunningBatch,
-        lower: Callable[[Sequence], None],
+        rewind: Callable[[Sequence], None],
         *,
         ranks: int,
         jumps: bool = True,
     ) -> None:
-        """`lower` makes a sequence continue after its newest known token and discards its results
+        """`rewind` makes a sequence continue after its newest known token and discards its results
         from steps in flight. If `jumps` is set, forced tokens are not sampled."""
-        self._running, self._lower, self._jumps = running, lower, jumps
-        self._out: list[Send] = []
-        self._over: list[int] = []
+        self._running, self._rewind, self._jumps = running, rewind, jumps
+        self._out: list[Outgoing] = []
+        self._finished: list[int] = []
         """Uids of finished sequences that no later step refers to."""
         self._open: dict[int, Sequence] = {}
         """Sequences with an open grammar, by uid."""
-        self._masks = RankResources("mask", ranks, periods=2)
+        self._masks = RankResources("mask", ranks, timeout_ticks=2)
         """Position of the next mask, by uid; a sequence has no entry while its text is free."""
-        self._forced = 0
+        self._pending_runs = 0
         """Number of pending runs of forced tokens."""
-        self._used = [0, 0, 0]
+        self._mask_delays = [0, 0, 0]
         """Number of masks used in the first possible step, in the step after it, or later."""
-        self._jumped = 0
+        self._num_forced = 0
         """Number of forced tokens."""
 
     @property
-    def waits(self) -> bool:
+    def is_waiting(self) -> bool:
         """Return True if a requested mask is missing on any rank."""
         return self._masks.missing > 0
 
@@ -82,14 +82,14 @@ class Constraints(Feature):
         if grammar is None or uid in self._open:
             return
         self._open[uid] = sequence
-        told = as_int32(grammar.told if grammar.holds else ())
-        first = sequence.length - len(told) if grammar.holds else -1
+        covered = as_int32(grammar.pending if grammar.applies else ())
+        first = sequence.length - len(covered) if grammar.applies else -1
         # Output logprobs require sampling; prompt logprobs must arrive before the output ends.
         jumps = self._jumps and max(sequence.spec.logprobs, sequence.prompt_logprobs) < 0
-        told_first = (uid, sequence.spec.grammar, first, told, jumps, sequence.limit)
-        self._out.append((GRAMMAR, OpenGrammar(*told_first)))
-        if grammar.holds:
-            self._masks.want(uid, sequence.length)
+        fields = (uid, sequence.spec.grammar, first, covered, jumps, sequence.limit)
+        self._out.append((GRAMMAR, OpenGrammar(*fields)))
+        if grammar.applies:
+            self._masks.request(uid, sequence.length)
 
     def close(self, sequence: Sequence) -> None:
         """Close the grammar of a finished sequence, whose mask may still be in flight."""
@@ -97,26 +97,26 @@ class Constraints(Feature):
             return
         self._masks.drop(sequence.uid)
         assert sequence.grammar is not None
-        self._forced -= sequence.grammar.run is not None
-        self._over.append(sequence.uid)
+        self._pending_runs -= sequence.grammar.run is not None
+        self._finished.append(sequence.uid)
 
     # -- switching between free text and the grammar --------------------------------------
 
-    def go_on(self, sequence: Sequence) -> None:
+    def note_token(self, sequence: Sequence) -> None:
         """Update a sequence's grammar state after a new token: other free text may begin, or the
         grammar may start or stop applying."""
         if (grammar := sequence.grammar) is None:
             return
         token, before = int(sequence.tokens[-1]), grammar.gate
-        grammar.gate = grammar.gate_behind(sequence.length - sequence.prompt_length - 1, token)
-        if grammar.holds and before != NO_GATE:
-            self._begin(sequence, grammar, [token])
-        elif not grammar.holds and before == NO_GATE:
+        grammar.gate = grammar.gate_after(sequence.length - sequence.prompt_length - 1, token)
+        if grammar.applies and before != NO_GATE:
+            self._begin_grammar(sequence, grammar, [token])
+        elif not grammar.applies and before == NO_GATE:
             self._masks.drop(sequence.uid)
-            grammar.told = [token]
-            self._lower(sequence)
-        elif not grammar.holds and token == grammar.last_gate:  # the device froze the slot
-            self._lower(sequence)
+            grammar.pending = [token]
+            self._rewind(sequence)
+        elif not grammar.applies and token == grammar.last_gate:  # the device froze the slot
+            self._rewind(sequence)
 
     def note_refused(self, sequences: list[Sequence]) -> None:
         """End the reasoning of sequences that sampled an end-of-sequence token during it. Their
@@ -124,15 +124,15 @@ class Constraints(Feature):
         for sequence in sequences:
             assert sequence.grammar is not None
             sequence.grammar.gate = NO_GATE
-            self._begin(sequence, sequence.grammar, [])
+            self._begin_grammar(sequence, sequence.grammar, [])
 
-    def _begin(self, sequence: Sequence, grammar: GrammarState, tokens: list[int]) -> None:
+    def _begin_grammar(self, sequence: Sequence, grammar: GrammarState, tokens: list[int]) -> None:
         """Request a sequence's next mask after its free text. `tokens` ended the free text and are
         sent to the grammar."""
-        told = as_int32(grammar.told + tokens)
-        self._out.append((GRAMMAR, BeginGrammar(sequence.uid, sequence.length, told)))
-        self._masks.want(sequence.uid, sequence.length)
-        self._lower(sequence)
+        covered = as_int32(grammar.pending + tokens)
+        self._out.append((GRAMMAR, BeginGrammar(sequence.uid, sequence.length, covered)))
+        self._masks.request(sequence.uid, sequence.length)
+        self._rewind(sequence)
 
     # -- masks and forced tokens ----------------------------------------------------------
 
@@ -140,25 +140,25 @@ class Constraints(Feature):
         """Queue the positions of sampled tokens, send the tokens to the grammar, and request
         masks."""
         chosen = (row.sequence for row in rows if row.is_choice)
-        living = [s for s in chosen if s.phase is not Phase.FINISHED and s.is_constrained]
-        for sequence in living:
-            self._running.resume(sequence)
-        living = [sequence for sequence in living if sequence.uid in self._masks]
-        if not living:
+        live = [s for s in chosen if s.phase is not Phase.FINISHED and s.is_constrained]
+        for sequence in live:
+            self._running.queue_prefill(sequence)
+        live = [sequence for sequence in live if sequence.uid in self._masks]
+        if not live:
             return
         message = GrammarTokens(
-            as_int64(sequence.uid for sequence in living),
-            as_int32(sequence.length - 1 for sequence in living),
-            as_int32(int(sequence.tokens[-1]) for sequence in living),
+            as_int64(sequence.uid for sequence in live),
+            as_int32(sequence.length - 1 for sequence in live),
+            as_int32(int(sequence.tokens[-1]) for sequence in live),
         )
         self._out.append((GRAMMAR, message))
-        for sequence in living:
-            self._want(sequence, sequence.length)
+        for sequence in live:
+            self._request_mask(sequence, sequence.length)
 
-    def _want(self, sequence: Sequence, position: int) -> None:
+    def _request_mask(self, sequence: Sequence, position: int) -> None:
         assert sequence.grammar is not None
-        sequence.grammar.run, sequence.grammar.due = None, 0
-        self._masks.want(sequence.uid, position)
+        sequence.grammar.run, sequence.grammar.due_step = None, 0
+        self._masks.request(sequence.uid, position)
 
     def _on_ready(self, event: MasksReady) -> tuple[Ending, ...]:
         """Record which masks a rank holds; masks of finished sequences are ignored."""
@@ -176,18 +176,18 @@ class Constraints(Feature):
             if uid not in self._masks:
                 continue
             grammar = self._open[uid].grammar
-            due = self._masks.wanted(uid)
+            due = self._masks.requested(uid)
             if grammar is None or due != position:
                 raise ProtocolBug(f"request {uid} forces position {position}, but {due} is due")
             self._masks.withdraw(uid)
             grammar.run = run
-            self._forced += 1
+            self._pending_runs += 1
         return ()
 
     def forced(self) -> list[tuple[Sequence, Int32]]:
         """Return (sequence, forced tokens) for each sequence whose known positions are all planned.
         The tokens are known from now on."""
-        if not self._forced:
+        if not self._pending_runs:
             return []
         found = []
         for sequence in self._running.constrained:
@@ -196,12 +196,12 @@ class Constraints(Feature):
             computed = sequence.phase is Phase.RUNNING and sequence.scheduled == sequence.length
             if run is not None and computed:
                 found.append((sequence, run))
-                self._want(sequence, sequence.length + len(run))
-                self._forced -= 1
-                self._jumped += len(run)
+                self._request_mask(sequence, sequence.length + len(run))
+                self._pending_runs -= 1
+                self._num_forced += len(run)
         return found
 
-    def choose(self, step: int, rows: list[PlannedRow]) -> list[PlannedRow]:
+    def plan_rows(self, step: int, rows: list[PlannedRow]) -> list[PlannedRow]:
         """Return a row for each constrained sequence that is ready to sample a token: all its
         earlier positions are planned, and every rank holds its mask."""
         chosen: list[PlannedRow] = []
@@ -209,10 +209,10 @@ class Constraints(Feature):
             grammar = sequence.grammar
             if grammar is None or not _is_due(sequence, grammar):
                 continue
-            grammar.due = grammar.due or step
+            grammar.due_step = grammar.due_step or step
             if self._masks.is_ready(sequence.uid):
-                grammar.asked = sequence.length
-                self._used[min(step - grammar.due, 2)] += 1
+                grammar.last_sampled = sequence.length
+                self._mask_delays[min(step - grammar.due_step, 2)] += 1
                 row = sequence, sequence.slot, sequence.length, 0
                 chosen.append(PlannedRow(*row, wants=SAMPLE))
         return chosen
@@ -231,20 +231,20 @@ class Constraints(Feature):
         """End the sequences that have waited for a mask for at least one full clock period."""
         return [(self._open[uid], ends.NO_MASK) for uid in self._masks.tick()]
 
-    def flush(self, turn: TurnBuilder) -> list[Send]:
+    def flush(self, turn: TurnBuilder) -> list[Outgoing]:
         """Return the messages to the grammar actor, and drop the masks of finished sequences on the
         runners."""
         out, self._out = self._out, []
-        if not self._over:
+        if not self._finished:
             return out
-        over, self._over = as_int64(self._over), []
-        turn.drop_masks(DropMasks(over))
-        return [*out, (GRAMMAR, CloseGrammars(over))]
+        finished, self._finished = as_int64(self._finished), []
+        turn.drop_masks(DropMasks(finished))
+        return [*out, (GRAMMAR, CloseGrammars(finished))]
 
     def check_idle(self) -> None:
         """Raise `ProtocolBug` if any grammar is open."""
         self._masks.check_idle()
-        if self._open or self._forced:
+        if self._open or self._pending_runs:
             raise ProtocolBug(
                 f"grammars of {sorted(self._open)} are open, although no sequence is alive"
             )
@@ -253,13 +253,13 @@ class Constraints(Feature):
         """Return the number of open grammars, and counts since the start: masks used in the step
         that computes the preceding position, in the step after it, or later, and forced tokens,
         which need no mask."""
-        at_once, next_step, later = self._used
+        at_once, next_step, later = self._mask_delays
         return {
             "constrained": len(self._open),
             "masks_at_once": at_once,
             "masks_next_step": next_step,
             "masks_later": later,
-            "forced_tokens": self._jumped,
+            "forced_tokens": self._num_forced,
         }
 
     HANDLERS: ClassVar[Handlers] = {
@@ -273,6 +273,6 @@ class Constraints(Feature):
 def _is_due(sequence: Sequence, grammar: GrammarState) -> bool:
     """Return True if a sequence could sample in this step, provided that its mask is ready."""
     length = sequence.length
-    if grammar.asked >= length or sequence.phase is not Phase.RUNNING:
+    if grammar.last_sampled >= length or sequence.phase is not Phase.RUNNING:
         return False
     return sequence.scheduled == length

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from nanoactor.messages.engine import Answer, Int32
 from nanoactor.messages.vision import EncodeSlices
-from nanoactor.scheduling.edges import Send
+from nanoactor.scheduling.edges import Outgoing
 from nanoactor.scheduling.sequences.ends import End
 from nanoactor.scheduling.sequences.sequence import Sequence
 from nanoactor.scheduling.steps.planned import PlannedRow
@@ -30,11 +30,11 @@ class Feature:
     """Handlers of the feature's own events. Each returns the sequences that end, and why."""
 
     @property
-    def waits(self) -> bool:
+    def is_waiting(self) -> bool:
         """Return True if progress depends on a message from another actor or a caller."""
         return False
 
-    def arrive(self, answers: list[Sequence]) -> None:
+    def arrive(self, sequences: list[Sequence]) -> None:
         """Process the sequences of a new request."""
 
     def admit(self, sequence: Sequence, turn: int) -> None:
@@ -46,12 +46,12 @@ class Feature:
         answer's `uids`: the sequence if it starts running now, or None if it has since given up its
         slot or is already running."""
 
-    def encode(self, prefilling: Iterable[Sequence]) -> EncodeSlices | None:
+    def plan_encoding(self, prefilling: Iterable[Sequence]) -> EncodeSlices | None:
         """Return the slices that the next step encodes, before its rows are chosen. `prefilling`
         lists the sequences with positions left to prefill, by priority, and is not empty."""
         return None
 
-    def choose(self, step: int, rows: list[PlannedRow]) -> list[PlannedRow]:
+    def plan_rows(self, step: int, rows: list[PlannedRow]) -> list[PlannedRow]:
         """Return additional rows for this step. `rows` are the rows that compute positions. Called
         if there are such rows, or if any running sequence never decodes."""
         return []
@@ -63,7 +63,7 @@ class Feature:
         """Return (sequence, forced tokens that follow) pairs. The tokens are known from now on."""
         return []
 
-    def go_on(self, sequence: Sequence) -> None:
+    def note_token(self, sequence: Sequence) -> None:
         """Process a sequence that does not end with its newest token. Called at least for watched
         ids and for tokens sampled by rows that do not decode."""
 
@@ -78,7 +78,7 @@ class Feature:
         why."""
         return ()
 
-    def yielding(self) -> Sequence | None:
+    def sequence_to_yield(self) -> Sequence | None:
         """Return a sequence that can give up its slot to a waiting one, or None. No step is in
         flight when this is called."""
         return None
@@ -89,7 +89,7 @@ class Feature:
     def close(self, sequence: Sequence) -> None:
         """Process the end of a sequence."""
 
-    def flush(self, turn: TurnBuilder) -> list[Send]:
+    def flush(self, turn: TurnBuilder) -> list[Outgoing]:
         """Return the messages to send after this turn, and add to the turn the masks or pixels that
         the runners may drop."""
         return []
@@ -105,12 +105,12 @@ class Feature:
 _FREQUENT = (
     "flush",
     "forced",
-    "go_on",
+    "note_token",
     "note_done",
     "note_refused",
     "note_results",
     "take_results",
-    "yielding",
+    "sequence_to_yield",
 )
 
 
@@ -119,7 +119,7 @@ class Features:
 
     def __init__(self, *features: Feature) -> None:
         self._every = features
-        self.owners = {kind: feature for feature in features for kind in feature.HANDLERS}
+        self.by_event = {kind: feature for feature in features for kind in feature.HANDLERS}
         """The feature that handles each class of event."""
         self.frequent: dict[str, list[Callable[..., Any]]] = {}
         """Overriding methods of each hook that is called for most events. In a step that only

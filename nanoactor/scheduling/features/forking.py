@@ -18,12 +18,12 @@ class Forking(Feature):
         """`admit` is called with each sequence that starts as a copy."""
         self._room, self._admit = room, admit
 
-    def arrive(self, answers: list[Sequence]) -> None:
+    def arrive(self, sequences: list[Sequence]) -> None:
         """Queue the first sequence of a new request; the other sequences become its followers."""
-        for answer in answers:
-            answer.follow()
-        if answers:
-            self._room.waiting.push(answers[0].group.followers.pop(0))
+        for sequence in sequences:
+            sequence.follow()
+        if sequences:
+            self._room.waiting.push(sequences[0].group.followers.pop(0))
 
     def close(self, sequence: Sequence) -> None:
         """Remove a follower that has ended. If another sequence has ended, queue the first
@@ -34,34 +34,34 @@ class Forking(Feature):
         elif followers:
             self._room.waiting.push(followers.pop(0))
 
-    def choose(self, step: int, rows: list[PlannedRow]) -> list[PlannedRow]:
+    def plan_rows(self, step: int, rows: list[PlannedRow]) -> list[PlannedRow]:
         """Start the followers of each row that completes their prompt, by priority, as long as
         slots and blocks are free and no sequence with a higher priority waits. Queue the other
         followers."""
         followers: list[tuple[Sequence, PlannedRow]] = []
         for row in rows:
-            ends = row.wants & (SAMPLE | KEEP)
-            if ends and row.length and (due := row.sequence.group.followers):
-                followers += [(follower, row) for follower in due]
-                due.clear()
+            completes_prompt = row.wants & (SAMPLE | KEEP)
+            if completes_prompt and row.length and (waiting := row.sequence.group.followers):
+                followers += [(follower, row) for follower in waiting]
+                waiting.clear()
         copies: list[PlannedRow] = []
         for follower, row in sorted(followers, key=lambda each: each[0].priority_key):
-            need = int(follower.prompt_length % self._room.block_size > 0)
-            if self._may_fork(follower, need):
-                copies.append(self._begin(follower, row, need))
+            blocks = int(follower.prompt_length % self._room.block_size > 0)
+            if self._can_fork(follower, blocks):
+                copies.append(self._start_copy(follower, row, blocks))
             else:
                 self._room.waiting.push(follower)
         return copies
 
-    def _may_fork(self, follower: Sequence, blocks: int) -> bool:
+    def _can_fork(self, follower: Sequence, blocks: int) -> bool:
         head = self._room.head
-        first = head is None or follower.priority_key < head.priority_key
-        return first and self._room.budget.free_slots > 0 and self._room.credits >= blocks
+        goes_first = head is None or follower.priority_key < head.priority_key
+        return goes_first and self._room.budget.free_slots > 0 and self._room.credits >= blocks
 
-    def _begin(self, follower: Sequence, row: PlannedRow, need: int) -> PlannedRow:
+    def _start_copy(self, follower: Sequence, row: PlannedRow, blocks: int) -> PlannedRow:
         budget = self._room.budget
-        budget.debit(need)
-        slot, length = budget.take_slot(), row.sequence.prompt_length
+        budget.debit(blocks)
+        slot, length = budget.allocate_slot(), row.sequence.prompt_length
         self._room.running.enter_computed(follower, slot, -(-length // self._room.block_size))
         follower.run()
         follower.history.note_match(length)

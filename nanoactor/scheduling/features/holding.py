@@ -22,12 +22,12 @@ from nanoactor.scheduling.sequences.sequence import Phase, Sequence
 from nanoactor.scheduling.steps.planned import PlannedRow, as_int32
 from nanoactor.scheduling.steps.turns import TurnBuilder
 
-_PERIODS = 3
+_TIMEOUT_TICKS = 3
 """Number of clock ticks until a caller's time is up. The first tick may follow immediately, and
 each later one takes half of that time."""
 
 
-class HeldAnswers(Feature):
+class HeldSequences(Feature):
     """Tracks how long sequences have waited for their callers, and resumes the sequences."""
 
     def __init__(
@@ -35,28 +35,28 @@ class HeldAnswers(Feature):
         live: Mapping[int, Sequence],
         room: Room,
         turn: TurnBuilder,
-        give_up: Callable[[Sequence], None],
+        release_slot: Callable[[Sequence], None],
     ) -> None:
-        """`give_up` releases the slot of a sequence that cannot resume in place."""
-        self._live, self._room, self._turn, self._give_up = live, room, turn, give_up
-        self._since: dict[int, int] = {}
+        """`release_slot` releases the slot of a sequence that cannot resume in place."""
+        self._live, self._room, self._turn, self._release_slot = live, room, turn, release_slot
+        self._held_since: dict[int, int] = {}
         """Tick count at which each held sequence's token was reported, by uid."""
         self._ticks = 0
-        self._forked = self._alone = self._stayed = self._yields = 0
+        self._forked = self._copied = self._stayed = self._yields = 0
 
     def __len__(self) -> int:
         """Return the number of held sequences."""
-        return len(self._since)
+        return len(self._held_since)
 
     def note_results(self, rows: list[PlannedRow]) -> None:
         """Record which sequences are held now that the tokens of these rows have been reported."""
         for sequence in (row.sequence for row in rows):
             if sequence.is_held and sequence.phase is not Phase.FINISHED:
-                self._since[sequence.uid] = self._ticks
+                self._held_since[sequence.uid] = self._ticks
 
     def close(self, sequence: Sequence) -> None:
         """Forget a finished sequence."""
-        self._since.pop(sequence.uid, None)
+        self._held_since.pop(sequence.uid, None)
 
     # -- responses of callers -------------------------------------------------------------
 
@@ -77,66 +77,68 @@ class HeldAnswers(Feature):
         forked = self._fork(parents, living)
         for uid, parent in parents.items():
             sequence, token = living[uid], int(event.token_ids[uid - event.uid])
-            del self._since[uid]
+            del self._held_since[uid]
             if parent != uid and uid not in forked:
-                self._alone += 1
-                self._become(sequence, before[parent])
+                self._copied += 1
+                self._replace_with_copy(sequence, before[parent])
             self._stayed += parent == uid
             sequence.append(token)
             if sequence.slot >= 0:
-                self._turn.know(as_int32([sequence.slot]), as_int32([token]))
-                self._room.running.resume(sequence)
+                self._turn.add_known(as_int32([sequence.slot]), as_int32([token]))
+                self._room.running.queue_prefill(sequence)
             else:
                 self._room.waiting.push(sequence)
-        over = [sequence for uid, sequence in living.items() if uid not in parents]
-        return [(sequence, End("stop")) for sequence in over]
+        ended = [sequence for uid, sequence in living.items() if uid not in parents]
+        return [(sequence, End("stop")) for sequence in ended]
 
-    def _become(self, sequence: Sequence, tokens: Int32) -> None:
+    def _replace_with_copy(self, sequence: Sequence, tokens: Int32) -> None:
         """Make a sequence a copy that shares no blocks: give up its slot and replace its tokens."""
         if sequence.slot >= 0:
-            self._give_up(sequence)
+            self._release_slot(sequence)
         sequence.replace_tokens(tokens)
 
     def _fork(self, parents: dict[int, int], living: dict[int, Sequence]) -> set[int]:
         """Fork sequences from their parents where possible, and return the uids of the forks. Both
         sequences must hold a slot, and one more block must be free for what follows. All parents
         are read before any sequence resumes."""
-        moves = [(living[uid], living[p]) for uid, p in parents.items() if uid != p]
-        moves = [(to, source) for to, source in moves if to.slot >= 0 and source.slot >= 0]
-        moves = moves[: max(0, self._room.credits)]
-        self._turn.fork((to.slot, source.slot) for to, source in moves)
-        self._room.budget.debit(len(moves))
-        taken = [(to, source.tokens.copy()) for to, source in moves]
-        for to, tokens in taken:
+        forks = [(living[uid], living[p]) for uid, p in parents.items() if uid != p]
+        forks = [
+            (target, source) for target, source in forks if target.slot >= 0 and source.slot >= 0
+        ]
+        forks = forks[: max(0, self._room.credits)]
+        self._turn.fork((target.slot, source.slot) for target, source in forks)
+        self._room.budget.debit(len(forks))
+        tokens_of = [(target, source.tokens.copy()) for target, source in forks]
+        for target, tokens in tokens_of:
             blocks = len(tokens) // self._room.block_size + 1
-            self._room.running.table.copy(to.slot, tokens, blocks)
-        self._forked += len(moves)
-        return {to.uid for to, _ in moves}
+            self._room.running.table.copy(target.slot, tokens, blocks)
+        self._forked += len(forks)
+        return {target.uid for target, _ in forks}
 
     # -- overdue callers ------------------------------------------------------------------
 
     def _on_tick(self, event: HoldClock) -> list[Ending]:
         """End the sequences of each request whose live sequences were all held for too long."""
         self._ticks += 1
-        over: list[Sequence] = []
-        for group in self._complete():
-            if self._ticks - max(self._since[s.uid] for s in group) >= _PERIODS:
-                over += group
-        return [(sequence, ends.NO_ANSWER) for sequence in over]
+        expired: list[Sequence] = []
+        for group in self._fully_held():
+            if self._ticks - max(self._held_since[s.uid] for s in group) >= _TIMEOUT_TICKS:
+                expired += group
+        return [(sequence, ends.NO_ANSWER) for sequence in expired]
 
-    def _complete(self) -> list[list[Sequence]]:
+    def _fully_held(self) -> list[list[Sequence]]:
         """Return the live sequences of each request in which all of them are held."""
         live = self._live
-        requests = {live[uid].group.uids for uid in self._since}
+        requests = {live[uid].group.uids for uid in self._held_since}
         groups = [[live[uid] for uid in uids if uid in live] for uids in requests]
-        return [group for group in groups if all(s.uid in self._since for s in group)]
+        return [group for group in groups if all(s.uid in self._held_since for s in group)]
 
     @property
-    def waits(self) -> bool:
+    def is_waiting(self) -> bool:
         """Return True if any request can continue only after its caller responds."""
-        return bool(self._complete())
+        return bool(self._fully_held())
 
-    def yielding(self) -> Sequence | None:
+    def sequence_to_yield(self) -> Sequence | None:
         """Return the held sequence with the lowest priority, or None.
 
         None is returned while any sequence waits for its prefix-cache lookup. A waiting sequence
@@ -151,8 +153,10 @@ class HeldAnswers(Feature):
 
     def check_idle(self) -> None:
         """Raise `ProtocolBug` if a sequence is held."""
-        if self._since:
-            raise ProtocolBug(f"requests {sorted(self._since)} are held, but no sequence is alive")
+        if self._held_since:
+            raise ProtocolBug(
+                f"requests {sorted(self._held_since)} are held, but no sequence is alive"
+            )
 
     def figures(self) -> dict[str, int]:
         """Return the number of held sequences, and counts since the start: sequences that resumed
@@ -162,7 +166,7 @@ class HeldAnswers(Feature):
             "held": len(self),
             "held_stayed": self._stayed,
             "held_forked": self._forked,
-            "held_copied": self._alone,
+            "held_copied": self._copied,
             "held_yields": self._yields,
         }
 

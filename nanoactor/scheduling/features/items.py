@@ -20,12 +20,12 @@ from nanoactor.messages.vision import (
     ItemsReady,
     WantPixels,
 )
-from nanoactor.scheduling.edges import VISION, Send
+from nanoactor.scheduling.edges import VISION, Outgoing
 from nanoactor.scheduling.features.feature import Ending, Feature, Handlers
 from nanoactor.scheduling.resources.budget import PageBudget
 from nanoactor.scheduling.resources.rank_resources import RankResources
 from nanoactor.scheduling.sequences import ends
-from nanoactor.scheduling.sequences.item_state import ItemWork, SequenceItems
+from nanoactor.scheduling.sequences.item_state import EncoderEntry, SequenceItems
 from nanoactor.scheduling.sequences.sequence import Phase, Sequence
 from nanoactor.scheduling.steps.planned import PlannedRow
 from nanoactor.scheduling.steps.turns import TurnBuilder
@@ -38,7 +38,7 @@ class Pictures(Feature):
     def __init__(self, limits: EncoderLimits) -> None:
         self.limits = limits
         self.budget = PageBudget(limits.pages)
-        self.works: dict[int, ItemWork] = {}
+        self.entries: dict[int, EncoderEntry] = {}
         """Entries of the encoder cache, by number."""
         self.out: list[tuple[int, WantPixels | CancelPixels]] = []
         """(worker, message) pairs."""
@@ -46,12 +46,12 @@ class Pictures(Feature):
         """(pixels number, cache entry number) pairs."""
         self.encoded = 0
         """Number of cache entries that planned steps encode completely."""
-        self._by_pixels: dict[int, ItemWork] = {}
+        self._by_pixels: dict[int, EncoderEntry] = {}
         self._pixels = RankResources("pixels", limits.ranks)
-        self._wants = 0
-        self._sent = self._answered = 0
+        self._num_requests = 0
+        self._admission_turn = self._answered_turn = 0
         """The last turn with an admission, and the last turn that was answered."""
-        self._retired: deque[ItemWork] = deque()
+        self._retired: deque[EncoderEntry] = deque()
 
     # -- admissions -----------------------------------------------------------------------
 
@@ -59,60 +59,60 @@ class Pictures(Feature):
         """Debit the pages of a sequence's items, unless the sequence starts as a copy."""
         if sequence.phase is not Phase.MATCHING:
             return
-        self._sent = turn
+        self._admission_turn = turn
         if sequence.items is not None:
             self.budget.debit(sequence.items.pages)
-            sequence.items.works = []
+            sequence.items.entries = []
 
     def answer(self, event: Answer, admitted: list[Sequence | None]) -> None:
         """Refund pages that admissions did not need, give back pages that sequences released, and
         record which items are already encoded."""
-        found = self._answers(event.encoder, len(admitted))
+        found = self._apply_credits(event.encoder, len(admitted))
         for sequence, of_items in zip(admitted, found, strict=True):
             if sequence is not None and sequence.items is not None:
-                self._take(sequence, sequence.items, *of_items)
+                self._bind_entries(sequence, sequence.items, *of_items)
         self._forget_unused(event.turn)
 
     def _forget_unused(self, turn: int) -> None:
         """Forget unused items that no answer to a later turn can refer to."""
-        self._answered = turn
+        self._answered_turn = turn
         while self._retired and self._retired[0].retired_at <= turn:
-            work = self._retired.popleft()
+            entry = self._retired.popleft()
             # An item that has gained and lost users again is in the queue twice.
-            if not work.users and work.retired_at <= turn:
-                self.works.pop(work.number, None)
+            if not entry.users and entry.retired_at <= turn:
+                self.entries.pop(entry.number, None)
 
-    def _take(
+    def _bind_entries(
         self, sequence: Sequence, items: SequenceItems, numbers: list[int], units: list[int]
     ) -> None:
         """Record the cache entries and the planned units of a sequence's items, now that the
         sequence runs, and request missing pixels."""
         for item, (number, planned) in enumerate(zip(numbers, units, strict=True)):
             if number < 0:
-                items.works.append(None)
+                items.entries.append(None)
                 continue
-            work = self.works.get(number)
-            if work is None:
+            entry = self.entries.get(number)
+            if entry is None:
                 key, worker = items.keys[item], items.message.worker
-                work = ItemWork(number, key, worker, items.units[item], planned)
-                self.works[number] = work
-            work.users.setdefault(sequence.uid, (sequence, item))
-            items.works.append(work)
-        for work in items.works:
-            if work is not None and not work.pixels and not work.is_complete:
-                self._want(work)
+                entry = EncoderEntry(number, key, worker, items.units[item], planned)
+                self.entries[number] = entry
+            entry.users.setdefault(sequence.uid, (sequence, item))
+            items.entries.append(entry)
+        for entry in items.entries:
+            if entry is not None and not entry.pixels and not entry.is_complete:
+                self._request_pixels(entry)
 
-    def _want(self, work: ItemWork) -> None:
-        self._wants += 1
-        work.pixels = self._wants
-        self._pixels.want(work.pixels)
-        work.source, (sequence, item) = next(iter(work.users.items()))
+    def _request_pixels(self, entry: EncoderEntry) -> None:
+        self._num_requests += 1
+        entry.pixels = self._num_requests
+        self._pixels.request(entry.pixels)
+        entry.source, (sequence, item) = next(iter(entry.users.items()))
         assert sequence.items is not None
-        work.worker = sequence.items.message.worker  # the worker has the bytes, or gets them again
-        self._by_pixels[work.pixels] = work
-        self.out.append((work.worker, WantPixels(work.pixels, work.source, item, work.key)))
+        entry.worker = sequence.items.message.worker  # the worker has the bytes, or gets them again
+        self._by_pixels[entry.pixels] = entry
+        self.out.append((entry.worker, WantPixels(entry.pixels, entry.source, item, entry.key)))
 
-    def _answers(
+    def _apply_credits(
         self, event: EncoderCredits | None, admissions: int
     ) -> list[tuple[list[int], list[int]]]:
         """Process returned pages; return the (numbers, units) of each answered admission's
@@ -121,15 +121,15 @@ class Pictures(Feature):
             return [([], [])] * admissions
         self.budget.refund(int(event.refunds.sum()))
         for freed, fence in zip(event.freed.tolist(), event.fences.tolist(), strict=True):
-            self.budget.give_back(freed, fence)
+            self.budget.release(freed, fence)
         numbers, units = event.numbers.tolist(), event.units.tolist()
         ends = np.cumsum(event.items).tolist()
-        spans = zip([0, *ends], ends, strict=False)
-        return [(numbers[begin:end], units[begin:end]) for begin, end in spans]
+        ranges = zip([0, *ends], ends, strict=False)
+        return [(numbers[begin:end], units[begin:end]) for begin, end in ranges]
 
     # -- users leave ----------------------------------------------------------------------
 
-    def choose(self, step: int, rows: list[PlannedRow]) -> list[PlannedRow]:
+    def plan_rows(self, step: int, rows: list[PlannedRow]) -> list[PlannedRow]:
         """Release the items whose last token this step computes."""
         for row in rows:
             self._advance(row.sequence)
@@ -140,51 +140,51 @@ class Pictures(Feature):
         if items is not None:
             for item, stop in enumerate(items.stops):
                 if stop <= sequence.scheduled:
-                    self._let_go(sequence, item)
+                    self._release(sequence, item)
 
     def leave(self, sequence: Sequence) -> None:
         """Release all items of a sequence that gives up its slot."""
         items = sequence.items
         if items is not None:
-            for item in range(len(items.works)):
-                self._let_go(sequence, item)
-            items.works = []
+            for item in range(len(items.entries)):
+                self._release(sequence, item)
+            items.entries = []
 
-    def _let_go(self, sequence: Sequence, item: int) -> None:
+    def _release(self, sequence: Sequence, item: int) -> None:
         items = sequence.items
         assert items is not None
-        if not items.works or (work := items.works[item]) is None:
+        if not items.entries or (entry := items.entries[item]) is None:
             return
-        items.works[item] = None
-        if any(other is work for other in items.works):  # the prompt has the same picture twice
+        items.entries[item] = None
+        if any(other is entry for other in items.entries):  # the prompt has the same picture twice
             return
-        del work.users[sequence.uid]
-        if not work.users:
-            self._drop_pixels(work)
-            work.retired_at = self._sent
-            if self._answered >= self._sent:
-                self.works.pop(work.number)
+        del entry.users[sequence.uid]
+        if not entry.users:
+            self._drop_pixels(entry)
+            entry.retired_at = self._admission_turn
+            if self._answered_turn >= self._admission_turn:
+                self.entries.pop(entry.number)
             else:
-                self._retired.append(work)
-        elif work.source == sequence.uid and work.pixels and not self._is_ready(work):
-            self._drop_pixels(work)  # the bytes may be gone; use another request's bytes
-            self._want(work)
+                self._retired.append(entry)
+        elif entry.source == sequence.uid and entry.pixels and not self._is_ready(entry):
+            self._drop_pixels(entry)  # the bytes may be gone; use another request's bytes
+            self._request_pixels(entry)
 
-    def _drop_pixels(self, work: ItemWork) -> None:
-        if work.pixels:
-            self.out.append((work.worker, CancelPixels(np.array([work.pixels], np.int64))))
-            self.drops.append((work.pixels, work.number))
-            self._no_longer_wanted(work)
-            work.planned = work.units.whole(work.planned)
+    def _drop_pixels(self, entry: EncoderEntry) -> None:
+        if entry.pixels:
+            self.out.append((entry.worker, CancelPixels(np.array([entry.pixels], np.int64))))
+            self.drops.append((entry.pixels, entry.number))
+            self._forget_pixels(entry)
+            entry.planned = entry.units.complete_units(entry.planned)
 
-    def _no_longer_wanted(self, work: ItemWork) -> None:
-        self._pixels.drop(work.pixels)
-        del self._by_pixels[work.pixels]
-        work.pixels, work.source = 0, -1
+    def _forget_pixels(self, entry: EncoderEntry) -> None:
+        self._pixels.drop(entry.pixels)
+        del self._by_pixels[entry.pixels]
+        entry.pixels, entry.source = 0, -1
 
-    def flush(self, turn: TurnBuilder) -> list[Send]:
+    def flush(self, turn: TurnBuilder) -> list[Outgoing]:
         """Return the messages to the vision workers, and drop pixels on the runners."""
-        out: list[Send] = [(VISION.format(worker), message) for worker, message in self.out]
+        out: list[Outgoing] = [(VISION.format(worker), message) for worker, message in self.out]
         drops, self.out, self.drops = self.drops, [], []
         if drops:
             pixels, numbers = zip(*drops, strict=True)
@@ -199,42 +199,42 @@ class Pictures(Feature):
             self._pixels.note_ready(event.rank, number)
         return ()
 
-    def _is_ready(self, work: ItemWork) -> bool:
-        return work.pixels > 0 and self._pixels.is_ready(work.pixels)
+    def _is_ready(self, entry: EncoderEntry) -> bool:
+        return entry.pixels > 0 and self._pixels.is_ready(entry.pixels)
 
     def _on_failed(self, event: ItemsFailed) -> list[Ending]:
         """End the sequences that need pixels that cannot be decoded."""
-        over: list[Ending] = []
+        endings: list[Ending] = []
         for pixels, error in zip(event.pixels.tolist(), event.errors, strict=True):
-            if (work := self._by_pixels.get(pixels)) is None:
+            if (entry := self._by_pixels.get(pixels)) is None:
                 continue
-            self.drops.append((pixels, work.number))
-            self._no_longer_wanted(work)
+            self.drops.append((pixels, entry.number))
+            self._forget_pixels(entry)
             end = ends.rejected(error, refused=pixels in event.refused)
-            over += [(sequence, end) for sequence, _ in work.users.values()]
-        return over
+            endings += [(sequence, end) for sequence, _ in entry.users.values()]
+        return endings
 
     @property
-    def waits(self) -> bool:
+    def is_waiting(self) -> bool:
         """Return True if planned steps do not yet encode all items whose pixels were requested."""
         return bool(self._by_pixels)
 
-    def encode(self, prefilling: Iterable[Sequence]) -> EncodeSlices | None:
+    def plan_encoding(self, prefilling: Iterable[Sequence]) -> EncodeSlices | None:
         """Return the slices of items that these sequences need next, in the order of the sequences
         and within the step's budget; None if there are none."""
-        if not self.works:
+        if not self.entries:
             return None
-        limits, left = self.limits, self.limits.budget
+        limits, remaining = self.limits, self.limits.budget
         chosen: list[tuple[int, int, int, int]] = []
-        for work in _needed(prefilling):
-            if work.is_complete or not self._is_ready(work):
+        for entry in _needed(prefilling):
+            if entry.is_complete or not self._is_ready(entry):
                 continue
-            cost = work.units.cost(limits.budget)
-            count = min(left // cost, work.units.count - work.planned)
+            cost = entry.units.cost(limits.budget)
+            count = min(remaining // cost, entry.units.count - entry.planned)
             if count:
-                chosen.append((work.number, work.pixels, work.planned, count))
-                left -= count * cost
-                self._encode(work, count)
+                chosen.append((entry.number, entry.pixels, entry.planned, count))
+                remaining -= count * cost
+                self._advance_encoding(entry, count)
         if not chosen:
             return None
         numbers, pixels, firsts, counts = map(list, zip(*chosen, strict=True))
@@ -245,13 +245,13 @@ class Pictures(Feature):
             np.array(counts, np.int32),
         )
 
-    def _encode(self, work: ItemWork, count: int) -> None:
-        work.planned += count
-        if work.planned > work.units.count:
-            raise ProtocolBug(f"item {work.key.hex()} is encoded past its end")
-        if work.is_complete:  # the runners release its pixels on their own
+    def _advance_encoding(self, entry: EncoderEntry, count: int) -> None:
+        entry.planned += count
+        if entry.planned > entry.units.count:
+            raise ProtocolBug(f"item {entry.key.hex()} is encoded past its end")
+        if entry.is_complete:  # the runners release its pixels on their own
             self.encoded += 1
-            self._no_longer_wanted(work)
+            self._forget_pixels(entry)
 
     def note_done(self, step: int) -> None:
         """Make the pages that were fenced by this step available."""
@@ -259,7 +259,7 @@ class Pictures(Feature):
 
     def check_idle(self) -> None:
         """Raise `ProtocolBug` if an item has users, pixels are requested, or a page is spent."""
-        held = [work.number for work in self.works.values() if work.users]
+        held = [entry.number for entry in self.entries.values() if entry.users]
         self._pixels.check_idle()
         if held or self._by_pixels or self.budget.spent:
             raise ProtocolBug(
@@ -274,11 +274,11 @@ class Pictures(Feature):
     HANDLERS: ClassVar[Handlers] = {ItemsReady: _on_ready, ItemsFailed: _on_failed}
 
 
-def _needed(sequences: Iterable[Sequence]) -> Iterable[ItemWork]:
+def _needed(sequences: Iterable[Sequence]) -> Iterable[EncoderEntry]:
     """Yield the cache entries that the sequences need, each once, in prompt order."""
     seen: set[int] = set()
     for sequence in sequences:
-        for work in sequence.items.works if sequence.items is not None else ():
-            if work is not None and work.number not in seen:
-                seen.add(work.number)
-                yield work
+        for entry in sequence.items.entries if sequence.items is not None else ():
+            if entry is not None and entry.number not in seen:
+                seen.add(entry.number)
+                yield entry

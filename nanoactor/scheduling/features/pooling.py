@@ -31,7 +31,7 @@ class Pooling(Feature):
         endings: list[Ending] = []
         for row, vector in results.pooled:
             sequence = row.sequence
-            if not sequence.counts(step):
+            if not sequence.accepts_step(step):
                 continue
             if self._kind == "mean":
                 total = self._sums.pop(sequence.uid, 0) + vector
@@ -39,7 +39,7 @@ class Pooling(Feature):
                     self._sums[sequence.uid] = total
                     continue
                 vector = total / np.float32(sequence.length)
-            self._output.pool(sequence.uid, vector)
+            self._output.add_vector(sequence.uid, vector)
             endings.append((sequence, _POOLED))
         return endings
 

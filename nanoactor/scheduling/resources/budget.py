@@ -76,35 +76,35 @@ class BlockBudget:
 
         Raises `ProtocolBug` if a fence belongs to none of these turns.
         """
-        due: set[int] = set()
+        expected: set[int] = set()
         while self._unanswered and self._unanswered[0][0] <= turn:
-            due.add(self._unanswered.popleft()[1])
+            expected.add(self._unanswered.popleft()[1])
         for fence, blocks in fences:
-            if fence not in due:
+            if fence not in expected:
                 raise ProtocolBug(
-                    f"{blocks} blocks were returned with fence {fence}, but one of {due} "
+                    f"{blocks} blocks were returned with fence {fence}, but one of {expected} "
                     "was expected"
                 )
             self._fenced_blocks.append((fence, blocks))
-        self._pass_fences()
+        self._release_fenced()
 
     def complete(self, step: int) -> None:
         """Make available everything that was fenced by step `step` or an earlier one."""
         self._completed = step
-        self._pass_fences()
+        self._release_fenced()
 
-    def take_slot(self) -> int:
+    def allocate_slot(self) -> int:
         """Allocate the lowest free slot and return it. Raises `ProtocolBug` if no slot is free."""
         if not self._free_slots:
             raise ProtocolBug(f"a slot is requested, but none of the {self._slots} slots is free")
         return heapq.heappop(self._free_slots)
 
-    def give_up_slot(self, slot: int, fence: int) -> None:
+    def release_slot(self, slot: int, fence: int) -> None:
         """Release a slot, which can be allocated again once step `fence` is complete."""
         self._fenced_slots.append((fence, slot))
-        self._pass_fences()
+        self._release_fenced()
 
-    def _pass_fences(self) -> None:
+    def _release_fenced(self) -> None:
         while self._fenced_blocks and self._fenced_blocks[0][0] <= self._completed:
             self._credits += self._fenced_blocks.popleft()[1]
         while self._fenced_slots and self._fenced_slots[0][0] <= self._completed:
@@ -156,7 +156,7 @@ class PageBudget:
         """Refund debited pages that are not needed; they can be spent at once."""
         self._credits += pages
 
-    def give_back(self, pages: int, fence: int) -> None:
+    def release(self, pages: int, fence: int) -> None:
         """Give back released pages, which can be spent again once step `fence` is complete."""
         self._fenced.append((fence, pages))
         self.complete(self._completed)

@@ -12,9 +12,9 @@ class _Resource:
     """The resource of one owner."""
 
     version: int
-    since: int
+    requested_at: int
     """Tick count at which this version was requested."""
-    is_wanted: bool = True
+    is_requested: bool = True
     held: dict[int, int] = dataclasses.field(default_factory=dict)
     """Newest version that each rank holds, by rank."""
 
@@ -26,10 +26,10 @@ class RankResources:
     one. A rank may hold a version before the owner wants it.
     """
 
-    def __init__(self, name: str, ranks: int, periods: int = 0) -> None:
+    def __init__(self, name: str, ranks: int, timeout_ticks: int = 0) -> None:
         """Create an empty set. `name` is used in error messages. A version is overdue after
-        `periods` ticks; if `periods` is 0, no version ever is."""
-        self._name, self._ranks, self._periods = name, ranks, periods
+        `timeout_ticks` ticks; if `timeout_ticks` is 0, no version ever is."""
+        self._name, self._ranks, self._timeout_ticks = name, ranks, timeout_ticks
         self._resources: dict[int, _Resource] = {}
         self._ticks = 0
         self.missing = 0
@@ -39,7 +39,7 @@ class RankResources:
         """Return True if the owner has requested a version and was not dropped."""
         return owner in self._resources
 
-    def want(self, owner: int, version: int = 0) -> None:
+    def request(self, owner: int, version: int = 0) -> None:
         """Request a version; earlier versions are no longer wanted.
 
         Raises `ProtocolBug` if this version or a later one was already requested.
@@ -51,7 +51,11 @@ class RankResources:
             if version <= resource.version:
                 raise ProtocolBug(f"{self._name} {version} of {owner} was requested twice")
             self.withdraw(owner)
-            resource.version, resource.since, resource.is_wanted = version, self._ticks, True
+            resource.version, resource.requested_at, resource.is_requested = (
+                version,
+                self._ticks,
+                True,
+            )
         self.missing += not self.is_ready(owner)
 
     def note_ready(self, rank: int, owner: int, version: int = 0) -> None:
@@ -64,33 +68,35 @@ class RankResources:
         if resource is None:
             return
         held = resource.held.get(rank, -1)
-        replaces = resource.is_wanted and held == resource.version
+        replaces = resource.is_requested and held == resource.version
         if version <= held or version < resource.version or replaces:
             raise ProtocolBug(
                 f"rank {rank} reports {self._name} {version} of {owner}, but it holds {held}, and "
                 f"{resource.version} was requested last"
             )
         resource.held[rank] = version
-        self.missing -= resource.is_wanted and version == resource.version and self.is_ready(owner)
+        self.missing -= (
+            resource.is_requested and version == resource.version and self.is_ready(owner)
+        )
 
     def is_ready(self, owner: int) -> bool:
         """Return True if every rank holds the version that the owner wants."""
         resource = self._resources[owner]
-        if not resource.is_wanted:
+        if not resource.is_requested:
             return False
         return list(resource.held.values()).count(resource.version) == self._ranks
 
-    def wanted(self, owner: int) -> int | None:
+    def requested(self, owner: int) -> int | None:
         """Return the version that the owner wants; None if its request was withdrawn."""
         resource = self._resources[owner]
-        return resource.version if resource.is_wanted else None
+        return resource.version if resource.is_requested else None
 
     def withdraw(self, owner: int) -> None:
         """Withdraw an owner's request: the version was used or will not arrive. The owner may
         request a later version."""
         resource = self._resources[owner]
-        self.missing -= resource.is_wanted and not self.is_ready(owner)
-        resource.is_wanted = False
+        self.missing -= resource.is_requested and not self.is_ready(owner)
+        resource.is_requested = False
 
     def drop(self, owner: int) -> None:
         """Remove an owner, if it is present."""
@@ -104,10 +110,10 @@ class RankResources:
         return [
             owner
             for owner, resource in self._resources.items()
-            if self._periods
-            and resource.is_wanted
+            if self._timeout_ticks
+            and resource.is_requested
             and not self.is_ready(owner)
-            and self._ticks - resource.since >= self._periods
+            and self._ticks - resource.requested_at >= self._timeout_ticks
         ]
 
     def check_idle(self) -> None:

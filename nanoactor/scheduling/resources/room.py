@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from nanoactor.scheduling.resources.budget import BlockBudget
 from nanoactor.scheduling.sequences.sequence import Sequence
-from nanoactor.scheduling.steps.queues import RunningBatch, WaitingLine
+from nanoactor.scheduling.steps.queues import RunningBatch, WaitingQueues
 
 
 class Room(NamedTuple):
@@ -15,19 +15,19 @@ class Room(NamedTuple):
 
     budget: BlockBudget
     running: RunningBatch
-    waiting: WaitingLine
-    pages: Callable[[], int]
+    waiting: WaitingQueues
+    available_pages: Callable[[], int]
     """Returns the number of pages of the encoder cache that admissions may spend."""
-    reserve: Callable[[], int]
+    reserved_blocks: Callable[[], int]
     """Returns the number of blocks to reserve for running sequences."""
     block_size: int
 
     @property
     def credits(self) -> int:
         """Return the number of blocks that copies may spend."""
-        return self.budget.credits - self.reserve()
+        return self.budget.credits - self.reserved_blocks()
 
     @property
     def head(self) -> Sequence | None:
         """Return the sequence that is admitted next; None if there is none."""
-        return self.waiting.head(self.pages())
+        return self.waiting.head(self.available_pages())

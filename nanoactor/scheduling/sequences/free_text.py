@@ -38,16 +38,16 @@ def next_gate(free: FreeText, gate: int, index: int, token: int) -> int:
     return free.call_id if gate == free.close_id else NO_GATE
 
 
-def restored(free: FreeText | None, output: Iterable[int]) -> tuple[int, list[int]]:
+def replay_free_text(free: FreeText | None, output: Iterable[int]) -> tuple[int, list[int]]:
     """Return (gate of a resumed sequence, output tokens to replay to its grammar)."""
-    gate, told = first_gate(free), list[int]()
+    gate, replayed = first_gate(free), list[int]()
     for index, token in enumerate(output):
         before = gate
         if free is not None:
             gate = next_gate(free, gate, index, token)
         if NO_GATE in (before, gate):  # sampled under the grammar, or ends free text
-            told.append(token)
-    return gate, told
+            replayed.append(token)
+    return gate, replayed
 
 
 def watched_ids(free: FreeText | None) -> tuple[int, ...]:
@@ -57,7 +57,7 @@ def watched_ids(free: FreeText | None) -> tuple[int, ...]:
     return tuple(i for i in (free.think_id, free.close_id, free.call_id) if i != NO_GATE)
 
 
-def must_go_on(free: FreeText | None, gate: int) -> bool:
+def must_continue(free: FreeText | None, gate: int) -> bool:
     """Return True if the sequence must not end in its current free text, because its constrained
     part is still to come. An end-of-sequence token then ends the reasoning instead, and is not part
     of the output."""

@@ -29,12 +29,12 @@ class SeenNumbers:
 
     def fill(self, below: int, missing: Collection[int]) -> None:
         """Add all numbers below `below`, except those in `missing`."""
-        kept = {number for number in missing if number not in self}
-        first = min(kept, default=below)
-        if first > self._below:
-            self._above = {number for number in self._above if number >= first}
-            self._below = first
-        self._above.update(n for n in range(self._below, below) if n not in kept)
+        unseen = {number for number in missing if number not in self}
+        floor = min(unseen, default=below)
+        if floor > self._below:
+            self._above = {number for number in self._above if number >= floor}
+            self._below = floor
+        self._above.update(n for n in range(self._below, below) if n not in unseen)
         self._close_gap()
 
     def __contains__(self, number: int) -> bool:
@@ -51,7 +51,7 @@ class StopIds:
     end."""
 
     def __init__(self) -> None:
-        self._living = 0
+        self._total = 0
         self._counts = np.zeros(64, np.int32)  # the last entry stands for all larger ids: always 0
 
     def add(self, ids: Iterable[int]) -> None:
@@ -61,18 +61,18 @@ class StopIds:
                 grown = np.zeros(1 << (token + 1).bit_length(), np.int32)
                 grown[: len(self._counts)] = self._counts
                 self._counts = grown
-            self._living += 1
+            self._total += 1
             self._counts[token] += 1
 
     def remove(self, ids: Iterable[int]) -> None:
         """Subtract the watched ids of a sequence that has ended."""
         for token in ids:
-            self._living -= 1
+            self._total -= 1
             self._counts[token] -= 1
 
-    def among(self, tokens: Int32) -> NDArray[np.bool_]:
+    def is_watched(self, tokens: Int32) -> NDArray[np.bool_]:
         """Return whether each token is watched by any live sequence."""
-        if not self._living:
+        if not self._total:
             return np.zeros(len(tokens), np.bool_)
         counts: NDArray[np.int32] = self._counts[np.minimum(tokens, len(self._counts) - 1)]
         return counts > 0

@@ -7,11 +7,11 @@ from typing import Any
 
 from nanoactor.media.units import EncoderLimits, EncodeUnits
 from nanoactor.messages.vision import Items
-from nanoactor.runtime.codec import copied
+from nanoactor.runtime.codec import copy_arrays
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class ItemWork:
+class EncoderEntry:
     """An encoder cache entry that sequences need."""
 
     number: int
@@ -50,14 +50,14 @@ class SequenceItems:
     short: int = 0
     """Maximum number of tokens before an unencoded item that are not worth a step of their own; see
     `EncoderLimits`."""
-    works: list[ItemWork | None] = dataclasses.field(default_factory=list)
+    entries: list[EncoderEntry | None] = dataclasses.field(default_factory=list)
     """Cache entry of each item; None for items that the sequence no longer needs. Empty until the
     sequence's lookup is answered."""
 
     @classmethod
     def of(cls, message: Items, limits: EncoderLimits) -> SequenceItems:
         """Return the items of a message, which is copied."""
-        message = copied(message)
+        message = copy_arrays(message)
         grids = [tuple(grid) for grid in message.grids.tolist()]
         units = [EncodeUnits.of(grid, limits.budget, limits.depth) for grid in grids]
         spans = [
@@ -65,19 +65,21 @@ class SequenceItems:
             for item, row, start in message.spans.tolist()
         ]
         stops = [max(stop for of, _, _, stop in spans if of == n) for n in range(len(units))]
-        pages = sum(-(-each.all_rows // limits.page_rows) for each in units)
+        pages = sum(-(-each.total_rows // limits.page_rows) for each in units)
         keys = [bytes(key) for key in message.keys]
-        return cls(message, keys, units, spans=spans, stops=stops, pages=pages, short=limits.short)
+        return cls(
+            message, keys, units, spans=spans, stops=stops, pages=pages, short=limits.short_prefix
+        )
 
-    def reach(self, start: int, target: int) -> int:
+    def prefill_end(self, start: int, target: int) -> int:
         """Return the position, at most `target`, up to which positions from `start` on can be
         computed. All rows of a span must be planned before any of its tokens."""
-        if not self.works:
+        if not self.entries:
             return target
-        for item, first_row, at, stop in self.spans:
-            work = self.works[item]
-            if stop <= start or work is None:
+        for item, first_row, token_start, stop in self.spans:
+            entry = self.entries[item]
+            if stop <= start or entry is None:
                 continue
-            if work.units.rows_after(work.planned) < first_row + (stop - at):
-                return min(at, target) if at - start > self.short else start
+            if entry.units.rows_after(entry.planned) < first_row + (stop - token_start):
+                return min(token_start, target) if token_start - start > self.short else start
         return target

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from nanoactor.messages.engine import Admit, Int32, RequestSpec
 from nanoactor.messages.rows import KEEP, POOL, SAMPLE, SCORE
-from nanoactor.models.sampling.columns import rows_of
-from nanoactor.runtime.codec import copied
+from nanoactor.models.sampling.columns import split_rows
+from nanoactor.runtime.codec import copy_arrays
 from nanoactor.scheduling.config import SchedulerConfig
 from nanoactor.scheduling.sequences.ends import End
 from nanoactor.scheduling.sequences.free_text import NO_GATE
@@ -70,11 +70,11 @@ class History:
 class PromptReading:
     """Progress in reading the states of a prompt's positions, for scoring or pooling."""
 
-    want: int
+    flag: int
     """`Want.SCORE` or `Want.POOL`: the flag of rows whose states are read."""
-    last: int
+    end: int
     """Number of leading positions to read."""
-    read: int = 0
+    num_read: int = 0
     """Number of positions that planned steps read; no state is read twice."""
 
     @classmethod
@@ -90,20 +90,20 @@ class PromptReading:
     @property
     def is_done(self) -> bool:
         """Return True if nothing is left to be read."""
-        return self.read >= self.last
+        return self.num_read >= self.end
 
-    def reach(self, start: int, stop: int) -> int:
+    def clip(self, start: int, stop: int) -> int:
         """Return the end of a row that starts at `start`, at most `stop`. A row does not cross the
         end of the positions that are already read."""
-        return min(stop, self.read) if start < self.read < self.last else stop
+        return min(stop, self.num_read) if start < self.num_read < self.end else stop
 
-    def wants(self, start: int, stop: int) -> int:
+    def read_row(self, start: int, stop: int) -> int:
         """Return the flag of a row from `start` to `stop`, and count its positions as read; return
         0 if the row reads nothing."""
-        if start < self.read or self.is_done:
+        if start < self.num_read or self.is_done:
             return 0
-        self.read = stop
-        return self.want
+        self.num_read = stop
+        return self.flag
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -122,7 +122,7 @@ class Sequence:
     priority_key: tuple[int, int]
     """The sequence with the lower key is admitted first and preempted last."""
     table: RunningTable
-    kept: Int32
+    saved_tokens: Int32
     """Known tokens of the prompt and the output, while the sequence holds no slot."""
     prompt_length: int
     limit: int
@@ -135,11 +135,11 @@ class Sequence:
     grammar: GrammarState | None = None
     items: SequenceItems | None = None
     """Pictures and videos in the prompt; None if there are none."""
-    void_until: int = 0
+    discarded_until: int = 0
     """Last step whose results are discarded after a switch between free text and grammar."""
     resumed_to: int = 0
     """Number of known tokens on arrival if the sequence resumed with output; else 0."""
-    told: int = -1
+    reported: int = -1
     """Last position whose token was reported to the caller; only for held sequences."""
     phase: Phase = Phase.WAITING
     slot: int = -1
@@ -150,7 +150,7 @@ class Sequence:
     history: History = dataclasses.field(default_factory=History)
 
     @classmethod
-    def answers(
+    def of_request(
         cls,
         event: Admit,
         table: RunningTable,
@@ -161,8 +161,8 @@ class Sequence:
         Each unit of priority counts as `priority_window` places in the order of arrival, so at most
         that many later requests overtake a sequence per unit of priority difference.
         """
-        tokens, hashes, spec = event.token_ids.copy(), event.hashes.copy(), copied(event.spec)
-        samplings, output = rows_of(spec.sampling), tokens[event.prompt_length :].tolist()
+        tokens, hashes, spec = event.token_ids.copy(), event.hashes.copy(), copy_arrays(event.spec)
+        samplings, output = split_rows(spec.sampling), tokens[event.prompt_length :].tolist()
         group: SequenceGroup[Sequence] = SequenceGroup(range(event.uid, event.uid + len(samplings)))
         reading = PromptReading.of(spec, event.prompt_length, config.pooling)
         return [
@@ -171,7 +171,7 @@ class Sequence:
                 spec=spec,
                 priority_key=(uid + spec.priority * config.priority_window, uid),
                 table=table,
-                kept=tokens,
+                saved_tokens=tokens,
                 prompt_length=event.prompt_length,
                 limit=min(event.prompt_length + spec.stopping.max_tokens, config.max_model_len),
                 hashes=hashes,
@@ -196,7 +196,7 @@ class Sequence:
         """Mark the sequence as waiting in the queue."""
         self.phase = Phase.WAITING
 
-    def take_slot(self, slot: int) -> None:
+    def assign_slot(self, slot: int) -> None:
         """Assign a slot to the sequence; the block manager's answer is outstanding."""
         self.phase, self.slot = Phase.MATCHING, slot
 
@@ -204,9 +204,9 @@ class Sequence:
         """Mark the sequence as running: the lookup's result is known or does not matter."""
         self.phase = Phase.RUNNING
 
-    def give_up_slot(self) -> None:
+    def release_slot(self) -> None:
         """Give up the slot and keep the known tokens; the caller sets the next phase."""
-        self.kept, self.slot, self.starved_since = self.tokens.copy(), -1, 0
+        self.saved_tokens, self.slot, self.starved_since = self.tokens.copy(), -1, 0
 
     def hold(self) -> None:
         """Mark the sequence as held without a slot."""
@@ -218,9 +218,9 @@ class Sequence:
 
     def replace_tokens(self, tokens: Int32) -> None:
         """Replace the tokens of the sequence, which must hold no slot."""
-        self.kept = tokens
+        self.saved_tokens = tokens
 
-    def starve(self, step: int) -> None:
+    def record_starved(self, step: int) -> None:
         """Record that the sequence skips step `step` for lack of a block; 0 if it got one."""
         self.starved_since = (self.starved_since or step) if step else 0
 
@@ -229,14 +229,14 @@ class Sequence:
         self.last_step = last_step
         self.history.note_preemption()
 
-    def void(self, step: int) -> None:
+    def discard_results(self, step: int) -> None:
         """Discard the results of all steps up to `step`."""
-        self.void_until = step
+        self.discarded_until = step
 
-    def tell(self) -> int:
+    def note_reported(self) -> int:
         """Record that the token after the known ones is reported; return its index in the
         output."""
-        self.told = self.length
+        self.reported = self.length
         return self.length - self.prompt_length
 
     # -- properties -----------------------------------------------------------------------
@@ -245,7 +245,7 @@ class Sequence:
     def is_constrained(self) -> bool:
         """Return True if the sequence's tokens are sampled under masks. Such a sequence never
         decodes: each position is computed once its token is known."""
-        return self.grammar is not None and self.grammar.holds
+        return self.grammar is not None and self.grammar.applies
 
     @property
     def is_stepwise(self) -> bool:
@@ -256,7 +256,7 @@ class Sequence:
     @property
     def is_held(self) -> bool:
         """Return True if the sequence waits only for its caller; no step in flight has its rows."""
-        return self.spec.held and self.told == self.length
+        return self.spec.held and self.reported == self.length
 
     @property
     def is_computed(self) -> bool:
@@ -285,32 +285,32 @@ class Sequence:
         gate = self.grammar.last_gate if self.grammar else NO_GATE
         return self.end_ids if gate == NO_GATE else (gate, *self.end_ids)
 
-    def takes(self, token: int, step: int) -> bool:
+    def accepts(self, token: int, step: int) -> bool:
         """Return True if a token sampled by a step is accepted: the step's results count, and the
         token does not end a sequence that must continue."""
-        return self.counts(step) and not self.refuses(token)
+        return self.accepts_step(step) and not self.refuses(token)
 
-    def counts(self, step: int) -> bool:
+    def accepts_step(self, step: int) -> bool:
         """Return True if the step's results count: the sequence has not ended, and the results were
         not discarded."""
-        return self.phase is not Phase.FINISHED and step > self.void_until
+        return self.phase is not Phase.FINISHED and step > self.discarded_until
 
     def refuses(self, token: int) -> bool:
         """Return True if a token would end the sequence before its constrained output."""
-        must_go_on = self.grammar is not None and self.grammar.must_go_on
-        if not must_go_on or token not in self.spec.stopping.eos_ids:
+        must_continue = self.grammar is not None and self.grammar.must_continue
+        if not must_continue or token not in self.spec.stopping.eos_ids:
             return False
         return self.length + 1 - self.prompt_length >= self.spec.stopping.min_tokens
 
     @property
     def length(self) -> int:
         """Return the number of known tokens."""
-        return int(self.table.known[self.slot]) if self.slot >= 0 else len(self.kept)
+        return int(self.table.known[self.slot]) if self.slot >= 0 else len(self.saved_tokens)
 
     @property
     def tokens(self) -> Int32:
         """The known tokens; a view of the table while the sequence holds a slot."""
-        return self.table.tokens[self.slot, : self.length] if self.slot >= 0 else self.kept
+        return self.table.tokens[self.slot, : self.length] if self.slot >= 0 else self.saved_tokens
 
     @property
     def target(self) -> int:
@@ -318,18 +318,18 @@ class Sequence:
         return int(self.table.targets[self.slot])
 
     @property
-    def reach(self) -> int:
+    def prefill_end(self) -> int:
         """End of the positions that can be prefilled now, limited by the sequence's blocks and by
         the pictures encoded so far."""
-        target = min(self.target, int(self.table.room[self.slot]))
-        return target if self.items is None else self.items.reach(self.scheduled, target)
+        target = min(self.target, int(self.table.capacity[self.slot]))
+        return target if self.items is None else self.items.prefill_end(self.scheduled, target)
 
     @property
     def is_starving(self) -> bool:
         """Return True if the sequence's next known token needs a new block."""
         return (
             self.phase is Phase.RUNNING
-            and self.scheduled == int(self.table.room[self.slot]) < self.target
+            and self.scheduled == int(self.table.capacity[self.slot]) < self.target
         )
 
     @property
@@ -348,18 +348,18 @@ class Sequence:
         return self.table.blocks_at(self.slot) if self.slot >= 0 else 0
 
     @property
-    def gives_back(self) -> int:
+    def num_freeable_blocks(self) -> int:
         """Return the number of blocks that would be freed if the sequence gave up its slot."""
         return self.blocks - int(self.table.shared[self.slot])
 
     @property
-    def most_hits(self) -> int:
+    def max_hits(self) -> int:
         """Maximum number of leading positions that may come from the prefix cache: positions that
         are still to be scored or pooled must be computed."""
-        return _ALL if self.is_read or self.reading is None else self.reading.read
+        return _ALL if self.is_prompt_read or self.reading is None else self.reading.num_read
 
     @property
-    def is_read(self) -> bool:
+    def is_prompt_read(self) -> bool:
         """Return True if nothing of the prompt is left to be scored or pooled."""
         return self.reading is None or self.reading.is_done
 
@@ -381,7 +381,7 @@ class Sequence:
         if self.slot >= 0:
             self.table.append_one(self.slot, token)
         else:
-            self.kept = np.append(self.kept, np.int32(token))
+            self.saved_tokens = np.append(self.saved_tokens, np.int32(token))
         return index
 
     def end_reached(self) -> End | None:

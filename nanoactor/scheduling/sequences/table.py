@@ -39,23 +39,23 @@ class RunningTable:
         self.limits = np.zeros(slots, np.int64)
         self.targets = np.zeros(slots, np.int64)
         self.known = np.zeros(slots, np.int64)
-        self.room = np.zeros(slots, np.int64)
+        self.capacity = np.zeros(slots, np.int64)
         """Number of positions that each slot's blocks hold."""
         self.shared = np.zeros(slots, np.int64)
         """Number of each slot's blocks that other slots also hold, by the latest answer."""
-        self.admitted = np.zeros(slots, np.int64)
+        self.admission_turns = np.zeros(slots, np.int64)
         """The turn in which each slot was given to its sequence."""
         self.tokens = np.empty((slots, max_model_len), np.int32)
         """All known tokens; memory that is never written costs nothing."""
 
         self._scheduled = np.zeros(slots, np.int64)
-        """Number of positions that the planned steps compute, without those in `_ahead`."""
-        self._versions = 0
+        """Number of positions that the planned steps compute, without those in `_pending_steps`."""
+        self._last_version = 0
         self._batch = DecodeBatch(0, np.empty(0, np.int64), np.zeros(slots, np.bool_))
         """The latest decode batch."""
-        self._steady = 0
+        self._stable_steps = 0
         """Number of further steps for which `_batch` stays the same unless it is interrupted."""
-        self._ahead = 0
+        self._pending_steps = 0
         """Number of steps of `_batch` that `_scheduled` does not include yet."""
         self._columns: BatchColumns | None = None
 
@@ -80,40 +80,40 @@ class RunningTable:
         self.stepwise[slot] = stepwise
         self.uids[slot], self.prompts[slot], self.limits[slot] = uid, prompt_length, limit
         self.targets[slot] = self.known[slot] = len(tokens)
-        self.room[slot], self._scheduled[slot] = blocks * self._block_size, 0
+        self.capacity[slot], self._scheduled[slot] = blocks * self._block_size, 0
         self.tokens[slot, : len(tokens)] = tokens
 
     def copy(self, slot: int, tokens: Int32, blocks: int) -> None:
         """Replace the tokens, all computed, and the blocks of a slot that never decodes."""
         self.targets[slot] = self.known[slot] = self._scheduled[slot] = len(tokens)
         self.tokens[slot, : len(tokens)] = tokens
-        self.room[slot] = blocks * self._block_size
+        self.capacity[slot] = blocks * self._block_size
 
     def start(self, slot: int, computed: int) -> None:
         """Mark a slot as running after its lookup, with `computed` positions already computed."""
         self.running[slot], self._scheduled[slot] = True, computed
 
-    def share(self, slots: Int32, shared: Int32, turn: int) -> None:
+    def note_shared(self, slots: Int32, shared: Int32, turn: int) -> None:
         """Record how many blocks each of these slots shares with others, as of turn `turn`; slots
         that were reassigned since then are ignored."""
-        known = self.occupied[slots] & (self.admitted[slots] <= turn)
-        self.shared[slots[known]] = shared[known]
+        current = self.occupied[slots] & (self.admission_turns[slots] <= turn)
+        self.shared[slots[current]] = shared[current]
 
     def leave(self, slot: int) -> None:
         """Release a slot."""
         if self.stepwise[slot]:  # no decode batch contains it
             self.occupied[slot] = self.running[slot] = False
             return
-        self._catch_up()
-        self._steady = 0
+        self._flush_pending()
+        self._stable_steps = 0
         self.occupied[slot] = self.running[slot] = False
         self._columns = None
 
-    def lower(self, slot: int, length: int, *, stepwise: bool) -> None:
+    def rewind(self, slot: int, length: int, *, stepwise: bool) -> None:
         """Have a slot's positions from `length` to the last known token recomputed before the slot
         decodes or samples again; results of planned steps there are overwritten."""
-        self._catch_up()
-        self._steady = 0
+        self._flush_pending()
+        self._stable_steps = 0
         self._columns = None
         self._scheduled[slot] = min(int(self._scheduled[slot]), length)
         self.targets[slot] = self.known[slot]
@@ -124,50 +124,50 @@ class RunningTable:
     @property
     def scheduled(self) -> NDArray[np.int64]:
         """Number of positions that the planned steps compute, by slot (int64); read-only."""
-        if not self._ahead:
+        if not self._pending_steps:
             return self._scheduled
-        return self._scheduled + self._ahead * self._batch.members
+        return self._scheduled + self._pending_steps * self._batch.members
 
     def scheduled_at(self, slot: int) -> int:
         """Return the number of a slot's positions that the planned steps compute."""
         scheduled = int(self._scheduled[slot])
-        return scheduled + self._ahead if self._batch.members[slot] else scheduled
+        return scheduled + self._pending_steps if self._batch.members[slot] else scheduled
 
-    def demand(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    def readiness(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Return, by slot, whether it can decode, and whether it lacks only a block to do so.
 
         To decode, a slot's prompt must be computed, and one more token must fit within its limit:
         position p samples token p + 1.
         """
         scheduled = self.scheduled
-        able = self.running & (scheduled >= self.targets) & (scheduled + 2 <= self.limits)
-        able &= ~self.stepwise
-        starving = able & (scheduled == self.room)
-        return able ^ starving, starving
+        eligible = self.running & (scheduled >= self.targets) & (scheduled + 2 <= self.limits)
+        eligible &= ~self.stepwise
+        starving = eligible & (scheduled == self.capacity)
+        return eligible ^ starving, starving
 
     @property
     def lacks_block(self) -> NDArray[np.bool_]:
         """Return, by slot, whether the next known token of a running sequence needs a block."""
-        lacks: NDArray[np.bool_] = self.running & (self.scheduled == self.room)
-        return lacks & (self.room < self.targets)
+        lacks: NDArray[np.bool_] = self.running & (self.scheduled == self.capacity)
+        return lacks & (self.capacity < self.targets)
 
     def blocks_at(self, slot: int) -> int:
         """Return the number of blocks that a slot holds."""
-        return int(self.room[slot]) // self._block_size
+        return int(self.capacity[slot]) // self._block_size
 
     def grow(self, slots: list[int]) -> None:
         """Add one block to each of these slots."""
-        self.room[slots] += self._block_size
+        self.capacity[slots] += self._block_size
 
     def prefill(self, slot: int, count: int) -> None:
         """Schedule `count` more positions of a prompt; its slot may decode in the next step."""
         if not self.stepwise[slot]:
-            self._steady = 0
+            self._stable_steps = 0
         self._scheduled[slot] += count
 
     def interrupt(self) -> None:
         """Have the decode batch rebuilt in the next step."""
-        self._steady = 0
+        self._stable_steps = 0
 
     def decode_again(self) -> DecodeBatch | None:
         """Decode the previous step's batch again, one position further; None if it may differ.
@@ -175,39 +175,39 @@ class RunningTable:
         In most steps no sequence arrives, ends or needs a block. Such steps write no rows: they are
         counted, and added to the rows when the batch changes.
         """
-        if not self._steady:
-            self._catch_up()
+        if not self._stable_steps:
+            self._flush_pending()
             return None
-        self._steady -= 1
-        self._ahead += 1
+        self._stable_steps -= 1
+        self._pending_steps += 1
         return self._batch
 
-    def decode(self, slots: Slots, all_fed: bool) -> DecodeBatch:
+    def decode(self, slots: Slots, none_starving: bool) -> DecodeBatch:
         """Decode one position of each of these slots, after `decode_again` returned None.
 
-        `all_fed` means that no sequence is left out for lack of a block.
+        `none_starving` means that no sequence is left out for lack of a block.
         """
         scheduled = self._scheduled[slots] + 1
         self._scheduled[slots] = scheduled
         if not np.array_equal(slots, self._batch.slots):
             self._batch = self.batch_of(slots)
-        self._steady = 0
-        if all_fed and len(slots):
-            ends = np.minimum(self.room[slots], self.limits[slots] - 1)
-            self._steady = int((ends - scheduled).min())
+        self._stable_steps = 0
+        if none_starving and len(slots):
+            ends = np.minimum(self.capacity[slots], self.limits[slots] - 1)
+            self._stable_steps = int((ends - scheduled).min())
         return self._batch
 
     def batch_of(self, slots: Slots) -> DecodeBatch:
         """Return a batch of these slots, with a new version."""
-        self._versions += 1
+        self._last_version += 1
         members = np.zeros(len(self.occupied), np.bool_)
         members[slots] = True
-        return DecodeBatch(self._versions, slots, members)
+        return DecodeBatch(self._last_version, slots, members)
 
-    def _catch_up(self) -> None:
-        if self._ahead:
-            self._scheduled += self._ahead * self._batch.members
-            self._ahead = 0
+    def _flush_pending(self) -> None:
+        if self._pending_steps:
+            self._scheduled += self._pending_steps * self._batch.members
+            self._pending_steps = 0
 
     # -- known tokens ---------------------------------------------------------------------
 
@@ -272,7 +272,7 @@ class BatchColumns:
         return self.known - self.prompts - np.int32(1)
 
     @property
-    def full(self) -> NDArray[np.bool_]:
+    def at_limit(self) -> NDArray[np.bool_]:
         """Return whether each row has reached its limit, (rows,)."""
-        full: NDArray[np.bool_] = self.known >= self.limits
-        return full
+        at_limit: NDArray[np.bool_] = self.known >= self.limits
+        return at_limit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nanoactor.messages.engine import Abort, Admit, Open, Reject
 from nanoactor.messages.resuming import Resume
-from nanoactor.scheduling.edges import TEXT, Send
+from nanoactor.scheduling.edges import DETOKENIZER, Outgoing
 from nanoactor.scheduling.sequences.ends import End, rejected
 from nanoactor.scheduling.sequences.ids import SeenNumbers
 from nanoactor.scheduling.sequences.sequence import Sequence
@@ -25,22 +25,24 @@ class Arrivals:
         self.seen = SeenNumbers()
         self.tombstones: set[int] = set()
 
-    def admit(self, event: Admit, answers: list[Sequence]) -> tuple[list[Sequence], list[Send]]:
+    def admit(
+        self, event: Admit, sequences: list[Sequence]
+    ) -> tuple[list[Sequence], list[Outgoing]]:
         """Register a request's sequences; return the live ones and the messages that open them."""
-        living = [answer for answer in answers if not self._swallowed(answer.uid)]
-        out: list[Send] = []
-        for sequence in living:
+        live = [s for s in sequences if not self._consume_tombstone(s.uid)]
+        out: list[Outgoing] = []
+        for sequence in live:
             self._output.stop_ids.add(sequence.watched_ids)
             # Only the first message carries the tokenized prompt.
-            first = sequence is living[0]
+            first = sequence is live[0]
             prompt = (event.token_ids.copy(), event.prompt_length) if first else (_NO_TOKENS, 0)
-            out.append((TEXT, Open(sequence.uid, *prompt, event.spec.text_options)))
-        return living, out
+            out.append((DETOKENIZER, Open(sequence.uid, *prompt, event.spec.text_options)))
+        return live, out
 
     def reject(self, event: Reject) -> None:
         """Finish a request that cannot run."""
         for uid in range(event.uid, event.uid + event.answers):
-            if not self._swallowed(uid):
+            if not self._consume_tombstone(uid):
                 if not event.text:
                     self._statistics.count_abort()
                 self._output.finish(uid, rejected(event.text, refused=event.refused))
@@ -49,7 +51,7 @@ class Arrivals:
         """After a restart, mark the finished requests as seen, since they do not arrive again."""
         self.seen.fill(event.below, event.living.tolist())
 
-    def _swallowed(self, uid: int) -> bool:
+    def _consume_tombstone(self, uid: int) -> bool:
         """Record that a request has arrived; return True if its abort arrived first."""
         self.seen.add(uid)
         if uid not in self.tombstones:
@@ -59,7 +61,7 @@ class Arrivals:
         self._output.finish(uid, End("abort"))
         return True
 
-    def overtaken(self, event: Abort) -> bool:
+    def note_early_abort(self, event: Abort) -> bool:
         """Return True if an abort has arrived before its request, and record the abort."""
         if event.uid not in self.seen:
             self.tombstones.add(event.uid)

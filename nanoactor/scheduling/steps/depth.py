@@ -26,14 +26,14 @@ class PipelineDepth:
 
     Two steps hide the host's work if a step takes longer than that work. If steps are shorter,
     enough are planned to cover the host's time. Their number is limited, because a new request
-    waits for all steps in flight. More than `least` steps are in flight only if all of them decode
-    and compute no prompts. Steps with prompts are long, and a sequence that never decodes has only
-    one step in flight.
+    waits for all steps in flight. More than `min_depth` steps are in flight only if all of them
+    decode and compute no prompts. Steps with prompts are long, and a sequence that never decodes
+    has only one step in flight.
     """
 
-    def __init__(self, least: int, most: int) -> None:
-        """Up to `least` steps may always be in flight, and never more than `most`."""
-        self._least, self._most = least, most
+    def __init__(self, min_depth: int, max_depth: int) -> None:
+        """Up to `min_depth` steps may always be in flight, and never more than `max_depth`."""
+        self._min_depth, self._max_depth = min_depth, max_depth
         self._seconds = math.inf
         self.is_paused = False
         """Whether planning is paused."""
@@ -42,7 +42,7 @@ class PipelineDepth:
         """Pause or resume planning."""
         self.is_paused = paused
 
-    def note(self, planned: _Planned, seconds: float) -> None:
+    def note_step(self, planned: _Planned, seconds: float) -> None:
         """Record how long a finished step took; only decode steps count."""
         if not planned.is_decode_step:
             return
@@ -56,10 +56,10 @@ class PipelineDepth:
         if self.is_paused:
             return False
         steps = len(in_flight)
-        if steps < self._least or steps >= self._most:
-            return steps < self._least
+        if steps < self._min_depth or steps >= self._max_depth:
+            return steps < self._min_depth
         if stepwise:
-            short = (steps - 1) * self._seconds < STEPWISE_SECONDS
+            needs_work = (steps - 1) * self._seconds < STEPWISE_SECONDS
         else:
-            short = steps * self._seconds < AHEAD_SECONDS
-        return short and all(planned.is_decode_step for planned in in_flight)
+            needs_work = steps * self._seconds < AHEAD_SECONDS
+        return needs_work and all(planned.is_decode_step for planned in in_flight)

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from nanoactor.messages.engine import Finish, Int32, Int64, StepDone, Tokens
 from nanoactor.messages.pooling import Float32, RequestVectors
 from nanoactor.messages.scores import RequestScores, TokenScores
-from nanoactor.runtime.codec import copied
+from nanoactor.runtime.codec import copy_arrays
 from nanoactor.scheduling.sequences.ends import End
 from nanoactor.scheduling.sequences.ids import StopIds
 from nanoactor.scheduling.sequences.sequence import History, Sequence
@@ -37,82 +37,86 @@ class OutputBuffer:
         self._scores: RequestScores | None = None
         self._vectors: list[tuple[int, Float32]] = []
         """(uid, vector) pairs that have not been sent yet."""
-        self._step = self._void_until = 0
+        self._step = self._discarded_until = 0
         """The step being processed, and the last step with discarded results."""
         self._refusing: list[Sequence] = []
         """Sequences that refused an end-of-sequence token before their constrained output."""
 
-    def take_scores(self, done: PlannedStep, event: StepDone) -> None:
-        """Record a step's log-probabilities, except those of dropped results, before `take`."""
+    def record_scores(self, done: PlannedStep, event: StepDone) -> None:
+        """Record a step's log-probabilities, except those of dropped results, before
+        `append_results`."""
         self._step = done.step
-        if (found := event.scores) is None:
+        if (step_scores := event.scores) is None:
             return
-        runs = [(row.sequence, True, row.scores) for row in done.rows if row.scores]
-        alive = [sequence.takes(NO_TOKEN, done.step) for sequence, _, _ in runs]
-        decode, first = done.decode_batch.slots, len(done.decode_batch.slots)
-        samplers = [*range(first), *(first + n for n, row in enumerate(done.rows) if row.samples)]
-        tokens = event.token_ids[np.searchsorted(samplers, found.rows)].tolist()
-        for number, token in zip(found.rows.tolist(), tokens, strict=True):
-            if number < first:
+        runs = [(row.sequence, True, row.num_scored) for row in done.rows if row.num_scored]
+        accepted = [sequence.accepts(NO_TOKEN, done.step) for sequence, _, _ in runs]
+        decode, num_decodes = done.decode_batch.slots, len(done.decode_batch.slots)
+        samplers = [
+            *range(num_decodes),
+            *(num_decodes + n for n, row in enumerate(done.rows) if row.samples),
+        ]
+        tokens = event.token_ids[np.searchsorted(samplers, step_scores.rows)].tolist()
+        for number, token in zip(step_scores.rows.tolist(), tokens, strict=True):
+            if number < num_decodes:
                 (sequence,) = self._running.owners(decode[number : number + 1])
             else:
-                sequence = done.rows[number - first].sequence
+                sequence = done.rows[number - num_decodes].sequence
             runs.append((sequence, False, 1))
-            alive.append(sequence.takes(token, done.step))
-        scores = _selected(found.scores, np.repeat(alive, [count for _, _, count in runs]))
-        if runs := [run for run, lives in zip(runs, alive, strict=True) if lives]:
+            accepted.append(sequence.accepts(token, done.step))
+        scores = _selected(step_scores.scores, np.repeat(accepted, [count for _, _, count in runs]))
+        if runs := [run for run, lives in zip(runs, accepted, strict=True) if lives]:
             sequences, prompts, counts = map(list, zip(*runs, strict=True))
             uids = as_int64(sequence.uid for sequence in sequences)
             flags = np.array(prompts, np.bool_)
             self._scores = RequestScores(uids, flags, as_int32(counts), scores)
 
-    def pool(self, uid: int, vector: Float32) -> None:
+    def add_vector(self, uid: int, vector: Float32) -> None:
         """Queue a request's vector for reporting."""
         self._vectors.append((uid, vector))
 
-    def take(self, results: Results) -> tuple[list[tuple[Int32, Int32]], list[Sequence]]:
+    def append_results(self, results: Results) -> tuple[list[tuple[Int32, Int32]], list[Sequence]]:
         """Append or report a step's tokens.
 
         Returns the (slots, tokens) of the sequences that still hold a slot, and the sequences with
         a new token that may end them or their free text.
         """
         self._statistics.count_overrun(results.frozen)
-        singly = self._take_singly(
+        appended = self._append_singly(
             [row.sequence for row, _ in results.singles], [token for _, token in results.singles]
         )
-        slots, tokens, due = self._take_decodes(results.batch, results.tokens)
-        known = [(s.slot, token) for s, token in singly if s.slot >= 0]
+        slots, tokens, candidates = self._append_decodes(results.batch, results.tokens)
+        known = [(s.slot, token) for s, token in appended if s.slot >= 0]
         single_slots, single_tokens = zip(*known, strict=True) if known else ((), ())
         return (
             [(as_int32(single_slots), as_int32(single_tokens)), (slots, tokens)],
-            [sequence for sequence, _ in singly] + due,
+            [sequence for sequence, _ in appended] + candidates,
         )
 
-    def _take_singly(
+    def _append_singly(
         self, sequences: list[Sequence], tokens: list[int]
     ) -> list[tuple[Sequence, int]]:
         """Append each token to its sequence, or, for held sequences, only report it to the caller.
         Return the extended sequences with their tokens."""
-        taken: list[tuple[Sequence, int]] = []
+        appended: list[tuple[Sequence, int]] = []
         for sequence, token in zip(sequences, tokens, strict=True):
-            if not sequence.takes(token, self._step):
+            if not sequence.accepts(token, self._step):
                 self._drop(sequence, token)
             elif sequence.spec.held:
-                self._tell(sequence, token)
+                self._report(sequence, token)
             else:
                 self.append(sequence, token)
-                taken.append((sequence, token))
-        return taken
+                appended.append((sequence, token))
+        return appended
 
     def _drop(self, sequence: Sequence, token: int) -> None:
         """Drop a sampled token, and record its sequence if the sequence refused the token."""
         self._statistics.count_overrun()
-        if sequence.counts(self._step):
+        if sequence.accepts_step(self._step):
             self._refusing.append(sequence)
 
-    def _tell(self, sequence: Sequence, token: int) -> None:
+    def _report(self, sequence: Sequence, token: int) -> None:
         """Report a token without appending it: the caller chooses the token to append."""
-        uids, indices = as_int64([sequence.uid]), as_int32([sequence.tell()])
+        uids, indices = as_int64([sequence.uid]), as_int32([sequence.note_reported()])
         self._new.append((uids, indices, as_int32([token])))
 
     def append(self, sequence: Sequence, token: int) -> None:
@@ -129,40 +133,40 @@ class OutputBuffer:
             count, end = count + 1, sequence.end_reached()
         return run[:count], end
 
-    def _take_decodes(
+    def _append_decodes(
         self, batch: DecodeBatch, tokens: Int32
     ) -> tuple[Int32, Int32, list[Sequence]]:
         """Append the tokens of a decode batch. Return the slots and tokens of the sequences that
         still hold a slot, and the sequences with a new token that may end them or their free
         text."""
-        due: list[Sequence] = []
-        if self._step <= self._void_until or not self._table.all_occupied(batch):
+        candidates: list[Sequence] = []
+        if self._step <= self._discarded_until or not self._table.all_occupied(batch):
             owners = self._running.owners(batch.slots)
-            stays = self._table.occupied[batch.slots]
-            stays &= np.array([owner.counts(self._step) for owner in owners], np.bool_)
-            gone = [owners[row] for row in np.flatnonzero(~stays)]
-            due = [s for s, _ in self._take_singly(gone, tokens[~stays].tolist())]
-            batch, tokens = self._table.batch_of(batch.slots[stays]), tokens[stays]
-        watched = self.stop_ids.among(tokens)
+            in_place = self._table.occupied[batch.slots]
+            in_place &= np.array([owner.accepts_step(self._step) for owner in owners], np.bool_)
+            moved = [owners[row] for row in np.flatnonzero(~in_place)]
+            candidates = [s for s, _ in self._append_singly(moved, tokens[~in_place].tolist())]
+            batch, tokens = self._table.batch_of(batch.slots[in_place]), tokens[in_place]
+        watched = self.stop_ids.is_watched(tokens)
         if watched.any():
             refused = watched & self._refused(batch.slots, tokens, watched)
             if refused.any():
-                self._take_singly(
+                self._append_singly(
                     self._running.owners(batch.slots[refused]), tokens[refused].tolist()
                 )
                 batch = self._table.batch_of(batch.slots[~refused])
                 tokens, watched = tokens[~refused], watched[~refused]
         columns = self._table.append(batch, tokens)
         self._new.append((columns.uids, columns.indices, tokens))
-        ends = columns.full | watched
+        ends = columns.at_limit | watched
         if ends.any():
-            due += self._running.owners(batch.slots[ends])
-        return columns.slots32, tokens, due
+            candidates += self._running.owners(batch.slots[ends])
+        return columns.slots32, tokens, candidates
 
-    def void(self, sequence: Sequence, step: int) -> None:
+    def discard_results(self, sequence: Sequence, step: int) -> None:
         """Discard the sequence's results of all steps up to `step`."""
-        self._void_until = step
-        sequence.void(step)
+        self._discarded_until = step
+        sequence.discard_results(step)
 
     def take_refused(self) -> list[Sequence]:
         """Return the sequences that refused a token since the last call."""
@@ -209,7 +213,7 @@ class OutputBuffer:
 def _selected(scores: TokenScores, kept: NDArray[np.bool_]) -> TokenScores:
     """Return a copy of the scores that `kept` selects."""
     if kept.all():
-        return copied(scores)
+        return copy_arrays(scores)
     tops = np.repeat(kept, scores.counts)
     return TokenScores(
         scores.logprobs[kept],

@@ -53,7 +53,7 @@ class PlannedRow(NamedTuple):
         return not self.length and self.source < 0
 
     @property
-    def scores(self) -> int:
+    def num_scored(self) -> int:
         """Number of positions in the row whose successors are scored."""
         last = self.sequence.prompt_length - 1
         return min(self.length, last - self.start) if self.wants & SCORE else 0
@@ -90,12 +90,12 @@ class PlannedStep:
         return as_int32([*[1] * len(self.decode_batch.slots), *(row.samples for row in self.rows)])
 
     @property
-    def sampling(self) -> int:
+    def num_sampled(self) -> int:
         """Return the number of tokens that the step yields."""
         return len(self.decode_batch.slots) + sum(row.samples for row in self.rows)
 
     @property
-    def positions(self) -> int:
+    def num_positions(self) -> int:
         """Number of positions that the step computes in rows that do not decode."""
         return sum(row.length for row in self.rows)
 
@@ -110,11 +110,11 @@ class PlannedStep:
         return bool(self.decode_batch.members[slot]) or any(row.slot == slot for row in self.rows)
 
 
-def as_rows(planned: list[PlannedRow]) -> Rows:
+def as_rows(rows: list[PlannedRow]) -> Rows:
     """Return the rows as columns."""
-    if not planned:
+    if not rows:
         return NO_ROWS
-    slots, starts, counts, wants, sources = zip(*(row[1:] for row in planned), strict=True)
+    slots, starts, counts, wants, sources = zip(*(row[1:] for row in rows), strict=True)
     has_copies = any(source >= 0 for source in sources)
     return Rows(
         as_int32(slots),

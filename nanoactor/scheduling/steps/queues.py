@@ -61,7 +61,7 @@ class WaitingQueue:
             self._ended -= 1
 
 
-class WaitingLine:
+class WaitingQueues:
     """All waiting sequences. A sequence that waits for pages of the encoder cache is parked, as are
     all later sequences that need pages: sequences with pictures do not overtake each other, and do
     not hold up sequences without pictures."""
@@ -122,10 +122,10 @@ class RunningBatch:
         """All sequences of the batch, by priority."""
         self._prefills: list[Sequence] = []
         """Sequences with positions left to prefill, by priority."""
-        self._beginnings: Counter[bytes] = Counter()
+        self._first_block_counts: Counter[bytes] = Counter()
         """Number of sequences in `_prefills` by the hash of their first block. Sequences with
         different first blocks share no block."""
-        self.progress = 0
+        self.prefill_version = 0
         """Counter that changes whenever fewer positions may be left to prefill."""
         self.stepwise: list[Sequence] = []
         """Sequences that never decode: constrained and held ones."""
@@ -148,7 +148,7 @@ class RunningBatch:
     @property
     def left_to_prefill(self) -> int:
         """Number of prompt positions that could be computed but are not planned yet."""
-        return sum(s.reach - s.scheduled for s in self._prefills)
+        return sum(s.prefill_end - s.scheduled for s in self._prefills)
 
     @property
     def prefilling(self) -> list[Sequence]:
@@ -159,7 +159,7 @@ class RunningBatch:
         """Return the current or last owner of each slot."""
         return [self._owners[slot] for slot in slots.tolist()]
 
-    def rows(self, planned: PlannedStep) -> list[Sequence]:
+    def sequences_in(self, planned: PlannedStep) -> list[Sequence]:
         """Return all sequences with a row in a planned step that is not done."""
         decoding = self.owners(planned.decode_batch.slots)
         return [*decoding, *(row.sequence for row in planned.rows)]
@@ -171,32 +171,32 @@ class RunningBatch:
             uid=sequence.uid,
             prompt_length=sequence.prompt_length,
             limit=sequence.limit,
-            tokens=sequence.kept,
+            tokens=sequence.saved_tokens,
             blocks=blocks,
             stepwise=sequence.is_stepwise,
         )
         if sequence.is_stepwise:
             self.stepwise.append(sequence)
         self.table.shared[slot] = blocks
-        sequence.take_slot(slot)
+        sequence.assign_slot(slot)
         self._owners[slot] = sequence
         bisect.insort(self._sequences, sequence, key=lambda s: s.priority_key)
         self._add_prefill(sequence)
 
     def _add_prefill(self, sequence: Sequence) -> None:
         bisect.insort(self._prefills, sequence, key=lambda s: s.priority_key)
-        self._beginnings[_beginning(sequence)] += 1
+        self._first_block_counts[_first_block_hash(sequence)] += 1
 
     def _note_prefilled(self, sequence: Sequence) -> None:
-        beginning = _beginning(sequence)
-        self._beginnings[beginning] -= 1
-        if not self._beginnings[beginning]:
-            del self._beginnings[beginning]
+        first_hash = _first_block_hash(sequence)
+        self._first_block_counts[first_hash] -= 1
+        if not self._first_block_counts[first_hash]:
+            del self._first_block_counts[first_hash]
 
     def start(self, slot: int, computed: int) -> None:
         """Mark a slot's sequence as running, with `computed` positions already computed."""
         self.table.start(slot, computed)
-        self.progress += 1
+        self.prefill_version += 1
 
     def enter_computed(self, sequence: Sequence, slot: int, blocks: int) -> None:
         """Assign a slot and `blocks` blocks to a sequence; a planned step computes its known
@@ -213,11 +213,11 @@ class RunningBatch:
         if sequence in self._prefills:
             self._prefills.remove(sequence)
             self._note_prefilled(sequence)
-        self.progress += 1
+        self.prefill_version += 1
         if sequence in self.stepwise:
             self.stepwise.remove(sequence)
         slot = sequence.slot
-        sequence.give_up_slot()
+        sequence.release_slot()
         self.table.leave(slot)
 
     @property
@@ -230,7 +230,7 @@ class RunningBatch:
         """Running sequences that sample under masks."""
         return [sequence for sequence in self.stepwise if sequence.is_constrained]
 
-    def resume(self, sequence: Sequence) -> None:
+    def queue_prefill(self, sequence: Sequence) -> None:
         """Queue the sequence's known but uncomputed positions."""
         if sequence.slot >= 0 and sequence not in self._prefills:
             self._add_prefill(sequence)
@@ -238,56 +238,56 @@ class RunningBatch:
     def choose_rows(self, budget: int, turn: int) -> list[PlannedRow]:
         """Return rows with at most `budget` positions in total for a step: at least one position of
         each sequence that never decodes, then prompts by priority."""
-        continued = [s for s in self.prefilling if s.continues and s.reach > s.scheduled]
+        stepwise = [s for s in self.prefilling if s.continues and s.prefill_end > s.scheduled]
         rows: list[PlannedRow] = []
-        for index, sequence in enumerate(continued):
-            others = len(continued) - 1 - index
-            rows += (found := self._row(sequence, budget - others))
+        for index, sequence in enumerate(stepwise):
+            others = len(stepwise) - 1 - index
+            rows += (found := self._next_row(sequence, budget - others))
             budget -= sum(row.length for row in found)
         for sequence in self._prefills:
             if budget <= 0:
                 break
             if not sequence.continues and (
-                sequence.phase is Phase.RUNNING or self._rides(sequence, budget, turn)
+                sequence.phase is Phase.RUNNING or self._try_join(sequence, budget, turn)
             ):
-                rows += (found := self._row(sequence, budget))
+                rows += (found := self._next_row(sequence, budget))
                 budget -= sum(row.length for row in found)
         if rows:
-            self.progress += 1
-            left = [s.scheduled < s.target for s in self._prefills]
-            for sequence in itertools.compress(self._prefills, map(operator.not_, left)):
+            self.prefill_version += 1
+            unfinished = [s.scheduled < s.target for s in self._prefills]
+            for sequence in itertools.compress(self._prefills, map(operator.not_, unfinished)):
                 self._note_prefilled(sequence)
-            self._prefills = [*itertools.compress(self._prefills, left)]
+            self._prefills = [*itertools.compress(self._prefills, unfinished)]
         return rows
 
-    def _rides(self, sequence: Sequence, budget: int, turn: int) -> bool:
+    def _try_join(self, sequence: Sequence, budget: int, turn: int) -> bool:
         """If possible, let a sequence that is admitted in this turn join the turn's step, whatever
         its prefix-cache lookup finds. Return True if it joins; it is then running."""
-        whole = sequence.length <= budget and sequence.items is None and not sequence.resumed_to
-        whole &= not sequence.is_constrained  # forced tokens may end it before its answer
-        unread = sequence.is_read or not sequence.most_hits
-        if self.table.admitted[sequence.slot] != turn or not whole or not unread:
+        fits = sequence.length <= budget and sequence.items is None and not sequence.resumed_to
+        fits &= not sequence.is_constrained  # forced tokens may end it before its answer
+        reads_nothing = sequence.is_prompt_read or not sequence.max_hits
+        if self.table.admission_turns[sequence.slot] != turn or not fits or not reads_nothing:
             return False
         sequence.run()
         self.table.start(sequence.slot, 0)
         return True
 
-    def _row(self, sequence: Sequence, most: int) -> list[PlannedRow]:
-        """Return a list with a row of at most `most` positions of a sequence; empty if none is
+    def _next_row(self, sequence: Sequence, budget: int) -> list[PlannedRow]:
+        """Return a list with a row of at most `budget` positions of a sequence; empty if none is
         due."""
         slot, start, reading = sequence.slot, sequence.scheduled, sequence.reading
-        length = min(most, sequence.reach - start, self._at_once(sequence, start))
+        length = min(budget, sequence.prefill_end - start, self._max_row_length(sequence, start))
         if reading is not None:
-            length = reading.reach(start, start + length) - start
+            length = reading.clip(start, start + length) - start
         if not length:  # a picture is not encoded yet, or there is no block
             return []
         self.table.prefill(slot, length)
-        wants = 0 if reading is None else reading.wants(start, start + length)
+        wants = 0 if reading is None else reading.read_row(start, start + length)
         if start + length == sequence.target:
             wants |= sequence.last_want
         return [PlannedRow(sequence, slot, start, length, wants)]
 
-    def _at_once(self, sequence: Sequence, start: int) -> int:
+    def _max_row_length(self, sequence: Sequence, start: int) -> int:
         """Return the number of positions from `start` on that one step may compute. When an output
         resumes after a restart, the missing tokens of its last block are computed one by one, as
         they originally were, because a chunk would round differently in bfloat16."""
@@ -298,31 +298,31 @@ class RunningBatch:
             return sequence.target - start
         return max(1, sequence.prompt_length - start)
 
-    def lower(self, sequence: Sequence) -> None:
+    def rewind(self, sequence: Sequence) -> None:
         """Make a sequence continue in its new state after its newest known token, whatever steps in
         flight compute beyond that token."""
         stepwise = sequence.is_stepwise
-        self.table.lower(sequence.slot, sequence.length - 1, stepwise=stepwise)
+        self.table.rewind(sequence.slot, sequence.length - 1, stepwise=stepwise)
         if (sequence in self.stepwise) is not stepwise:
             (self.stepwise.append if stepwise else self.stepwise.remove)(sequence)
-        self.resume(sequence)
+        self.queue_prefill(sequence)
 
-    def is_about_to_compute_for(self, head: Sequence) -> bool:
+    def will_compute_prefix_of(self, head: Sequence) -> bool:
         """Return True if a running prompt is about to compute a block that `head` could share."""
         size = self._block_size
-        useful = min(len(head.hashes), (head.length - 1) // size)
-        if not useful or _beginning(head) not in self._beginnings:
+        shareable = min(len(head.hashes), (head.length - 1) // size)
+        if not shareable or _first_block_hash(head) not in self._first_block_counts:
             return False
         for sequence in self._prefills:
-            if sequence.reach == sequence.scheduled:  # it waits for a picture for an unknown time
+            if sequence.prefill_end == sequence.scheduled:  # waits for a picture
                 continue
             block = sequence.scheduled // size
-            shared = block < min(useful, len(sequence.hashes))
+            shared = block < min(shareable, len(sequence.hashes))
             if shared and (sequence.hashes[block] == head.hashes[block]).all():
                 return True
         return False
 
 
-def _beginning(sequence: Sequence) -> bytes:
+def _first_block_hash(sequence: Sequence) -> bytes:
     """Return the hash of a sequence's first block; empty if the prompt does not fill a block."""
     return sequence.hashes[0].tobytes() if len(sequence.hashes) else b""

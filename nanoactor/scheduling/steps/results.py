@@ -38,16 +38,16 @@ class Results(NamedTuple):
 def check_due(due: PlannedStep | None, event: StepDone, running: RunningBatch) -> PlannedStep:
     """Return `due`, the oldest step in flight. Raises `ProtocolBug` if another step is reported, or
     if the results do not match the step's rows."""
-    right = due is not None and due.step == event.step and due.sampling == len(event.token_ids)
-    if due is not None and right and _has_vectors(due, event):
-        told = not due.rows and not len(event.counts)
-        if told or np.array_equal(due.counts, event.counts):
+    matches = due is not None and due.step == event.step and due.num_sampled == len(event.token_ids)
+    if due is not None and matches and _has_vectors(due, event):
+        is_decode_only = not due.rows and not len(event.counts)
+        if is_decode_only or np.array_equal(due.counts, event.counts):
             return due
-    rows = running.rows(due) if due else []
+    rows = running.sequences_in(due) if due else []
     raise ProtocolBug(
         f"step {event.step} is reported done with {len(event.token_ids)} tokens of rows "
         f"{event.counts.tolist()}; "
-        f"{f'step {due.step}' if due else 'none'} was due with {due.sampling if due else 0} of "
+        f"{f'step {due.step}' if due else 'none'} was due with {due.num_sampled if due else 0} of "
         f"{due.counts.tolist() if due else []}: "
         + "; ".join(sequence.describe() for sequence in rows)
     )
@@ -65,15 +65,15 @@ def _has_vectors(due: PlannedStep, event: StepDone) -> bool:
 def split_rows(done: PlannedStep, event: StepDone, running: RunningBatch) -> Results:
     """Group a step's rows by outcome. Raises `ProtocolBug` if a slot is frozen although its
     sequence is still decoding."""
-    batch, decodes = done.decode_batch, len(done.decode_batch.slots)
-    tokens = event.token_ids[:decodes].copy()
+    batch, num_decodes = done.decode_batch, len(done.decode_batch.slots)
+    tokens = event.token_ids[:num_decodes].copy()
     sampling = [row for row in done.rows if row.samples]
-    singles = list(zip(sampling, event.token_ids[decodes:].tolist(), strict=True))
-    pooled, infinite = _pooled(done, event.vectors)
+    singles = list(zip(sampling, event.token_ids[num_decodes:].tolist(), strict=True))
+    pooled, non_finite = _split_pooled(done, event.vectors)
     if event.token_ids.min(initial=0) >= 0:
-        return Results(batch, tokens, singles, infinite, [], pooled=pooled)
-    kept = tokens >= 0
-    slots, codes = batch.slots[~kept], tokens[~kept].tolist()
+        return Results(batch, tokens, singles, non_finite, [], pooled=pooled)
+    yielded = tokens >= 0
+    slots, codes = batch.slots[~yielded], tokens[~yielded].tolist()
     owners = zip(running.owners(slots), slots.tolist(), codes, strict=True)
     coded = [((sequence, slot, sequence.length - 1), code) for sequence, slot, code in owners]
     coded += [
@@ -83,29 +83,29 @@ def split_rows(done: PlannedStep, event: StepDone, running: RunningBatch) -> Res
     ]
     frozen = [sequence for (sequence, _, _), code in coded if code == FROZEN]
     for sequence in frozen:
-        if sequence.counts(done.step):
+        if sequence.accepts_step(done.step):
             raise ProtocolBug(f"step {done.step} froze the slot of {sequence.describe()}")
     return Results(
-        running.table.batch_of(batch.slots[kept]),
-        tokens[kept],
+        running.table.batch_of(batch.slots[yielded]),
+        tokens[yielded],
         [(row, token) for row, token in singles if token >= 0],
-        failed=[*infinite, *(row for row, code in coded if code == NO_TOKEN)],
+        failed=[*non_finite, *(row for row, code in coded if code == NO_TOKEN)],
         choiceless=[row[0] for row, code in coded if code == NOTHING_ALLOWED],
         frozen=len(frozen),
         pooled=pooled,
     )
 
 
-def _pooled(
+def _split_pooled(
     done: PlannedStep, vectors: StepVectors | None
 ) -> tuple[list[tuple[PlannedRow, Float32]], list[tuple[Sequence, int, int]]]:
     """Return the pooling rows with finite vectors, and the others as in `Results.failed`."""
     if vectors is None:
         return [], []
     rows, values = [row for row in done.rows if row.pools], vectors.values.copy()
-    sound = [bool(np.isfinite(vector).all()) for vector in values]
-    every = list(zip(rows, values, sound, strict=True))
+    finite_rows = [bool(np.isfinite(vector).all()) for vector in values]
+    triples = list(zip(rows, values, finite_rows, strict=True))
     return (
-        [(row, vector) for row, vector, finite in every if finite],
-        [(row.sequence, row.slot, row.start) for row, _, finite in every if not finite],
+        [(row, vector) for row, vector, finite in triples if finite],
+        [(row.sequence, row.slot, row.start) for row, _, finite in triples if not finite],
     )

@@ -20,10 +20,10 @@ from nanoactor.messages.engine import (
     Turn,
 )
 from nanoactor.messages.grammar import DropMasks
-from nanoactor.messages.rows import compressed
+from nanoactor.messages.rows import compress_rows
 from nanoactor.messages.scores import ScoreRequests
 from nanoactor.messages.vision import DropPixels, EncodeSlices
-from nanoactor.models.limits import FREEZE_IDS
+from nanoactor.models.limits import MAX_FREEZE_IDS
 from nanoactor.models.sampling.columns import WORDS
 from nanoactor.scheduling.sequences.sequence import Sequence
 from nanoactor.scheduling.sequences.table import DecodeBatch, RunningTable
@@ -42,8 +42,10 @@ class TurnBuilder:
         self._table = table
         self._done = 0
         """The last finished step that was reported to the block manager."""
-        self._sent = DecodeBatch(0, np.empty(0, np.int64), np.zeros(len(table.occupied), np.bool_))
-        self._introduced: set[int] = set()
+        self._sent_batch = DecodeBatch(
+            0, np.empty(0, np.int64), np.zeros(len(table.occupied), np.bool_)
+        )
+        self._sent_slots: set[int] = set()
         """Slots whose sampling parameters the runners have."""
         self._clear()
 
@@ -59,7 +61,7 @@ class TurnBuilder:
         self._plan: Plan | None = None
         self._pixels: DropPixels | None = None
         self._masks: DropMasks | None = None
-        self._forget = 0
+        self._forget_number = 0
 
     # -- parts ----------------------------------------------------------------------------
 
@@ -71,19 +73,19 @@ class TurnBuilder:
         """Add forks of slots, as (slot, source slot) pairs."""
         self._forks += pairs
 
-    def know(self, slots: Int32, tokens: Int32) -> None:
+    def add_known(self, slots: Int32, tokens: Int32) -> None:
         """Add one newly known token for each of these slots."""
         if len(slots):
             self._known.append((slots, tokens))
 
-    def know_run(self, slot: int, tokens: Int32) -> None:
+    def add_known_run(self, slot: int, tokens: Int32) -> None:
         """Add several newly known tokens of a slot, which no row has sampled."""
         self._runs.append((slot, tokens))
 
     def free(self, slot: int) -> None:
         """Release a slot's blocks."""
         self._frees.append(slot)
-        self._introduced.discard(slot)
+        self._sent_slots.discard(slot)
 
     def admit(self, sequence: Sequence, blocks: int) -> None:
         """Request blocks for a sequence's slot."""
@@ -92,11 +94,11 @@ class TurnBuilder:
                 sequence.uid,
                 sequence.slot,
                 sequence.group.uids.start,
-                sequence.kept,
+                sequence.saved_tokens,
                 sequence.hashes,
                 blocks,
                 items=None if sequence.items is None else sequence.items.message,
-                most_hits=sequence.most_hits,
+                max_hits=sequence.max_hits,
             )
         )
 
@@ -110,46 +112,46 @@ class TurnBuilder:
 
     def forget_index(self, number: int) -> None:
         """Clear the block manager's index."""
-        self._forget = number
+        self._forget_number = number
 
     def plan(
         self, planned: PlannedStep, grown: list[Sequence], slices: EncodeSlices | None
     ) -> None:
         """Add the plan of a step; the sequences in `grown` get one more block for it."""
         batch, rows, leaves = planned.decode_batch, as_rows(planned.rows), _NOTHING
-        if batch.version != self._sent.version:
+        if batch.version != self._sent_batch.version:
             starts = self._table.scheduled - 1
-            rows, leaves = compressed(self._sent.members, batch.members, starts, rows)
-            self._sent = batch
+            rows, leaves = compress_rows(self._sent_batch.members, batch.members, starts, rows)
+            self._sent_batch = batch
         self._plan = Plan(
             planned.step,
             rows,
             leaves,
             grows=as_int32(sequence.slot for sequence in grown) if grown else _NOTHING,
-            admissions=self._introduce(planned),
+            admissions=self._runner_admissions(planned),
             slices=slices,
         )
 
-    def _introduce(self, planned: PlannedStep) -> Admissions:
+    def _runner_admissions(self, planned: PlannedStep) -> Admissions:
         """Return the runners' admissions of the sequences that are new to their slots."""
         if not planned.rows:
             return _NO_ADMISSIONS
-        new = {row.slot: row.sequence for row in planned.rows if row.slot not in self._introduced}
-        self._introduced |= new.keys()
+        new = {row.slot: row.sequence for row in planned.rows if row.slot not in self._sent_slots}
+        self._sent_slots |= new.keys()
         return _admissions([*new.values()]) if new else _NO_ADMISSIONS
 
     # -- the turn -------------------------------------------------------------------------
 
     @property
-    def gives_up(self) -> bool:
+    def releases_blocks(self) -> bool:
         """Return True if the turn releases blocks."""
         return bool(self._frees or self._forks)
 
-    def take(self, done: int, fence: int, *, may_wait: bool) -> Turn | None:
+    def build(self, done: int, fence: int, *, may_wait: bool) -> Turn | None:
         """Return the turn and begin the next one; None if there is nothing to send. If `may_wait`
         is set, newly known tokens and the end of a step wait until a turn has other parts."""
         parts = (self._failures, self._admissions, self._plan, self._pixels, self._masks)
-        others = self.gives_up or any(parts) or self._forget
+        others = self.releases_blocks or any(parts) or self._forget_number
         if not others and (may_wait or not (self._known or self._runs or done > self._done)):
             return None
         self._done = done
@@ -163,7 +165,7 @@ class TurnBuilder:
             known=self._known_tokens(),
             frees=as_int32(self._frees) if self._frees else _NOTHING,
             drop_pixels=self._pixels,
-            forget_index=self._forget,
+            forget_index=self._forget_number,
             admissions=tuple(self._admissions),
             plan=self._plan,
             drop_masks=self._masks,
@@ -178,23 +180,23 @@ class TurnBuilder:
         if not self._runs and len(self._known) == 1:
             slots, tokens = self._known[0]
             return KnownTokens(slots, _NOTHING, tokens, _NOTHING, _NOTHING)
-        chosen: collections.Counter[int] = collections.Counter()
+        run_lengths: collections.Counter[int] = collections.Counter()
         for slot, run in self._runs:
-            chosen[slot] += len(run)
-        runs, lengths = as_int32(chosen), as_int32(chosen.values())
+            run_lengths[slot] += len(run)
+        runs, lengths = as_int32(run_lengths), as_int32(run_lengths.values())
         singles = [(slots, tokens) for slots, tokens in self._known]
-        long = [(as_int32([slot] * len(run)), run) for slot, run in self._runs]
-        owners, tokens = map(np.concatenate, zip(*singles, *long, strict=True))
-        every = owners.tolist()
-        counts = collections.Counter(every)
-        if len(counts) == len(every):
+        run_columns = [(as_int32([slot] * len(run)), run) for slot, run in self._runs]
+        owners, tokens = map(np.concatenate, zip(*singles, *run_columns, strict=True))
+        slot_list = owners.tolist()
+        counts = collections.Counter(slot_list)
+        if len(counts) == len(slot_list):
             return KnownTokens(owners, _NOTHING, tokens, runs, lengths)
-        named = [slot for slot, _ in itertools.groupby(every)]
-        if len(named) > len(counts):  # the tokens of a slot are not contiguous
+        slots_in_order = [slot for slot, _ in itertools.groupby(slot_list)]
+        if len(slots_in_order) > len(counts):  # the tokens of a slot are not contiguous
             order = np.argsort(owners, kind="stable")
-            named, tokens = sorted(counts), tokens[order]
-        counted = as_int32(counts[slot] for slot in named)
-        return KnownTokens(as_int32(named), counted, tokens, runs, lengths)
+            slots_in_order, tokens = sorted(counts), tokens[order]
+        slot_counts = as_int32(counts[slot] for slot in slots_in_order)
+        return KnownTokens(as_int32(slots_in_order), slot_counts, tokens, runs, lengths)
 
 
 def _columns(pairs: list[tuple[int, int]]) -> tuple[Int32, Int32]:
@@ -204,7 +206,9 @@ def _columns(pairs: list[tuple[int, int]]) -> tuple[Int32, Int32]:
 
 def _admissions(sequences: Sequence_[Sequence]) -> Admissions:
     masked = [s.end_ids if s.spec.stopping.min_tokens else () for s in sequences]
-    watched = [i for s in sequences for i in (*s.freeze_ids, *[-1] * FREEZE_IDS)[:FREEZE_IDS]]
+    freeze_ids = [
+        i for s in sequences for i in (*s.freeze_ids, *[-1] * MAX_FREEZE_IDS)[:MAX_FREEZE_IDS]
+    ]
     sampling = np.frombuffer(b"".join(s.sampling for s in sequences), np.int32)
     return Admissions(
         slots=as_int32(s.slot for s in sequences),
@@ -213,7 +217,7 @@ def _admissions(sequences: Sequence_[Sequence]) -> Admissions:
         unmasked_from=as_int32(s.prompt_length + s.spec.stopping.min_tokens for s in sequences),
         masked_ids=as_int32(token for ids in masked for token in ids),
         masked_counts=as_int32(map(len, masked)),
-        freeze_ids=as_int32(watched).reshape(-1, FREEZE_IDS),
+        freeze_ids=as_int32(freeze_ids).reshape(-1, MAX_FREEZE_IDS),
         rope_deltas=as_int32(s.items.message.rope_delta if s.items else 0 for s in sequences),
         prompt_lengths=as_int32(s.prompt_length for s in sequences),
         rule_rows=as_int32(row for row, s in enumerate(sequences) if s.spec.rules),
@@ -223,14 +227,14 @@ def _admissions(sequences: Sequence_[Sequence]) -> Admissions:
 
 
 def _score_requests(sequences: Sequence_[Sequence]) -> ScoreRequests | None:
-    asking = [
+    requests = [
         (row, s.spec.logprobs, s.prompt_logprobs)
         for row, s in enumerate(sequences)
         if s.spec.logprobs >= 0 or s.prompt_logprobs >= 0
     ]
-    if not asking:
+    if not requests:
         return None
-    rows, output, prompt = zip(*asking, strict=True)
+    rows, output, prompt = zip(*requests, strict=True)
     return ScoreRequests(as_int32(rows), as_int32(output), as_int32(prompt))
 
 

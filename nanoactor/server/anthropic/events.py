@@ -9,7 +9,7 @@ import msgspec
 
 from nanoactor.server.answer import Answer
 from nanoactor.server.anthropic.errors import error_body
-from nanoactor.server.block_writer import BlockWriter, Event, encode, parsed_arguments
+from nanoactor.server.block_writer import BlockWriter, Event, encode, parse_arguments
 from nanoactor.server.choices import Delta
 from nanoactor.server.errors import APIError
 from nanoactor.server.sealed import seal
@@ -36,7 +36,7 @@ class MessagesWriter(BlockWriter):
     def __init__(self, answer: Answer, *, omits_thoughts: bool = False) -> None:
         """`omits_thoughts` seals reasoning in the signature of its block instead of showing it."""
         super().__init__(answer)
-        self._omits = omits_thoughts
+        self._omits_thoughts = omits_thoughts
         self._id = f"msg_{uuid.uuid4().hex[:24]}"
         self._is_broken = False
         """Whether a call has incomplete arguments."""
@@ -44,20 +44,20 @@ class MessagesWriter(BlockWriter):
     def begin(self, deltas: list[Delta]) -> bytes:
         """Return the events before the first token: the empty message and a ping."""
         start = {"type": "message_start", "message": self._message(None)}
-        return self.encoded([start, {"type": "ping"}])
+        return self.encode_events([start, {"type": "ping"}])
 
     def end(self) -> bytes:
         """Return the final events of a complete answer."""
         events, reason = self.close(), self._stop_reason
         delta = {"stop_reason": reason, "stop_sequence": self._stop_sequence(reason)}
-        told = {"type": "message_delta", "delta": delta, "usage": self._usage()}
-        return self.encoded([*events, told, {"type": "message_stop"}])
+        message_delta = {"type": "message_delta", "delta": delta, "usage": self._usage()}
+        return self.encode_events([*events, message_delta, {"type": "message_stop"}])
 
     def error(self, problem: APIError) -> bytes:
         """Return the event that reports an error."""
-        return self.encoded([msgspec.to_builtins(error_body(problem))])
+        return self.encode_events([msgspec.to_builtins(error_body(problem))])
 
-    def whole(self) -> dict[str, Any]:
+    def response(self) -> dict[str, Any]:
         """Return the complete message."""
         self.close()
         return self._message(self._stop_reason)
@@ -79,10 +79,10 @@ class MessagesWriter(BlockWriter):
         of the prompt, whose size is known only at the end."""
         answer = self.answer
         return {
-            "input_tokens": answer.prompt_tokens - answer.cached,
+            "input_tokens": answer.prompt_tokens - answer.cached_tokens,
             "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": answer.cached,
-            "output_tokens": sum(answer.told),
+            "cache_read_input_tokens": answer.cached_tokens,
+            "output_tokens": sum(answer.tokens_sent),
         }
 
     @property
@@ -103,11 +103,11 @@ class MessagesWriter(BlockWriter):
 
     # -- blocks ---------------------------------------------------------------------------
 
-    def encoded(self, events: list[Event]) -> bytes:
+    def encode_events(self, events: list[Event]) -> bytes:
         """Encode events as server-sent events."""
         return b"".join(map(encode, events))
 
-    def scored(self, entries: list[dict[str, Any]]) -> None:
+    def add_logprobs(self, entries: list[dict[str, Any]]) -> None:
         """Do nothing: this API has no log-probabilities."""
 
     def new_block(self, kind: str, call: dict[str, Any]) -> dict[str, Any]:
@@ -116,30 +116,30 @@ class MessagesWriter(BlockWriter):
             return {"type": "tool_use", "id": call["id"], "name": call["name"], "input": {}}
         return dict(_EMPTY[kind])
 
-    def opened(self, kind: str) -> list[Event]:
+    def open_events(self, kind: str) -> list[Event]:
         """Return the event that starts the last block."""
         return [self._event("content_block_start", content_block=dict(self.blocks[-1]))]
 
-    def grown(self, kind: str, text: str) -> list[Event]:
+    def delta_events(self, kind: str, text: str) -> list[Event]:
         """Return the event for another piece of the last block; none if the piece is omitted
         reasoning."""
-        if kind == "thoughts" and self._omits:
+        if kind == "thoughts" and self._omits_thoughts:
             return []
         name, member = _DELTAS[kind]
         return [self._event("content_block_delta", delta={"type": name, member: text})]
 
-    def closed(self, kind: str, text: str) -> list[Event]:
+    def close_events(self, kind: str, text: str) -> list[Event]:
         """Complete the last block; return its final events."""
         block, events = self.blocks[-1], []
         if kind == "text":
             block["text"] = text
         elif kind == "call":
-            arguments = parsed_arguments(text)
+            arguments = parse_arguments(text)
             self._is_broken = self._is_broken or arguments is None
             block["input"] = arguments or {}
         else:
-            block["signature"] = seal(text) if self._omits else _UNSIGNED
-            block["thinking"] = "" if self._omits else text
+            block["signature"] = seal(text) if self._omits_thoughts else _UNSIGNED
+            block["thinking"] = "" if self._omits_thoughts else text
             signed = {"type": "signature_delta", "signature": block["signature"]}
             events.append(self._event("content_block_delta", delta=signed))
         return [*events, self._event("content_block_stop")]

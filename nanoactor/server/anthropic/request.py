@@ -10,7 +10,7 @@ from nanoactor.server.requests import MAX_ITEMS, Extended
 
 _FOR_TEMPLATE = Meta(description="Passed to the chat template if the template reads it")
 _IGNORED = Meta(description="Ignored")
-_KEPT = Meta(description="Accepted, but has no effect")
+_NO_EFFECT = Meta(description="Accepted, but has no effect")
 
 
 class Source(Struct):
@@ -40,7 +40,7 @@ class Block(Struct, forbid_unknown_fields=True):
     title: str | None = None
     context: Annotated[str, _IGNORED] | None = None
     citations: Annotated[Any, _IGNORED] = None
-    cache_control: Annotated[Any, _KEPT] = None
+    cache_control: Annotated[Any, _NO_EFFECT] = None
     caller: Annotated[Any, _IGNORED] = None
 
 
@@ -50,7 +50,7 @@ class AnthropicMessage(Struct, forbid_unknown_fields=True):
     role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[Block], Meta(max_length=MAX_ITEMS)]
     id: Annotated[Any, _IGNORED] = None
-    cache_control: Annotated[Any, _KEPT] = None
+    cache_control: Annotated[Any, _NO_EFFECT] = None
 
 
 class AnthropicTool(Struct, forbid_unknown_fields=True):
@@ -62,7 +62,7 @@ class AnthropicTool(Struct, forbid_unknown_fields=True):
     input_schema: dict[str, Any] | None = None
     type: str | None = None
     strict: bool | None = None
-    cache_control: Annotated[Any, _KEPT] = None
+    cache_control: Annotated[Any, _NO_EFFECT] = None
     defer_loading: Annotated[bool, _IGNORED] | None = None
     eager_input_streaming: Annotated[bool, _IGNORED] | None = None
     input_examples: Annotated[Any, _IGNORED] = None

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from nanoactor.server.anthropic.events import MessagesWriter
 from nanoactor.server.anthropic.request import CountTokensRequest, MessagesRequest
-from nanoactor.server.anthropic.translate import NAMES, to_chat
+from nanoactor.server.anthropic.translate import FIELD_NAMES, to_chat
 from nanoactor.server.completions import Completions
 from nanoactor.server.context import context_of, json_response
 from nanoactor.server.http import HttpFrontend
@@ -24,16 +24,16 @@ class MessagesRoutes:
     def __init__(
         self,
         completions: Completions,
-        texts: TextRoutes,
+        text_routes: TextRoutes,
         http: HttpFrontend,
         options: Callable[[], Options],
     ) -> None:
-        self._completions, self._texts, self._http = completions, texts, http
+        self._completions, self._text_routes, self._http = completions, text_routes, http
         self._options = options
 
     async def create(self, request: web.Request) -> web.StreamResponse:
         """Handle `POST /v1/messages`."""
-        context_of(request).names = NAMES
+        context_of(request).field_names = FIELD_NAMES
         body = await self._http.read(request, MessagesRequest)
         thinking = body.thinking
         omits = thinking is not None and thinking.display == "omitted"
@@ -43,9 +43,9 @@ class MessagesRoutes:
     async def count_tokens(self, request: web.Request) -> web.StreamResponse:
         """Handle `POST /v1/messages/count_tokens`: count the tokens of the prompt that the messages
         would become."""
-        context_of(request).names = NAMES
+        context_of(request).field_names = FIELD_NAMES
         body = await self._http.read(request, CountTokensRequest)
-        ids = await self._texts.chat_tokens(self._chat(body))
+        ids = await self._text_routes.chat_tokens(self._chat(body))
         return json_response({"input_tokens": len(ids)})
 
     def _chat(self, body: MessagesRequest | CountTokensRequest) -> ChatRequest:

@@ -16,18 +16,18 @@ from nanoactor.server.anthropic.request import (
     MessagesRequest,
     Source,
 )
-from nanoactor.server.canonical import ArgumentOrder, ordered_schema
+from nanoactor.server.canonical import ArgumentOrder, canonical_schema
 from nanoactor.server.errors import invalid
 from nanoactor.server.fields import EXTENSIONS
 from nanoactor.server.sealed import unseal
 from nanoactor.server.translating import (
-    LEFT_OUT,
+    ONLY_FUNCTIONS,
     Chat,
     Options,
     Warn,
     content_of,
     function_tool,
-    needed,
+    require,
     split_pictures,
     text_part,
 )
@@ -36,10 +36,10 @@ VOLATILE_LINES = (re.compile(r"x-anthropic-billing-header:[^\n]*\n*"),)
 """Patterns of lines at the beginning of a system text that some clients change with every request
 and that mean nothing to a model. Claude Code's line contains its version and a checksum of the
 request."""
-_SERVER_BLOCKS = ("server_tool_use", "mcp_tool_use", "mcp_tool_result", "container_upload")
+_SERVER_BLOCK_TYPES = ("server_tool_use", "mcp_tool_use", "mcp_tool_result", "container_upload")
 """Types of blocks of tools that Anthropic itself runs, in addition to types that end with
 `_tool_result`."""
-NAMES = {
+FIELD_NAMES = {
     "response_format.json_schema": "output_config.format",
     "response_format": "output_config.format",
     "stop": "stop_sequences",
@@ -53,15 +53,15 @@ def to_chat(body: MessagesRequest | CountTokensRequest, options: Options, warn: 
     field."""
     tools = _Tools(body.tools or (), warn)
     reader = _Reader(tools, options, warn)
-    messages = [_said("system", text) for text in reader.system(body.system)]
+    messages = [_message("system", text) for text in reader.system(body.system)]
     for number, message in enumerate(body.messages):
         messages += reader.message(message, f"messages[{number}]")
     chat: Chat = {"model": body.model, "messages": messages, "separate_reasoning": True}
     if tools.functions:
         chat["tools"] = tools.functions
-    chat |= _choice(body, tools)
+    chat |= _tool_choice(body, tools)
     chat |= _thinking(body)
-    if _is_prefix(messages):
+    if _prefills_response(messages):
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
     output = body.output_config
     form = (output and output.format) or body.output_format
@@ -75,60 +75,60 @@ def to_chat(body: MessagesRequest | CountTokensRequest, options: Options, warn: 
     return chat
 
 
-def _said(role: str, content: Any) -> Chat:
+def _message(role: str, content: Any) -> Chat:
     return {"role": role, "content": content}
 
 
-def _as_error(content: Any) -> Any:
+def _mark_as_error(content: Any) -> Any:
     """Return the content of a tool result, marked as an error."""
     if isinstance(content, str):
         return f"Error: {content}" if content else "Error"
     return [text_part("Error:"), *content]
 
 
-def _is_prefix(messages: Sequence[Chat]) -> bool:
+def _prefills_response(messages: Sequence[Chat]) -> bool:
     """Return True if the last message prefills the response."""
     last = messages[-1] if messages else {}
     return last.get("role") == "assistant" and bool(last["content"]) and "tool_calls" not in last
 
 
 def _sampling(body: MessagesRequest) -> Chat:
-    given = {name: getattr(body, name) for name in EXTENSIONS}
-    given |= {"stop": body.stop_sequences, "priority": body.priority, "stream": body.stream}
-    found = {name: value for name, value in given.items() if value is not None}
-    return {**found, "max_tokens": body.max_tokens}
+    parameters = {name: getattr(body, name) for name in EXTENSIONS}
+    parameters |= {"stop": body.stop_sequences, "priority": body.priority, "stream": body.stream}
+    present = {name: value for name, value in parameters.items() if value is not None}
+    return {**present, "max_tokens": body.max_tokens}
 
 
 def _thinking(body: MessagesRequest | CountTokensRequest) -> Chat:
     """Return the reasoning fields for the chat template; unset fields keep the model's default."""
-    found: Chat = {}
+    fields: Chat = {}
     if body.output_config is not None and body.output_config.effort is not None:
-        found["reasoning_effort"] = body.output_config.effort
+        fields["reasoning_effort"] = body.output_config.effort
     if body.thinking is not None:
-        found["enable_thinking"] = body.thinking.type != "disabled"
-    return found
+        fields["enable_thinking"] = body.thinking.type != "disabled"
+    return fields
 
 
-def _choice(body: MessagesRequest | CountTokensRequest, tools: _Tools) -> Chat:
+def _tool_choice(body: MessagesRequest | CountTokensRequest, tools: _Tools) -> Chat:
     choice = body.tool_choice
     if choice is None:
         return {}
-    found: Chat = {}
+    fields: Chat = {}
     if choice.type == "tool":
         if choice.name is None:
             raise invalid('tool_choice: the type "tool" requires a name', "tool_choice.name")
-        if choice.name not in tools.orders:
-            known = ", ".join(map(repr, tools.orders)) or "none"
+        if choice.name not in tools.argument_orders:
+            known = ", ".join(map(repr, tools.argument_orders)) or "none"
             text = (
                 f"tool_choice: {choice.name!r:.100} is not the name of one of the tools ({known})"
             )
             raise invalid(text, "tool_choice.name")
-        found["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+        fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
     elif choice.type == "any" or tools.functions:
-        found["tool_choice"] = {"any": "required"}.get(choice.type, choice.type)
+        fields["tool_choice"] = {"any": "required"}.get(choice.type, choice.type)
     if choice.disable_parallel_tool_use:
-        found["parallel_tool_calls"] = False
-    return found
+        fields["parallel_tool_calls"] = False
+    return fields
 
 
 class _Tools:
@@ -136,20 +136,20 @@ class _Tools:
 
     def __init__(self, tools: Sequence[AnthropicTool], warn: Warn) -> None:
         self.functions: list[Chat] = []
-        self.orders: dict[str, ArgumentOrder] = {}
+        self.argument_orders: dict[str, ArgumentOrder] = {}
         """Order of the arguments of each function, by function name."""
         for number, tool in enumerate(tools):
             if tool.type not in (None, "custom"):
-                warn(f"tools: {tool.type[:60]}", LEFT_OUT)
+                warn(f"tools: {tool.type[:60]}", ONLY_FUNCTIONS)
                 continue
             path = f"tools[{number}]"
-            name = needed(tool.name or None, "name", path)
-            schema = ordered_schema(needed(tool.input_schema, "input_schema", path))
-            if name in self.orders:
+            name = require(tool.name or None, "name", path)
+            schema = canonical_schema(require(tool.input_schema, "input_schema", path))
+            if name in self.argument_orders:
                 raise invalid(
                     f"{path}: another tool already has the name {name!r:.100}", f"{path}.name"
                 )
-            self.orders[name] = ArgumentOrder(schema)
+            self.argument_orders[name] = ArgumentOrder(schema)
             self.functions.append(function_tool(name, tool.description, schema, tool.strict))
 
 
@@ -159,10 +159,10 @@ class _Reader:
     def __init__(self, tools: _Tools, options: Options, warn: Warn) -> None:
         self._tools, self._options, self._warn = tools, options, warn
 
-    def system(self, given: str | list[Block] | None) -> list[str]:
+    def system(self, content: str | list[Block] | None) -> list[str]:
         """Return the system text without volatile lines, as a list that is empty if there is no
         text."""
-        blocks = [Block("text", text=given)] if isinstance(given, str) else given or []
+        blocks = [Block("text", text=content)] if isinstance(content, str) else content or []
         texts = []
         for number, block in enumerate(blocks):
             path = f"system[{number}]"
@@ -176,23 +176,23 @@ class _Reader:
         if not self._options.drop_volatile_lines:
             return text
         for pattern in VOLATILE_LINES:
-            if found := pattern.match(text):
-                name = found[0].partition(":")[0]
+            if match := pattern.match(text):
+                name = match[0].partition(":")[0]
                 self._warn(
                     f"system: {name}",
                     "is left out of the prompt because it changes with every request",
                 )
-                text = text[found.end() :]
+                text = text[match.end() :]
         return text
 
     def message(self, message: AnthropicMessage, path: str) -> Iterator[Chat]:
         """Yield the chat messages into which one message is translated; each tool result becomes a
         message of its own."""
-        given = message.content
-        blocks = [Block("text", text=given)] if isinstance(given, str) else given
+        content = message.content
+        blocks = [Block("text", text=content)] if isinstance(content, str) else content
         if message.role == "system":
             for text in self.system(blocks):
-                yield _said("system", text)
+                yield _message("system", text)
         elif message.role == "assistant":
             yield self._assistant(blocks, path)
         else:
@@ -208,36 +208,36 @@ class _Reader:
                 pictures = []
                 continue
             if parts:
-                yield _said("user", content_of(parts))
+                yield _message("user", content_of(parts))
                 parts = []
-            content, unshown = split_pictures(self._result(block, at), self._options)
-            content = _as_error(content) if block.is_error else content
-            call = needed(block.tool_use_id, "tool_use_id", at)
-            yield {**_said("tool", content), "tool_call_id": call}
-            pictures += unshown
+            content, hidden_pictures = split_pictures(self._result(block, at), self._options)
+            content = _mark_as_error(content) if block.is_error else content
+            call = require(block.tool_use_id, "tool_use_id", at)
+            yield {**_message("tool", content), "tool_call_id": call}
+            pictures += hidden_pictures
         if parts or pictures or not blocks:
-            yield _said("user", content_of([*parts, *pictures]))
+            yield _message("user", content_of([*parts, *pictures]))
 
     def _result(self, block: Block, path: str) -> list[Chat]:
         """Return the nested content of a block as parts of a chat message."""
-        given = block.content
-        if not isinstance(given, list):
-            return [text_part(given)] if isinstance(given, str) else []
-        found: list[Chat] = []
-        for number, one in enumerate(given):
+        content = block.content
+        if not isinstance(content, list):
+            return [text_part(content)] if isinstance(content, str) else []
+        parts: list[Chat] = []
+        for number, nested in enumerate(content):
             at = f"{path}.content[{number}]"
-            found += self._parts(_inner_block(one, at), at)
-        return found
+            parts += self._parts(_inner_block(nested, at), at)
+        return parts
 
     def _parts(self, block: Block, path: str) -> list[Chat]:
         """Return a block as parts of a chat message."""
         match block.type:
             case "text":
-                return [text_part(needed(block.text, "text", path))]
+                return [text_part(require(block.text, "text", path))]
             case "image":
-                if not self._options.sees:
+                if not self._options.accepts_images:
                     raise invalid("this model does not accept images, only text", f"{path}.type")
-                return [{"type": "image_url", "image_url": {"url": _address(block, path)}}]
+                return [{"type": "image_url", "image_url": {"url": _image_url(block, path)}}]
             case "document":
                 source = _source(block, path)
                 if source.type != "text" or source.data is None:
@@ -256,17 +256,17 @@ class _Reader:
                     "is left out of the prompt because all tools are already shown",
                 )
                 return []
-        if self._is_of_server(block):
+        if self._skip_server_block(block):
             return []
         raise invalid(
             f"{path}: content blocks of type {block.type!r:.100} are not supported", f"{path}.type"
         )
 
-    def _is_of_server(self, block: Block) -> bool:
-        of_server = block.type in _SERVER_BLOCKS or block.type.endswith("_tool_result")
-        if of_server:
+    def _skip_server_block(self, block: Block) -> bool:
+        is_server_block = block.type in _SERVER_BLOCK_TYPES or block.type.endswith("_tool_result")
+        if is_server_block:
             self._warn(f"messages: {block.type[:60]}", "is left out of the prompt")
-        return of_server
+        return is_server_block
 
     def _assistant(self, blocks: Sequence[Block], path: str) -> Chat:
         texts: list[str] = []
@@ -276,53 +276,53 @@ class _Reader:
             at = f"{path}.content[{index}]"
             match block.type:
                 case "text":
-                    texts.append(needed(block.text, "text", at))
+                    texts.append(require(block.text, "text", at))
                 case "thinking":
                     thoughts.append(block.thinking or unseal(block.signature or "") or "")
                 case "redacted_thinking":
                     thoughts.append(unseal(block.data or "") or "")
                 case "tool_use":
                     calls.append(self._call(block, at))
-                case _ if not self._is_of_server(block):
+                case _ if not self._skip_server_block(block):
                     raise invalid(
                         f"{at}: an assistant message cannot contain a {block.type!r:.100} block",
                         f"{at}.type",
                     )
-        message = _said("assistant", "\n".join(text for text in texts if text))
-        if shown := "\n".join(text for text in thoughts if text):
-            message["reasoning_content"] = shown
+        message = _message("assistant", "\n".join(text for text in texts if text))
+        if reasoning := "\n".join(text for text in thoughts if text):
+            message["reasoning_content"] = reasoning
         if calls:
             message["tool_calls"] = calls
         return message
 
     def _call(self, block: Block, path: str) -> Chat:
-        name, arguments = needed(block.name, "name", path), block.input or {}
-        order = self._tools.orders.get(name) or ArgumentOrder(None)
-        function = {"name": name, "arguments": order.of(arguments)}
+        name, arguments = require(block.name, "name", path), block.input or {}
+        order = self._tools.argument_orders.get(name) or ArgumentOrder(None)
+        function = {"name": name, "arguments": order.apply(arguments)}
         call = {"id": block.id} if block.id is not None else {}
         return {**call, "type": "function", "function": function}
 
 
-def _inner_block(given: Any, path: str) -> Block:
+def _inner_block(raw: Any, path: str) -> Block:
     """Convert a block nested in another block from plain JSON values; unknown members are
     ignored."""
-    if not isinstance(given, dict):
+    if not isinstance(raw, dict):
         raise invalid(f"{path} must be a content block, that is, a JSON object with a type", path)
-    known = {name: value for name, value in given.items() if name in Block.__struct_fields__}
+    members = {name: value for name, value in raw.items() if name in Block.__struct_fields__}
     try:
-        return msgspec.convert(known, Block)
+        return msgspec.convert(members, Block)
     except msgspec.ValidationError as error:
         raise invalid(f"{path}: {error}", path) from None
 
 
 def _source(block: Block, path: str) -> Source:
-    source = needed(block.source, "source", path)
+    source = require(block.source, "source", path)
     if not isinstance(source, Source):
         raise invalid(f"{path}.source must be an object", f"{path}.source")
     return source
 
 
-def _address(block: Block, path: str) -> str:
+def _image_url(block: Block, path: str) -> str:
     """Return the URL of an image; a data: URL contains the image itself."""
     source = _source(block, path)
     if source.type == "url" and source.url is not None:

@@ -61,30 +61,30 @@ class EmbeddingRequest(_Pooled, kw_only=True, forbid_unknown_fields=True):
     def texts(self) -> list[Prompt]:
         """Return the inputs as prompts: texts, or lists of token ids. Raises `APIError` if the
         input is invalid."""
-        given = self.input
-        if isinstance(given, str):
-            return [given]
-        if given and isinstance(given[0], int):
-            return [_ids(given)]
-        _check_count("input", given)
-        return [text if isinstance(text, str) else _ids(text) for text in given]
+        inputs = self.input
+        if isinstance(inputs, str):
+            return [inputs]
+        if inputs and isinstance(inputs[0], int):
+            return [_ids(inputs)]
+        _check_count("input", inputs)
+        return [text if isinstance(text, str) else _ids(text) for text in inputs]
 
 
-def _ids(given: Any) -> Prompt:
-    if not isinstance(given, list) or not all(isinstance(token, int) for token in given):
+def _ids(token_ids: Any) -> Prompt:
+    if not isinstance(token_ids, list) or not all(isinstance(token, int) for token in token_ids):
         raise invalid(
             "input must be a string, a list of token ids, or a list that contains only strings "
             "and lists of token ids",
             "input",
         )
-    return {"prompt_token_ids": given}
+    return {"prompt_token_ids": token_ids}
 
 
-def _check_count(name: str, given: Sequence[Any]) -> None:
-    if not given:
+def _check_count(name: str, items: Sequence[Any]) -> None:
+    if not items:
         raise invalid(f"{name} must not be empty", name)
-    if len(given) > MAX_INPUTS:
-        raise invalid(f"{name} has {len(given)} items; at most {MAX_INPUTS} are accepted", name)
+    if len(items) > MAX_INPUTS:
+        raise invalid(f"{name} has {len(items)} items; at most {MAX_INPUTS} are accepted", name)
 
 
 class Document(Struct, forbid_unknown_fields=True):
@@ -109,7 +109,9 @@ class RerankRequest(_Pooled, kw_only=True, forbid_unknown_fields=True):
     def texts(self) -> list[str]:
         """Return the texts of the documents. Raises `APIError` if there are none, or too many."""
         _check_count("documents", self.documents)
-        return [each if isinstance(each, str) else each.text for each in self.documents]
+        return [
+            document if isinstance(document, str) else document.text for document in self.documents
+        ]
 
 
 class ScoreRequest(_Pooled, kw_only=True, forbid_unknown_fields=True):
@@ -128,7 +130,7 @@ class ScoreRequest(_Pooled, kw_only=True, forbid_unknown_fields=True):
     def pairs(self) -> list[tuple[str, str]]:
         """Return the pairs of texts: each second text with its own first text, or all with the only
         first text. Raises `APIError` if the texts cannot be paired."""
-        first, second = _either(self, "text_1", "queries"), _either(self, "text_2", "documents")
+        first, second = _texts_of(self, "text_1", "queries"), _texts_of(self, "text_2", "documents")
         if len(first) == 1:
             first = first * len(second)
         if len(first) != len(second):
@@ -139,11 +141,11 @@ class ScoreRequest(_Pooled, kw_only=True, forbid_unknown_fields=True):
         return list(zip(first, second, strict=True))
 
 
-def _either(body: ScoreRequest, name: str, other: str) -> list[str]:
-    given = [(key, getattr(body, key)) for key in (name, other) if getattr(body, key) is not None]
-    if len(given) != 1:
+def _texts_of(body: ScoreRequest, name: str, other: str) -> list[str]:
+    present = [(key, getattr(body, key)) for key in (name, other) if getattr(body, key) is not None]
+    if len(present) != 1:
         raise invalid(f"give exactly one of {name} and its newer name {other}", name)
-    ((key, texts),) = given
+    ((key, texts),) = present
     texts = [texts] if isinstance(texts, str) else texts
     _check_count(key, texts)
     return list(texts)

@@ -25,9 +25,9 @@ from nanoactor.server.serving import Engine
 from nanoactor.server.shares import Shares
 
 T = TypeVar("T", EmbeddingRequestOutput, ScoringRequestOutput)
-_AT_ONCE = 256
+_MAX_CONCURRENT = 256
 """Maximum number of texts of one request in progress at a time."""
-_PAUSE = 32
+_VECTORS_PER_YIELD = 32
 """Number of vectors encoded without a pause; a thousand would block the event loop for a tenth of a
 second."""
 
@@ -42,13 +42,13 @@ class PoolingRoutes:
         metrics: Metrics,
         name: str,
         *,
-        most_answers: int,
+        max_answers: int,
     ) -> None:
-        """`name` is the model's name in responses; `most_answers` is the maximum number of answers
+        """`name` is the model's name in responses; `max_answers` is the maximum number of answers
         in progress per client."""
         self._llm, self._http, self._metrics, self._name = llm, http, metrics, name
-        self._most = most_answers
-        self._shares = Shares(most_answers)
+        self._max_answers = max_answers
+        self._shares = Shares(max_answers)
 
     def routes(self) -> dict[str, Any]:
         """Return the method and the handler of each path."""
@@ -69,9 +69,9 @@ class PoolingRoutes:
         tokens = sum(len(output.prompt_token_ids) for output in outputs)
         head = {"object": "list", "model": self._name}
         tail = {"usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
-        packed = body.encoding_format == "base64"
+        as_base64 = body.encoding_format == "base64"
         return web.Response(
-            body=await _joined(head, "data", _vectors(outputs, packed), tail),
+            body=await _join_json(head, "data", _vectors(outputs, as_base64), tail),
             content_type="application/json",
         )
 
@@ -124,11 +124,11 @@ class PoolingRoutes:
     ) -> list[T]:
         """Run the engine calls of one request, a limited number at a time; they count toward the
         client's share."""
-        at_once = min(len(calls), _AT_ONCE, self._most)
-        with self._shares.hold(self._http.client_of(request), at_once):
-            results = await run_all(calls, at_once)
+        concurrency = min(len(calls), _MAX_CONCURRENT, self._max_answers)
+        with self._shares.hold(self._http.client_of(request), concurrency):
+            results = await run_all(calls, concurrency)
         for result in results:
-            self._metrics.note_vector(result.metrics, len(result.prompt_token_ids))
+            self._metrics.record_pooling(result.metrics, len(result.prompt_token_ids))
         return results
 
     async def _embed(
@@ -148,16 +148,16 @@ class PoolingRoutes:
         """Return the scores of the pairs, and the total number of prompt tokens."""
         pooling, priority = self._llm.files.pooling, body.priority or 0
         params = PoolingParams(truncate_prompt_tokens=body.truncate_prompt_tokens)
-        if pooling is None or pooling.scores:
+        if pooling is None or pooling.returns_scores:
             score = functools.partial(
                 self._llm.score,
                 instruction=body.instruction,
                 pooling_params=params,
                 priority=priority,
             )
-            judged = await self._run(request, [functools.partial(score, *pair) for pair in pairs])
-            tokens = sum(len(output.prompt_token_ids) for output in judged)
-            return [output.outputs.score for output in judged], tokens
+            scored = await self._run(request, [functools.partial(score, *pair) for pair in pairs])
+            tokens = sum(len(output.prompt_token_ids) for output in scored)
+            return [output.outputs.score for output in scored], tokens
         if body.instruction is not None:
             raise invalid(
                 "instruction is supported only for rerankers, but this model computes vectors",
@@ -165,30 +165,30 @@ class PoolingRoutes:
             )
         # Usually, one query is the first text of all pairs; each distinct text is embedded only
         # once.
-        roles = pooling.of_pair(params)
-        asks = {(role, text) for pair in pairs for role, text in zip(roles, pair, strict=True)}
+        pair_params = pooling.params_of_pair(params)
+        inputs = {item for pair in pairs for item in zip(pair_params, pair, strict=True)}
         embed = functools.partial(self._llm.embed, priority=priority)
-        made = await self._run(
-            request, [functools.partial(embed, text, role) for role, text in asks]
+        outputs = await self._run(
+            request, [functools.partial(embed, text, text_params) for text_params, text in inputs]
         )
-        vectors = dict(zip(asks, made, strict=True))
-        found = [
-            [vectors[role, text].outputs.embedding for role, text in zip(roles, pair, strict=True)]
+        vectors = dict(zip(inputs, outputs, strict=True))
+        vector_pairs = [
+            [vectors[item].outputs.embedding for item in zip(pair_params, pair, strict=True)]
             for pair in pairs
         ]
-        tokens = sum(len(output.prompt_token_ids) for output in made)
-        return [cosine(*two) for two in found], tokens
+        tokens = sum(len(output.prompt_token_ids) for output in outputs)
+        return [cosine(*vectors_of_pair) for vectors_of_pair in vector_pairs], tokens
 
 
-def _vectors(outputs: Sequence[EmbeddingRequestOutput], packed: bool) -> Iterator[bytes]:
-    """Yield each item of the response's `data` as JSON; `packed` encodes vectors as base64."""
+def _vectors(outputs: Sequence[EmbeddingRequestOutput], as_base64: bool) -> Iterator[bytes]:
+    """Yield each item of the response's `data` as JSON; `as_base64` encodes vectors as base64."""
     for index, output in enumerate(outputs):
         vector = output.outputs.embedding.astype("<f4", copy=False)
-        value = base64.b64encode(vector.tobytes()).decode() if packed else vector.tolist()
+        value = base64.b64encode(vector.tobytes()).decode() if as_base64 else vector.tolist()
         yield msgspec.json.encode({"object": "embedding", "index": index, "embedding": value})
 
 
-async def _joined(
+async def _join_json(
     head: dict[str, Any], name: str, members: Iterator[bytes], tail: dict[str, Any]
 ) -> bytes:
     """Return one JSON object of `head`, the list of `members` under `name`, and `tail`; other tasks
@@ -196,7 +196,7 @@ async def _joined(
     parts = []
     for number, member in enumerate(members):
         parts.append(member)
-        if number % _PAUSE == _PAUSE - 1:
+        if number % _VECTORS_PER_YIELD == _VECTORS_PER_YIELD - 1:
             await asyncio.sleep(0)
-    before, behind = msgspec.json.encode(head)[:-1], msgspec.json.encode(tail)[1:]
-    return b"".join((before, f',"{name}":['.encode(), b",".join(parts), b"],", behind))
+    head_json, tail_json = msgspec.json.encode(head)[:-1], msgspec.json.encode(tail)[1:]
+    return b"".join((head_json, f',"{name}":['.encode(), b",".join(parts), b"],", tail_json))

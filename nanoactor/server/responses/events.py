@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Raw
 
 from nanoactor.server.answer import Answer
-from nanoactor.server.block_writer import BlockWriter, Event, encode, parsed_arguments
+from nanoactor.server.block_writer import BlockWriter, Event, encode, parse_arguments
 from nanoactor.server.choices import Delta
 from nanoactor.server.errors import APIError
 from nanoactor.server.responses.request import ResponsesRequest, ResponsesTool
@@ -27,7 +27,7 @@ _KINDS = {
     "call": ("function_call", "fc"),
 }
 """Type of the output item and prefix of the item's id, by kind of block."""
-_SEALED = "reasoning.encrypted_content"
+_INCLUDE_SEALED = "reasoning.encrypted_content"
 
 
 class ResponsesWriter(BlockWriter):
@@ -36,10 +36,10 @@ class ResponsesWriter(BlockWriter):
     def __init__(self, answer: Answer, body: ResponsesRequest, tools: Tools) -> None:
         super().__init__(answer)
         self._tools = tools
-        self._seals = _SEALED in (body.include or ())
+        self._seals_reasoning = _INCLUDE_SEALED in (body.include or ())
         self._numbers = itertools.count()
         self._scores = TokenScores()
-        self._of_text: list[Entry] = []
+        self._text_logprobs: list[Entry] = []
         """Log-probabilities of the last item's tokens, if that item is text."""
         self._head = {
             "id": f"resp_{uuid.uuid4().hex}",
@@ -47,30 +47,32 @@ class ResponsesWriter(BlockWriter):
             "created_at": int(time.time()),
             "model": answer.body.model,
             # Encoded once, as the values may be large and nested as deeply as the encoder allows.
-            **{name: Raw(msgspec.json.encode(value)) for name, value in echoed(body).items()},
+            **{
+                name: Raw(msgspec.json.encode(value)) for name, value in echoed_fields(body).items()
+            },
         }
 
     def begin(self, deltas: list[Delta]) -> bytes:
         """Return the events before the first token."""
         kinds = ("response.created", "response.in_progress")
-        begun = self._response("in_progress")
-        return self.encoded([{"type": kind, "response": begun} for kind in kinds])
+        response = self._response("in_progress")
+        return self.encode_events([{"type": kind, "response": response} for kind in kinds])
 
     def end(self) -> bytes:
         """Return the final events of an answer that is complete, or cut off at its maximum
         length."""
         events, status = self.close(), self._status
         last = {"type": f"response.{status}", "response": self._response(status)}
-        return self.encoded([*events, last])
+        return self.encode_events([*events, last])
 
     def error(self, problem: APIError) -> bytes:
         """Return the event that reports a failed response."""
         code = "rate_limit_exceeded" if problem.status == 429 else "server_error"
         failed = self._response("failed")
         failed["error"] = {"code": code, "message": problem.message}
-        return self.encoded([{"type": "response.failed", "response": failed}])
+        return self.encode_events([{"type": "response.failed", "response": failed}])
 
-    def whole(self) -> dict[str, Any]:
+    def response(self) -> dict[str, Any]:
         """Return the complete response."""
         self.close()
         return self._response(self._status)
@@ -80,7 +82,7 @@ class ResponsesWriter(BlockWriter):
         return "incomplete" if self.reason == "length" else "completed"
 
     def _response(self, status: str) -> dict[str, Any]:
-        is_over = status != "in_progress"
+        is_final = status != "in_progress"
         details = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
             **self._head,
@@ -89,48 +91,48 @@ class ResponsesWriter(BlockWriter):
             "error": None,
             "incomplete_details": details,
             "output": list(self.blocks),
-            "usage": self._usage() if is_over else None,
+            "usage": self._usage() if is_final else None,
         }
 
     def _usage(self) -> dict[str, Any]:
         answer = self.answer
-        prompt, told = answer.prompt_tokens, sum(answer.told)
+        prompt, output = answer.prompt_tokens, sum(answer.tokens_sent)
         return {
             "input_tokens": prompt,
-            "input_tokens_details": {"cached_tokens": answer.cached},
-            "output_tokens": told,
-            "output_tokens_details": {"reasoning_tokens": answer.reasoning},
-            "total_tokens": prompt + told,
+            "input_tokens_details": {"cached_tokens": answer.cached_tokens},
+            "output_tokens": output,
+            "output_tokens_details": {"reasoning_tokens": answer.reasoning_tokens},
+            "total_tokens": prompt + output,
         }
 
     # -- items ----------------------------------------------------------------------------
 
-    def encoded(self, events: list[Event]) -> bytes:
+    def encode_events(self, events: list[Event]) -> bytes:
         """Encode events as server-sent events, each with a sequence number."""
         numbered = ({**event, "sequence_number": next(self._numbers)} for event in events)
         return b"".join(map(encode, numbered))
 
     def new_block(self, kind: str, call: dict[str, Any]) -> dict[str, Any]:
         """Return an empty output item."""
-        kind_of_item, prefix = _KINDS[kind]
-        ident = f"{prefix}_{uuid.uuid4().hex}"
-        item: dict[str, Any] = {"id": ident, "type": kind_of_item, "status": "in_progress"}
+        item_type, prefix = _KINDS[kind]
+        item_id = f"{prefix}_{uuid.uuid4().hex}"
+        item: dict[str, Any] = {"id": item_id, "type": item_type, "status": "in_progress"}
         if kind == "text":
             return item | {"role": "assistant", "content": []}
         if kind == "thoughts":
             return item | {"summary": [], "content": []}
-        namespace, name = self._tools.origins.get(call["name"], (None, call["name"]))
-        found = item | {"call_id": call["id"], "name": name, "arguments": ""}
-        return found | ({"namespace": namespace} if namespace is not None else {})
+        namespace, name = self._tools.origin_by_name.get(call["name"], (None, call["name"]))
+        call_item = item | {"call_id": call["id"], "name": name, "arguments": ""}
+        return call_item | ({"namespace": namespace} if namespace is not None else {})
 
-    def scored(self, entries: list[Entry]) -> None:
+    def add_logprobs(self, entries: list[Entry]) -> None:
         """Record the log-probabilities of tokens; must be called before the pieces of their text
         are added."""
         self._scores.push(entries)
 
-    def opened(self, kind: str) -> list[Event]:
+    def open_events(self, kind: str) -> list[Event]:
         """Return the events that start the last item and, unless it is a call, its only part."""
-        self._of_text = []
+        self._text_logprobs = []
         index = len(self.blocks) - 1
         item = dict(self.blocks[-1])
         added = {"type": "response.output_item.added", "output_index": index, "item": item}
@@ -138,31 +140,31 @@ class ResponsesWriter(BlockWriter):
             return [added]
         return [added, self._event("content_part.added", content_index=0, part=_part(kind, ""))]
 
-    def grown(self, kind: str, text: str) -> list[Event]:
+    def delta_events(self, kind: str, text: str) -> list[Event]:
         """Return the event for another piece of the last item."""
-        scores = self._scores.take(text)
+        scores = self._scores.pop(text)
         if kind == "call":
             return [self._event("function_call_arguments.delta", delta=text)]
         if kind == "text":
-            self._of_text += scores
+            self._text_logprobs += scores
         return [self._text_event(kind, "delta", scores, delta=text)]
 
-    def closed(self, kind: str, text: str) -> list[Event]:
+    def close_events(self, kind: str, text: str) -> list[Event]:
         """Complete the last item; return the final events of the item and its part."""
         item = self.blocks[-1]
-        is_cut = self.reason == "length" or (kind == "call" and parsed_arguments(text) is None)
+        is_cut = self.reason == "length" or (kind == "call" and parse_arguments(text) is None)
         item["status"] = "incomplete" if is_cut else "completed"
         if kind == "call":
             item["arguments"] = text
             name = item["name"]
             events = [self._event("function_call_arguments.done", arguments=text, name=name)]
         else:
-            part = _part(kind, text, self._of_text)
+            part = _part(kind, text, self._text_logprobs)
             item["content"] = [part]
             if kind == "thoughts":
-                item["encrypted_content"] = seal(text) if self._seals else None
+                item["encrypted_content"] = seal(text) if self._seals_reasoning else None
             events = [
-                self._text_event(kind, "done", self._of_text, text=text),
+                self._text_event(kind, "done", self._text_logprobs, text=text),
                 self._event("content_part.done", content_index=0, part=part),
             ]
         index = len(self.blocks) - 1
@@ -177,8 +179,8 @@ class ResponsesWriter(BlockWriter):
 
     def _event(self, kind: str, **members: Any) -> Event:
         """Return an event about the last item."""
-        place = {"output_index": len(self.blocks) - 1, "item_id": self.blocks[-1]["id"]}
-        return {"type": f"response.{kind}", **place, **members}
+        location = {"output_index": len(self.blocks) - 1, "item_id": self.blocks[-1]["id"]}
+        return {"type": f"response.{kind}", **location, **members}
 
 
 def _part(kind: str, text: str, scores: Sequence[Entry] = ()) -> dict[str, Any]:
@@ -187,7 +189,7 @@ def _part(kind: str, text: str, scores: Sequence[Entry] = ()) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": [*scores]}
 
 
-def echoed(body: ResponsesRequest) -> dict[str, Any]:
+def echoed_fields(body: ResponsesRequest) -> dict[str, Any]:
     """Return the members of a response that echo its request."""
     text: dict[str, Any] = msgspec.to_builtins(body.text) if body.text is not None else {}
     text = {name: value for name, value in text.items() if value is not None}
@@ -206,7 +208,7 @@ def echoed(body: ResponsesRequest) -> dict[str, Any]:
         "temperature": body.temperature,
         "text": {"format": {"type": "text"}, **text},
         "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
-        "tools": [_shown(tool) for tool in body.tools or ()],
+        "tools": [_tool_members(tool) for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": body.top_p,
         "truncation": body.truncation or "disabled",
@@ -214,6 +216,6 @@ def echoed(body: ResponsesRequest) -> dict[str, Any]:
     }
 
 
-def _shown(tool: ResponsesTool) -> dict[str, Any]:
+def _tool_members(tool: ResponsesTool) -> dict[str, Any]:
     members: dict[str, Any] = msgspec.to_builtins(tool)
     return {name: value for name, value in members.items() if value is not None}

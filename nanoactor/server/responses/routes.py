@@ -14,7 +14,7 @@ from nanoactor.server.http import HttpFrontend
 from nanoactor.server.requests import ChatRequest
 from nanoactor.server.responses.events import ResponsesWriter
 from nanoactor.server.responses.request import ResponsesRequest
-from nanoactor.server.responses.translate import NAMES, Tools, to_chat
+from nanoactor.server.responses.translate import FIELD_NAMES, Tools, to_chat
 from nanoactor.server.text_routes import TextRoutes
 from nanoactor.server.translating import Options
 
@@ -26,19 +26,21 @@ class ResponsesRoutes:
     def __init__(
         self,
         completions: Completions,
-        texts: TextRoutes,
+        text_routes: TextRoutes,
         http: HttpFrontend,
         options: Callable[[], Options],
     ) -> None:
-        self._completions, self._texts, self._http = completions, texts, http
+        self._completions, self._text_routes, self._http = completions, text_routes, http
         self._options = options
 
     async def create(self, request: web.Request) -> web.StreamResponse:
         """Handle `POST /v1/responses`."""
         body, tools, chat = await self._read(request)
         if body.store:
-            fate = "is ignored because responses are not stored; send the whole input each time"
-            self._http.decoder.warn("store", fate)
+            treatment = (
+                "is ignored because responses are not stored; send the whole input each time"
+            )
+            self._http.decoder.warn("store", treatment)
 
         def writer(answer: Answer) -> ResponsesWriter:
             return ResponsesWriter(answer, body, tools)
@@ -49,13 +51,13 @@ class ResponsesRoutes:
         """Handle `POST /v1/responses/input_tokens`: count the tokens of the prompt that the input
         would become."""
         _, _, chat = await self._read(request)
-        ids = await self._texts.chat_tokens(chat)
+        ids = await self._text_routes.chat_tokens(chat)
         return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
 
     async def _read(self, request: web.Request) -> tuple[ResponsesRequest, Tools, ChatRequest]:
         """Read a request's body; return the body, its tools, and its translation to a chat
         request."""
-        context_of(request).names = NAMES
+        context_of(request).field_names = FIELD_NAMES
         body = await self._http.read(request, ResponsesRequest)
         decoder = self._http.decoder
         tools = Tools(body.tools or (), decoder.warn)

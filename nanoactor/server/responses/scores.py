@@ -28,20 +28,20 @@ class TokenScores:
             self._entries.append((len(self._bytes), entry))
             self._bytes += bytes(entry["bytes"] or ())
 
-    def take(self, text: str) -> list[Entry]:
+    def pop(self, text: str) -> list[Entry]:
         """Return the entries of the tokens that start in this piece. The list is empty if the piece
         does not consist of the bytes of tokens, for instance because an incomplete character was
         replaced."""
         if not self._entries:
             return []
-        sought = text.encode(errors="replace")
-        first = self._bytes.find(sought)
+        encoded = text.encode(errors="replace")
+        first = self._bytes.find(encoded)
         if first < 0:  # no later piece contains these tokens
             self._entries.clear()
             self._bytes.clear()
             return []
-        last = first + len(sought)
-        found = [entry for at, entry in self._entries if first <= at < last]
+        last = first + len(encoded)
+        matching = [entry for at, entry in self._entries if first <= at < last]
         self._entries = [(at - last, entry) for at, entry in self._entries if at >= last]
         del self._bytes[:last]
-        return found
+        return matching

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from nanoactor.server.canonical import ordered_schema
+from nanoactor.server.canonical import canonical_schema
 from nanoactor.server.errors import invalid
 from nanoactor.server.fields import EXTENSIONS
 from nanoactor.server.responses.request import (
@@ -20,18 +20,18 @@ from nanoactor.server.responses.request import (
 )
 from nanoactor.server.sealed import unseal
 from nanoactor.server.translating import (
-    LEFT_OUT,
+    ONLY_FUNCTIONS,
     Chat,
     Options,
     Warn,
     content_of,
     function_tool,
-    needed,
+    require,
     split_pictures,
     text_part,
 )
 
-_TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+_TEXT_TYPES = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 HOSTED_TOOLS = (
     "web_search",
     "web_search_preview",
@@ -49,7 +49,7 @@ HOSTED_TOOLS = (
 )
 """Types of tools that OpenAI itself runs or has trained its own models for; some types end with a
 date."""
-NAMES = {
+FIELD_NAMES = {
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
     "max_completion_tokens": "max_output_tokens",
@@ -57,11 +57,11 @@ NAMES = {
     "messages": "input",
 }
 """Maps a chat's field names to those of this API, for error messages."""
-_OF_HOSTED = (
+_HOSTED_ITEM_SUFFIXES = (
     *("_call", "_call_output", "_search_output", "_list_tools"),
     *("_approval_request", "_approval_response"),
 )
-_OF_CONTEXT = ("compaction", "additional_tools")
+_IGNORED_ITEM_TYPES = ("compaction", "additional_tools")
 """Types of items that other servers generate for their own use."""
 
 
@@ -70,31 +70,31 @@ class Tools:
 
     def __init__(self, tools: Sequence[ResponsesTool], warn: Warn) -> None:
         self.functions: list[Chat] = []
-        self.origins: dict[str, tuple[str | None, str]] = {}
+        self.origin_by_name: dict[str, tuple[str | None, str]] = {}
         """Namespace of each function and its name in that namespace, by the name that the model
         reads."""
         self._names: dict[tuple[str | None, str], str] = {}
-        found = list(_flat(tools, warn))
-        counts = Counter(tool.name for _, tool, _ in found)
-        for namespace, tool, path in found:
-            inner = needed(tool.name or None, "name", path)
-            is_unique = namespace is None or counts[inner] == 1
-            name = inner if is_unique else f"{namespace}__{inner}"
-            if name in self.origins:
+        functions = list(_flatten(tools, warn))
+        counts = Counter(tool.name for _, tool, _ in functions)
+        for namespace, tool, path in functions:
+            function_name = require(tool.name or None, "name", path)
+            is_unique = namespace is None or counts[function_name] == 1
+            name = function_name if is_unique else f"{namespace}__{function_name}"
+            if name in self.origin_by_name:
                 raise invalid(
                     f"{path}: another tool already has the name {name!r:.100}", f"{path}.name"
                 )
-            self.origins[name] = namespace, inner
-            self._names[namespace, inner] = name
-            schema = None if tool.parameters is None else ordered_schema(tool.parameters)
+            self.origin_by_name[name] = namespace, function_name
+            self._names[namespace, function_name] = name
+            schema = None if tool.parameters is None else canonical_schema(tool.parameters)
             self.functions.append(function_tool(name, tool.description, schema, tool.strict))
 
-    def name(self, namespace: str | None, name: str) -> str:
+    def shown_name(self, namespace: str | None, name: str) -> str:
         """Return the name under which the model reads a function."""
         return self._names.get((namespace, name), name)
 
 
-def _flat(
+def _flatten(
     tools: Sequence[ResponsesTool], warn: Warn
 ) -> Iterator[tuple[str | None, InnerTool, str]]:
     """Yield each function with its namespace and its path in the request."""
@@ -105,7 +105,7 @@ def _flat(
         elif tool.type == "namespace":
             for index, inner in enumerate(tool.tools or ()):
                 if inner.type != "function":
-                    warn(f"tools: {inner.type[:60]}", LEFT_OUT)
+                    warn(f"tools: {inner.type[:60]}", ONLY_FUNCTIONS)
                     continue
                 yield tool.name, inner, f"{path}.tools[{index}]"
         elif tool.type == "custom":
@@ -115,7 +115,7 @@ def _flat(
                 f"{path}.type",
             )
         elif _is_hosted(tool.type):
-            warn(f"tools: {tool.type[:60]}", LEFT_OUT)
+            warn(f"tools: {tool.type[:60]}", ONLY_FUNCTIONS)
         else:
             text = f"{path}: the type {tool.type!r:.100} is unknown; use tools of type 'function'"
             raise invalid(text, f"{path}.type")
@@ -138,24 +138,24 @@ def to_chat(body: ResponsesRequest, tools: Tools, options: Options, warn: Warn) 
     chat: Chat = {"model": body.model, "messages": messages, "separate_reasoning": True}
     if tools.functions:
         chat["tools"] = tools.functions
-    chat |= _choice(body.tool_choice, tools) | _form(body) | _sampling(body)
+    chat |= _tool_choice(body.tool_choice, tools) | _response_format(body) | _sampling(body)
     return chat
 
 
 def _sampling(body: ResponsesRequest) -> Chat:
     names = (*EXTENSIONS, "stop", "parallel_tool_calls", "stream", "user", "priority")
-    given = {name: getattr(body, name) for name in (*names, "chat_template_kwargs")}
-    given["max_completion_tokens"] = body.max_output_tokens
+    parameters = {name: getattr(body, name) for name in (*names, "chat_template_kwargs")}
+    parameters["max_completion_tokens"] = body.max_output_tokens
     if body.top_logprobs or "message.output_text.logprobs" in (body.include or ()):
-        given |= {"logprobs": True, "top_logprobs": body.top_logprobs}
+        parameters |= {"logprobs": True, "top_logprobs": body.top_logprobs}
     if body.reasoning is not None:
-        given["reasoning_effort"] = body.reasoning.effort
+        parameters["reasoning_effort"] = body.reasoning.effort
     if body.text is not None:
-        given["verbosity"] = body.text.verbosity
-    return {name: value for name, value in given.items() if value is not None}
+        parameters["verbosity"] = body.text.verbosity
+    return {name: value for name, value in parameters.items() if value is not None}
 
 
-def _form(body: ResponsesRequest) -> Chat:
+def _response_format(body: ResponsesRequest) -> Chat:
     form = body.text.format if body.text is not None else None
     if form is None or form.type == "text":
         return {}
@@ -167,7 +167,7 @@ def _form(body: ResponsesRequest) -> Chat:
     return {"response_format": {"type": "json_schema", "json_schema": schema}}
 
 
-def _choice(choice: str | dict[str, Any] | None, tools: Tools) -> Chat:
+def _tool_choice(choice: str | dict[str, Any] | None, tools: Tools) -> Chat:
     """Return the tool choice of the chat; raise `APIError` if it is invalid or demands a hosted
     tool."""
     if choice is None or (choice == "auto" and not tools.functions):
@@ -181,18 +181,18 @@ def _choice(choice: str | dict[str, Any] | None, tools: Tools) -> Chat:
         return {"tool_choice": choice}
     kind = choice.get("type")
     if kind == "function":
-        return {"tool_choice": _named(choice, tools, "tool_choice")}
+        return {"tool_choice": _named_function(choice, tools, "tool_choice")}
     if kind == "allowed_tools":
-        given = choice.get("tools")
-        if not isinstance(given, list) or choice.get("mode") not in ("auto", "required"):
+        allowed_tools = choice.get("tools")
+        if not isinstance(allowed_tools, list) or choice.get("mode") not in ("auto", "required"):
             text = (
                 'tool_choice: the type "allowed_tools" requires a list of tools and the '
                 'mode "auto" or "required"'
             )
             raise invalid(text, "tool_choice")
         names = [
-            _named(one, tools, f"tool_choice.tools[{number}]")
-            for number, one in enumerate(given)
+            _named_function(one, tools, f"tool_choice.tools[{number}]")
+            for number, one in enumerate(allowed_tools)
             if not (isinstance(one, dict) and _is_hosted(str(one.get("type"))))
         ]
         allowed = {"mode": choice["mode"], "tools": names}
@@ -204,14 +204,14 @@ def _choice(choice: str | dict[str, Any] | None, tools: Tools) -> Chat:
     )
 
 
-def _named(choice: Any, tools: Tools, path: str) -> Chat:
+def _named_function(choice: Any, tools: Tools, path: str) -> Chat:
     name = choice.get("name") if isinstance(choice, dict) else None
     if not isinstance(name, str):
         raise invalid(f"{path} must be an object with the name of a function", path)
     namespace = choice.get("namespace")
-    shown = tools.name(namespace if isinstance(namespace, str) else None, name)
-    if shown not in tools.origins:
-        known = ", ".join(map(repr, tools.origins)) or "none"
+    shown = tools.shown_name(namespace if isinstance(namespace, str) else None, name)
+    if shown not in tools.origin_by_name:
+        known = ", ".join(map(repr, tools.origin_by_name)) or "none"
         raise invalid(f"{path}: {name!r:.100} is not the name of one of the tools ({known})", path)
     return {"type": "function", "function": {"name": shown}}
 
@@ -231,10 +231,10 @@ class _Reader:
 
     def messages(self, items: Sequence[Item]) -> list[Chat]:
         """Return the chat messages into which the input items are translated."""
-        found: list[Chat] = []
+        messages: list[Chat] = []
         for number, item in enumerate(items):
-            found += self._item(item, f"input[{number}]")
-        return [*found, *self._flush()]
+            messages += self._item(item, f"input[{number}]")
+        return [*messages, *self._flush()]
 
     def _flush(self) -> Iterator[Chat]:
         """Yield the assembled assistant message, and then a message with the images of tool
@@ -247,7 +247,7 @@ class _Reader:
     def _flush_answer(self) -> Iterator[Chat]:
         if self._texts or self._calls:
             texts = {
-                member: "\n".join(filter(None, found)) for member, found in self._texts.items()
+                member: "\n".join(filter(None, pieces)) for member, pieces in self._texts.items()
             }
             calls = {"tool_calls": self._calls} if self._calls else {}
             yield {"role": "assistant", "content": "", **texts, **calls}
@@ -264,9 +264,9 @@ class _Reader:
             case "function_call_output":
                 yield from self._result(item, path)
             case _:
-                self._leave_out(item, path)
+                self._warn_left_out(item, path)
 
-    def _leave_out(self, item: Item, path: str) -> None:
+    def _warn_left_out(self, item: Item, path: str) -> None:
         """Warn that an item is left out of the prompt; raise `APIError` if that would be
         misleading."""
         kind, at = item.type[:100], f"{path}.type"
@@ -276,9 +276,9 @@ class _Reader:
             )
         if kind.startswith("custom_tool"):
             raise invalid(f"{path}: custom tools are not supported", at)
-        if not kind.endswith(_OF_HOSTED) and kind not in _OF_CONTEXT:
+        if not kind.endswith(_HOSTED_ITEM_SUFFIXES) and kind not in _IGNORED_ITEM_TYPES:
             raise invalid(f"{path}: items of type {kind!r} are not supported", at)
-        self._warn(f"input: {kind[:60]}", LEFT_OUT)
+        self._warn(f"input: {kind[:60]}", ONLY_FUNCTIONS)
 
     def _message(self, item: Item, path: str) -> Iterator[Chat]:
         if item.role is None or item.content is None:
@@ -304,21 +304,21 @@ class _Reader:
     def _call(self, item: Item, path: str) -> Iterator[Chat]:
         if self._pictures:
             yield from self._flush()
-        name = needed(item.name, "name", path)
+        name = require(item.name, "name", path)
         function = {
-            "name": self._tools.name(item.namespace, name),
-            "arguments": _text_of(item.arguments, "arguments", path),
+            "name": self._tools.shown_name(item.namespace, name),
+            "arguments": _require_text(item.arguments, "arguments", path),
         }
-        call = {"id": needed(item.call_id, "call_id", path), "type": "function"}
+        call = {"id": require(item.call_id, "call_id", path), "type": "function"}
         self._calls.append({**call, "function": function})
 
     def _result(self, item: Item, path: str) -> Iterator[Chat]:
         yield from self._flush_answer()
-        parts = self._parts(_output_of(item, path), f"{path}.output")
+        parts = self._parts(_call_output(item, path), f"{path}.output")
         content, pictures = split_pictures(parts, self._options)
         yield {
             "role": "tool",
-            "tool_call_id": needed(item.call_id, "call_id", path),
+            "tool_call_id": require(item.call_id, "call_id", path),
             "content": content,
         }
         self._pictures += pictures
@@ -327,32 +327,32 @@ class _Reader:
         """Return the reasoning of an item: its text if there is any, or else its unsealed text, or
         else its summary."""
         content = item.content if isinstance(item.content, list) else []
-        shown = "\n".join(part.text for part in content if part.text)
+        text = "\n".join(part.text for part in content if part.text)
         sealed = unseal(item.encrypted_content or "")
-        return shown or sealed or "\n".join(part.text for part in item.summary or () if part.text)
+        return text or sealed or "\n".join(part.text for part in item.summary or () if part.text)
 
-    def _text(self, given: str | list[Part], path: str) -> str:
-        content = content_of(self._parts(given, path))
+    def _text(self, raw_content: str | list[Part], path: str) -> str:
+        content = content_of(self._parts(raw_content, path))
         if not isinstance(content, str):
             raise invalid(f"{path}: an assistant message may contain only text", path)
         return content
 
-    def _parts(self, given: str | list[Part], path: str) -> list[Chat]:
-        parts = [Part("text", text=given)] if isinstance(given, str) else given
+    def _parts(self, content: str | list[Part], path: str) -> list[Chat]:
+        parts = [Part("text", text=content)] if isinstance(content, str) else content
         return [self._part(part, f"{path}[{index}]") for index, part in enumerate(parts)]
 
     def _part(self, part: Part, path: str) -> Chat:
-        if part.type in _TEXTS:
-            return text_part(needed(part.text, "text", path))
+        if part.type in _TEXT_TYPES:
+            return text_part(require(part.text, "text", path))
         if part.type == "refusal":
-            return text_part(needed(part.refusal, "refusal", path))
+            return text_part(require(part.refusal, "refusal", path))
         if part.type != "input_image":
             what = "files are" if "file" in part.type else f"the type {part.type!r:.100} is"
             raise invalid(
                 f"{path}: {what} not supported here; a part must be text or an image",
                 f"{path}.type",
             )
-        if not self._options.sees:
+        if not self._options.accepts_images:
             raise invalid("this model does not accept images, only text", f"{path}.type")
         if part.image_url is None:
             text = f"{path} requires image_url because files are not stored"
@@ -363,24 +363,24 @@ class _Reader:
         return {"type": "image_url", "image_url": image}
 
 
-def _text_of(value: Any, name: str, path: str) -> str:
+def _require_text(value: Any, name: str, path: str) -> str:
     """Return a member that must be a string in this type of item but may be something else in
     others."""
-    if not isinstance(needed(value, name, path), str):
+    if not isinstance(require(value, name, path), str):
         raise invalid(f"{path}.{name} must be a string", f"{path}.{name}")
     return str(value)
 
 
-def _output_of(item: Item, path: str) -> str | list[Part]:
+def _call_output(item: Item, path: str) -> str | list[Part]:
     """Return the output of a function call: text, or parts; unknown members of parts are
     ignored."""
-    given = needed(item.output, "output", path)
-    if isinstance(given, str):
-        return given
-    if not isinstance(given, list) or not all(isinstance(one, dict) for one in given):
+    output = require(item.output, "output", path)
+    if isinstance(output, str):
+        return output
+    if not isinstance(output, list) or not all(isinstance(one, dict) for one in output):
         raise invalid(f"{path}.output must be a string or a list of parts", f"{path}.output")
-    known = [{k: v for k, v in one.items() if k in Part.__struct_fields__} for one in given]
+    raw_parts = [{k: v for k, v in one.items() if k in Part.__struct_fields__} for one in output]
     try:
-        return msgspec.convert(known, list[Part])
+        return msgspec.convert(raw_parts, list[Part])
     except msgspec.ValidationError as error:
         raise invalid(f"{path}.output: {error}", f"{path}.output") from None

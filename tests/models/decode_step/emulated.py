@@ -17,7 +17,7 @@ from nanoactor.models.devices.cuda.kernels.decode_step.arguments import (
     Scratch,
     StepInputs,
     arguments_of,
-    scales_of,
+    lay_out_scales,
 )
 from nanoactor.models.devices.cuda.kernels.decode_step.sources import KERNEL, source_of
 from nanoactor.models.devices.cuda.kernels.decode_step.table import (
@@ -26,7 +26,7 @@ from nanoactor.models.devices.cuda.kernels.decode_step.table import (
     Shape,
     product_of,
 )
-from nanoactor.models.weights.whole_step import ModelWeights, numbers_of
+from nanoactor.models.weights.whole_step import ModelWeights, flat_matrix
 
 FOLDER = Path(__file__).parent
 
@@ -83,17 +83,17 @@ class Emulated:
         self.status = torch.zeros(2, dtype=torch.int32)
         boxes = {p.matrix: product_of(shape, p).box for p in (*shape.phases, LOGITS) if p.matrix}
         maps = [
-            map_of(numbers_of(getattr(layer, p.matrix)), boxes[p.matrix])
+            map_of(flat_matrix(getattr(layer, p.matrix)), boxes[p.matrix])
             for layer in weights.layers
             for p in shape.phases
             if p.matrix
         ]
         maps.append(map_of(weights.head, boxes["head"]))
-        scales = scales_of(shape, weights)
+        scales = lay_out_scales(shape, weights)
         self._keep = weights, caches, inputs, scales
         self._args = arguments_of(
             shape, weights, caches, inputs, self.scratch, maps, scales, self.status, EPS,
-            patience=2e-5,
+            wait_timeout=2e-5,
         )  # fmt: skip
 
     def __call__(self, seed: int = 0) -> bool:

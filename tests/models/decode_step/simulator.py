@@ -77,7 +77,7 @@ class Protocol:
         mixture = self.shape.mixture
         if mixture is None:
             return 1
-        return self.dice.randint(mixture.chosen, min(self.shape.pairs, mixture.experts))
+        return self.dice.randint(mixture.top_k, min(self.shape.pairs, mixture.experts))
 
     def _deal_attention(self) -> None:
         """Draw who attends, in which pairs, and whose queries each block needs."""

@@ -28,10 +28,10 @@ def figures_of_memory(rig: Rig) -> str:
     said = f"{memory.free // _MIB} of {memory.total // _MIB} MiB are free"
     if rig.emulated:
         return said
-    rig.device.reset_peak()
+    rig.device.reset_peak_memory()
     size = 256 * _MIB
     held = rig.device.zeros(size, dtype=torch.int8)
-    peak, left = rig.device.peak(), rig.device.memory().free
+    peak, left = rig.device.peak_memory(), rig.device.memory().free
     if not size <= peak <= 2 * size:
         raise Failed(f"{size} bytes were allocated, the peak says {peak}")
     if left > memory.free - size // 2:
@@ -51,7 +51,7 @@ def streams_and_events(rig: Rig) -> str:
         y = x @ x
         event.record()
         event.wait()
-        if not event.done():
+        if not event.is_done():
             raise Failed("an event that was waited for is not done")
         same("a product", y, torch.full((256, 256), 256.0))
     rig.device.synchronize()
@@ -78,7 +78,7 @@ def timed_events(rig: Rig) -> str:
 
 def pinned_memory(rig: Rig) -> str:
     """Page-locked, and copied to and from without waiting."""
-    source, target = (rig.device.pinned(1 << 16, dtype=torch.int32) for _ in range(2))
+    source, target = (rig.device.empty_pinned(1 << 16, dtype=torch.int32) for _ in range(2))
     source.copy_(torch.arange(1 << 16, dtype=torch.int32))
     with rig.device.stream():
         there = source.to(rig.where, non_blocking=True)

@@ -14,7 +14,7 @@ from nanoactor.models.batch import (
     SamplingBatch,
     SlotTables,
 )
-from nanoactor.models.sampling.columns import WORDS, columns_of, pack
+from nanoactor.models.sampling.columns import WORDS, column_views, pack
 from nanoactor.models.sampling.philox import gumbel_noise, gumbel_noise_at, philox
 from nanoactor.models.sampling.rows import SamplingGroups
 from nanoactor.models.sampling.sampler import from_keys, sample, sort_keys
@@ -181,7 +181,7 @@ def sampling_batch(rows: int) -> SamplingBatch:
         for row in range(rows)
     ]
     table = torch.frombuffer(bytearray(b"".join(words)), dtype=torch.int32).view(rows, WORDS).T
-    columns = columns_of(table.contiguous(), torch.float32)
+    columns = column_views(table.contiguous(), torch.float32)
     groups = SamplingGroups(*kinds, masked_rows=numbers[:2], masked_ids=torch.tensor([3, 4]))
     return SamplingBatch(columns, numbers + 17, groups)
 

@@ -22,9 +22,9 @@ from nanoactor.models.config import parse_config
 from nanoactor.models.decoder import Decoder
 from nanoactor.models.devices.npu import sampling
 from nanoactor.models.devices.npu.device import NPUDevice
-from nanoactor.models.limits import FREEZE_IDS
+from nanoactor.models.limits import MAX_FREEZE_IDS
 from nanoactor.models.options import DeviceOptions
-from nanoactor.models.sampling.columns import WORDS, columns_of
+from nanoactor.models.sampling.columns import WORDS, column_views
 from nanoactor.models.sampling.logit_rules import TokenIds
 from nanoactor.models.sampling.rows import SamplingGroups
 from nanoactor.models.seq_lens import HostSeqLens
@@ -79,7 +79,7 @@ class Traced:
             self.whole(WORDS, slots),
             SIZE,
             self.whole(slots),
-            self.whole(FREEZE_IDS, slots),
+            self.whole(MAX_FREEZE_IDS, slots),
         )
 
     def step(self, prompts, decodes):
@@ -99,7 +99,9 @@ class Traced:
             self.device.advance(tables, asked, into, self.whole(BLOCKS * SIZE))
         if first:
             of_tokens = self.whole(first)
-            self.device.locate(tables, of_tokens, of_tokens, buffers.slot_mapping[:first])
+            self.device.fill_slot_mapping(
+                tables, of_tokens, of_tokens, buffers.slot_mapping[:first]
+            )
         lengths = HostSeqLens([n for n, _ in prompts], [c for _, c in prompts], decodes)
         batch = AttentionBatch(
             buffers.slot_mapping,
@@ -236,7 +238,7 @@ def sampled(limited, nucleus):
         return torch.empty(shape, dtype=dtype, device="npu:0")
 
     index = [whole(n) for n in (1, 1, limited, 0, nucleus, 1, 1)]
-    columns = columns_of(whole(WORDS, 6, dtype=torch.int32), torch.float32)
+    columns = column_views(whole(WORDS, 6, dtype=torch.int32), torch.float32)
     batch = SamplingBatch(columns, whole(6), SamplingGroups(*index))
     return sampling.sample(whole(6, 1000, dtype=HALF), batch)
 
@@ -261,7 +263,7 @@ def loaded(traced):
         group=types.SimpleNamespace(size=1),
         sample=sampling.sample,
         highest=lambda logits: logits.amax(-1),
-        whole_logits=traced.network.logits,
+        gather_logits=traced.network.logits,
     )
 
 
@@ -313,7 +315,7 @@ def test_a_tower_keeps_the_contract(size, grids):
         device = NPUDevice(AscendRuntime(0), DeviceOptions())
         tower = VisionTower(config, NoWeights(device.torch_device), device, "model.visual")
         patches = sum(grid.patches for grid in grids)
-        rows = torch.empty(patches, config.row_size, dtype=HALF, device=device.torch_device)
+        rows = torch.empty(patches, config.patch_values, dtype=HALF, device=device.torch_device)
         with ContractChecker() as checker:
             features = tower(rows, grids)
     assert features.shape == (patches // 4, 2 * config.out_hidden_size)

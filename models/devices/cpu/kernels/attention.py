@@ -1,4 +1,4 @@
-"""Decode attention over the paged cache; blocks are read in place."""
+"""Decode attention over the paged cache, without copying blocks."""
 
 from __future__ import annotations
 
@@ -9,73 +9,73 @@ from numba import prange
 from nanoactor.models.batch import AttentionBatch, KVCache
 from nanoactor.models.devices.cpu.kernels.elements import (
     INT32,
-    both,
     exp,
     inlined,
     inlined_reordered,
+    launch,
     like_of,
     narrow,
     prefetch,
-    spread,
+    serial_and_parallel,
     view,
-    wide,
+    widen,
 )
 
-_LINE = 64
+_CACHE_LINE = 64
 """Size of a cache line in bytes."""
-_SHORT = 16 << 10
+_MAX_PREFETCHED_BYTES = 16 << 10
 """Size in bytes up to which the hardware prefetcher fetches too little of a block."""
 
 
 @inlined_reordered
-def _fetch(at, row_bytes, block_bytes):
+def _prefetch_position(address, row_bytes, block_bytes):
     """Prefetch one position's keys or values, of all heads, from the block that is read next."""
-    if block_bytes <= _SHORT:
-        for line in range(0, row_bytes, _LINE):
-            prefetch(at + line)
+    if block_bytes <= _MAX_PREFETCHED_BYTES:
+        for line in range(0, row_bytes, _CACHE_LINE):
+            prefetch(address + line)
 
 
 @inlined_reordered
-def _score(query, scores, block, group, start, count, following, span):
+def _compute_scores(query, scores, block, group, start, count, next_block, kv_span):
     """Multiply queries (heads, size) by the keys of one block, for a span of KV heads."""
     row_bytes = block.shape[1] * block.shape[2] * block.itemsize
     for position in range(count):
-        _fetch(following + position * row_bytes, row_bytes, row_bytes * block.shape[0])
-        for kv_head in range(span[0], span[1]):
+        _prefetch_position(next_block + position * row_bytes, row_bytes, row_bytes * block.shape[0])
+        for kv_head in range(kv_span[0], kv_span[1]):
             for head in range(kv_head * group, kv_head * group + group):
                 score = np.float32(0)
                 for i in range(block.shape[2]):
-                    score += query[head, i] * wide(block[position, kv_head, i])
+                    score += query[head, i] * widen(block[position, kv_head, i])
                 scores[head, start + position] = score
 
 
 @inlined_reordered
-def _weigh(sums, scores, block, group, start, count, following, span):
+def _add_weighted_values(sums, scores, block, group, start, count, next_block, kv_span):
     """Add the values of one block, weighted by their scores, to `sums` (heads, size). Positions are
     added four at a time, so that each sum is loaded and stored only once per four positions."""
     row_bytes = block.shape[1] * block.shape[2] * block.itemsize
-    for p in range(count):
-        _fetch(following + p * row_bytes, row_bytes, row_bytes * block.shape[0])
+    for position in range(count):
+        _prefetch_position(next_block + position * row_bytes, row_bytes, row_bytes * block.shape[0])
     fours = count // 4 * 4
-    for p in range(0, fours, 4):
-        at = start + p
-        for kv_head in range(span[0], span[1]):
+    for position in range(0, fours, 4):
+        column = start + position
+        for kv_head in range(kv_span[0], kv_span[1]):
             for head in range(kv_head * group, kv_head * group + group):
-                a, b = scores[head, at], scores[head, at + 1]
-                c, d = scores[head, at + 2], scores[head, at + 3]
+                a, b = scores[head, column], scores[head, column + 1]
+                c, d = scores[head, column + 2], scores[head, column + 3]
                 for i in range(block.shape[2]):
                     sums[head, i] += (
-                        a * wide(block[p, kv_head, i])
-                        + b * wide(block[p + 1, kv_head, i])
-                        + c * wide(block[p + 2, kv_head, i])
-                        + d * wide(block[p + 3, kv_head, i])
+                        a * widen(block[position, kv_head, i])
+                        + b * widen(block[position + 1, kv_head, i])
+                        + c * widen(block[position + 2, kv_head, i])
+                        + d * widen(block[position + 3, kv_head, i])
                     )
-    for p in range(fours, count):
-        for kv_head in range(span[0], span[1]):
+    for position in range(fours, count):
+        for kv_head in range(kv_span[0], kv_span[1]):
             for head in range(kv_head * group, kv_head * group + group):
-                weight = scores[head, start + p]
+                weight = scores[head, start + position]
                 for i in range(block.shape[2]):
-                    sums[head, i] += weight * wide(block[p, kv_head, i])
+                    sums[head, i] += weight * widen(block[position, kv_head, i])
 
 
 @inlined_reordered
@@ -92,41 +92,43 @@ def _softmax(scores, head, count):
 
 
 @inlined
-def _attend(inputs, outputs, keys, values, blocks, context, row, span, shape, scale, like):
+def _attend(inputs, outputs, keys, values, blocks, context, row, kv_span, shape, scale, like):
     """Compute the attention of a row's queries for a span of KV heads."""
     block_size, kv_heads, size = shape
     group = inputs.shape[1] // kv_heads
-    heads = range(span[0] * group, span[1] * group)
+    heads = range(kv_span[0] * group, kv_span[1] * group)
     stride = block_size * kv_heads * size * inputs.itemsize
     last = (context - 1) // block_size
     query = np.empty((inputs.shape[1], size), np.float32)
     scores = np.empty((inputs.shape[1], context), np.float32)
     for head in heads:
         for i in range(size):
-            query[head, i] = wide(inputs[row, head, i]) * np.float32(scale)
-    for b in range(last + 1):
-        start = b * block_size
+            query[head, i] = widen(inputs[row, head, i]) * np.float32(scale)
+    for index in range(last + 1):
+        start = index * block_size
         count = min(block_size, context - start)
-        following = keys + blocks[b + 1] * stride if b < last else values + blocks[0] * stride
-        block = view(keys + blocks[b] * stride, shape, like)
-        _score(query, scores, block, group, start, count, following, span)
+        next_block = (
+            keys + blocks[index + 1] * stride if index < last else values + blocks[0] * stride
+        )
+        block = view(keys + blocks[index] * stride, shape, like)
+        _compute_scores(query, scores, block, group, start, count, next_block, kv_span)
     totals = np.empty(inputs.shape[1], np.float32)
     for head in heads:
         totals[head] = _softmax(scores, head, context)
     sums = query
     sums[:] = 0
-    for b in range(last + 1):
-        start = b * block_size
+    for index in range(last + 1):
+        start = index * block_size
         count = min(block_size, context - start)
-        following = values + blocks[min(b + 1, last)] * stride
-        block = view(values + blocks[b] * stride, shape, like)
-        _weigh(sums, scores, block, group, start, count, following, span)
+        next_block = values + blocks[min(index + 1, last)] * stride
+        block = view(values + blocks[index] * stride, shape, like)
+        _add_weighted_values(sums, scores, block, group, start, count, next_block, kv_span)
     for head in heads:
         for i in range(size):
             outputs[row, head, i] = narrow(sums[head, i] / totals[head], like)
 
 
-@both("aaaaaaannnnnnnf")
+@serial_and_parallel("aaaaaaannnnnnnf")
 def _decode_attention(
     queries, keys, values, tables, slots, contexts, output, rows, heads, kv_heads, size, width,
     block_size, parts, scale, like
@@ -139,14 +141,14 @@ def _decode_attention(
     """
     inputs = view(queries, (rows, heads, size), like)
     outputs = view(output, (rows, heads, size), like)
-    slot_of, lengths = view(slots, (rows,), INT32), view(contexts, (rows,), INT32)
+    row_slots, context_lengths = view(slots, (rows,), INT32), view(contexts, (rows,), INT32)
     shape = block_size, kv_heads, size
-    for item in prange(rows * parts):
-        row, part = item // parts, item % parts
-        span = part * kv_heads // parts, (part + 1) * kv_heads // parts
-        blocks = view(tables + slot_of[row] * width * 4, (width,), INT32)
-        context = lengths[row]
-        _attend(inputs, outputs, keys, values, blocks, context, row, span, shape, scale, like)
+    for task in prange(rows * parts):
+        row, kv_part = task // parts, task % parts
+        kv_span = kv_part * kv_heads // parts, (kv_part + 1) * kv_heads // parts
+        blocks = view(tables + row_slots[row] * width * 4, (width,), INT32)
+        context = context_lengths[row]
+        _attend(inputs, outputs, keys, values, blocks, context, row, kv_span, shape, scale, like)
 
 
 def decode_attention(
@@ -156,8 +158,8 @@ def decode_attention(
     queries = queries.contiguous()
     rows, heads, size = queries.shape
     _, block_size, kv_heads, _ = cache.keys.shape
-    attended = torch.empty_like(queries)
-    spread(
+    output = torch.empty_like(queries)
+    launch(
         _decode_attention,
         threads,
         sum(batch.lengths.decode_contexts) * heads * size,
@@ -167,7 +169,7 @@ def decode_attention(
         batch.tables.data_ptr(),
         batch.decode_slots.data_ptr(),
         batch.decode_contexts.data_ptr(),
-        attended.data_ptr(),
+        output.data_ptr(),
         rows,
         heads,
         kv_heads,
@@ -178,4 +180,4 @@ def decode_attention(
         scale,
         like_of(queries),
     )
-    return attended
+    return output

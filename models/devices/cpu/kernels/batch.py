@@ -5,60 +5,76 @@ from __future__ import annotations
 import torch
 
 from nanoactor.models.batch import DecodeRows, RowBuffers, SlotTables
-from nanoactor.models.devices.cpu.kernels.elements import FLOAT, INT32, INT64, kernel, view
+from nanoactor.models.devices.cpu.kernels.elements import FLOAT32, INT32, INT64, kernel, view
 
 
 @kernel("aaaaaaaaaaaaaannnnnn")
 def _advance(
     tables, lengths, last_tokens, deltas, frozen_slots, freeze_ids, row_slots, row_positions,
-    row_ids, token_ids, positions, slot_mapping, contexts, written, count, slots, width,
-    block_size, watched, room, like
+    row_ids, token_ids, positions, slot_mapping, contexts, id_cache, count, slots, width,
+    block_size, num_freeze_ids, cache_size, like
 ):  # fmt: skip
     """Fill in the step's buffers for each of `count` rows, and store each row's token at its cache
-    position in `written`. The last slot is a dummy of length 0. A null address for `deltas` means
+    position in `id_cache`. The last slot is a dummy of length 0. A null address for `deltas` means
     that there are none."""
     frozen = view(frozen_slots, (slots,), INT32)
-    watching = view(freeze_ids, (watched, slots), INT32)
-    blocks, known = view(tables, (slots, width), INT32), view(lengths, (slots,), INT32)
-    last, turned = view(last_tokens, (slots,), INT32), view(deltas, (slots,), INT32)
-    slot_of, ids = view(row_slots, (count,), INT32), view(token_ids, (count,), INT32)
-    own_at, own_ids = view(row_positions, (count,), INT32), view(row_ids, (count,), INT32)
-    rotary, places = view(positions, (count,), INT32), view(slot_mapping, (count,), INT64)
-    ends, noted = view(contexts, (count,), INT32), view(written, (room,), INT32)
+    freezing_ids = view(freeze_ids, (num_freeze_ids, slots), INT32)
+    blocks, slot_lengths = view(tables, (slots, width), INT32), view(lengths, (slots,), INT32)
+    newest_tokens, rope_offsets = view(last_tokens, (slots,), INT32), view(deltas, (slots,), INT32)
+    slots_by_row, out_ids = view(row_slots, (count,), INT32), view(token_ids, (count,), INT32)
+    given_positions, given_ids = (
+        view(row_positions, (count,), INT32),
+        view(row_ids, (count,), INT32),
+    )
+    rope_positions, cache_positions = (
+        view(positions, (count,), INT32),
+        view(slot_mapping, (count,), INT64),
+    )
+    context_lengths, cached_ids = (
+        view(contexts, (count,), INT32),
+        view(id_cache, (cache_size,), INT32),
+    )
     for row in range(count):
-        slot = slot_of[row]
-        follows = own_at[row] < 0
-        position = known[slot] if follows else own_at[row]
-        token = last[slot] if follows else own_ids[row]
-        ids[row] = token
-        rotary[row] = position + turned[slot] if deltas else position
-        ends[row] = position + 1
-        if follows:
-            for number in range(watched):
-                if watching[number, slot] == token:
+        slot = slots_by_row[row]
+        continues = given_positions[row] < 0
+        position = slot_lengths[slot] if continues else given_positions[row]
+        token = newest_tokens[slot] if continues else given_ids[row]
+        out_ids[row] = token
+        rope_positions[row] = position + rope_offsets[slot] if deltas else position
+        context_lengths[row] = position + 1
+        if continues:
+            for index in range(num_freeze_ids):
+                if freezing_ids[index, slot] == token:
                     frozen[slot] = 1
-        if follows and frozen[slot]:
-            place = blocks[slots - 1, 0] * block_size
+        if continues and frozen[slot]:
+            cache_position = blocks[slots - 1, 0] * block_size
         else:
-            place = blocks[slot, position // block_size] * block_size + position % block_size
-            if follows and slot < slots - 1:
-                known[slot] = position + 1
-        places[row] = place
-        noted[place] = token
+            cache_position = (
+                blocks[slot, position // block_size] * block_size + position % block_size
+            )
+            if continues and slot < slots - 1:
+                slot_lengths[slot] = position + 1
+        cache_positions[row] = cache_position
+        cached_ids[cache_position] = token
 
 
 @kernel("aaaannnn")
-def _locate(tables, slot_of, positions, slot_mapping, count, slots, width, block_size, like):
+def _fill_slot_mapping(
+    tables, slot_of, positions, slot_mapping, count, slots, width, block_size, like
+):
     """Compute the cache positions of tokens from their slots and their positions in the
     sequence."""
-    blocks, slot = view(tables, (slots, width), INT32), view(slot_of, (count,), INT32)
-    at, places = view(positions, (count,), INT32), view(slot_mapping, (count,), INT64)
+    blocks, slots_by_token = view(tables, (slots, width), INT32), view(slot_of, (count,), INT32)
+    token_positions, cache_positions = (
+        view(positions, (count,), INT32),
+        view(slot_mapping, (count,), INT64),
+    )
     for i in range(count):
-        block = blocks[slot[i], at[i] // block_size]
-        places[i] = block * block_size + at[i] % block_size
+        block = blocks[slots_by_token[i], token_positions[i] // block_size]
+        cache_positions[i] = block * block_size + token_positions[i] % block_size
 
 
-def advance(tables: SlotTables, rows: DecodeRows, into: RowBuffers, ids: torch.Tensor) -> None:
+def advance(tables: SlotTables, rows: DecodeRows, buffers: RowBuffers, ids: torch.Tensor) -> None:
     """Implement `BatchOperators.advance`."""
     deltas = tables.rope_deltas
     _advance(
@@ -69,24 +85,24 @@ def advance(tables: SlotTables, rows: DecodeRows, into: RowBuffers, ids: torch.T
         tables.frozen.data_ptr(),
         tables.freeze_ids.data_ptr(),
         *(column.data_ptr() for column in rows),
-        into.token_ids.data_ptr(),
-        into.positions.data_ptr(),
-        into.slot_mapping.data_ptr(),
-        into.contexts.data_ptr(),
+        buffers.token_ids.data_ptr(),
+        buffers.positions.data_ptr(),
+        buffers.slot_mapping.data_ptr(),
+        buffers.contexts.data_ptr(),
         ids.data_ptr(),
         rows.slots.numel(),
         *tables.blocks.shape,
         tables.block_size,
         len(tables.freeze_ids),
         ids.numel(),
-        FLOAT,
+        FLOAT32,
     )
 
 
-def locate(
+def fill_slot_mapping(
     tables: SlotTables, slots: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
     """Compute cache positions, int64 (tokens,), from slots and positions in the sequence, int32
     (tokens,)."""
-    at = (x.data_ptr() for x in (tables.blocks, slots, positions, slot_mapping))
-    _locate(*at, slots.numel(), *tables.blocks.shape, tables.block_size, FLOAT)
+    addresses = (x.data_ptr() for x in (tables.blocks, slots, positions, slot_mapping))
+    _fill_slot_mapping(*addresses, slots.numel(), *tables.blocks.shape, tables.block_size, FLOAT32)

@@ -24,40 +24,41 @@ from numba.extending import intrinsic
 
 log = logging.getLogger("nanoactor.models.cpu")
 
-FLOAT = np.float32(0)
+FLOAT32 = np.float32(0)
 """Value of `like` for float32."""
-BITS = np.uint16(0)
+BFLOAT16 = np.uint16(0)
 """Value of `like` for bfloat16."""
-_LIKE: dict[torch.dtype, np.generic] = {torch.float32: FLOAT, torch.bfloat16: BITS}
+_LIKE_BY_DTYPE: dict[torch.dtype, np.generic] = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 INT32 = np.int32(0)
 INT64 = np.int64(0)
 
-_WORTH = 1 << 18
+_MIN_PARALLEL_ELEMENTS = 1 << 18
 """Minimum number of elements for which waking up a second thread is worthwhile."""
 
 # One of Numba's threading layers terminates the process if two threads use it at once.
-_one_at_a_time = threading.Lock()
+_launch_lock = threading.Lock()
 
 # None of these fast-math flags assumes finite numbers, as kernels check for NaN and infinity.
-_REORDERED = {"reassoc", "contract", "nsz", "arcp"}
+_FASTMATH_FLAGS = {"reassoc", "contract", "nsz", "arcp"}
 
 
-def knows(x: torch.Tensor) -> bool:
+def has_supported_dtype(x: torch.Tensor) -> bool:
     """Return True if kernels support elements of this tensor's dtype."""
-    return x.dtype in _LIKE
+    return x.dtype in _LIKE_BY_DTYPE
 
 
 def like_of(x: torch.Tensor) -> np.generic:
     """Return the value of `like` for a tensor's elements."""
-    return _LIKE[x.dtype]
+    return _LIKE_BY_DTYPE[x.dtype]
 
 
-def spread(kernels: tuple[Any, Any], threads: int, elements: int, *arguments: Any) -> None:
-    """Run a kernel made by `both`, on `threads` threads if there are enough elements."""
-    if threads == 1 or elements < _WORTH:
+def launch(kernels: tuple[Any, Any], threads: int, elements: int, *arguments: Any) -> None:
+    """Run a kernel pair created by `serial_and_parallel`. Use `threads` threads if there are enough
+    elements, and one otherwise."""
+    if threads == 1 or elements < _MIN_PARALLEL_ELEMENTS:
         kernels[0](*arguments)
     else:
-        with _one_at_a_time:
+        with _launch_lock:
             kernels[1](*arguments)
 
 
@@ -84,9 +85,9 @@ def compile_kernels(
 ) -> None:
     """Compile the kernels for this dtype, or load them from disk, so that no step waits for
     compilation. Kernels that only some models call are compiled when such a model is loaded."""
-    if dtype not in _LIKE:
+    if dtype not in _LIKE_BY_DTYPE:
         return
-    like = numba.typeof(_LIKE[dtype])
+    like = numba.typeof(_LIKE_BY_DTYPE[dtype])
     for kernel in _kernels:
         if (parallel or not kernel.parallel) and kernel.purpose in purposes:
             kernel.function.compile((*kernel.arguments, like))
@@ -102,35 +103,39 @@ def kernel(
     for an address, `n` for an integer, `f` for a float. With `parallel`, its `prange` loops are
     spread over threads."""
 
-    def compiled(function: Callable[..., None]) -> Any:
-        options = {"nogil": True, "fastmath": _REORDERED, "error_model": "numpy"}
+    def decorate(function: Callable[..., None]) -> Any:
+        options = {"nogil": True, "fastmath": _FASTMATH_FLAGS, "error_model": "numpy"}
         try:
-            made = numba.njit(cache=True, parallel=parallel, **options)(function)
+            compiled = numba.njit(cache=True, parallel=parallel, **options)(function)
         except RuntimeError as error:  # neither our folder nor the user's cache is writable
             _log_once(
                 "compiled kernels cannot be cached, so each start compiles them again, which takes "
                 f"about 10 s: {error}"
             )
-            made = numba.njit(parallel=parallel, **options)(function)
+            compiled = numba.njit(parallel=parallel, **options)(function)
         arguments = tuple(types.float64 if kind == "f" else types.int64 for kind in scalars)
-        _kernels.append(_Kernel(made, arguments, parallel, purpose))
-        return made
+        _kernels.append(_Kernel(compiled, arguments, parallel, purpose))
+        return compiled
 
-    return compiled
+    return decorate
 
 
-def both(scalars: str, purpose: str = STEPS) -> Callable[[Callable[..., None]], tuple[Any, Any]]:
+def serial_and_parallel(
+    scalars: str, purpose: str = STEPS
+) -> Callable[[Callable[..., None]], tuple[Any, Any]]:
     """Return a decorator that compiles a function both for one thread and for several."""
 
-    def compiled(function: Callable[..., None]) -> tuple[Any, Any]:
+    def decorate(function: Callable[..., None]) -> tuple[Any, Any]:
         # Numba looks up cached code by a function's name and line.
         name = f"{function.__name__}_parallel"
         twin = FunctionType(function.__code__, function.__globals__, name)
         twin.__qualname__ = name
-        alone, several = (kernel(scalars, many, purpose) for many in (False, True))
-        return alone(function), several(twin)
+        compile_serial, compile_parallel = (
+            kernel(scalars, parallel, purpose) for parallel in (False, True)
+        )
+        return compile_serial(function), compile_parallel(twin)
 
-    return compiled
+    return decorate
 
 
 @functools.cache
@@ -140,7 +145,7 @@ def _log_once(text: str) -> None:
 
 # Decorators of functions that are called from kernels and inlined there.
 inlined = numba.njit(fastmath={"contract"}, error_model="numpy")
-inlined_reordered = numba.njit(fastmath=_REORDERED, error_model="numpy")
+inlined_reordered = numba.njit(fastmath=_FASTMATH_FLAGS, error_model="numpy")
 
 
 @intrinsic
@@ -178,7 +183,7 @@ def float_of(typing_context, bits):
 
 
 @intrinsic
-def wide(typing_context, value):
+def widen(typing_context, value):
     """Return an element as float32."""
 
     def generate(context, builder, signature, arguments):
@@ -236,7 +241,7 @@ def narrow(value, like):
 
 
 @inlined
-def finite(value):
+def finite_or_zero(value):
     """Return the value, or 0 for NaN and infinities."""
     exponent = np.uint32(0x7F800000)
     return value if bits_of(value) & exponent != exponent else np.float32(0)

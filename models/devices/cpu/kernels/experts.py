@@ -12,115 +12,123 @@ from numba import prange
 
 from nanoactor.models.devices.cpu.kernels.elements import (
     EXPERTS,
-    FLOAT,
+    FLOAT32,
     INT32,
-    both,
     exp,
     inlined,
     inlined_reordered,
+    launch,
     like_of,
     narrow,
-    spread,
+    serial_and_parallel,
     view,
-    wide,
+    widen,
 )
-from nanoactor.models.devices.cpu.kernels.linear import _four, _one
+from nanoactor.models.devices.cpu.kernels.linear import _dot_four_rows, _dot_one_row
 from nanoactor.models.weights.linear import DenseExperts
 
 
 @inlined_reordered
-def _swish(gate, up):
+def _silu_mul(gate, up):
     return gate / (np.float32(1) + exp(-gate)) * up
 
 
 @inlined_reordered
-def _activate(values, matrix, between, begin, end, j, like):
+def _activate(values, matrix, intermediate, begin, end, j, like):
     """Compute the j-th intermediate value (between the projections) for each of an expert's
     rows."""
-    inner = between.shape[1]
+    inner = intermediate.shape[1]
     for row in range(begin, end - 3, 4):
-        gates = _four(values, matrix, row, j)
-        ups = _four(values, matrix, row, inner + j)
-        for n in range(4):
-            between[row + n, j] = wide(narrow(_swish(gates[n], ups[n]), like))
+        gates = _dot_four_rows(values, matrix, row, j)
+        ups = _dot_four_rows(values, matrix, row, inner + j)
+        for i in range(4):
+            intermediate[row + i, j] = widen(narrow(_silu_mul(gates[i], ups[i]), like))
     for row in range(begin + (end - begin) // 4 * 4, end):
-        gate, up = _one(values, matrix, row, j), _one(values, matrix, row, inner + j)
-        between[row, j] = wide(narrow(_swish(gate, up), like))
+        gate, up = (
+            _dot_one_row(values, matrix, row, j),
+            _dot_one_row(values, matrix, row, inner + j),
+        )
+        intermediate[row, j] = widen(narrow(_silu_mul(gate, up), like))
 
 
 @inlined_reordered
-def _lead_back(between, matrix, found, choices, begin, end, j):
+def _project_down(intermediate, matrix, pair_outputs, pairs, begin, end, j):
     """Compute the j-th output for each of an expert's rows."""
     for row in range(begin, end - 3, 4):
-        four = _four(between, matrix, row, j)
-        for n in range(4):
-            found[choices[row + n], j] = four[n]
+        outputs = _dot_four_rows(intermediate, matrix, row, j)
+        for i in range(4):
+            pair_outputs[pairs[row + i], j] = outputs[i]
     for row in range(begin + (end - begin) // 4 * 4, end):
-        found[choices[row], j] = _one(between, matrix, row, j)
+        pair_outputs[pairs[row], j] = _dot_one_row(intermediate, matrix, row, j)
 
 
 @inlined
-def _gather(source, choices, chosen, values):
+def _gather_rows(source, pairs, top_k, values):
     for row in range(values.shape[0]):
         for i in range(values.shape[1]):
-            values[row, i] = wide(source[choices[row] // chosen, i])
+            values[row, i] = widen(source[pairs[row] // top_k, i])
 
 
 @inlined
-def _sum(found, weights, token, results, like):
+def _combine_experts(pair_outputs, topk_weights, token, results, like):
     """Sum a token's weighted expert outputs in the order of its choices, so that the result does
     not depend on the rest of the step."""
-    chosen = weights.shape[1]
+    top_k = topk_weights.shape[1]
     for j in range(results.shape[1]):
         total = np.float32(0)
-        for choice in range(chosen):
-            total += weights[token, choice] * found[token * chosen + choice, j]
+        for rank in range(top_k):
+            total += topk_weights[token, rank] * pair_outputs[token * top_k + rank, j]
         results[token, j] = narrow(total, like)
 
 
-@both("aaaaaaaannnnnn", purpose=EXPERTS)
+@serial_and_parallel("aaaaaaaannnnnn", purpose=EXPERTS)
 def _experts(
-    x, gate_up, down, order, firsts, shares, products, output, tokens, chosen, experts, hidden,
-    inner, parts, like
+    x, gate_up, down, sorted_pairs, first_rows, routing, pair_products, output, tokens, top_k,
+    experts, hidden, inner, parts, like
 ):  # fmt: skip
-    """Compute rows (tokens * chosen) that are sorted by expert. `order`, int32 (rows,), holds the
-    choice of each row, and `firsts`, int32 (experts + 1,), the first row of each expert. `products`
-    is float32 (rows, hidden), and `output` is (tokens, hidden).
+    """Run the experts of all token-expert pairs. There are tokens * top_k rows, sorted by expert.
+
+    `sorted_pairs`, int32 (rows,), holds the index of each row's pair, and `first_rows`, int32
+    (experts + 1,), the first row of each expert. `routing` holds the routing weights, float32
+    (tokens, top_k). `pair_products`, float32 (rows, hidden), gets the output of each pair, and
+    `output`, (tokens, hidden), the weighted sums.
 
     Each thread computes one of `parts` ranges of the outputs of every matrix.
     """
-    rows = tokens * chosen
+    rows = tokens * top_k
     source, results = view(x, (tokens, hidden), like), view(output, (tokens, hidden), like)
-    first_matrices = view(gate_up, (experts, 2 * inner, hidden), like)
-    second_matrices = view(down, (experts, hidden, inner), like)
-    choices, begins = view(order, (rows,), INT32), view(firsts, (experts + 1,), INT32)
-    weights = view(shares, (tokens, chosen), FLOAT)
-    found = view(products, (rows, hidden), FLOAT)
+    gate_up_matrices = view(gate_up, (experts, 2 * inner, hidden), like)
+    down_matrices = view(down, (experts, hidden, inner), like)
+    pairs, begins = view(sorted_pairs, (rows,), INT32), view(first_rows, (experts + 1,), INT32)
+    topk_weights = view(routing, (tokens, top_k), FLOAT32)
+    pair_outputs = view(pair_products, (rows, hidden), FLOAT32)
     values = np.empty((rows, hidden), np.float32)
-    _gather(source, choices, chosen, values)
-    between = np.empty((rows, inner), np.float32)
+    _gather_rows(source, pairs, top_k, values)
+    intermediate = np.empty((rows, inner), np.float32)
     for part in prange(parts):
         for expert in range(experts):
             begin, end = begins[expert], begins[expert + 1]
             for j in range(part * inner // parts, (part + 1) * inner // parts):
-                _activate(values, first_matrices[expert], between, begin, end, j, like)
+                _activate(values, gate_up_matrices[expert], intermediate, begin, end, j, like)
     for part in prange(parts):
         for expert in range(experts):
             begin, end = begins[expert], begins[expert + 1]
             for j in range(part * hidden // parts, (part + 1) * hidden // parts):
-                _lead_back(between, second_matrices[expert], found, choices, begin, end, j)
+                _project_down(
+                    intermediate, down_matrices[expert], pair_outputs, pairs, begin, end, j
+                )
     for part in prange(parts):
         for token in range(part * tokens // parts, (part + 1) * tokens // parts):
-            _sum(found, weights, token, results, like)
+            _combine_experts(pair_outputs, topk_weights, token, results, like)
 
 
-def _grouped(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _sort_by_expert(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Sort choices by expert. Return their order, int32 (choices,), and the first row of each
     expert, int32 (experts + 1,)."""
-    flat = ids.flatten()
-    firsts = torch.zeros(experts + 1, dtype=torch.int32)
-    torch.cumsum(flat.bincount(minlength=experts), 0, out=firsts[1:])
-    return flat.argsort(stable=True).int(), firsts
+    expert_ids = ids.flatten()
+    first_rows = torch.zeros(experts + 1, dtype=torch.int32)
+    torch.cumsum(expert_ids.bincount(minlength=experts), 0, out=first_rows[1:])
+    return expert_ids.argsort(stable=True).int(), first_rows
 
 
 def run_experts(
@@ -129,31 +137,31 @@ def run_experts(
     matrices: Sequence[torch.Tensor],
     shape: torch.Size,
     ids: torch.Tensor,
-    shares: torch.Tensor,
+    topk_weights: torch.Tensor,
     threads: int,
-    *more: int,
+    *extra_sizes: int,
 ) -> torch.Tensor:
     """Call a kernel on contiguous `matrices`, and return (tokens, hidden). `shape` is (experts,
-    hidden, inner); `more` is passed to the kernel after the sizes."""
-    x, shares, (tokens, chosen) = x.contiguous(), shares.contiguous(), ids.shape
+    hidden, inner); `extra_sizes` is passed to the kernel after the sizes."""
+    x, topk_weights, (tokens, top_k) = x.contiguous(), topk_weights.contiguous(), ids.shape
     experts, hidden, inner = shape
-    order, firsts = _grouped(ids, experts)
+    sorted_pairs, first_rows = _sort_by_expert(ids, experts)
     y = torch.empty_like(x)
-    products = torch.empty(tokens * chosen, hidden)
-    tensors = (x, *matrices, order, firsts, shares, products, y)
-    sizes = (tokens, chosen, experts, hidden, inner, *more, threads)
-    work = tokens * chosen * 3 * inner * hidden
-    spread(kernel, threads, work, *(one.data_ptr() for one in tensors), *sizes, like_of(x))
+    pair_outputs = torch.empty(tokens * top_k, hidden)
+    tensors = (x, *matrices, sorted_pairs, first_rows, topk_weights, pair_outputs, y)
+    sizes = (tokens, top_k, experts, hidden, inner, *extra_sizes, threads)
+    work = tokens * top_k * 3 * inner * hidden
+    launch(kernel, threads, work, *(tensor.data_ptr() for tensor in tensors), *sizes, like_of(x))
     return y
 
 
-def experts_of_few(
+def few_token_experts(
     x: torch.Tensor,
     weights: DenseExperts,
     ids: torch.Tensor,
-    shares: torch.Tensor,
+    topk_weights: torch.Tensor,
     threads: int,
 ) -> torch.Tensor:
     """Implement `Operators.experts` for contiguous matrices."""
     matrices = weights.gate_up, weights.down
-    return run_experts(_experts, x, matrices, weights.down.shape, ids, shares, threads)
+    return run_experts(_experts, x, matrices, weights.down.shape, ids, topk_weights, threads)

@@ -7,111 +7,132 @@ import torch
 from numba import prange
 
 from nanoactor.models.devices.cpu.kernels.elements import (
-    FLOAT,
+    FLOAT32,
     FP8_EXPERTS,
     INT32,
-    both,
     inlined,
     narrow,
+    serial_and_parallel,
     view,
-    wide,
+    widen,
 )
-from nanoactor.models.devices.cpu.kernels.experts import _gather, _sum, _swish, run_experts
-from nanoactor.models.devices.cpu.kernels.fp8 import _in_blocks, _totals
+from nanoactor.models.devices.cpu.kernels.experts import (
+    _combine_experts,
+    _gather_rows,
+    _silu_mul,
+    run_experts,
+)
+from nanoactor.models.devices.cpu.kernels.fp8 import _compute_output, _copy_to_blocks
 from nanoactor.models.weights.fp8 import Fp8Blocks
 
 
 @inlined
 def _lay_out(source, values, begin, end, offset):
-    """Copy an expert's rows of inputs into the block layout that `_totals` reads."""
+    """Copy an expert's rows of inputs into the block layout that `_compute_output` reads."""
     blocks, block = values.shape[1], values.shape[2]
-    own = view(values.ctypes.data + 4 * begin * blocks * block, (blocks, end - begin, block), FLOAT)
-    _in_blocks(source[begin:end], own, offset)
-    own[0, :, : block - offset] = own[0, :, offset:].copy()
+    expert_values = view(
+        values.ctypes.data + 4 * begin * blocks * block, (blocks, end - begin, block), FLOAT32
+    )
+    _copy_to_blocks(source[begin:end], expert_values, offset)
+    expert_values[0, :, : block - offset] = expert_values[0, :, offset:].copy()
 
 
 @inlined
-def _rows_of(values, begin, end):
+def _expert_rows(values, begin, end):
     """Return rows `begin` to `end` as `_lay_out` stored them, with the shape (blocks, rows,
     block)."""
     blocks, block = values.shape[1], values.shape[2]
     return view(
-        values.ctypes.data + 4 * begin * blocks * block, (blocks, end - begin, block), FLOAT
+        values.ctypes.data + 4 * begin * blocks * block, (blocks, end - begin, block), FLOAT32
     )
 
 
 @inlined
-def _activate(values, gate_up, factors, between, begins, first, last, inputs, group, like):
+def _activate(values, gate_up, factors, intermediate, begins, first, last, inputs, group, like):
     """Compute the intermediate values (between the projections) from `first` to `last`, for all
     rows of all experts."""
-    inner = between.shape[1]
-    gates, ups = np.empty(len(between), np.float32), np.empty(len(between), np.float32)
+    inner = intermediate.shape[1]
+    gates, ups = np.empty(len(intermediate), np.float32), np.empty(len(intermediate), np.float32)
     for expert in range(len(begins) - 1):
         begin, end = begins[expert], begins[expert + 1]
         if begin == end:
             continue
-        mine, matrix = _rows_of(values, begin, end), gate_up + expert * 2 * inner * inputs
+        expert_values, matrix_address = (
+            _expert_rows(values, begin, end),
+            gate_up + expert * 2 * inner * inputs,
+        )
         for j in range(first, last):
-            _totals(mine, matrix, factors[expert], gates, j, inputs, group, 0)
-            _totals(mine, matrix, factors[expert], ups, inner + j, inputs, group, 0)
+            _compute_output(
+                expert_values, matrix_address, factors[expert], gates, j, inputs, group, 0
+            )
+            _compute_output(
+                expert_values, matrix_address, factors[expert], ups, inner + j, inputs, group, 0
+            )
             for row in range(end - begin):
-                between[begin + row, j] = wide(narrow(_swish(gates[row], ups[row]), like))
+                intermediate[begin + row, j] = widen(narrow(_silu_mul(gates[row], ups[row]), like))
 
 
 @inlined
-def _lead_back(
-    values, down, factors, found, choices, begins, first, last, inputs, group, offset
+def _project_down(
+    values, down, factors, pair_outputs, pairs, begins, first, last, inputs, group, offset
 ):  # fmt: skip
     """Compute the outputs from `first` to `last`, for all rows of all experts."""
-    outputs, sums = found.shape[1], np.empty(len(found), np.float32)
+    outputs, sums = pair_outputs.shape[1], np.empty(len(pair_outputs), np.float32)
     for expert in range(len(begins) - 1):
         begin, end = begins[expert], begins[expert + 1]
         if begin == end:
             continue
-        mine, matrix = _rows_of(values, begin, end), down + expert * outputs * inputs
+        expert_values, matrix_address = (
+            _expert_rows(values, begin, end),
+            down + expert * outputs * inputs,
+        )
         for j in range(first, last):
-            _totals(mine, matrix, factors[expert], sums, j, inputs, group, offset)
+            _compute_output(
+                expert_values, matrix_address, factors[expert], sums, j, inputs, group, offset
+            )
             for row in range(end - begin):
-                found[choices[begin + row], j] = sums[row]
+                pair_outputs[pairs[begin + row], j] = sums[row]
 
 
-@both("aaaaaaaaaannnnnnnnnnnn", purpose=FP8_EXPERTS)
+@serial_and_parallel("aaaaaaaaaannnnnnnnnnnn", purpose=FP8_EXPERTS)
 def _experts(
-    x, gate_up, gate_up_scales, down, down_scales, order, firsts, shares, products, output,
-    tokens, chosen, experts, hidden, inner, block,
+    x, gate_up, gate_up_scales, down, down_scales, sorted_pairs, first_rows, routing,
+    pair_products, output, tokens, top_k, experts, hidden, inner, block,
     group, blocks, down_group, down_blocks, offset, parts, like,
 ):  # fmt: skip
     """Compute what `experts._experts` computes, with e4m3 matrices. Scales are float32 (experts,
     groups, blocks); each group has `group` outputs. Inputs of `down` start at `offset` in their
     first block; inputs of `gate_up` start at the beginning of a block."""
-    rows = tokens * chosen
+    rows = tokens * top_k
     source, results = view(x, (tokens, hidden), like), view(output, (tokens, hidden), like)
-    choices, begins = view(order, (rows,), INT32), view(firsts, (experts + 1,), INT32)
-    weights = view(shares, (tokens, chosen), FLOAT)
-    found = view(products, (rows, hidden), FLOAT)
+    pairs, begins = view(sorted_pairs, (rows,), INT32), view(first_rows, (experts + 1,), INT32)
+    topk_weights = view(routing, (tokens, top_k), FLOAT32)
+    pair_outputs = view(pair_products, (rows, hidden), FLOAT32)
     groups, down_groups = (2 * inner + group - 1) // group, (hidden + down_group - 1) // down_group
-    factors = view(gate_up_scales, (experts, groups, blocks), FLOAT)
-    down_factors = view(down_scales, (experts, down_groups, down_blocks), FLOAT)
+    gate_up_factors = view(gate_up_scales, (experts, groups, blocks), FLOAT32)
+    down_factors = view(down_scales, (experts, down_groups, down_blocks), FLOAT32)
     gathered = np.empty((rows, hidden), np.float32)
-    _gather(source, choices, chosen, gathered)
+    _gather_rows(source, pairs, top_k, gathered)
     values = np.empty((rows, blocks, block), np.float32)
     for expert in range(experts):
         _lay_out(gathered, values, begins[expert], begins[expert + 1], 0)
-    between = np.empty((rows, inner), np.float32)
+    intermediate = np.empty((rows, inner), np.float32)
     for part in prange(parts):
         first, last = part * inner // parts, (part + 1) * inner // parts
-        _activate(values, gate_up, factors, between, begins, first, last, hidden, group, like)
+        _activate(
+            values, gate_up, gate_up_factors, intermediate, begins, first, last, hidden, group, like
+        )
     values = np.empty((rows, down_blocks, block), np.float32)
     for expert in range(experts):
-        _lay_out(between, values, begins[expert], begins[expert + 1], offset)
+        _lay_out(intermediate, values, begins[expert], begins[expert + 1], offset)
     for part in prange(parts):
         first, last = part * hidden // parts, (part + 1) * hidden // parts
-        _lead_back(
+        _project_down(
             values,
             down,
             down_factors,
-            found,
-            choices,
+            pair_outputs,
+            pairs,
             begins,
             first,
             last,
@@ -121,15 +142,15 @@ def _experts(
         )
     for part in prange(parts):
         for token in range(part * tokens // parts, (part + 1) * tokens // parts):
-            _sum(found, weights, token, results, like)
+            _combine_experts(pair_outputs, topk_weights, token, results, like)
 
 
-def packed_experts_of_few(
+def few_token_fp8_experts(
     x: torch.Tensor,
     gate_up: Fp8Blocks,
     down: Fp8Blocks,
     ids: torch.Tensor,
-    shares: torch.Tensor,
+    topk_weights: torch.Tensor,
     threads: int,
 ) -> torch.Tensor:
     """Implement `Operators.experts` for contiguous matrices with blocks of the same size."""
@@ -139,7 +160,7 @@ def packed_experts_of_few(
         (gate_up.weight, gate_up.scales, down.weight, down.scales),
         down.weight.shape,
         ids,
-        shares,
+        topk_weights,
         threads,
         down.block,
         gate_up.group,

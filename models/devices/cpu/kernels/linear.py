@@ -7,30 +7,30 @@ import torch
 from numba import prange
 
 from nanoactor.models.devices.cpu.kernels.elements import (
-    both,
     inlined_reordered,
+    launch,
     like_of,
     narrow,
-    spread,
+    serial_and_parallel,
     view,
-    wide,
+    widen,
 )
 
 
 @inlined_reordered
-def _one(x, weights, row, output):
+def _dot_one_row(x, weights, row, output):
     total = np.float32(0)
     for i in range(x.shape[1]):
-        total += x[row, i] * wide(weights[output, i])
+        total += x[row, i] * widen(weights[output, i])
     return total
 
 
 @inlined_reordered
-def _four(x, weights, row, output):
+def _dot_four_rows(x, weights, row, output):
     """Multiply four rows by one output's weights, which are read once."""
     a = b = c = d = np.float32(0)
     for i in range(x.shape[1]):
-        weight = wide(weights[output, i])
+        weight = widen(weights[output, i])
         a += x[row, i] * weight
         b += x[row + 1, i] * weight
         c += x[row + 2, i] * weight
@@ -38,7 +38,7 @@ def _four(x, weights, row, output):
     return a, b, c, d
 
 
-@both("aaaannnn")
+@serial_and_parallel("aaaannnn")
 def _linear(x, weight, bias, output, rows, inputs, outputs, parts, like):
     """Compute x Wᵀ + b: (rows, inputs) and (outputs, inputs) to (rows, outputs). A null bias
     address means that there is no bias.
@@ -47,31 +47,31 @@ def _linear(x, weight, bias, output, rows, inputs, outputs, parts, like):
     stream.
     """
     source, weights = view(x, (rows, inputs), like), view(weight, (outputs, inputs), like)
-    results, added = view(output, (rows, outputs), like), view(bias, (outputs,), like)
+    results, biases = view(output, (rows, outputs), like), view(bias, (outputs,), like)
     values = np.empty((rows, inputs), np.float32)
     for row in range(rows):
         for i in range(inputs):
-            values[row, i] = wide(source[row, i])
+            values[row, i] = widen(source[row, i])
     for part in prange(parts):
         for j in range(part * outputs // parts, (part + 1) * outputs // parts):
-            offset = wide(added[j]) if bias else np.float32(0)
+            bias_value = widen(biases[j]) if bias else np.float32(0)
             for row in range(0, rows - 3, 4):
-                a, b, c, d = _four(values, weights, row, j)
-                results[row, j] = narrow(a + offset, like)
-                results[row + 1, j] = narrow(b + offset, like)
-                results[row + 2, j] = narrow(c + offset, like)
-                results[row + 3, j] = narrow(d + offset, like)
+                a, b, c, d = _dot_four_rows(values, weights, row, j)
+                results[row, j] = narrow(a + bias_value, like)
+                results[row + 1, j] = narrow(b + bias_value, like)
+                results[row + 2, j] = narrow(c + bias_value, like)
+                results[row + 3, j] = narrow(d + bias_value, like)
             for row in range(rows // 4 * 4, rows):
-                results[row, j] = narrow(_one(values, weights, row, j) + offset, like)
+                results[row, j] = narrow(_dot_one_row(values, weights, row, j) + bias_value, like)
 
 
-def product(
+def few_row_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, threads: int
 ) -> torch.Tensor:
     """Compute x Wᵀ + b for a contiguous weight (outputs, inputs)."""
     x, (outputs, inputs) = x.contiguous(), weight.shape
     y = weight.new_empty((*x.shape[:-1], outputs))
-    spread(
+    launch(
         _linear,
         threads,
         weight.numel(),

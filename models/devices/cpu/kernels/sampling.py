@@ -8,49 +8,49 @@ import math
 import numpy as np
 from numba import prange
 
-from nanoactor.models.batch import RowChoice
+from nanoactor.models.batch import FusedSamplingInputs
 from nanoactor.models.devices.cpu.kernels.elements import (
-    FLOAT,
+    FLOAT32,
     INT32,
     LOGITS,
     bits_of,
-    both,
     exp,
     float_of,
+    has_supported_dtype,
     inlined,
-    knows,
+    launch,
     like_of,
-    spread,
+    serial_and_parallel,
     view,
-    wide,
+    widen,
 )
 from nanoactor.models.limits import FROZEN, NO_TOKEN
 
 _INFINITY = np.uint32(0x7F800000)
-_LOWEST = np.int32(-(1 << 31))
-_MOST_IDS = 0xFFFFFFFF
+_INT32_MIN = np.int32(-(1 << 31))
+_ID_MASK = 0xFFFFFFFF
 
 
 @inlined
-def _ordered(value):
+def _to_ordered_int(value):
     """Map a float to an int32 with the same order, because maxima of integers vectorize."""
     bits = np.int32(bits_of(value))
     return bits ^ (np.int32(0x7FFFFFFF) if bits < 0 else np.int32(0))
 
 
 @inlined
-def _value_of(ordered):
+def _from_ordered_int(ordered):
     return float_of(np.uint32(ordered ^ (np.int32(0x7FFFFFFF) if ordered < 0 else np.int32(0))))
 
 
 @inlined
-def _best(values):
+def _argmax(values):
     """Return the first index of the highest value. The result is meaningful only if no value is
     NaN."""
-    highest = _LOWEST
+    highest = _INT32_MIN
     for i in range(len(values)):
-        highest = max(highest, _ordered(values[i]))
-    top = _value_of(highest)
+        highest = max(highest, _to_ordered_int(values[i]))
+    top = _from_ordered_int(highest)
     for i in range(len(values)):
         if values[i] == top:
             return i
@@ -58,7 +58,7 @@ def _best(values):
 
 
 @inlined
-def _is_finite(row, best):
+def _has_finite_maximum(row, best):
     """Return True if the highest logit is finite and no logit is NaN."""
     largest = np.uint32(0)
     for i in range(len(row)):
@@ -67,7 +67,7 @@ def _is_finite(row, best):
 
 
 @inlined
-def _round(c0, c1, c2, c3, k0, k1):
+def _philox_round(c0, c1, c2, c3, k0, k1):
     first, second = np.uint64(0xD2511F53) * np.uint64(c0), np.uint64(0xCD9E8D57) * np.uint64(c2)
     return (
         np.uint32(second >> np.uint64(32)) ^ c1 ^ k0,
@@ -84,7 +84,7 @@ def _philox(counter, position, low, high):
     c0, c1, c2, c3 = np.uint32(counter), np.uint32(position), np.uint32(0), np.uint32(0)
     k0, k1 = np.uint32(low), np.uint32(high)
     for _ in range(10):
-        c0, c1, c2, c3 = _round(c0, c1, c2, c3, k0, k1)
+        c0, c1, c2, c3 = _philox_round(c0, c1, c2, c3, k0, k1)
         k0 = np.uint32(k0 + np.uint32(0x9E3779B9))
         k1 = np.uint32(k1 + np.uint32(0xBB67AE85))
     return c0, c1, c2, c3
@@ -102,46 +102,46 @@ def _gumbel(word):
 def _gumbel_at(token, position, low, high):
     """Return the noise for one token id."""
     words = _philox(token >> 2, position, low, high)
-    which = token & 3
+    lane = token & 3
     word = words[0]
-    if which == 1:
+    if lane == 1:
         word = words[1]
-    elif which == 2:
+    elif lane == 2:
         word = words[2]
-    elif which == 3:
+    elif lane == 3:
         word = words[3]
     return _gumbel(word)
 
 
 @inlined
-def _from_all(scores, position, low, high):
+def _sample_all(scores, position, low, high):
     """Sample from the whole vocabulary, overwriting the scores."""
     count = len(scores)
     for group in range((count + 3) // 4):
         first, second, third, fourth = _philox(group, position, low, high)
-        at = group * 4
-        scores[at] += _gumbel(first)
-        if at + 1 < count:
-            scores[at + 1] += _gumbel(second)
-        if at + 2 < count:
-            scores[at + 2] += _gumbel(third)
-        if at + 3 < count:
-            scores[at + 3] += _gumbel(fourth)
-    return _best(scores)
+        token = group * 4
+        scores[token] += _gumbel(first)
+        if token + 1 < count:
+            scores[token + 1] += _gumbel(second)
+        if token + 2 < count:
+            scores[token + 2] += _gumbel(third)
+        if token + 3 < count:
+            scores[token + 3] += _gumbel(fourth)
+    return _argmax(scores)
 
 
 @inlined
-def _candidates(scores, most, mass):
-    """Return the sort keys of the most likely tokens, in descending order: at least `most` tokens,
-    or tokens whose total mass exceeds `mass`, or all tokens."""
+def _sorted_candidates(scores, min_count, min_mass):
+    """Return the sort keys of the most likely tokens, in descending order: at least `min_count`
+    tokens, or tokens whose total mass exceeds `min_mass`, or all tokens."""
     bound = np.float32(-4)
     while True:
-        count, found = 0, 0.0
+        count, mass = 0, 0.0
         for i in range(len(scores)):
             if scores[i] >= bound:
                 count += 1
-                found += exp(scores[i])
-        if count >= most or found > mass or bound < np.float32(-1e30):
+                mass += exp(scores[i])
+        if count >= min_count or mass > min_mass or bound < np.float32(-1e30):
             break
         bound = bound * np.float32(4) if bound > np.float32(-100) else np.float32(-np.inf)
     keys = np.empty(count, np.int64)
@@ -150,14 +150,14 @@ def _candidates(scores, most, mass):
         if scores[i] >= bound:
             # Equal scores are sorted by ascending id, so -0.0 is replaced by 0.0.
             positive = scores[i] if scores[i] != 0 else np.float32(0)
-            keys[count] = -((np.int64(_ordered(positive)) << 32) | (_MOST_IDS - i))
+            keys[count] = -((np.int64(_to_ordered_int(positive)) << 32) | (_ID_MASK - i))
             count += 1
     keys.sort()
     return -keys
 
 
 @inlined
-def _from_some(scores, top_k, top_p, min_p, position, low, high):
+def _sample_truncated(scores, top_k, top_p, min_p, position, low, high):
     """Sample from the tokens that remain after top-k, top-p and min-p, in this order."""
     limit = min(top_k, len(scores)) if top_k > 0 else len(scores)
     total = 0.0
@@ -166,34 +166,34 @@ def _from_some(scores, top_k, top_p, min_p, position, low, high):
     mass = math.inf
     if top_k <= 0:  # tokens beyond top-p of the whole vocabulary cannot be chosen
         mass = total * top_p if top_p < 1 else math.inf
-    keys = _candidates(scores, limit, mass)
+    keys = _sorted_candidates(scores, limit, mass)
     limit = min(limit, len(keys))
     if top_k > 0:
         total = 0.0
         for i in range(limit):
-            total += exp(_value_of(np.int32(keys[i] >> 32)))
-    best, chosen, before = np.float32(-np.inf), 0, np.float32(0)
-    likeliest = np.float32(1.0 / total)
+            total += exp(_from_ordered_int(np.int32(keys[i] >> 32)))
+    best_score, chosen, cumulative = np.float32(-np.inf), 0, np.float32(0)
+    max_probability = np.float32(1.0 / total)
     for i in range(limit):
-        score, token = _value_of(np.int32(keys[i] >> 32)), _MOST_IDS - (keys[i] & _MOST_IDS)
+        score, token = _from_ordered_int(np.int32(keys[i] >> 32)), _ID_MASK - (keys[i] & _ID_MASK)
         probability = np.float32(exp(score) / total)
-        keep = (before < top_p or top_p >= 1) and probability >= min_p * likeliest
-        before += probability
-        if i == 0 or keep:
+        is_kept = (cumulative < top_p or top_p >= 1) and probability >= min_p * max_probability
+        cumulative += probability
+        if i == 0 or is_kept:
             perturbed = score + _gumbel_at(token, position, low, high)
-            if i == 0 or perturbed > best:
-                best, chosen = perturbed, token
+            if i == 0 or perturbed > best_score:
+                best_score, chosen = perturbed, token
     return chosen
 
 
 @inlined
-def _choose(given, row, temperature, top_k, top_p, min_p, low, high, position):
+def _sample_row(logits, row, temperature, top_k, top_p, min_p, low, high, position):
     """Return the sampled id for one row of logits."""
-    scores = np.empty(given.shape[1], np.float32)
+    scores = np.empty(logits.shape[1], np.float32)
     for i in range(len(scores)):
-        scores[i] = wide(given[row, i])
-    best = _best(scores)
-    if not _is_finite(scores, best):
+        scores[i] = widen(logits[row, i])
+    best = _argmax(scores)
+    if not _has_finite_maximum(scores, best):
         return NO_TOKEN
     if temperature <= 0:
         return best
@@ -201,63 +201,63 @@ def _choose(given, row, temperature, top_k, top_p, min_p, low, high, position):
     for i in range(len(scores)):
         scores[i] = (scores[i] - top) / temperature
     if top_k <= 0 and top_p >= 1 and min_p <= 0:
-        return _from_all(scores, position, low, high)
-    return _from_some(scores, top_k, top_p, min_p, position, low, high)
+        return _sample_all(scores, position, low, high)
+    return _sample_truncated(scores, top_k, top_p, min_p, position, low, high)
 
 
-@both("aaaaaaaaaaannn", purpose=LOGITS)
+@serial_and_parallel("aaaaaaaaaaannn", purpose=LOGITS)
 def _sample_rows(
     logits, slots, temperatures, top_ks, top_ps, min_ps, seeds, lengths, last_tokens, frozen_slots,
-    chosen, rows, vocabulary, columns, like
+    sampled_ids, rows, vocabulary, columns, like
 ):  # fmt: skip
     """Choose an id for each row of logits (rows, vocabulary), by its slot's sampling parameters.
 
     Parameters are indexed by slot, (columns,); the seeds' low words come before their high words.
-    Ids are written to `chosen`, int32 (rows,), and to `last_tokens`. `chosen` gets `NO_TOKEN` if
-    the highest logit is not finite, and `FROZEN` if the slot is frozen. `lengths` are the positions
-    that the sampled tokens will have.
+    Ids are written to `sampled_ids`, int32 (rows,), and to `last_tokens`. `sampled_ids` gets
+    `NO_TOKEN` if the highest logit is not finite, and `FROZEN` if the slot is frozen. `lengths` are
+    the positions that the sampled tokens will have.
     """
-    given, slot_of = view(logits, (rows, vocabulary), like), view(slots, (rows,), INT32)
-    temperature, top_p = view(temperatures, (columns,), FLOAT), view(top_ps, (columns,), FLOAT)
-    top_k, min_p = view(top_ks, (columns,), INT32), view(min_ps, (columns,), FLOAT)
+    logit_rows, slots_by_row = view(logits, (rows, vocabulary), like), view(slots, (rows,), INT32)
+    temperature, top_p = view(temperatures, (columns,), FLOAT32), view(top_ps, (columns,), FLOAT32)
+    top_k, min_p = view(top_ks, (columns,), INT32), view(min_ps, (columns,), FLOAT32)
     seed, positions = view(seeds, (2, columns), INT32), view(lengths, (columns,), INT32)
-    ids, last = view(chosen, (rows,), INT32), view(last_tokens, (columns,), INT32)
+    ids, newest_tokens = view(sampled_ids, (rows,), INT32), view(last_tokens, (columns,), INT32)
     frozen = view(frozen_slots, (columns,), INT32)
     for row in prange(rows):
-        slot = slot_of[row]
+        slot = slots_by_row[row]
         if frozen[slot]:
             ids[row] = FROZEN
         else:
-            ids[row] = _choose(
-                given, row, temperature[slot], top_k[slot], top_p[slot], min_p[slot],
+            ids[row] = _sample_row(
+                logit_rows, row, temperature[slot], top_k[slot], top_p[slot], min_p[slot],
                 seed[0, slot], seed[1, slot], positions[slot],
             )  # fmt: skip
-            last[slot] = max(ids[row], 0)
+            newest_tokens[slot] = max(ids[row], 0)
 
 
-def sample_rows(choice: RowChoice, threads: int) -> None:
+def sample_rows(inputs: FusedSamplingInputs, threads: int) -> None:
     """Choose a token for each row of logits."""
-    logits, tables = choice.logits, choice.tables
-    if not knows(logits):
+    logits, tables = inputs.logits, inputs.tables
+    if not has_supported_dtype(logits):
         logits = logits.float()
-    logits, (rows, vocabulary), by = logits.contiguous(), logits.shape, tables.sampling
-    spread(
+    logits, (rows, vocabulary), params = logits.contiguous(), logits.shape, tables.sampling
+    launch(
         _sample_rows,
         threads,
         logits.numel(),
         logits.data_ptr(),
-        choice.slots.data_ptr(),
-        by.temperature.data_ptr(),
-        by.top_k.data_ptr(),
-        by.top_p.data_ptr(),
-        by.min_p.data_ptr(),
-        by.seed.data_ptr(),
+        inputs.slots.data_ptr(),
+        params.temperature.data_ptr(),
+        params.top_k.data_ptr(),
+        params.top_p.data_ptr(),
+        params.min_p.data_ptr(),
+        params.seed.data_ptr(),
         tables.lengths.data_ptr(),
         tables.last_tokens.data_ptr(),
         tables.frozen.data_ptr(),
-        choice.chosen.data_ptr(),
+        inputs.sampled_ids.data_ptr(),
         rows,
         vocabulary,
-        tables.words.shape[1],
+        tables.sampling_words.shape[1],
         like_of(logits),
     )

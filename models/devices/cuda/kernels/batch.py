@@ -9,7 +9,7 @@ import triton.language as tl
 from nanoactor.models.batch import DecodeRows, RowBuffers, SlotTables
 
 
-def advance(tables: SlotTables, rows: DecodeRows, into: RowBuffers, ids: torch.Tensor) -> None:
+def advance(tables: SlotTables, rows: DecodeRows, buffers: RowBuffers, ids: torch.Tensor) -> None:
     """Implement `BatchOperators.advance`."""
     if count := len(rows.slots):
         _advance[(triton.cdiv(count, 128),)](
@@ -20,17 +20,17 @@ def advance(tables: SlotTables, rows: DecodeRows, into: RowBuffers, ids: torch.T
             tables.frozen,
             tables.freeze_ids,
             *rows,
-            into.token_ids,
-            into.positions,
-            into.slot_mapping,
-            into.contexts,
+            buffers.token_ids,
+            buffers.positions,
+            buffers.slot_mapping,
+            buffers.contexts,
             ids,
             count,
             len(tables.lengths) - 1,
             tables.blocks.stride(0),
             block_size=tables.block_size,
-            turns=tables.rope_deltas is not None,
-            watched=len(tables.freeze_ids),
+            has_rope_deltas=tables.rope_deltas is not None,
+            num_freeze_ids=len(tables.freeze_ids),
             width=128,
             num_warps=4,
         )
@@ -42,11 +42,11 @@ def _advance(
     lengths,
     last_tokens,
     rope_deltas,
-    all_frozen,
+    frozen_slots,
     freeze_ids,
     slots,
-    own_positions,
-    own_token_ids,
+    given_positions,
+    given_token_ids,
     token_ids,
     positions,
     slot_mapping,
@@ -56,46 +56,46 @@ def _advance(
     dummy,
     stride,
     block_size: tl.constexpr,
-    turns: tl.constexpr,
-    watched: tl.constexpr,
+    has_rope_deltas: tl.constexpr,
+    num_freeze_ids: tl.constexpr,
     width: tl.constexpr,
 ):
     row = tl.program_id(0) * width + tl.arange(0, width)
-    there = row < count
-    slot = tl.load(slots + row, mask=there, other=0)
-    own = tl.load(own_positions + row, mask=there, other=-1)
-    follows = there & (own < 0)
-    length = tl.where(follows, tl.load(lengths + slot, mask=follows, other=0), own)
-    own = tl.load(own_token_ids + row, mask=there, other=0)
-    token = tl.where(follows, tl.load(last_tokens + slot, mask=follows, other=0), own)
-    tl.store(token_ids + row, token, mask=there)
-    turned = length
-    if turns:
-        turned += tl.load(rope_deltas + slot, mask=there, other=0)
-    tl.store(positions + row, turned, mask=there)
-    tl.store(contexts + row, length + 1, mask=there)
-    frozen = tl.load(all_frozen + slot, mask=follows, other=0) > 0
-    for number in tl.static_range(watched):
-        watched_id = tl.load(freeze_ids + number * (dummy + 1) + slot, mask=follows, other=-1)
-        frozen |= follows & (watched_id == token)
-    tl.store(all_frozen + slot, 1, mask=frozen)
-    kept_at = tl.where(frozen, 0, length)
-    at = tl.where(frozen, dummy, slot).to(tl.int64) * stride + kept_at // block_size
-    block = tl.load(blocks + at, mask=there, other=0).to(tl.int64)
-    place = block * block_size + kept_at % block_size
-    tl.store(slot_mapping + row, place, mask=there)
-    tl.store(ids + place, token, mask=there)
-    tl.store(lengths + slot, length + 1, mask=follows & (slot != dummy) & (frozen == 0))
+    mask = row < count
+    slot = tl.load(slots + row, mask=mask, other=0)
+    given = tl.load(given_positions + row, mask=mask, other=-1)
+    continues = mask & (given < 0)
+    length = tl.where(continues, tl.load(lengths + slot, mask=continues, other=0), given)
+    given = tl.load(given_token_ids + row, mask=mask, other=0)
+    token = tl.where(continues, tl.load(last_tokens + slot, mask=continues, other=0), given)
+    tl.store(token_ids + row, token, mask=mask)
+    rope_position = length
+    if has_rope_deltas:
+        rope_position += tl.load(rope_deltas + slot, mask=mask, other=0)
+    tl.store(positions + row, rope_position, mask=mask)
+    tl.store(contexts + row, length + 1, mask=mask)
+    frozen = tl.load(frozen_slots + slot, mask=continues, other=0) > 0
+    for index in tl.static_range(num_freeze_ids):
+        freeze_id = tl.load(freeze_ids + index * (dummy + 1) + slot, mask=continues, other=-1)
+        frozen |= continues & (freeze_id == token)
+    tl.store(frozen_slots + slot, 1, mask=frozen)
+    write_position = tl.where(frozen, 0, length)
+    table_index = tl.where(frozen, dummy, slot).to(tl.int64) * stride + write_position // block_size
+    block = tl.load(blocks + table_index, mask=mask, other=0).to(tl.int64)
+    cache_position = block * block_size + write_position % block_size
+    tl.store(slot_mapping + row, cache_position, mask=mask)
+    tl.store(ids + cache_position, token, mask=mask)
+    tl.store(lengths + slot, length + 1, mask=continues & (slot != dummy) & (frozen == 0))
 
 
-def locate(
+def fill_slot_mapping(
     tables: SlotTables, slots: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
     """Compute cache positions, int64 (tokens,), from slots and positions in the sequence, int32
     (tokens,)."""
     tokens = len(slots)
     if tokens:
-        _locate[(triton.cdiv(tokens, 256),)](
+        _fill_slot_mapping[(triton.cdiv(tokens, 256),)](
             tables.blocks,
             slots,
             positions,
@@ -109,7 +109,7 @@ def locate(
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _locate(
+def _fill_slot_mapping(
     blocks,
     slots,
     positions,
@@ -120,9 +120,9 @@ def _locate(
     width: tl.constexpr,
 ):
     token = tl.program_id(0) * width + tl.arange(0, width)
-    there = token < tokens
-    slot = tl.load(slots + token, mask=there, other=0).to(tl.int64)
-    position = tl.load(positions + token, mask=there, other=0)
-    block = tl.load(blocks + slot * stride + position // block_size, mask=there, other=0)
-    place = block.to(tl.int64) * block_size + position % block_size
-    tl.store(slot_mapping + token, place, mask=there)
+    mask = token < tokens
+    slot = tl.load(slots + token, mask=mask, other=0).to(tl.int64)
+    position = tl.load(positions + token, mask=mask, other=0)
+    block = tl.load(blocks + slot * stride + position // block_size, mask=mask, other=0)
+    cache_position = block.to(tl.int64) * block_size + position % block_size
+    tl.store(slot_mapping + token, cache_position, mask=mask)

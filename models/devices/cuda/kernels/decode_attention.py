@@ -19,10 +19,10 @@ from nanoactor.models.batch import KVCache
 
 _TILE = 64
 """Number of positions that a program reads at a time; chunk lengths are multiples of it."""
-_WHOLE_BLOCKS, _SMALL_BLOCKS = (4, 3), (2, 5)
+_LARGE_BLOCK_CONFIG, _SMALL_BLOCK_CONFIG = (4, 3), (2, 5)
 """(warps, pipeline stages) for a tile within one block, and for a tile gathered from several
 blocks; measured on an H200 with bench/kernels.py."""
-_MOST_CHUNKS = 1024
+_MAX_EXTRA_CHUNKS = 1024
 """Maximum number of additional chunks for a step's rows, beyond one chunk per row; enough to keep
 any chip busy."""
 
@@ -33,15 +33,15 @@ class Splits:
 
     rows: torch.Tensor
     """Row of each chunk, int32 (items,), in the order of rows."""
-    numbers: torch.Tensor
+    chunk_indices: torch.Tensor
     """Index of each chunk within its row, int32 (items,)."""
-    firsts: torch.Tensor
+    first_items: torch.Tensor
     """First item of each row, int32 (rows,)."""
     plan: torch.Tensor
     """Number of positions in a chunk and number of items in use, int32 (2,)."""
     outputs: torch.Tensor
     """Attention output of each chunk, float32 (items, heads, head_dim)."""
-    weights: torch.Tensor
+    lse: torch.Tensor
     """Base-2 logarithm of each chunk's sum of exponentials, float32 (items, heads)."""
 
     @classmethod
@@ -49,7 +49,7 @@ class Splits:
         cls, rows: int, heads: int, kv_heads: int, head_dim: int, device: torch.device
     ) -> Splits:
         """Allocate memory for `rows` rows."""
-        items = rows + _wanted_chunks(rows, kv_heads, device)
+        items = rows + _target_extra_chunks(rows, kv_heads, device)
 
         def ints(count: int) -> torch.Tensor:
             return torch.zeros(count, dtype=torch.int32, device=device)
@@ -63,26 +63,26 @@ class Splits:
             torch.empty(items, heads, dtype=torch.float32, device=device),
         )
 
-    def of(self, rows: int, kv_heads: int) -> Splits:
+    def for_rows(self, rows: int, kv_heads: int) -> Splits:
         """Return a view of the memory for fewer rows."""
-        items = min(len(self.rows), rows + _wanted_chunks(rows, kv_heads, self.rows.device))
+        items = min(len(self.rows), rows + _target_extra_chunks(rows, kv_heads, self.rows.device))
         return Splits(
             self.rows[:items],
-            self.numbers[:items],
-            self.firsts[:rows],
+            self.chunk_indices[:items],
+            self.first_items[:rows],
             self.plan,
             self.outputs[:items],
-            self.weights[:items],
+            self.lse[:items],
         )
 
 
-def _wanted_chunks(rows: int, kv_heads: int, device: torch.device) -> int:
-    """Return the number of additional chunks to aim for, beyond one chunk per row: enough for four
-    waves of programs, or three per row."""
+def _target_extra_chunks(rows: int, kv_heads: int, device: torch.device) -> int:
+    """Return the target number of chunks in addition to one per row: enough for four waves of
+    programs, or three per row."""
     processors = 1  # in the interpreter
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return max(-(-4 * processors // kv_heads), min(3 * rows, _MOST_CHUNKS))
+    return max(-(-4 * processors // kv_heads), min(3 * rows, _MAX_EXTRA_CHUNKS))
 
 
 def plan_splits(contexts: torch.Tensor, splits: Splits) -> None:
@@ -92,8 +92,8 @@ def plan_splits(contexts: torch.Tensor, splits: Splits) -> None:
     _plan_splits[(1,)](
         contexts,
         splits.rows,
-        splits.numbers,
-        splits.firsts,
+        splits.chunk_indices,
+        splits.first_items,
         splits.plan,
         rows,
         len(splits.rows) - rows,
@@ -103,15 +103,15 @@ def plan_splits(contexts: torch.Tensor, splits: Splits) -> None:
     )
 
 
-@triton.jit(do_not_specialize=["rows", "wanted"])
+@triton.jit(do_not_specialize=["rows", "extra_chunks"])
 def _plan_splits(
     contexts,
     item_rows,
-    item_numbers,
-    firsts,
+    item_chunks,
+    first_items,
     plan,
     rows,
-    wanted,
+    extra_chunks,
     tile: tl.constexpr,
     block: tl.constexpr,
 ):
@@ -119,17 +119,17 @@ def _plan_splits(
     context = tl.load(contexts + row, mask=row < rows, other=0)
     # Rounding up adds less than one chunk per row, so rows + wanted items suffice.
     total = tl.sum(tl.cdiv(context, tile), 0)
-    chunk = tl.maximum(tl.cdiv(total, wanted), 1) * tile
-    counts = tl.cdiv(context, chunk)
+    chunk_length = tl.maximum(tl.cdiv(total, extra_chunks), 1) * tile
+    counts = tl.cdiv(context, chunk_length)
     ends = tl.cumsum(counts, 0)
-    begins = ends - counts
-    tl.store(firsts + row, begins, mask=row < rows)
-    tl.store(plan, chunk)
+    starts = ends - counts
+    tl.store(first_items + row, starts, mask=row < rows)
+    tl.store(plan, chunk_length)
     tl.store(plan + 1, tl.sum(counts, 0))
-    for number in range(tl.max(counts, 0)):
-        there = number < counts
-        tl.store(item_rows + begins + number, row, mask=there)
-        tl.store(item_numbers + begins + number, number + row * 0, mask=there)
+    for index in range(tl.max(counts, 0)):
+        has_chunk = index < counts
+        tl.store(item_rows + starts + index, row, mask=has_chunk)
+        tl.store(item_chunks + starts + index, index + row * 0, mask=has_chunk)
 
 
 def decode_attention(
@@ -152,7 +152,7 @@ def decode_attention(
     rows, heads, size = queries.shape
     kv_heads, block_size = cache.keys.shape[2], cache.keys.shape[1]
     padded = max(16, triton.next_power_of_2(size))
-    warps, stages = _SMALL_BLOCKS if block_size % _TILE else _WHOLE_BLOCKS
+    warps, stages = _SMALL_BLOCK_CONFIG if block_size % _TILE else _LARGE_BLOCK_CONFIG
     _decode_chunks[(kv_heads, len(splits.rows))](
         queries,
         cache.keys,
@@ -161,11 +161,11 @@ def decode_attention(
         slots,
         contexts,
         splits.rows,
-        splits.numbers,
-        splits.firsts,
+        splits.chunk_indices,
+        splits.first_items,
         splits.plan,
         splits.outputs,
-        splits.weights,
+        splits.lse,
         output,
         scale * 1.4426950408889634,
         queries.stride(0),
@@ -184,10 +184,10 @@ def decode_attention(
     )
     _combine_chunks[(rows, heads)](
         contexts,
-        splits.firsts,
+        splits.first_items,
         splits.plan,
         splits.outputs,
-        splits.weights,
+        splits.lse,
         output,
         output.stride(0),
         heads=heads,
@@ -206,11 +206,11 @@ def _decode_chunks(
     slots,
     contexts,
     item_rows,
-    item_numbers,
-    firsts,
+    item_chunks,
+    first_items,
     plan,
     outputs,
-    weights,
+    lse,
     output,
     scale,
     query_stride,
@@ -229,65 +229,65 @@ def _decode_chunks(
     item = tl.program_id(1)
     if item >= tl.load(plan + 1):
         return
-    each: tl.constexpr = heads // kv_heads
+    group_size: tl.constexpr = heads // kv_heads
     row = tl.load(item_rows + item)
-    chunk = tl.load(plan)
-    first = tl.load(item_numbers + item) * chunk
+    chunk_length = tl.load(plan)
+    chunk_start = tl.load(item_chunks + item) * chunk_length
     context = tl.load(contexts + row)
-    end = tl.minimum(first + chunk, context)
+    end = tl.minimum(chunk_start + chunk_length, context)
     table = tables + tl.load(slots + row).to(tl.int64) * table_stride
 
-    member = tl.arange(0, group)
+    group_head = tl.arange(0, group)
     dim = tl.arange(0, padded)
     position = tl.arange(0, tile)
-    head = kv_head * each + member
-    wanted = (member < each)[:, None] & (dim < size)[None, :]
-    at = row.to(tl.int64) * query_stride + head[:, None] * size + dim[None, :]
-    query = tl.load(queries + at, mask=wanted, other=0.0)
+    head = kv_head * group_size + group_head
+    query_mask = (group_head < group_size)[:, None] & (dim < size)[None, :]
+    query_offsets = row.to(tl.int64) * query_stride + head[:, None] * size + dim[None, :]
+    query = tl.load(queries + query_offsets, mask=query_mask, other=0.0)
 
-    best = tl.full([group], float("-inf"), tl.float32)
-    total = tl.zeros([group], tl.float32)
-    sums = tl.zeros([group, padded], tl.float32)
-    for begin in range(first, end, tile):
-        inside = begin + position < end
+    m_i = tl.full([group], float("-inf"), tl.float32)
+    l_i = tl.zeros([group], tl.float32)
+    acc = tl.zeros([group, padded], tl.float32)
+    for start in range(chunk_start, end, tile):
+        in_chunk = start + position < end
         if block_size % tile == 0:  # a tile lies in one block
-            block = tl.load(table + begin // block_size).to(tl.int64)
-            token = block * block_size + begin % block_size + position
+            block = tl.load(table + start // block_size).to(tl.int64)
+            token = block * block_size + start % block_size + position
         else:
-            where = begin + position
-            block = tl.load(table + where // block_size, mask=inside, other=0).to(tl.int64)
-            token = block * block_size + where % block_size
-        place = (token * kv_heads + kv_head) * size
-        valid = inside[None, :] & (dim < size)[:, None]
-        key = tl.load(keys + place[None, :] + dim[:, None], mask=valid, other=0.0)
+            positions = start + position
+            block = tl.load(table + positions // block_size, mask=in_chunk, other=0).to(tl.int64)
+            token = block * block_size + positions % block_size
+        kv_offsets = (token * kv_heads + kv_head) * size
+        kv_mask = in_chunk[None, :] & (dim < size)[:, None]
+        key = tl.load(keys + kv_offsets[None, :] + dim[:, None], mask=kv_mask, other=0.0)
         score = tl.dot(query, key, input_precision=precision) * scale
-        score = tl.where(inside[None, :], score, float("-inf"))
-        higher = tl.maximum(best, tl.max(score, 1))
-        share = tl.exp2(score - higher[:, None])
-        fade = tl.exp2(best - higher)
-        total = total * fade + tl.sum(share, 1)
-        valid = inside[:, None] & (dim < size)[None, :]
-        value = tl.load(values + place[:, None] + dim[None, :], mask=valid, other=0.0)
-        sums = sums * fade[:, None]
-        sums = tl.dot(share.to(value.dtype), value, sums, input_precision=precision)
-        best = higher
-    result = sums / total[:, None]
-    if context <= chunk:  # the row's only chunk
-        to = row.to(tl.int64) * output_stride + head[:, None] * size + dim[None, :]
-        tl.store(output + to, result.to(output.dtype.element_ty), mask=wanted)
+        score = tl.where(in_chunk[None, :], score, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(score, 1))
+        p = tl.exp2(score - m_new[:, None])
+        alpha = tl.exp2(m_i - m_new)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        kv_mask = in_chunk[:, None] & (dim < size)[None, :]
+        value = tl.load(values + kv_offsets[:, None] + dim[None, :], mask=kv_mask, other=0.0)
+        acc = acc * alpha[:, None]
+        acc = tl.dot(p.to(value.dtype), value, acc, input_precision=precision)
+        m_i = m_new
+    result = acc / l_i[:, None]
+    if context <= chunk_length:  # the row's only chunk
+        output_offsets = row.to(tl.int64) * output_stride + head[:, None] * size + dim[None, :]
+        tl.store(output + output_offsets, result.to(output.dtype.element_ty), mask=query_mask)
     else:
-        part = item.to(tl.int64) * heads + head
-        tl.store(outputs + part[:, None] * size + dim[None, :], result, mask=wanted)
-        tl.store(weights + part, best + tl.log2(total), mask=member < each)
+        partial_index = item.to(tl.int64) * heads + head
+        tl.store(outputs + partial_index[:, None] * size + dim[None, :], result, mask=query_mask)
+        tl.store(lse + partial_index, m_i + tl.log2(l_i), mask=group_head < group_size)
 
 
 @triton.jit
 def _combine_chunks(
     contexts,
-    firsts,
+    first_items,
     plan,
     outputs,
-    weights,
+    lse,
     output,
     output_stride,
     heads: tl.constexpr,
@@ -297,23 +297,23 @@ def _combine_chunks(
     row = tl.program_id(0)
     head = tl.program_id(1)
     context = tl.load(contexts + row)
-    chunk = tl.load(plan)
-    if context <= chunk:
+    chunk_length = tl.load(plan)
+    if context <= chunk_length:
         return
-    item = tl.load(firsts + row)
+    item = tl.load(first_items + row)
     dim = tl.arange(0, padded)
-    best = float("-inf")
-    total = 0.0
-    sums = tl.zeros([padded], tl.float32)
-    for number in range(tl.cdiv(context, chunk)):
-        at = (item + number).to(tl.int64) * heads + head
-        weight = tl.load(weights + at)
-        part = tl.load(outputs + at * size + dim, mask=dim < size, other=0.0)
-        higher = tl.maximum(best, weight)
-        fade = tl.exp2(best - higher)
-        share = tl.exp2(weight - higher)
-        sums = sums * fade + part * share
-        total = total * fade + share
-        best = higher
-    at = row.to(tl.int64) * output_stride + head * size + dim
-    tl.store(output + at, (sums / total).to(output.dtype.element_ty), mask=dim < size)
+    m_i = float("-inf")
+    l_i = 0.0
+    acc = tl.zeros([padded], tl.float32)
+    for index in range(tl.cdiv(context, chunk_length)):
+        offset = (item + index).to(tl.int64) * heads + head
+        chunk_lse = tl.load(lse + offset)
+        chunk_output = tl.load(outputs + offset * size + dim, mask=dim < size, other=0.0)
+        m_new = tl.maximum(m_i, chunk_lse)
+        alpha = tl.exp2(m_i - m_new)
+        beta = tl.exp2(chunk_lse - m_new)
+        acc = acc * alpha + chunk_output * beta
+        l_i = l_i * alpha + beta
+        m_i = m_new
+    offset = row.to(tl.int64) * output_stride + head * size + dim
+    tl.store(output + offset, (acc / l_i).to(output.dtype.element_ty), mask=dim < size)

@@ -36,23 +36,23 @@ def tensor_map(
     `kind`, innermost dimension first; `strides` are in bytes, for all dimensions but the first.
     Raises `DriverError` if encoding fails."""
     driver = _driver()
-    wide, small = driver.cuuint64_t, driver.cuuint32_t
-    made = _check(
+    uint64, uint32 = driver.cuuint64_t, driver.cuuint32_t
+    encoded = _check(
         driver.cuTensorMapEncodeTiled(
             getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{kind}"),
             len(sizes),
             address,
-            [wide(size) for size in sizes],
-            [wide(stride) for stride in strides],
-            [small(size) for size in box],
-            [small(1) for _ in sizes],
+            [uint64(size) for size in sizes],
+            [uint64(stride) for stride in strides],
+            [uint32(size) for size in box],
+            [uint32(1) for _ in sizes],
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
     )
-    return ctypes.string_at(made.getPtr(), MAP_BYTES)
+    return ctypes.string_at(encoded.getPtr(), MAP_BYTES)
 
 
 class Module:
@@ -62,24 +62,24 @@ class Module:
         """Load the machine code. Raises `DriverError` if that fails."""
         self._module = _check(_driver().cuModuleLoadData(cubin))
 
-    def kernel(self, name: str, blocks: int, threads: int, shared: int) -> Kernel:
-        """Return the kernel `name`, which runs with `threads` threads per block, `shared` bytes of
-        shared memory, and `blocks` blocks unless a launch specifies another number. Raises
+    def kernel(self, name: str, blocks: int, threads: int, shared_bytes: int) -> Kernel:
+        """Return the kernel `name`, which runs with `threads` threads per block, `shared_bytes`
+        bytes of shared memory, and `blocks` blocks unless a launch specifies another number. Raises
         `DriverError` if a driver call fails."""
         driver = _driver()
         function = _check(driver.cuModuleGetFunction(self._module, name.encode()))
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _check(driver.cuFuncSetAttribute(function, limit, shared))
-        return Kernel(self, function, blocks, threads, shared)
+        _check(driver.cuFuncSetAttribute(function, limit, shared_bytes))
+        return Kernel(self, function, blocks, threads, shared_bytes)
 
 
 class Kernel:
     """A kernel of a loaded module, with its launch configuration."""
 
     def __init__(
-        self, module: Module, function: Any, blocks: int, threads: int, shared: int
+        self, module: Module, function: Any, blocks: int, threads: int, shared_bytes: int
     ) -> None:
-        self._keep = module
+        self._module = module  # keeps the code loaded
         self._function = function
         driver = _driver()
         cooperative, overlapping = driver.CUlaunchAttribute(), driver.CUlaunchAttribute()
@@ -88,9 +88,9 @@ class Kernel:
         cooperative.value.cooperative = 1
         overlapping.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         overlapping.value.programmaticStreamSerializationAllowed = 1
-        self._config = _configuration(blocks, threads, shared, [])
-        self._overlapping = _configuration(blocks, threads, shared, [overlapping])
-        self._cooperative = _configuration(blocks, threads, shared, [cooperative])
+        self._config = _launch_config(blocks, threads, shared_bytes, [])
+        self._overlapping = _launch_config(blocks, threads, shared_bytes, [overlapping])
+        self._cooperative = _launch_config(blocks, threads, shared_bytes, [cooperative])
 
     def launch(self, args: ctypes.Structure, blocks: int, overlaps: bool = False) -> None:
         """Queue `blocks` blocks on the current stream; the launch can be captured. With `overlaps`,
@@ -112,10 +112,10 @@ class Kernel:
         _check(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0))
 
 
-def _configuration(blocks: int, threads: int, shared: int, attributes: list[Any]) -> Any:
+def _launch_config(blocks: int, threads: int, shared_bytes: int, attributes: list[Any]) -> Any:
     config = _driver().CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-    config.sharedMemBytes = shared
+    config.sharedMemBytes = shared_bytes
     config.attrs, config.numAttrs = attributes, len(attributes)
     return config

@@ -15,7 +15,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     size = x.shape[-1]
     if x.numel():
         _rms_norm[(x.numel() // size,)](
-            x, x, weight, output, output, eps, size=size, added=False, **_row(size)
+            x, x, weight, output, output, eps, size=size, has_residual=False, **_row_config(size)
         )
     return output
 
@@ -28,12 +28,20 @@ def add_rms_norm(
     size = x.shape[-1]
     if x.numel():
         _rms_norm[(x.numel() // size,)](
-            x, residual, weight, output, total, eps, size=size, added=True, **_row(size)
+            x,
+            residual,
+            weight,
+            output,
+            total,
+            eps,
+            size=size,
+            has_residual=True,
+            **_row_config(size),
         )
     return output, total
 
 
-def _row(size: int) -> dict[str, int]:
+def _row_config(size: int) -> dict[str, int]:
     padded = triton.next_power_of_2(size)
     return {"padded": padded, "num_warps": min(16, max(1, padded // 256))}
 
@@ -48,22 +56,22 @@ def _rms_norm(
     eps,
     size: tl.constexpr,
     padded: tl.constexpr,
-    added: tl.constexpr,
+    has_residual: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, padded)
-    there = column < size
-    at = row * size + column
-    value = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
-    if added:
-        value += tl.load(residual + at, mask=there, other=0.0).to(tl.float32)
+    mask = column < size
+    offsets = row * size + column
+    value = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
+    if has_residual:
+        value += tl.load(residual + offsets, mask=mask, other=0.0).to(tl.float32)
         # Rounded before it is normalized, because the rounded sum is what will be read again.
         value = value.to(total.dtype.element_ty)
-        tl.store(total + at, value, mask=there)
+        tl.store(total + offsets, value, mask=mask)
         value = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 0) / size + eps)
-    factor = tl.load(weight + column, mask=there, other=0.0).to(tl.float32)
-    tl.store(output + at, (value * scale * factor).to(output.dtype.element_ty), mask=there)
+    factor = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(output + offsets, (value * scale * factor).to(output.dtype.element_ty), mask=mask)
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
@@ -81,13 +89,13 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
 def _swiglu(gate_up, output, inner, block: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
-    there = column < inner
-    gate = tl.load(gate_up + row * 2 * inner + column, mask=there, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * inner + inner + column, mask=there, other=0.0)
-    small = tl.exp(-tl.abs(gate))  # never overflows
-    sigmoid = tl.where(gate >= 0, 1.0, small) / (1.0 + small)
+    mask = column < inner
+    gate = tl.load(gate_up + row * 2 * inner + column, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * inner + inner + column, mask=mask, other=0.0)
+    exp_neg = tl.exp(-tl.abs(gate))  # never overflows
+    sigmoid = tl.where(gate >= 0, 1.0, exp_neg) / (1.0 + exp_neg)
     value = gate * sigmoid * up.to(tl.float32)
-    tl.store(output + row * inner + column, value.to(output.dtype.element_ty), mask=there)
+    tl.store(output + row * inner + column, value.to(output.dtype.element_ty), mask=mask)
 
 
 def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -115,51 +123,51 @@ def _rotary(x, cosines, sines, output, stride, heads, half: tl.constexpr, padded
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * 8 + tl.arange(0, 8)
     dim = tl.arange(0, padded)
-    there = (head < heads)[:, None] & (dim < half)[None, :]
-    within = head[:, None] * (2 * half) + dim[None, :]
-    at = token * stride + within
-    first = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
-    second = tl.load(x + at + half, mask=there, other=0.0).to(tl.float32)
-    angle = token * half + dim
-    cos = tl.load(cosines + angle, mask=dim < half, other=0.0).to(tl.float32)[None, :]
-    sin = tl.load(sines + angle, mask=dim < half, other=0.0).to(tl.float32)[None, :]
-    kind = output.dtype.element_ty
-    at = token * heads * (2 * half) + within
-    tl.store(output + at, (first * cos - second * sin).to(kind), mask=there)
-    tl.store(output + at + half, (second * cos + first * sin).to(kind), mask=there)
+    mask = (head < heads)[:, None] & (dim < half)[None, :]
+    head_offsets = head[:, None] * (2 * half) + dim[None, :]
+    offsets = token * stride + head_offsets
+    first = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(x + offsets + half, mask=mask, other=0.0).to(tl.float32)
+    angle_offsets = token * half + dim
+    cos = tl.load(cosines + angle_offsets, mask=dim < half, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(sines + angle_offsets, mask=dim < half, other=0.0).to(tl.float32)[None, :]
+    dtype = output.dtype.element_ty
+    offsets = token * heads * (2 * half) + head_offsets
+    tl.store(output + offsets, (first * cos - second * sin).to(dtype), mask=mask)
+    tl.store(output + offsets + half, (second * cos + first * sin).to(dtype), mask=mask)
 
 
 def norm_rotate_store(
-    qkv: torch.Tensor, how: HeadTransform, cache: KVCache, slots: torch.Tensor
+    qkv: torch.Tensor, transform: HeadTransform, cache: KVCache, slot_mapping: torch.Tensor
 ) -> torch.Tensor:
     """Normalize and rotate the query and key heads, store keys and values, and return the queries.
 
     `qkv` is (tokens, heads + 2 * kv_heads, head_dim), contiguous; cosines and sines are (tokens,
-    head_dim / 2); `slots` is int64 (tokens,).
+    head_dim / 2); `slot_mapping` is int64 (tokens,).
     """
     tokens, all_heads, size = qkv.shape
     kv_heads = cache.keys.shape[2]
     heads = all_heads - 2 * kv_heads
     queries = qkv.new_empty(tokens, heads, size)
     if tokens:
-        each = 1 if tokens <= 64 else 8
-        _norm_rotate_store[(triton.cdiv(tokens, each), all_heads)](
+        tokens_per_program = 1 if tokens <= 64 else 8
+        _norm_rotate_store[(triton.cdiv(tokens, tokens_per_program), all_heads)](
             qkv,
-            *(how.norms or (qkv, qkv)),
-            *how.rotation,
+            *(transform.norms or (qkv, qkv)),
+            *transform.rotation,
             queries,
             cache.keys,
             cache.values,
-            slots,
-            how.eps,
+            slot_mapping,
+            transform.eps,
             tokens,
             heads=heads,
             kv_heads=kv_heads,
             half=size // 2,
             padded=triton.next_power_of_2(size // 2),
-            each=each,
-            normed=how.norms is not None,
-            num_warps=1 if each == 1 else 4,
+            tokens_per_program=tokens_per_program,
+            has_norms=transform.norms is not None,
+            num_warps=1 if tokens_per_program == 1 else 4,
         )
     return queries
 
@@ -174,27 +182,27 @@ def _norm_rotate_store(
     queries,
     keys,
     values,
-    slots,
+    slot_mapping,
     eps,
     tokens,
     heads: tl.constexpr,
     kv_heads: tl.constexpr,
     half: tl.constexpr,
     padded: tl.constexpr,
-    each: tl.constexpr,
-    normed: tl.constexpr,
+    tokens_per_program: tl.constexpr,
+    has_norms: tl.constexpr,
 ):
     head = tl.program_id(1)
-    token = tl.program_id(0) * each + tl.arange(0, each)
+    token = tl.program_id(0) * tokens_per_program + tl.arange(0, tokens_per_program)
     dim = tl.arange(0, padded)
-    there = (token < tokens)[:, None] & (dim < half)[None, :]
-    wide = token.to(tl.int64)
-    at = (wide[:, None] * (heads + 2 * kv_heads) + head) * (2 * half) + dim[None, :]
-    first = tl.load(qkv + at, mask=there, other=0.0).to(tl.float32)
-    second = tl.load(qkv + at + half, mask=there, other=0.0).to(tl.float32)
-    kind = queries.dtype.element_ty
+    mask = (token < tokens)[:, None] & (dim < half)[None, :]
+    token64 = token.to(tl.int64)
+    offsets = (token64[:, None] * (heads + 2 * kv_heads) + head) * (2 * half) + dim[None, :]
+    first = tl.load(qkv + offsets, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(qkv + offsets + half, mask=mask, other=0.0).to(tl.float32)
+    dtype = queries.dtype.element_ty
     if head < heads + kv_heads:
-        if normed:
+        if has_norms:
             weight = q_weight
             if head >= heads:
                 weight = k_weight
@@ -203,29 +211,29 @@ def _norm_rotate_store(
             low = tl.load(weight + dim, mask=dim < half, other=0.0).to(tl.float32)
             high = tl.load(weight + half + dim, mask=dim < half, other=0.0).to(tl.float32)
             first, second = first * scale * low[None, :], second * scale * high[None, :]
-        angle = wide[:, None] * half + dim[None, :]
-        cos = tl.load(cosines + angle, mask=there, other=0.0).to(tl.float32)
-        sin = tl.load(sines + angle, mask=there, other=0.0).to(tl.float32)
+        angle_offsets = token64[:, None] * half + dim[None, :]
+        cos = tl.load(cosines + angle_offsets, mask=mask, other=0.0).to(tl.float32)
+        sin = tl.load(sines + angle_offsets, mask=mask, other=0.0).to(tl.float32)
         first, second = first * cos - second * sin, second * cos + first * sin
     if head < heads:
-        at = (wide[:, None] * heads + head) * (2 * half) + dim[None, :]
-        tl.store(queries + at, first.to(kind), mask=there)
-        tl.store(queries + at + half, second.to(kind), mask=there)
+        offsets = (token64[:, None] * heads + head) * (2 * half) + dim[None, :]
+        tl.store(queries + offsets, first.to(dtype), mask=mask)
+        tl.store(queries + offsets + half, second.to(dtype), mask=mask)
     else:
         # Attention reads whole blocks, then masks: a NaN in the cache would outlive its sequence.
-        low_half, high_half = _finite(first, kind), _finite(second, kind)
-        slot = tl.load(slots + token, mask=token < tokens, other=0)
-        stored = keys
+        low_half, high_half = _finite_or_zero(first, dtype), _finite_or_zero(second, dtype)
+        cache_position = tl.load(slot_mapping + token, mask=token < tokens, other=0)
+        cached = keys
         kv_head = head - heads
         if head >= heads + kv_heads:
-            stored = values
+            cached = values
             kv_head = head - heads - kv_heads
-        at = (slot[:, None] * kv_heads + kv_head) * (2 * half) + dim[None, :]
-        tl.store(stored + at, low_half, mask=there)
-        tl.store(stored + at + half, high_half, mask=there)
+        offsets = (cache_position[:, None] * kv_heads + kv_head) * (2 * half) + dim[None, :]
+        tl.store(cached + offsets, low_half, mask=mask)
+        tl.store(cached + offsets + half, high_half, mask=mask)
 
 
 @triton.jit
-def _finite(value, kind: tl.constexpr):
-    rounded = value.to(kind)
+def _finite_or_zero(value, dtype: tl.constexpr):
+    rounded = value.to(dtype)
     return tl.where(tl.abs(rounded.to(tl.float32)) < float("inf"), rounded, 0.0)

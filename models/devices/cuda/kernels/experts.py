@@ -18,91 +18,105 @@ from nanoactor.models.weights.fp8 import Fp8Blocks
 from nanoactor.models.weights.linear import ExpertWeights, dense_experts_of
 from nanoactor.models.weights.whole_step import Matrix
 
-Grouped = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+GroupedGemms = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class TritonExperts:
     """Runs each token through its experts."""
 
-    def __init__(self, weights: ExpertWeights, packs: bool, kernels: Kernels | None = None) -> None:
-        """Keep FP8 experts packed if `packs` is set and the kernels support their blocks. `kernels`
-        are the CUDA C++ kernels, if available. Raises `DriverError` if a driver call fails."""
-        why = _refusal(weights) if packs else None
-        packed = self._packed = _packed_of(weights) if packs else None
-        self._few: experts_few.Matrices
+    def __init__(
+        self, weights: ExpertWeights, keep_packed: bool, kernels: Kernels | None = None
+    ) -> None:
+        """Keep FP8 experts packed if `keep_packed` is set and the kernels support their blocks.
+        `kernels` are the CUDA C++ kernels, if available. Raises `DriverError` if a driver call
+        fails."""
+        reason = _packed_unsupported_reason(weights) if keep_packed else None
+        packed = self._packed = _packed_of(weights) if keep_packed else None
+        self._few_token_matrices: experts_few.Matrices
         if packed is None:
-            dense = dense_experts_of(weights, why)
-            self._few = experts_few.dense_matrices(dense)
-            self._grouped: Grouped = lambda x, ids, shares: experts_dense.grouped(
-                x, dense, ids, shares
+            dense = dense_experts_of(weights, reason)
+            self._few_token_matrices = experts_few.dense_matrices(dense)
+            self._grouped_gemms: GroupedGemms = lambda x, ids, topk_weights: (
+                experts_dense.grouped_gemms(x, dense, ids, topk_weights)
             )
         else:
-            self._few = experts_few.packed_matrices(*packed)
-            self._grouped = _grouped_of(packed, kernels)
-        most = experts_few.MOST_PAIRS if packed is None else experts_few.MOST_PACKED_PAIRS
-        self._most = min(most, len(self._few.down.weight))
+            self._few_token_matrices = experts_few.packed_matrices(*packed)
+            self._grouped_gemms = _grouped_gemms_of(packed, kernels)
+        max_pairs = experts_few.MAX_PAIRS if packed is None else experts_few.MAX_PACKED_PAIRS
+        self._max_pairs = min(max_pairs, len(self._few_token_matrices.down.weight))
 
     def matrices(self) -> tuple[Matrix, Matrix] | None:
         """Return the combined gate and up projections and the down projections as the whole-step
         kernel reads them, or None if it cannot."""
-        few = self._few
+        experts = self._few_token_matrices
         if self._packed is None:
-            return few.gate_up.weight, few.down.weight
-        pair, down = self._packed
-        found = fp8.matrix_of(pair, few.gate_up.inputs), fp8.matrix_of(down, few.down.inputs)
-        return None if found[0] is None or found[1] is None else (found[0], found[1])
+            return experts.gate_up.weight, experts.down.weight
+        gate_up, down = self._packed
+        readable = (
+            fp8.whole_step_matrix(gate_up, experts.gate_up.inputs),
+            fp8.whole_step_matrix(down, experts.down.inputs),
+        )
+        return None if readable[0] is None or readable[1] is None else (readable[0], readable[1])
 
-    def __call__(self, x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, ids: torch.Tensor, topk_weights: torch.Tensor
+    ) -> torch.Tensor:
         """Implement `Operators.experts`."""
         if not len(x):
             return torch.empty_like(x)
-        x, shares = x.contiguous(), shares.contiguous()
-        if ids.numel() <= self._most:
-            return experts_few.through(x, self._few, ids, shares)
-        return _sum(self._grouped(x, ids, shares))
+        x, topk_weights = x.contiguous(), topk_weights.contiguous()
+        if ids.numel() <= self._max_pairs:
+            return experts_few.run_experts(x, self._few_token_matrices, ids, topk_weights)
+        return _combine_experts(self._grouped_gemms(x, ids, topk_weights))
 
 
-def _grouped_of(packed: tuple[fp8.Packed, fp8.Packed], kernels: Kernels | None) -> Grouped:
+def _grouped_gemms_of(
+    packed: tuple[fp8.Packed, fp8.Packed], kernels: Kernels | None
+) -> GroupedGemms:
     if kernels is not None and supports(*packed):
         return HopperExperts(*packed, kernels)
-    return lambda x, ids, shares: experts_fp8.grouped(x, *packed, ids, shares)
+    return lambda x, ids, topk_weights: experts_fp8.grouped_gemms(x, *packed, ids, topk_weights)
 
 
 def _packed_of(weights: ExpertWeights) -> tuple[fp8.Packed, fp8.Packed] | None:
-    pair, down = weights.gate_up, weights.down
-    if not isinstance(pair, Fp8Blocks) or not isinstance(down, Fp8Blocks) or _refusal(weights):
+    gate_up, down = weights.gate_up, weights.down
+    if (
+        not isinstance(gate_up, Fp8Blocks)
+        or not isinstance(down, Fp8Blocks)
+        or _packed_unsupported_reason(weights)
+    ):
         return None
-    return fp8.packed_of(pair), fp8.packed_of(down)
+    return fp8.pack(gate_up), fp8.pack(down)
 
 
-def _refusal(weights: ExpertWeights) -> str | None:
+def _packed_unsupported_reason(weights: ExpertWeights) -> str | None:
     """Return why no kernel supports packed experts, or None if one does."""
-    pair, down = weights.gate_up, weights.down
-    if not isinstance(pair, Fp8Blocks) or not isinstance(down, Fp8Blocks):
+    gate_up, down = weights.gate_up, weights.down
+    if not isinstance(gate_up, Fp8Blocks) or not isinstance(down, Fp8Blocks):
         return None
-    if pair.weight.shape[1] // 2 % pair.group:
-        return f"a group of {pair.group} outputs spans the gate and up projections"
-    return fp8.refusal(pair) or fp8.refusal(down)
+    if gate_up.weight.shape[1] // 2 % gate_up.group:
+        return f"a group of {gate_up.group} outputs spans the gate and up projections"
+    return fp8.unsupported_reason(gate_up) or fp8.unsupported_reason(down)
 
 
-def _sum(parts: torch.Tensor) -> torch.Tensor:
-    """Sum (tokens, chosen, hidden) over the chosen experts to (tokens, hidden)."""
-    tokens, chosen, hidden = parts.shape
-    y = parts.new_empty(tokens, hidden)
+def _combine_experts(pair_outputs: torch.Tensor) -> torch.Tensor:
+    """Sum (tokens, top_k, hidden) over the selected experts to (tokens, hidden)."""
+    tokens, top_k, hidden = pair_outputs.shape
+    y = pair_outputs.new_empty(tokens, hidden)
     block = min(1024, triton.next_power_of_2(hidden))
-    _add[(tokens, triton.cdiv(hidden, block))](
-        parts, y, hidden, chosen=chosen, block=block, num_warps=4
+    _combine_pairs[(tokens, triton.cdiv(hidden, block))](
+        pair_outputs, y, hidden, top_k=top_k, block=block, num_warps=4
     )
     return y
 
 
 @triton.jit
-def _add(parts, y, hidden, chosen: tl.constexpr, block: tl.constexpr):
+def _combine_pairs(pair_outputs, y, hidden, top_k: tl.constexpr, block: tl.constexpr):
     """Add the outputs of a token's experts in the order of its choices."""
     token = tl.program_id(0).to(tl.int64)
     j = tl.program_id(1) * block + tl.arange(0, block)
     total = tl.zeros([block], tl.float32)
-    for n in tl.static_range(chosen):
-        at = (token * chosen + n) * hidden + j
-        total += tl.load(parts + at, mask=j < hidden, other=0.0).to(tl.float32)
+    for k in tl.static_range(top_k):
+        offsets = (token * top_k + k) * hidden + j
+        total += tl.load(pair_outputs + offsets, mask=j < hidden, other=0.0).to(tl.float32)
     tl.store(y + token * hidden + j, total.to(y.dtype.element_ty), mask=j < hidden)

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanoactor.models.devices.cuda.kernels.routing import blocks_of
+from nanoactor.models.devices.cuda.kernels.routing import align_blocks
 from nanoactor.models.weights.linear import DenseExperts
 
 
@@ -38,21 +38,23 @@ def tile_for(pairs: int, experts: int, dtype: torch.dtype) -> Tile:
     """Return the tile for `pairs` pairs over `experts` experts."""
     if dtype == torch.float32:
         return dataclasses.replace(_LARGEST_FLOAT32, rows=16 if pairs <= 8 * experts else 32)
-    return next((tile for most, tile in _TILES if pairs <= most * experts), _LARGEST)
+    return next(
+        (tile for max_mean_pairs, tile in _TILES if pairs <= max_mean_pairs * experts), _LARGEST
+    )
 
 
-def grouped(
-    x: torch.Tensor, weights: DenseExperts, ids: torch.Tensor, shares: torch.Tensor
+def grouped_gemms(
+    x: torch.Tensor, weights: DenseExperts, ids: torch.Tensor, topk_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Return the output of each token-expert pair times its routing weight, (tokens, chosen,
+    """Return the output of each token-expert pair times its routing weight, (tokens, top_k,
     hidden)."""
-    tokens, chosen = ids.shape
+    tokens, top_k = ids.shape
     experts, hidden, inner = weights.down.shape
-    pairs = tokens * chosen
+    pairs = tokens * top_k
     tile = tile_for(pairs, experts, x.dtype)
-    blocks = blocks_of(ids, experts, tile.rows)
-    between = x.new_empty(len(blocks.rows), inner)
-    parts = x.new_empty(tokens, chosen, hidden)
+    blocks = align_blocks(ids, experts, tile.rows)
+    intermediate = x.new_empty(len(blocks.pair_ids), inner)
+    pair_outputs = x.new_empty(tokens, top_k, hidden)
     options = {
         "rows": tile.rows,
         "outputs": tile.outputs,
@@ -60,42 +62,42 @@ def grouped(
         "num_warps": tile.warps,
         "num_stages": tile.stages,
     }
-    _activate[(len(blocks.owners), triton.cdiv(inner, tile.outputs))](
+    _activate[(len(blocks.expert_ids), triton.cdiv(inner, tile.outputs))](
         x,
         weights.gate_up,
-        rows_of=blocks.rows,
-        owners=blocks.owners,
-        between=between,
+        pair_ids=blocks.pair_ids,
+        expert_ids=blocks.expert_ids,
+        intermediate=intermediate,
         pairs=pairs,
-        chosen=chosen,
+        top_k=top_k,
         hidden=hidden,
         inner=inner,
         **options,
     )
-    _lead_back[(len(blocks.owners), triton.cdiv(hidden, tile.outputs))](
-        between,
+    _project_down[(len(blocks.expert_ids), triton.cdiv(hidden, tile.outputs))](
+        intermediate,
         weights.down,
-        rows_of=blocks.rows,
-        owners=blocks.owners,
-        shares=shares,
-        parts=parts,
+        pair_ids=blocks.pair_ids,
+        expert_ids=blocks.expert_ids,
+        topk_weights=topk_weights,
+        pair_outputs=pair_outputs,
         pairs=pairs,
         hidden=hidden,
         inner=inner,
         **options,
     )
-    return parts
+    return pair_outputs
 
 
 @triton.jit(do_not_specialize=["pairs"])
 def _activate(
     x,
     gate_up,
-    rows_of,
-    owners,
-    between,
+    pair_ids,
+    expert_ids,
+    intermediate,
     pairs,
-    chosen: tl.constexpr,
+    top_k: tl.constexpr,
     hidden: tl.constexpr,
     inner: tl.constexpr,
     rows: tl.constexpr,
@@ -104,46 +106,50 @@ def _activate(
 ):
     """Compute silu(gate x) * up x for one block of pairs."""
     block = tl.program_id(0)
-    expert = tl.load(owners + block)
+    expert = tl.load(expert_ids + block)
     if expert >= 0:
         row = block * rows + tl.arange(0, rows)
-        pair = tl.load(rows_of + row)
-        there = pair < pairs
-        token = (pair // chosen).to(tl.int64)
+        pair = tl.load(pair_ids + row)
+        row_mask = pair < pairs
+        token = (pair // top_k).to(tl.int64)
         j = tl.program_id(1) * outputs + tl.arange(0, outputs)
-        known = j < inner
+        output_mask = j < inner
         matrix = gate_up + expert.to(tl.int64) * (2 * inner * hidden)
         gate = tl.zeros([rows, outputs], tl.float32)
         up = tl.zeros([rows, outputs], tl.float32)
-        for begin in range(0, hidden, inputs):
-            i = begin + tl.arange(0, inputs)
-            inside = i < hidden
+        for start in range(0, hidden, inputs):
+            i = start + tl.arange(0, inputs)
+            input_mask = i < hidden
             values = tl.load(
                 x + token[:, None] * hidden + i[None, :],
-                mask=there[:, None] & inside[None, :],
+                mask=row_mask[:, None] & input_mask[None, :],
                 other=0.0,
             )
-            at = matrix + j[None, :] * hidden + i[:, None]
-            masked = known[None, :] & inside[:, None]
-            gate = tl.dot(values, tl.load(at, mask=masked, other=0.0), gate, input_precision="ieee")
-            at += inner * hidden
-            up = tl.dot(values, tl.load(at, mask=masked, other=0.0), up, input_precision="ieee")
+            pointers = matrix + j[None, :] * hidden + i[:, None]
+            weight_mask = output_mask[None, :] & input_mask[:, None]
+            gate = tl.dot(
+                values, tl.load(pointers, mask=weight_mask, other=0.0), gate, input_precision="ieee"
+            )
+            pointers += inner * hidden
+            up = tl.dot(
+                values, tl.load(pointers, mask=weight_mask, other=0.0), up, input_precision="ieee"
+            )
         result = gate / (1.0 + tl.exp(-gate)) * up
         tl.store(
-            between + row.to(tl.int64)[:, None] * inner + j[None, :],
-            result.to(between.dtype.element_ty),
-            mask=there[:, None] & known[None, :],
+            intermediate + row.to(tl.int64)[:, None] * inner + j[None, :],
+            result.to(intermediate.dtype.element_ty),
+            mask=row_mask[:, None] & output_mask[None, :],
         )
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def _lead_back(
-    between,
+def _project_down(
+    intermediate,
     down,
-    rows_of,
-    owners,
-    shares,
-    parts,
+    pair_ids,
+    expert_ids,
+    topk_weights,
+    pair_outputs,
     pairs,
     hidden: tl.constexpr,
     inner: tl.constexpr,
@@ -154,32 +160,32 @@ def _lead_back(
     """Compute share * down(...) for one block of pairs, and store each pair's result at its
     place."""
     block = tl.program_id(0)
-    expert = tl.load(owners + block)
+    expert = tl.load(expert_ids + block)
     if expert >= 0:
         row = block * rows + tl.arange(0, rows)
-        pair = tl.load(rows_of + row)
-        there = pair < pairs
+        pair = tl.load(pair_ids + row)
+        row_mask = pair < pairs
         j = tl.program_id(1) * outputs + tl.arange(0, outputs)
-        known = j < hidden
+        output_mask = j < hidden
         matrix = down + expert.to(tl.int64) * (hidden * inner)
         total = tl.zeros([rows, outputs], tl.float32)
-        for begin in range(0, inner, inputs):
-            i = begin + tl.arange(0, inputs)
-            inside = i < inner
+        for start in range(0, inner, inputs):
+            i = start + tl.arange(0, inputs)
+            input_mask = i < inner
             values = tl.load(
-                between + row.to(tl.int64)[:, None] * inner + i[None, :],
-                mask=there[:, None] & inside[None, :],
+                intermediate + row.to(tl.int64)[:, None] * inner + i[None, :],
+                mask=row_mask[:, None] & input_mask[None, :],
                 other=0.0,
             )
-            loaded = tl.load(
+            weights = tl.load(
                 matrix + j[None, :] * inner + i[:, None],
-                mask=known[None, :] & inside[:, None],
+                mask=output_mask[None, :] & input_mask[:, None],
                 other=0.0,
             )
-            total = tl.dot(values, loaded, total, input_precision="ieee")
-        share = tl.load(shares + pair, mask=there, other=0.0)
+            total = tl.dot(values, weights, total, input_precision="ieee")
+        routing_weights = tl.load(topk_weights + pair, mask=row_mask, other=0.0)
         tl.store(
-            parts + pair.to(tl.int64)[:, None] * hidden + j[None, :],
-            (total * share[:, None]).to(parts.dtype.element_ty),
-            mask=there[:, None] & known[None, :],
+            pair_outputs + pair.to(tl.int64)[:, None] * hidden + j[None, :],
+            (total * routing_weights[:, None]).to(pair_outputs.dtype.element_ty),
+            mask=row_mask[:, None] & output_mask[None, :],
         )

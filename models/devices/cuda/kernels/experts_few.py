@@ -13,14 +13,14 @@ import torch
 import triton
 import triton.language as tl
 
-from nanoactor.models.devices.cuda.kernels.fp8 import Packed, rounded_to
+from nanoactor.models.devices.cuda.kernels.fp8 import Packed, quantize_blocks
 from nanoactor.models.weights.linear import DenseExperts
 
-MOST_PAIRS, MOST_PACKED_PAIRS = 64, 16
+MAX_PAIRS, MAX_PACKED_PAIRS = 64, 16
 """Maximum numbers of pairs, for dense and for packed matrices; with more, grouped GEMMs are faster
 on an H200."""
 _OUTPUTS, _PACKED_OUTPUTS = 4, 8
-_MOST_INPUTS = 2048
+_MAX_INPUTS = 2048
 """Maximum number of inputs that a program reads at a time."""
 
 
@@ -52,11 +52,11 @@ class Matrices:
 
 def dense_matrices(weights: DenseExperts) -> Matrices:
     """Wrap dense matrices."""
-    whole = (
-        Matrix(one, None, one.shape[-1], 1, one.shape[-1], 0)
-        for one in (weights.gate_up, weights.down)
+    matrices = (
+        Matrix(weight, None, weight.shape[-1], 1, weight.shape[-1], 0)
+        for weight in (weights.gate_up, weights.down)
     )
-    return Matrices(*whole)
+    return Matrices(*matrices)
 
 
 def packed_matrices(gate_up: Packed, down: Packed) -> Matrices:
@@ -64,38 +64,38 @@ def packed_matrices(gate_up: Packed, down: Packed) -> Matrices:
     inner, hidden = gate_up.weight.shape[1] // 2, down.weight.shape[1]
     return Matrices(
         *(
-            Matrix(one.weight, one.scales, inputs, one.group, one.block, one.offset)
-            for one, inputs in ((gate_up, hidden), (down, inner))
+            Matrix(packed.weight, packed.scales, inputs, packed.group, packed.block, packed.offset)
+            for packed, inputs in ((gate_up, hidden), (down, inner))
         )
     )
 
 
-def through(
-    x: torch.Tensor, weights: Matrices, ids: torch.Tensor, shares: torch.Tensor
+def run_experts(
+    x: torch.Tensor, weights: Matrices, ids: torch.Tensor, topk_weights: torch.Tensor
 ) -> torch.Tensor:
     """Implement `Operators.experts`."""
-    (tokens, hidden), chosen = x.shape, ids.shape[1]
+    (tokens, hidden), top_k = x.shape, ids.shape[1]
     inner, outputs = weights.down.inputs, weights.gate_up.outputs_at_once
-    between, y = x.new_empty(tokens * chosen, inner), torch.empty_like(x)
-    _activate[(tokens * chosen, triton.cdiv(inner, outputs))](
+    intermediate, y = x.new_empty(tokens * top_k, inner), torch.empty_like(x)
+    _activate[(tokens * top_k, triton.cdiv(inner, outputs))](
         x,
         weights.gate_up.weight,
         weights.gate_up.scales,
         ids,
-        between,
+        intermediate,
         inner,
-        chosen=chosen,
+        top_k=top_k,
         **_sizes(weights.gate_up),
     )
-    _lead_back[(tokens, triton.cdiv(hidden, outputs))](
-        between,
+    _project_down[(tokens, triton.cdiv(hidden, outputs))](
+        intermediate,
         weights.down.weight,
         weights.down.scales,
         ids,
-        shares,
+        topk_weights,
         y,
         hidden,
-        chosen=chosen,
+        top_k=top_k,
         **_sizes(weights.down),
     )
     return y
@@ -109,16 +109,16 @@ def _sizes(matrix: Matrix) -> dict[str, int]:
         "padded": padded,
         "group": matrix.group,
         "block": matrix.block,
-        "tile": max(matrix.block, min(_MOST_INPUTS, triton.next_power_of_2(padded)))
+        "tile": max(matrix.block, min(_MAX_INPUTS, triton.next_power_of_2(padded)))
         if matrix.scales is not None
-        else min(_MOST_INPUTS, triton.next_power_of_2(padded)),
+        else min(_MAX_INPUTS, triton.next_power_of_2(padded)),
         "outputs": matrix.outputs_at_once,
         "num_warps": 4,
     }
 
 
 @triton.jit
-def _inputs_of(
+def _load_inputs(
     row,
     k,
     inputs: tl.constexpr,
@@ -131,19 +131,19 @@ def _inputs_of(
     i = k - offset
     values = tl.load(row + i, mask=(i >= 0) & (i < inputs), other=0.0).to(tl.float32)
     if packed:
-        rounded, scale = rounded_to(tl.reshape(values, [tile // block, block]))
+        rounded, scale = quantize_blocks(tl.reshape(values, [tile // block, block]))
         values = tl.reshape(rounded.to(tl.float32) * scale[:, None], [tile])
     return values
 
 
 @triton.jit
-def _products(
+def _partial_products(
     weight,
     scales,
     values,
     first,
     k,
-    most,
+    end,
     padded: tl.constexpr,
     group: tl.constexpr,
     block: tl.constexpr,
@@ -153,12 +153,12 @@ def _products(
 
     The caller sums them once, at the end, because loads are not moved across a reduction."""
     j = first + tl.arange(0, outputs)
-    there = (j[:, None] < most) & (k[None, :] < padded)
-    found = tl.load(weight + j[:, None] * padded + k[None, :], mask=there, other=0.0)
+    mask = (j[:, None] < end) & (k[None, :] < padded)
+    loaded = tl.load(weight + j[:, None] * padded + k[None, :], mask=mask, other=0.0)
     if scales is not None:
-        at = first // group * (padded // block) + k // block
-        values = values * tl.load(scales + at, mask=k < padded, other=0.0)
-    return found.to(tl.float32) * values[None, :]
+        scale_offsets = first // group * (padded // block) + k // block
+        values = values * tl.load(scales + scale_offsets, mask=k < padded, other=0.0)
+    return loaded.to(tl.float32) * values[None, :]
 
 
 @triton.jit
@@ -167,9 +167,9 @@ def _activate(
     weight,
     scales,
     ids,
-    between,
+    intermediate,
     inner,
-    chosen: tl.constexpr,
+    top_k: tl.constexpr,
     inputs: tl.constexpr,
     offset: tl.constexpr,
     padded: tl.constexpr,
@@ -186,31 +186,35 @@ def _activate(
         scales += expert * (tl.cdiv(2 * inner, group) * (padded // block))
     gates = tl.zeros([outputs, tile], tl.float32)
     ups = tl.zeros([outputs, tile], tl.float32)
-    for begin in tl.static_range(0, padded, tile):
-        k = begin + tl.arange(0, tile)
-        values = _inputs_of(
-            x + (pair // chosen) * inputs, k, inputs, offset, block, tile, scales is not None
+    for start in tl.static_range(0, padded, tile):
+        k = start + tl.arange(0, tile)
+        values = _load_inputs(
+            x + (pair // top_k) * inputs, k, inputs, offset, block, tile, scales is not None
         )
-        gates += _products(weight, scales, values, first, k, inner, padded, group, block, outputs)
-        ups += _products(
+        gates += _partial_products(
+            weight, scales, values, first, k, inner, padded, group, block, outputs
+        )
+        ups += _partial_products(
             weight, scales, values, inner + first, k, 2 * inner, padded, group, block, outputs
         )
     gate, up = tl.sum(gates, 1), tl.sum(ups, 1)
     j = first + tl.arange(0, outputs)
     result = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(between + pair * inner + j, result.to(between.dtype.element_ty), mask=j < inner)
+    tl.store(
+        intermediate + pair * inner + j, result.to(intermediate.dtype.element_ty), mask=j < inner
+    )
 
 
 @triton.jit
-def _lead_back(
-    between,
+def _project_down(
+    intermediate,
     weight,
     scales,
     ids,
-    shares,
+    topk_weights,
     y,
     hidden,
-    chosen: tl.constexpr,
+    top_k: tl.constexpr,
     inputs: tl.constexpr,
     offset: tl.constexpr,
     padded: tl.constexpr,
@@ -222,22 +226,31 @@ def _lead_back(
     """Compute some outputs of a token, summed in the order of its choices."""
     token, first = tl.program_id(0), tl.program_id(1) * outputs
     total = tl.zeros([outputs, tile], tl.float32)
-    for n in tl.static_range(chosen):
-        pair = token * chosen + n
+    for rank in tl.static_range(top_k):
+        pair = token * top_k + rank
         expert = tl.load(ids + pair).to(tl.int64)
-        share = tl.load(shares + pair)
-        own = weight + expert * (hidden * padded)
-        factors = scales
+        routing_weight = tl.load(topk_weights + pair)
+        expert_weight = weight + expert * (hidden * padded)
+        expert_scales = scales
         if scales is not None:
-            factors = scales + expert * (tl.cdiv(hidden, group) * (padded // block))
-        for begin in tl.static_range(0, padded, tile):
-            k = begin + tl.arange(0, tile)
-            values = _inputs_of(
-                between + pair * inputs, k, inputs, offset, block, tile, scales is not None
+            expert_scales = scales + expert * (tl.cdiv(hidden, group) * (padded // block))
+        for start in tl.static_range(0, padded, tile):
+            k = start + tl.arange(0, tile)
+            values = _load_inputs(
+                intermediate + pair * inputs, k, inputs, offset, block, tile, scales is not None
             )
-            total += _products(
-                own, factors, values * share, first, k, hidden, padded, group, block, outputs
+            total += _partial_products(
+                expert_weight,
+                expert_scales,
+                values * routing_weight,
+                first,
+                k,
+                hidden,
+                padded,
+                group,
+                block,
+                outputs,
             )
     j = first + tl.arange(0, outputs)
-    found = tl.sum(total, 1).to(y.dtype.element_ty)
-    tl.store(y + token * hidden + j, found, mask=j < hidden)
+    result = tl.sum(total, 1).to(y.dtype.element_ty)
+    tl.store(y + token * hidden + j, result, mask=j < hidden)

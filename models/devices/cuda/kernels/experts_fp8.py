@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from nanoactor.models.devices.cuda.kernels.experts_dense import Tile
-from nanoactor.models.devices.cuda.kernels.fp8 import Packed, quantize, scales_at
-from nanoactor.models.devices.cuda.kernels.routing import blocks_of
+from nanoactor.models.devices.cuda.kernels.fp8 import Packed, load_scales, quantize
+from nanoactor.models.devices.cuda.kernels.routing import align_blocks
 
 # (maximum mean number of pairs per expert, tile). `inputs` is unused (0): a program reads one block
 # of inputs at a time.
@@ -24,51 +24,53 @@ _LARGEST = Tile(64, 128, 0, 8, 4)
 
 def tile_for(pairs: int, experts: int) -> Tile:
     """Return the tile for `pairs` pairs over `experts` experts."""
-    return next((tile for most, tile in _TILES if pairs <= most * experts), _LARGEST)
+    return next(
+        (tile for max_mean_pairs, tile in _TILES if pairs <= max_mean_pairs * experts), _LARGEST
+    )
 
 
-def grouped(
-    x: torch.Tensor, gate_up: Packed, down: Packed, ids: torch.Tensor, shares: torch.Tensor
+def grouped_gemms(
+    x: torch.Tensor, gate_up: Packed, down: Packed, ids: torch.Tensor, topk_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Return the output of each token-expert pair times its routing weight, (tokens, chosen,
+    """Return the output of each token-expert pair times its routing weight, (tokens, top_k,
     hidden)."""
-    tokens, chosen = ids.shape
+    tokens, top_k = ids.shape
     experts, hidden = down.weight.shape[:2]
-    inner, pairs = gate_up.weight.shape[1] // 2, tokens * chosen
+    inner, pairs = gate_up.weight.shape[1] // 2, tokens * top_k
     tile = tile_for(pairs, experts)
-    blocks = blocks_of(ids, experts, tile.rows)
-    between = x.new_empty(pairs, inner)
-    parts = x.new_empty(tokens, chosen, hidden)
+    blocks = align_blocks(ids, experts, tile.rows)
+    intermediate = x.new_empty(pairs, inner)
+    pair_outputs = x.new_empty(tokens, top_k, hidden)
     rounded, scales = quantize(x, gate_up)
-    _activate[(len(blocks.owners), triton.cdiv(inner, tile.outputs))](
+    _activate[(len(blocks.expert_ids), triton.cdiv(inner, tile.outputs))](
         rounded,
         scales,
         gate_up.weight,
         gate_up.scales,
-        rows_of=blocks.rows,
-        owners=blocks.owners,
-        between=between,
+        pair_ids=blocks.pair_ids,
+        expert_ids=blocks.expert_ids,
+        intermediate=intermediate,
         pairs=pairs,
         tokens=tokens,
-        chosen=chosen,
+        top_k=top_k,
         inner=inner,
         **_sizes(gate_up, tile),
     )
-    rounded, scales = quantize(between, down)
-    _lead_back[(len(blocks.owners), triton.cdiv(hidden, tile.outputs))](
+    rounded, scales = quantize(intermediate, down)
+    _project_down[(len(blocks.expert_ids), triton.cdiv(hidden, tile.outputs))](
         rounded,
         scales,
         down.weight,
         down.scales,
-        rows_of=blocks.rows,
-        owners=blocks.owners,
-        shares=shares,
-        parts=parts,
+        pair_ids=blocks.pair_ids,
+        expert_ids=blocks.expert_ids,
+        topk_weights=topk_weights,
+        pair_outputs=pair_outputs,
         pairs=pairs,
         hidden=hidden,
         **_sizes(down, tile),
     )
-    return parts
+    return pair_outputs
 
 
 def _sizes(matrices: Packed, tile: Tile) -> dict[str, int]:
@@ -89,12 +91,12 @@ def _activate(
     x_scales,
     weight,
     scales,
-    rows_of,
-    owners,
-    between,
+    pair_ids,
+    expert_ids,
+    intermediate,
     pairs,
     tokens,
-    chosen: tl.constexpr,
+    top_k: tl.constexpr,
     inner: tl.constexpr,
     blocks: tl.constexpr,
     block: tl.constexpr,
@@ -103,56 +105,64 @@ def _activate(
     outputs: tl.constexpr,
 ):
     """Compute silu(gate x) * up x for one block of pairs."""
-    number = tl.program_id(0)
-    expert = tl.load(owners + number)
+    block_index = tl.program_id(0)
+    expert = tl.load(expert_ids + block_index)
     if expert >= 0:
-        pair = tl.load(rows_of + number * rows + tl.arange(0, rows))
-        there = pair < pairs
-        token = pair // chosen
+        pair = tl.load(pair_ids + block_index * rows + tl.arange(0, rows))
+        row_mask = pair < pairs
+        token = pair // top_k
         j = tl.program_id(1) * outputs + tl.arange(0, outputs)
-        known = j < inner
-        inside = tl.arange(0, block)
+        output_mask = j < inner
+        inner_index = tl.arange(0, block)
         width: tl.constexpr = blocks * block
         matrix = weight + expert.to(tl.int64) * (2 * inner * width)
-        matrix += j[:, None] * width + inside[None, :]
-        columns = x + token.to(tl.int64)[None, :] * width + inside[:, None]
-        factors = scales + expert * (tl.cdiv(2 * inner, group) * blocks)
-        one: tl.constexpr = group % outputs == 0
+        matrix += j[:, None] * width + inner_index[None, :]
+        columns = x + token.to(tl.int64)[None, :] * width + inner_index[:, None]
+        expert_scales = scales + expert * (tl.cdiv(2 * inner, group) * blocks)
+        uniform_scale: tl.constexpr = group % outputs == 0
         gate = tl.zeros([outputs, rows], tl.float32)
         up = tl.zeros([outputs, rows], tl.float32)
         # The next block's scales are loaded while this block is multiplied.
-        row_scale = tl.load(x_scales + token, mask=there, other=0.0)
-        gate_scale = scales_at(factors, j, 0, blocks, known, group, one)
-        up_scale = scales_at(factors, inner + j, 0, blocks, known, group, one)
-        for b in range(blocks):
-            values = tl.load(columns + b * block, mask=there[None, :], other=0.0)
-            first = tl.load(matrix + b * block, mask=known[:, None], other=0.0)
-            second = tl.load(matrix + b * block + inner * width, mask=known[:, None], other=0.0)
-            after = tl.minimum(b + 1, blocks - 1)
-            next_row = tl.load(x_scales + after * tokens + token, mask=there, other=0.0)
-            next_gate = scales_at(factors, j, after, blocks, known, group, one)
-            next_up = scales_at(factors, inner + j, after, blocks, known, group, one)
-            gate += tl.dot(first, values) * (gate_scale * row_scale[None, :])
-            up += tl.dot(second, values) * (up_scale * row_scale[None, :])
+        row_scale = tl.load(x_scales + token, mask=row_mask, other=0.0)
+        gate_scale = load_scales(expert_scales, j, 0, blocks, output_mask, group, uniform_scale)
+        up_scale = load_scales(
+            expert_scales, inner + j, 0, blocks, output_mask, group, uniform_scale
+        )
+        for k_block in range(blocks):
+            values = tl.load(columns + k_block * block, mask=row_mask[None, :], other=0.0)
+            gate_weights = tl.load(matrix + k_block * block, mask=output_mask[:, None], other=0.0)
+            up_weights = tl.load(
+                matrix + k_block * block + inner * width, mask=output_mask[:, None], other=0.0
+            )
+            next_block = tl.minimum(k_block + 1, blocks - 1)
+            next_row = tl.load(x_scales + next_block * tokens + token, mask=row_mask, other=0.0)
+            next_gate = load_scales(
+                expert_scales, j, next_block, blocks, output_mask, group, uniform_scale
+            )
+            next_up = load_scales(
+                expert_scales, inner + j, next_block, blocks, output_mask, group, uniform_scale
+            )
+            gate += tl.dot(gate_weights, values) * (gate_scale * row_scale[None, :])
+            up += tl.dot(up_weights, values) * (up_scale * row_scale[None, :])
             row_scale, gate_scale, up_scale = next_row, next_gate, next_up
         result = gate / (1.0 + tl.exp(-gate)) * up
         tl.store(
-            between + pair.to(tl.int64)[None, :] * inner + j[:, None],
-            result.to(between.dtype.element_ty),
-            mask=known[:, None] & there[None, :],
+            intermediate + pair.to(tl.int64)[None, :] * inner + j[:, None],
+            result.to(intermediate.dtype.element_ty),
+            mask=output_mask[:, None] & row_mask[None, :],
         )
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def _lead_back(
-    between,
+def _project_down(
+    intermediate,
     row_scales,
     weight,
     scales,
-    rows_of,
-    owners,
-    shares,
-    parts,
+    pair_ids,
+    expert_ids,
+    topk_weights,
+    pair_outputs,
     pairs,
     hidden: tl.constexpr,
     blocks: tl.constexpr,
@@ -163,34 +173,36 @@ def _lead_back(
 ):
     """Compute share * down(...) for one block of pairs, and store each pair's result at its
     place."""
-    number = tl.program_id(0)
-    expert = tl.load(owners + number)
+    block_index = tl.program_id(0)
+    expert = tl.load(expert_ids + block_index)
     if expert >= 0:
-        pair = tl.load(rows_of + number * rows + tl.arange(0, rows))
-        there = pair < pairs
+        pair = tl.load(pair_ids + block_index * rows + tl.arange(0, rows))
+        row_mask = pair < pairs
         j = tl.program_id(1) * outputs + tl.arange(0, outputs)
-        known = j < hidden
-        inside = tl.arange(0, block)
+        output_mask = j < hidden
+        inner_index = tl.arange(0, block)
         width: tl.constexpr = blocks * block
         matrix = weight + expert.to(tl.int64) * (hidden * width)
-        matrix += j[:, None] * width + inside[None, :]
-        columns = between + pair.to(tl.int64)[None, :] * width + inside[:, None]
-        factors = scales + expert * (tl.cdiv(hidden, group) * blocks)
-        one: tl.constexpr = group % outputs == 0
+        matrix += j[:, None] * width + inner_index[None, :]
+        columns = intermediate + pair.to(tl.int64)[None, :] * width + inner_index[:, None]
+        expert_scales = scales + expert * (tl.cdiv(hidden, group) * blocks)
+        uniform_scale: tl.constexpr = group % outputs == 0
         total = tl.zeros([outputs, rows], tl.float32)
-        row_scale = tl.load(row_scales + pair, mask=there, other=0.0)
-        scale = scales_at(factors, j, 0, blocks, known, group, one)
-        for b in range(blocks):
-            values = tl.load(columns + b * block, mask=there[None, :], other=0.0)
-            found = tl.load(matrix + b * block, mask=known[:, None], other=0.0)
-            after = tl.minimum(b + 1, blocks - 1)
-            next_row = tl.load(row_scales + after * pairs + pair, mask=there, other=0.0)
-            next_scale = scales_at(factors, j, after, blocks, known, group, one)
-            total += tl.dot(found, values) * (scale * row_scale[None, :])
+        row_scale = tl.load(row_scales + pair, mask=row_mask, other=0.0)
+        scale = load_scales(expert_scales, j, 0, blocks, output_mask, group, uniform_scale)
+        for k_block in range(blocks):
+            values = tl.load(columns + k_block * block, mask=row_mask[None, :], other=0.0)
+            weights = tl.load(matrix + k_block * block, mask=output_mask[:, None], other=0.0)
+            next_block = tl.minimum(k_block + 1, blocks - 1)
+            next_row = tl.load(row_scales + next_block * pairs + pair, mask=row_mask, other=0.0)
+            next_scale = load_scales(
+                expert_scales, j, next_block, blocks, output_mask, group, uniform_scale
+            )
+            total += tl.dot(weights, values) * (scale * row_scale[None, :])
             row_scale, scale = next_row, next_scale
-        total *= tl.load(shares + pair, mask=there, other=0.0)[None, :]
+        total *= tl.load(topk_weights + pair, mask=row_mask, other=0.0)[None, :]
         tl.store(
-            parts + pair.to(tl.int64)[None, :] * hidden + j[:, None],
-            total.to(parts.dtype.element_ty),
-            mask=known[:, None] & there[None, :],
+            pair_outputs + pair.to(tl.int64)[None, :] * hidden + j[:, None],
+            total.to(pair_outputs.dtype.element_ty),
+            mask=output_mask[:, None] & row_mask[None, :],
         )

@@ -20,15 +20,15 @@ from torch.nn import functional as F
 from nanoactor.models.weights.fp8 import E4M3, Fp8Blocks
 from nanoactor.models.weights.whole_step import PackedMatrix
 
-LARGEST = 448.0
+E4M3_MAX = 448.0
 """Largest e4m3 number."""
-_LEAST = 1e-12
+_MIN_ABSMAX = 1e-12
 """Lower bound of a block's largest number, so that zeros stay zeros."""
-_BLOCKS = (32, 64, 128)
+_BLOCK_SIZES = (32, 64, 128)
 """Numbers of inputs per block that the kernels support."""
-_ROWS = 16
+_GROUP_MULTIPLE = 16
 """Number of outputs that must share a scale: the size of a scale's group is a multiple of it."""
-_AT_ONCE = 8
+_BLOCKS_PER_PROGRAM = 8
 """Number of blocks that a program quantizes."""
 
 
@@ -46,26 +46,26 @@ class Packed:
     """Index of the first input within its block."""
 
 
-def refusal(weights: Fp8Blocks) -> str | None:
+def unsupported_reason(weights: Fp8Blocks) -> str | None:
     """Return why no kernel supports a matrix, or the matrices of all experts; None if one does."""
-    if weights.block not in _BLOCKS:
-        return f"the block size {weights.block} is not one of {', '.join(map(str, _BLOCKS))}"
-    if weights.group % _ROWS or weights.weight.shape[-2] % _ROWS:
-        return f"groups of {_ROWS} outputs have more than one scale"
+    if weights.block not in _BLOCK_SIZES:
+        return f"the block size {weights.block} is not one of {', '.join(map(str, _BLOCK_SIZES))}"
+    if weights.group % _GROUP_MULTIPLE or weights.weight.shape[-2] % _GROUP_MULTIPLE:
+        return f"groups of {_GROUP_MULTIPLE} outputs have more than one scale"
     return None
 
 
-def packed_of(weights: Fp8Blocks) -> Packed:
-    """Lay out matrices for which `refusal` returned None."""
+def pack(weights: Fp8Blocks) -> Packed:
+    """Lay out matrices for which `unsupported_reason` returned None."""
     weight, scales = weights.weight, weights.scales
-    after = scales.shape[-1] * weights.block - weight.shape[-1] - weights.offset
-    if weights.offset or after:
-        weight = F.pad(weight.view(torch.uint8), (weights.offset, after)).view(E4M3)
+    padding = scales.shape[-1] * weights.block - weight.shape[-1] - weights.offset
+    if weights.offset or padding:
+        weight = F.pad(weight.view(torch.uint8), (weights.offset, padding)).view(E4M3)
     weight, scales = weight.contiguous(), scales.contiguous()
     return Packed(weight, scales, weights.group, weights.block, weights.offset)
 
 
-def matrix_of(packed: Packed, inputs: int) -> PackedMatrix | None:
+def whole_step_matrix(packed: Packed, inputs: int) -> PackedMatrix | None:
     """Return matrices of `inputs` inputs as the whole-step kernel reads them, or None if it
     cannot."""
     outputs, padded = packed.weight.shape[-2:]
@@ -87,7 +87,7 @@ def quantize(x: torch.Tensor, packed: Packed) -> tuple[torch.Tensor, torch.Tenso
     blocks = packed.scales.shape[-1]
     rounded = torch.empty(tokens, blocks * packed.block, dtype=E4M3, device=x.device)
     scales = torch.empty(blocks, tokens, dtype=torch.float32, device=x.device)
-    _quantize[(tokens, triton.cdiv(blocks, _AT_ONCE))](
+    _quantize[(tokens, triton.cdiv(blocks, _BLOCKS_PER_PROGRAM))](
         x,
         rounded,
         scales,
@@ -96,16 +96,18 @@ def quantize(x: torch.Tensor, packed: Packed) -> tuple[torch.Tensor, torch.Tenso
         offset=packed.offset,
         blocks=blocks,
         block=packed.block,
-        at_once=_AT_ONCE,
+        blocks_per_program=_BLOCKS_PER_PROGRAM,
         num_warps=4,
     )
     return rounded, scales
 
 
 @triton.jit
-def rounded_to(values, largest: tl.constexpr = LARGEST, least: tl.constexpr = _LEAST):
+def quantize_blocks(
+    values, max_value: tl.constexpr = E4M3_MAX, min_absmax: tl.constexpr = _MIN_ABSMAX
+):
     """Round `values`, (blocks, block), to e4m3. Return them with the scale of each block."""
-    scale = tl.maximum(tl.max(tl.abs(values), 1), least) / largest
+    scale = tl.maximum(tl.max(tl.abs(values), 1), min_absmax) / max_value
     return (values / scale[:, None]).to(tl.float8e4nv), scale
 
 
@@ -119,17 +121,19 @@ def _quantize(
     offset: tl.constexpr,
     blocks: tl.constexpr,
     block: tl.constexpr,
-    at_once: tl.constexpr,
+    blocks_per_program: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    b = tl.program_id(1) * at_once + tl.arange(0, at_once)
-    k = b[:, None] * block + tl.arange(0, block)[None, :]
+    block_index = tl.program_id(1) * blocks_per_program + tl.arange(0, blocks_per_program)
+    k = block_index[:, None] * block + tl.arange(0, block)[None, :]
     i = k - offset
-    there = (i >= 0) & (i < inputs)
-    values = tl.load(x + token * inputs + i, mask=there, other=0.0).to(tl.float32)
-    found, scale = rounded_to(values)
-    tl.store(rounded + token * (blocks * block) + k, found, mask=b[:, None] < blocks)
-    tl.store(scales + b * tokens + token, scale, mask=b < blocks)
+    mask = (i >= 0) & (i < inputs)
+    values = tl.load(x + token * inputs + i, mask=mask, other=0.0).to(tl.float32)
+    values_e4m3, scale = quantize_blocks(values)
+    tl.store(
+        rounded + token * (blocks * block) + k, values_e4m3, mask=block_index[:, None] < blocks
+    )
+    tl.store(scales + block_index * tokens + token, scale, mask=block_index < blocks)
 
 
 # -- a product ----------------------------------------------------------------------------
@@ -159,21 +163,21 @@ _LARGEST = Tile(64, 128, 4, 4, 132)
 
 def tile_for(tokens: int) -> Tile:
     """Return the tile for `tokens` tokens."""
-    return next((tile for most, tile in _TILES if tokens <= most), _LARGEST)
+    return next((tile for max_tokens, tile in _TILES if tokens <= max_tokens), _LARGEST)
 
 
 class TritonFp8Linear:
     """The operator x Wᵀ + b for an FP8 matrix."""
 
     def __init__(self, weights: Fp8Blocks) -> None:
-        """Pack weights for which `refusal` returned None."""
-        self._packed = packed_of(weights)
+        """Pack weights for which `unsupported_reason` returned None."""
+        self._packed = pack(weights)
         self._inputs = weights.weight.shape[1]
         self.bias = weights.bias
 
     def matrix(self) -> PackedMatrix | None:
         """Return the weight as the whole-step kernel reads it, or None if it cannot."""
-        return matrix_of(self._packed, self._inputs)
+        return whole_step_matrix(self._packed, self._inputs)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Map (..., inputs) to (..., outputs)."""
@@ -190,8 +194,8 @@ class TritonFp8Linear:
         # Programs for the same outputs are consecutive, so that weights are read once.
         grid = triton.cdiv(tokens, tile.tokens), triton.cdiv(outputs, tile.outputs)
         splits = max(1, min(tile.programs // (grid[0] * grid[1]), blocks // 4))
-        each = triton.cdiv(blocks, splits)
-        splits = triton.cdiv(blocks, each)
+        blocks_per_split = triton.cdiv(blocks, splits)
+        splits = triton.cdiv(blocks, blocks_per_split)
         sums = y if splits == 1 else torch.empty(splits, tokens, outputs, device=x.device)
         rounded, scales = quantize(x, packed)
         _multiply[(*grid, splits)](
@@ -206,28 +210,28 @@ class TritonFp8Linear:
             blocks=blocks,
             block=packed.block,
             group=packed.group,
-            each=each,
+            blocks_per_split=blocks_per_split,
             tile_outputs=tile.outputs,
             tile_tokens=tile.tokens,
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
         if splits > 1:
-            _add[(tokens, triton.cdiv(outputs, 1024))](
-                sums, self.bias, y, tokens, outputs, splits=splits, at_once=1024, num_warps=4
+            _add_splits[(tokens, triton.cdiv(outputs, 1024))](
+                sums, self.bias, y, tokens, outputs, splits=splits, tile=1024, num_warps=4
             )
         return y
 
 
 @triton.jit
-def scales_at(scales, j, b, blocks, known, group: tl.constexpr, one: tl.constexpr):
-    """Return the scales of outputs `j` in block `b`, (outputs, 1), or a single scale if `one` is
-    set because all outputs are in one group."""
-    if one:
-        found = tl.load(scales + tl.min(j, 0) // group * blocks + b)
+def load_scales(scales, j, block_index, blocks, mask, group: tl.constexpr, uniform: tl.constexpr):
+    """Return the scales of outputs `j` in block `block_index`, (outputs, 1), or a single scale if
+    `uniform` is set because all outputs are in one group."""
+    if uniform:
+        loaded = tl.load(scales + tl.min(j, 0) // group * blocks + block_index)
     else:
-        found = tl.load(scales + j // group * blocks + b, mask=known, other=0.0)[:, None]
-    return found
+        loaded = tl.load(scales + j // group * blocks + block_index, mask=mask, other=0.0)[:, None]
+    return loaded
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -243,7 +247,7 @@ def _multiply(
     blocks: tl.constexpr,
     block: tl.constexpr,
     group: tl.constexpr,
-    each: tl.constexpr,
+    blocks_per_split: tl.constexpr,
     tile_outputs: tl.constexpr,
     tile_tokens: tl.constexpr,
 ):
@@ -251,37 +255,43 @@ def _multiply(
     t = tl.program_id(0) * tile_tokens + tl.arange(0, tile_tokens)
     j = tl.program_id(1) * tile_outputs + tl.arange(0, tile_outputs)
     split = tl.program_id(2)
-    known, there = j < outputs, t < tokens
+    output_mask, token_mask = j < outputs, t < tokens
     inner = tl.arange(0, block)
     rows = weight + j.to(tl.int64)[:, None] * (blocks * block) + inner[None, :]
     columns = x + t.to(tl.int64)[None, :] * (blocks * block) + inner[:, None]
     total = tl.zeros([tile_outputs, tile_tokens], tl.float32)
-    begin, end = split * each, tl.minimum(blocks, (split + 1) * each)
-    w_scale = scales_at(scales, j, begin, blocks, known, group, group % tile_outputs == 0)
-    x_scale = tl.load(x_scales + begin * tokens + t, mask=there, other=0.0)
-    for b in range(begin, end):
-        w = tl.load(rows + b * block, mask=known[:, None], other=0.0)
-        values = tl.load(columns + b * block, mask=there[None, :], other=0.0)
+    start, end = split * blocks_per_split, tl.minimum(blocks, (split + 1) * blocks_per_split)
+    w_scale = load_scales(scales, j, start, blocks, output_mask, group, group % tile_outputs == 0)
+    x_scale = tl.load(x_scales + start * tokens + t, mask=token_mask, other=0.0)
+    for k_block in range(start, end):
+        weights = tl.load(rows + k_block * block, mask=output_mask[:, None], other=0.0)
+        values = tl.load(columns + k_block * block, mask=token_mask[None, :], other=0.0)
         # The next block's scales are loaded while this block is multiplied.
-        after = tl.minimum(b + 1, blocks - 1)
-        next_w = scales_at(scales, j, after, blocks, known, group, group % tile_outputs == 0)
-        next_x = tl.load(x_scales + after * tokens + t, mask=there, other=0.0)
-        total += tl.dot(w, values) * (w_scale * x_scale[None, :])
+        next_block = tl.minimum(k_block + 1, blocks - 1)
+        next_w = load_scales(
+            scales, j, next_block, blocks, output_mask, group, group % tile_outputs == 0
+        )
+        next_x = tl.load(x_scales + next_block * tokens + t, mask=token_mask, other=0.0)
+        total += tl.dot(weights, values) * (w_scale * x_scale[None, :])
         w_scale, x_scale = next_w, next_x
     if bias is not None:
-        total += tl.load(bias + j, mask=known, other=0.0).to(tl.float32)[:, None]
-    at = (split * tokens + t).to(tl.int64)[None, :] * outputs + j[:, None]
-    tl.store(sums + at, total.to(sums.dtype.element_ty), mask=known[:, None] & there[None, :])
+        total += tl.load(bias + j, mask=output_mask, other=0.0).to(tl.float32)[:, None]
+    offsets = (split * tokens + t).to(tl.int64)[None, :] * outputs + j[:, None]
+    tl.store(
+        sums + offsets,
+        total.to(sums.dtype.element_ty),
+        mask=output_mask[:, None] & token_mask[None, :],
+    )
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _add(sums, bias, y, tokens, outputs, splits: tl.constexpr, at_once: tl.constexpr):
+def _add_splits(sums, bias, y, tokens, outputs, splits: tl.constexpr, tile: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
-    j = tl.program_id(1) * at_once + tl.arange(0, at_once)
-    known = j < outputs
-    total = tl.zeros([at_once], tl.float32)
-    for n in tl.static_range(splits):
-        total += tl.load(sums + (n * tokens + token) * outputs + j, mask=known, other=0.0)
+    j = tl.program_id(1) * tile + tl.arange(0, tile)
+    mask = j < outputs
+    total = tl.zeros([tile], tl.float32)
+    for split in tl.static_range(splits):
+        total += tl.load(sums + (split * tokens + token) * outputs + j, mask=mask, other=0.0)
     if bias is not None:
-        total += tl.load(bias + j, mask=known, other=0.0).to(tl.float32)
-    tl.store(y + token * outputs + j, total.to(y.dtype.element_ty), mask=known)
+        total += tl.load(bias + j, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y + token * outputs + j, total.to(y.dtype.element_ty), mask=mask)

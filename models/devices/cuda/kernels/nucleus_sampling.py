@@ -27,14 +27,14 @@ def sample_nucleus(
     slots: torch.Tensor,
     tables: SlotTables,
     highest: torch.Tensor,
-    chosen: torch.Tensor,
+    sampled_ids: torch.Tensor,
 ) -> None:
     """Choose a token for each row of logits (rows, vocabulary) whose slot has a temperature, no
     top-k, and a top-p or a min-p. Other rows are unchanged.
 
-    `highest`, float32 (rows, parts), holds the maximum of each part of a row. `chosen`, int32
+    `highest`, float32 (rows, parts), holds the maximum of each part of a row. `sampled_ids`, int32
     (rows,), holds the ids sampled from all tokens; unless that id is negative, the new id is
-    written to `chosen` and to the table of last tokens.
+    written to `sampled_ids` and to the table of last tokens.
     """
     rows, vocabulary = logits.shape
     parts = highest.shape[1]
@@ -48,7 +48,7 @@ def sample_nucleus(
         tables.sampling.seed,
         tables.lengths,
         highest,
-        chosen,
+        sampled_ids,
         tables.last_tokens,
         vocabulary,
         logits.stride(0),
@@ -80,7 +80,7 @@ def _sample_nucleus(
     seeds,
     lengths,
     highest,
-    chosen,
+    sampled_ids,
     last_tokens,
     vocabulary,
     stride,
@@ -94,7 +94,7 @@ def _sample_nucleus(
     temperature = tl.load(temperatures + slot)
     top_p = tl.load(top_ps + slot)
     min_p = tl.load(min_ps + slot)
-    token = tl.load(chosen + row)
+    token = tl.load(sampled_ids + row)
     if (temperature == 0) | (tl.load(top_ks + slot) > 0) | (token < 0):
         return
     if (top_p >= 1.0) & (min_p <= 0.0):
@@ -108,31 +108,31 @@ def _sample_nucleus(
     position = tl.load(lengths + slot)
     # A top-p of 1 excludes nothing, however the sum is rounded.
     limit = tl.where(top_p < 1.0, top_p, 2.0)
-    looking = 1
-    while looking > 0:
-        one = token + tl.zeros([1], tl.int32)
-        score = tl.max(_scores(logits, one, vocabulary, top, temperature), 0)
-        key = tl.max(sort_keys(score + tl.zeros([1], tl.float32), one), 0)
-        every = tl.zeros([part], tl.float32)
-        above = tl.zeros([part], tl.float32)
-        for number in range(parts):
-            ids = number * part + tl.arange(0, part)
+    searching = 1
+    while searching > 0:
+        token_vector = token + tl.zeros([1], tl.int32)
+        score = tl.max(_scores(logits, token_vector, vocabulary, top, temperature), 0)
+        key = tl.max(sort_keys(score + tl.zeros([1], tl.float32), token_vector), 0)
+        mass = tl.zeros([part], tl.float32)
+        mass_above = tl.zeros([part], tl.float32)
+        for part_number in range(parts):
+            ids = part_number * part + tl.arange(0, part)
             scores = _scores(logits, ids, vocabulary, top, temperature)
-            shares = tl.exp(scores)
-            every += shares
-            above += tl.where(sort_keys(scores, ids) > key, shares, 0.0)
-        before = tl.sum(above, 0)
-        stays = (before < limit * tl.sum(every, 0)) & (tl.exp(score) >= min_p)
-        looking = tl.where(stays | (before == 0.0), 0, 1)
-        if looking > 0:
+            weights = tl.exp(scores)
+            mass += weights
+            mass_above += tl.where(sort_keys(scores, ids) > key, weights, 0.0)
+        mass_before = tl.sum(mass_above, 0)
+        is_kept = (mass_before < limit * tl.sum(mass, 0)) & (tl.exp(score) >= min_p)
+        searching = tl.where(is_kept | (mass_before == 0.0), 0, 1)
+        if searching > 0:
             best = tl.full([], float("-inf"), tl.float32)
-            for number in range(parts):
-                ids = number * part + tl.arange(0, part)
+            for part_number in range(parts):
+                ids = part_number * part + tl.arange(0, part)
                 scores = _scores(logits, ids, vocabulary, top, temperature)
-                noise = gumbel_of_part(low | (high << 32), position, number, part)
-                drawn = tl.where(sort_keys(scores, ids) > key, scores + noise, float("-inf"))
-                first, at = tl.max(drawn, 0, return_indices=True)
-                token = tl.where(first > best, number * part + at, token)
-                best = tl.maximum(best, first)
-    tl.store(chosen + row, token)
+                noise = gumbel_of_part(low | (high << 32), position, part_number, part)
+                perturbed = tl.where(sort_keys(scores, ids) > key, scores + noise, float("-inf"))
+                part_best, argmax = tl.max(perturbed, 0, return_indices=True)
+                token = tl.where(part_best > best, part_number * part + argmax, token)
+                best = tl.maximum(best, part_best)
+    tl.store(sampled_ids + row, token)
     tl.store(last_tokens + slot, token)

@@ -19,7 +19,7 @@ OPTIONS = (
     "-default-device",
     "--ptxas-options=-v",
 )
-MACHINE = Path(__file__).parent / "machine.cuh"
+MACHINE_SOURCE = Path(__file__).parent / "machine.cuh"
 """Source of the instruction wrappers that the kernels in CUDA C++ use."""
 
 
@@ -28,17 +28,17 @@ class CompileError(Exception):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Compiled:
+class CompiledCode:
     """Machine code of one source."""
 
     cubin: bytes
     report: str
     """The assembler's report on registers and spills; empty if the code was read from disk."""
 
-    def bytes_of(self, what: str) -> int:
+    def bytes_of(self, kind: str) -> int:
         """Return the largest number of bytes of "stack frame", "spill stores" or "spill loads" in
         any kernel."""
-        return max(map(int, re.findall(rf"(\d+) bytes {what}", self.report)))
+        return max(map(int, re.findall(rf"(\d+) bytes {kind}", self.report)))
 
     @property
     def registers(self) -> int:
@@ -64,26 +64,26 @@ def _check(nvrtc: Any, result: tuple[Any, ...]) -> Any:
     return result[1] if len(result) == 2 else result[1:]
 
 
-def _text(nvrtc: Any, program: Any) -> str:
-    room = b" " * _check(nvrtc, nvrtc.nvrtcGetProgramLogSize(program))
-    _check(nvrtc, nvrtc.nvrtcGetProgramLog(program, room))
-    return room.decode(errors="replace").strip("\0\n ")
+def _program_log(nvrtc: Any, program: Any) -> str:
+    buffer = b" " * _check(nvrtc, nvrtc.nvrtcGetProgramLogSize(program))
+    _check(nvrtc, nvrtc.nvrtcGetProgramLog(program, buffer))
+    return buffer.decode(errors="replace").strip("\0\n ")
 
 
-def compile_source(source: str, name: str) -> Compiled:
+def compile_source(source: str, name: str) -> CompiledCode:
     """Compile a source. Raises `CompileError` if that fails."""
     nvrtc = _nvrtc()
     file = f"{name}.cu".encode()
     program = _check(nvrtc, nvrtc.nvrtcCreateProgram(source.encode(), file, 0, [], []))
     options = [option.encode() for option in OPTIONS]
     status = nvrtc.nvrtcCompileProgram(program, len(options), options)[0]
-    report = _text(nvrtc, program)
+    report = _program_log(nvrtc, program)
     if int(status):
         raise CompileError(report)
     cubin = b" " * _check(nvrtc, nvrtc.nvrtcGetCUBINSize(program))
     _check(nvrtc, nvrtc.nvrtcGetCUBIN(program, cubin))
     nvrtc.nvrtcDestroyProgram(program)
-    return Compiled(cubin, report)
+    return CompiledCode(cubin, report)
 
 
 def cache_folder() -> Path:
@@ -97,22 +97,22 @@ def _version() -> str:
     return str(_check(nvrtc, nvrtc.nvrtcVersion()))
 
 
-def compiled(source: str, name: str) -> Compiled:
+def load_or_compile(source: str, name: str) -> CompiledCode:
     """Read machine code from disk, or compile and store it. Raises `CompileError` if that fails."""
     key = hashlib.sha256("\0".join((source, _version(), *OPTIONS)).encode()).hexdigest()
     path = cache_folder() / f"{key}.cubin"
     try:
-        return Compiled(path.read_bytes(), "")
+        return CompiledCode(path.read_bytes(), "")
     except OSError:
         pass
-    made = compile_source(source, name)
+    code = compile_source(source, name)
     try:
-        _write(path, made.cubin)
+        _write(path, code.cubin)
     except OSError as error:
         log.warning(
             "compiled kernels cannot be cached, so each start compiles them again: %s", error
         )
-    return made
+    return code
 
 
 def _write(path: Path, content: bytes) -> None:

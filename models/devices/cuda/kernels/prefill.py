@@ -15,18 +15,18 @@ from nanoactor.models.devices.cuda.kernels.prefill_attention import (
 from nanoactor.models.devices.cuda.kernels.prefill_attention_tma import (
     NARROW,
     WIDE,
-    Parts,
+    SplitBuffers,
     Variant,
     prefill_attention_tma,
 )
 
 HOPPER = 9
-_SIZES = (64, 128)
+_HEAD_DIMS = (64, 128)
 """Head sizes whose sums fit into the registers of the `WIDE` variant and whose rows fit into a
 box."""
 
 
-def refusal(
+def unsupported_reason(
     capability: tuple[int, int], dtype: torch.dtype, block_size: int, head_dim: int
 ) -> str | None:
     """Return why TMA cannot load keys and values, or None if it can.
@@ -38,8 +38,8 @@ def refusal(
         return f"compute capability {capability[0]}.{capability[1]} is not 9.0 (Hopper)"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"{str(dtype).removeprefix('torch.')} products are exact and use no tensor cores"
-    if head_dim not in _SIZES:
-        return f"head_dim {head_dim} is not one of {', '.join(map(str, _SIZES))}"
+    if head_dim not in _HEAD_DIMS:
+        return f"head_dim {head_dim} is not one of {', '.join(map(str, _HEAD_DIMS))}"
     if block_size % WIDE.tile:
         return f"block_size {block_size} is not a multiple of {WIDE.tile}"
     return None
@@ -57,10 +57,10 @@ class PrefillAttention:
         """Set up the kernel; `variants` are those for many programs and for few."""
         self.capability = capability
         self._multiprocessors, self._variants = multiprocessors, variants
-        self._ready: set[tuple[object, ...]] = set()
-        self._parts: dict[int, Parts] = {}
+        self._compiled_shapes: set[tuple[object, ...]] = set()
+        self._split_buffers: dict[int, SplitBuffers] = {}
         """The narrow variant's memory by head size; captured steps refer to it."""
-        self.refusal = functools.cache(functools.partial(refusal, capability))
+        self.unsupported_reason = functools.cache(functools.partial(unsupported_reason, capability))
 
     def __call__(
         self,
@@ -74,23 +74,27 @@ class PrefillAttention:
         tokens."""
         heads, size = queries.shape[1:]
         block_size, kv_heads = cache.keys.shape[1:3]
-        if self.refusal(queries.dtype, block_size, size) is not None:
+        if self.unsupported_reason(queries.dtype, block_size, size) is not None:
             tables, rows, tiles = batch.tables, batch.prefill_rows, batch.prefill_tiles
             prefill_attention(queries, cache, tables, rows, tiles, scale, output)
             return
-        chosen = self.variant(batch.prefill_tokens, heads, kv_heads)
+        variant = self.variant(batch.prefill_tokens, heads, kv_heads)
         shape = (queries.dtype, heads, kv_heads, size, block_size)
-        if shape not in self._ready:
+        if shape not in self._compiled_shapes:
             # The first step compiles both variants, so that prompts of other lengths do not wait.
-            self._ready.add(shape)
+            self._compiled_shapes.add(shape)
             wide, narrow = self._variants
-            if size not in self._parts:
-                programs = Parts.wanted(self._multiprocessors)
-                self._parts[size] = Parts.empty(programs, narrow, size, queries.device)
+            if size not in self._split_buffers:
+                programs = SplitBuffers.max_programs(self._multiprocessors)
+                self._split_buffers[size] = SplitBuffers.empty(
+                    programs, narrow, size, queries.device
+                )
             prefill_attention_tma(queries, cache, batch, scale, output, wide)
-            prefill_attention_tma(queries, cache, batch, scale, output, narrow, self._parts[size])
-        parts = self._parts[size] if chosen is self._variants[1] else None
-        prefill_attention_tma(queries, cache, batch, scale, output, chosen, parts)
+            prefill_attention_tma(
+                queries, cache, batch, scale, output, narrow, self._split_buffers[size]
+            )
+        buffers = self._split_buffers[size] if variant is self._variants[1] else None
+        prefill_attention_tma(queries, cache, batch, scale, output, variant, buffers)
 
     def variant(self, tokens: int, heads: int, kv_heads: int) -> Variant:
         """Return the narrow variant if there are no more wide programs than multiprocessors.

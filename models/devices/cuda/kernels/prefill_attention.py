@@ -98,85 +98,87 @@ def _prefill(
     tile: tl.constexpr,
     precision: tl.constexpr,
 ):
-    each: tl.constexpr = heads // kv_heads
+    group_size: tl.constexpr = heads // kv_heads
     kv_head = tl.program_id(1)
     row = tl.load(tiles + tl.program_id(0))
     if row < 0:
         return
-    begin = tl.load(tiles + tiles_stride + tl.program_id(0)) * tokens
+    first_query = tl.load(tiles + tiles_stride + tl.program_id(0)) * tokens
     slot = tl.load(rows + row).to(tl.int64)
-    first = tl.load(rows + rows_stride + row)
+    first_token = tl.load(rows + rows_stride + row)
     count = tl.load(rows + 2 * rows_stride + row)
     context = tl.load(rows + 3 * rows_stride + row)
     table = tables + slot * table_stride
 
-    index = tl.arange(0, tokens * group)
-    token = begin + index // group
-    member = index % group
-    head = kv_head * each + member
+    query_index = tl.arange(0, tokens * group)
+    token = first_query + query_index // group
+    group_head = query_index % group
+    head = kv_head * group_size + group_head
     dim = tl.arange(0, padded)
-    there = (token < count) & (member < each)
-    wanted = there[:, None] & (dim < size)[None, :]
-    offset = (first + token).to(tl.int64)[:, None]
-    at = offset * query_stride + head[:, None] * size + dim[None, :]
-    query = tl.load(queries + at, mask=wanted, other=0.0)
+    row_mask = (token < count) & (group_head < group_size)
+    query_mask = row_mask[:, None] & (dim < size)[None, :]
+    token_offsets = (first_token + token).to(tl.int64)[:, None]
+    query_offsets = token_offsets * query_stride + head[:, None] * size + dim[None, :]
+    query = tl.load(queries + query_offsets, mask=query_mask, other=0.0)
     # The last position that a query sees is its own.
-    own = context - count + token
+    query_positions = context - count + token
 
-    best = tl.full([tokens * group], float("-inf"), tl.float32)
-    total = tl.zeros([tokens * group], tl.float32)
-    sums = tl.zeros([tokens * group, padded], tl.float32)
+    m_i = tl.full([tokens * group], float("-inf"), tl.float32)
+    l_i = tl.zeros([tokens * group], tl.float32)
+    acc = tl.zeros([tokens * group, padded], tl.float32)
     position = tl.arange(0, tile)
-    end = tl.minimum(context, context - count + begin + tokens)
+    end = tl.minimum(context, context - count + first_query + tokens)
     # Tiles that are fully visible to all of the program's queries need no mask.
-    whole = (context - count + begin + 1) // tile * tile
-    for start in range(0, whole, tile):
+    unmasked_end = (context - count + first_query + 1) // tile * tile
+    for start in range(0, unmasked_end, tile):
         if block_size % tile == 0:
             block = tl.load(table + start // block_size).to(tl.int64)
-            place = block * block_size + start % block_size + position
+            cache_positions = block * block_size + start % block_size + position
         else:
             block = tl.load(table + (start + position) // block_size).to(tl.int64)
-            place = block * block_size + (start + position) % block_size
-        cell = (place * kv_heads + kv_head) * size
-        key = tl.load(keys + cell[None, :] + dim[:, None], mask=(dim < size)[:, None], other=0.0)
-        score = tl.dot(query, key, input_precision=precision) * scale
-        higher = tl.maximum(best, tl.max(score, 1))
-        share = tl.exp2(score - higher[:, None])
-        fade = tl.exp2(best - higher)
-        total = total * fade + tl.sum(share, 1)
-        value = tl.load(
-            values + cell[:, None] + dim[None, :], mask=(dim < size)[None, :], other=0.0
+            cache_positions = block * block_size + (start + position) % block_size
+        kv_offsets = (cache_positions * kv_heads + kv_head) * size
+        key = tl.load(
+            keys + kv_offsets[None, :] + dim[:, None], mask=(dim < size)[:, None], other=0.0
         )
-        sums = sums * fade[:, None]
-        sums = tl.dot(share.to(value.dtype), value, sums, input_precision=precision)
-        best = higher
-    for start in range(whole, end, tile):
-        inside = start + position < end
+        score = tl.dot(query, key, input_precision=precision) * scale
+        m_new = tl.maximum(m_i, tl.max(score, 1))
+        p = tl.exp2(score - m_new[:, None])
+        alpha = tl.exp2(m_i - m_new)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        value = tl.load(
+            values + kv_offsets[:, None] + dim[None, :], mask=(dim < size)[None, :], other=0.0
+        )
+        acc = acc * alpha[:, None]
+        acc = tl.dot(p.to(value.dtype), value, acc, input_precision=precision)
+        m_i = m_new
+    for start in range(unmasked_end, end, tile):
+        in_context = start + position < end
         if block_size % tile == 0:
             block = tl.load(table + start // block_size).to(tl.int64)
-            place = block * block_size + start % block_size + position
+            cache_positions = block * block_size + start % block_size + position
         else:
-            block = tl.load(table + (start + position) // block_size, mask=inside, other=0).to(
+            block = tl.load(table + (start + position) // block_size, mask=in_context, other=0).to(
                 tl.int64
             )
-            place = block * block_size + (start + position) % block_size
-        cell = (place * kv_heads + kv_head) * size
-        valid = inside[None, :] & (dim < size)[:, None]
-        key = tl.load(keys + cell[None, :] + dim[:, None], mask=valid, other=0.0)
+            cache_positions = block * block_size + (start + position) % block_size
+        kv_offsets = (cache_positions * kv_heads + kv_head) * size
+        kv_mask = in_context[None, :] & (dim < size)[:, None]
+        key = tl.load(keys + kv_offsets[None, :] + dim[:, None], mask=kv_mask, other=0.0)
         score = tl.dot(query, key, input_precision=precision) * scale
-        seen = start + position[None, :] <= own[:, None]
-        score = tl.where(seen & inside[None, :], score, float("-inf"))
-        higher = tl.maximum(best, tl.max(score, 1))
+        causal = start + position[None, :] <= query_positions[:, None]
+        score = tl.where(causal & in_context[None, :], score, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(score, 1))
         # A query past the row's end may see nothing: keep its numbers finite.
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        share = tl.exp2(score - base[:, None])
-        fade = tl.exp2(best - base)
-        total = total * fade + tl.sum(share, 1)
-        valid = inside[:, None] & (dim < size)[None, :]
-        value = tl.load(values + cell[:, None] + dim[None, :], mask=valid, other=0.0)
-        sums = sums * fade[:, None]
-        sums = tl.dot(share.to(value.dtype), value, sums, input_precision=precision)
-        best = higher
-    result = sums / total[:, None]
-    to = offset * output_stride + head[:, None] * size + dim[None, :]
-    tl.store(output + to, result.to(output.dtype.element_ty), mask=wanted)
+        m_finite = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(score - m_finite[:, None])
+        alpha = tl.exp2(m_i - m_finite)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        kv_mask = in_context[:, None] & (dim < size)[None, :]
+        value = tl.load(values + kv_offsets[:, None] + dim[None, :], mask=kv_mask, other=0.0)
+        acc = acc * alpha[:, None]
+        acc = tl.dot(p.to(value.dtype), value, acc, input_precision=precision)
+        m_i = m_new
+    result = acc / l_i[:, None]
+    output_offsets = token_offsets * output_stride + head[:, None] * size + dim[None, :]
+    tl.store(output + output_offsets, result.to(output.dtype.element_ty), mask=query_mask)

@@ -48,51 +48,58 @@ WIDE = Variant(rows=128, tile=64, warps=8, stages=2, registers=128)
 programs instead of two."""
 NARROW = Variant(rows=64, tile=64, warps=4, stages=3, registers=None)
 """Variant for few programs: twice as many programs, each with half of the tokens."""
-_LEAST_TILES = 16
+_MIN_TILES = 16
 """Minimum number of tiles for each program that shares a context: 1,024 keys take about 10 us."""
-_AT_ONCE, _WAVES = 2, 5
+_PROGRAMS_PER_SM, _WAVES = 2, 5
 """Number of programs that share a multiprocessor, and maximum number of consecutive waves of them
 if contexts are divided."""
-_MOST_WAYS, _COST = 16, 0.04
+_MAX_SPLITS, _SPLIT_COST = 16, 0.04
 """Maximum number of parts of a context, and the cost of each additional part as a fraction of the
 undivided time."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Parts:
+class SplitBuffers:
     """Memory for the sums of programs that divide contexts. Steps use it one after the other."""
 
     sums: torch.Tensor
     """Unnormalized outputs, float32 (programs, rows, head_dim)."""
     totals: torch.Tensor
     """Maxima of the scores and sums of exponentials, float32 (programs, 2, rows)."""
-    done: torch.Tensor
+    finished: torch.Tensor
     """Number of finished programs of each divided context, int32 (programs,); 0 between
     launches."""
 
     @classmethod
-    def empty(cls, programs: int, variant: Variant, head_dim: int, device: torch.device) -> Parts:
+    def empty(
+        cls, programs: int, variant: Variant, head_dim: int, device: torch.device
+    ) -> SplitBuffers:
         """Allocate memory for `programs` programs."""
-        numbers = torch.float32
-        sums = torch.empty(programs, variant.rows, head_dim, dtype=numbers, device=device)
-        totals = torch.empty(programs, 2, variant.rows, dtype=numbers, device=device)
+        dtype = torch.float32
+        sums = torch.empty(programs, variant.rows, head_dim, dtype=dtype, device=device)
+        totals = torch.empty(programs, 2, variant.rows, dtype=dtype, device=device)
         return cls(sums, totals, torch.zeros(programs, dtype=torch.int32, device=device))
 
     @staticmethod
-    def wanted(multiprocessors: int) -> int:
+    def max_programs(multiprocessors: int) -> int:
         """Return the maximum number of programs if contexts are divided."""
-        return _WAVES * _AT_ONCE * multiprocessors
+        return _WAVES * _PROGRAMS_PER_SM * multiprocessors
 
-    def ways(self, programs: int) -> int:
+    def split_count(self, programs: int) -> int:
         """Return the number of parts into which the context of each of `programs` programs is
         divided.
 
         All parts take the same time, so only the number of waves on a multiprocessor matters: a
         nearly empty last wave takes as long as a full one.
         """
-        at_once = max(1, len(self.done) // _WAVES)
-        most = max(1, min(_MOST_WAYS, len(self.done) // programs))
-        return min(range(1, most + 1), key=lambda w: -(-programs * w // at_once) / w + _COST * w)
+        programs_per_wave = max(1, len(self.finished) // _WAVES)
+        max_splits = max(1, min(_MAX_SPLITS, len(self.finished) // programs))
+        return min(
+            range(1, max_splits + 1),
+            key=lambda splits: (
+                -(-programs * splits // programs_per_wave) / splits + _SPLIT_COST * splits
+            ),
+        )
 
 
 def prefill_attention_tma(
@@ -102,28 +109,30 @@ def prefill_attention_tma(
     scale: float,
     output: torch.Tensor,
     variant: Variant,
-    parts: Parts | None = None,
+    buffers: SplitBuffers | None = None,
 ) -> None:
     """Compute the same as `prefill_attention`. `scale` must be positive, head_dim a power of two of
-    at least 16, and a block must hold a whole number of the variant's tiles. With `parts`, programs
-    divide contexts as far as its memory allows."""
+    at least 16, and a block must hold a whole number of the variant's tiles. With `buffers`,
+    programs divide contexts as far as its memory allows."""
     heads, size = queries.shape[1:]
     blocks, block_size, kv_heads = cache.keys.shape[:3]
     width = kv_heads * size
     shape, strides, box = [blocks * block_size, width], [width, 1], [variant.tile, size]
     group = triton.next_power_of_2(heads // kv_heads)
-    planned = tokens_per_program(heads, kv_heads)
-    tokens = min(planned, max(1, variant.rows // group))
+    planned_tokens = tokens_per_program(heads, kv_heads)
+    tokens = min(planned_tokens, max(1, variant.rows // group))
     tables, rows, tiles = batch.tables, batch.prefill_rows, batch.prefill_tiles
-    programs = tiles.shape[1] * (planned // tokens)
+    programs = tiles.shape[1] * (planned_tokens // tokens)
     # Tiles are planned longest first; at least this many programs are not spares for more rows.
-    divided = min(programs, triton.cdiv(batch.prefill_tokens, tokens))
-    fits = parts is not None and tokens * group <= parts.sums.shape[1]
-    ways = parts.ways(divided * kv_heads) if parts is not None and fits else 1
+    split_programs = min(programs, triton.cdiv(batch.prefill_tokens, tokens))
+    has_room = buffers is not None and tokens * group <= buffers.sums.shape[1]
+    splits = (
+        buffers.split_count(split_programs * kv_heads) if buffers is not None and has_room else 1
+    )
     memory: tuple[torch.Tensor | None, ...] = (None, None, None)
-    if parts is not None and ways > 1:
-        memory = parts.sums, parts.totals, parts.done
-    _prefill_tma[(programs + divided * (ways - 1), kv_heads)](
+    if buffers is not None and splits > 1:
+        memory = buffers.sums, buffers.totals, buffers.finished
+    _prefill_tma[(programs + split_programs * (splits - 1), kv_heads)](
         queries,
         TensorDescriptor(cache.keys, shape, strides, box),
         TensorDescriptor(cache.values, shape, strides, box),
@@ -138,15 +147,15 @@ def prefill_attention_tma(
         tables.stride(0),
         rows.stride(0),
         tiles.stride(0),
-        divided,
+        split_programs,
         heads=heads,
         kv_heads=kv_heads,
         size=size,
         group=group,
         tokens=tokens,
-        halves=planned // tokens,
-        ways=ways,
-        least=_LEAST_TILES,
+        programs_per_tile=planned_tokens // tokens,
+        splits=splits,
+        min_tiles=_MIN_TILES,
         block_size=block_size,
         tile=variant.tile,
         num_warps=variant.warps,
@@ -156,7 +165,7 @@ def prefill_attention_tma(
 
 
 # These arguments differ from step to step, and no prompt should wait for the compiler.
-@triton.jit(do_not_specialize=["rows_stride", "tiles_stride", "divided"])
+@triton.jit(do_not_specialize=["rows_stride", "tiles_stride", "split_programs"])
 def _prefill_tma(  # noqa: C901 - a kernel is one function
     queries,
     keys,
@@ -167,146 +176,168 @@ def _prefill_tma(  # noqa: C901 - a kernel is one function
     output,
     part_sums,
     part_totals,
-    parts_done,
+    splits_done,
     scale,
     query_stride,
     output_stride,
     table_stride,
     rows_stride,
     tiles_stride,
-    divided,
+    split_programs,
     heads: tl.constexpr,
     kv_heads: tl.constexpr,
     size: tl.constexpr,
     group: tl.constexpr,
     tokens: tl.constexpr,
-    halves: tl.constexpr,
-    ways: tl.constexpr,
-    least: tl.constexpr,
+    programs_per_tile: tl.constexpr,
+    splits: tl.constexpr,
+    min_tiles: tl.constexpr,
     block_size: tl.constexpr,
     tile: tl.constexpr,
 ):
-    each: tl.constexpr = heads // kv_heads
+    group_size: tl.constexpr = heads // kv_heads
     kv_head = tl.program_id(1)
-    # The first programs divide contexts, `ways` per context; the others have one to themselves.
-    number, way = tl.program_id(0), 0
-    if ways > 1:
-        shared = number < divided * ways
-        way = tl.where(shared, number % ways, 0)
-        number = tl.where(shared, number // ways, number - divided * (ways - 1))
-    planned = number // halves
-    row = tl.load(tiles + planned)
+    # The first programs divide contexts, `splits` per context; the others have one to themselves.
+    program, split = tl.program_id(0), 0
+    if splits > 1:
+        is_split = program < split_programs * splits
+        split = tl.where(is_split, program % splits, 0)
+        program = tl.where(is_split, program // splits, program - split_programs * (splits - 1))
+    tile_index = program // programs_per_tile
+    row = tl.load(tiles + tile_index)
     if row < 0:
         return
-    begin = (tl.load(tiles + tiles_stride + planned) * halves + number % halves) * tokens
+    first_query = (
+        tl.load(tiles + tiles_stride + tile_index) * programs_per_tile + program % programs_per_tile
+    ) * tokens
     slot = tl.load(rows + row).to(tl.int64)
-    first = tl.load(rows + rows_stride + row)
+    first_token = tl.load(rows + rows_stride + row)
     count = tl.load(rows + 2 * rows_stride + row)
     context = tl.load(rows + 3 * rows_stride + row)
-    if begin >= count:
+    if first_query >= count:
         return
     table = tables + slot * table_stride
-    end = tl.minimum(context, context - count + begin + tokens)
-    used, low, high = 1, 0, end
-    if ways > 1:
-        all_tiles = tl.cdiv(end, tile)
-        chunk = tl.maximum(tl.cdiv(all_tiles, ways), least)
-        used = tl.where(number < divided, tl.cdiv(all_tiles, chunk), 1)
-        if way >= used:
+    end = tl.minimum(context, context - count + first_query + tokens)
+    used_splits, split_start, split_end = 1, 0, end
+    if splits > 1:
+        context_tiles = tl.cdiv(end, tile)
+        tiles_per_split = tl.maximum(tl.cdiv(context_tiles, splits), min_tiles)
+        used_splits = tl.where(program < split_programs, tl.cdiv(context_tiles, tiles_per_split), 1)
+        if split >= used_splits:
             return
-        low = tl.where(used > 1, way * chunk * tile, 0)
-        high = tl.where(used > 1, tl.minimum(end, low + chunk * tile), end)
+        split_start = tl.where(used_splits > 1, split * tiles_per_split * tile, 0)
+        split_end = tl.where(
+            used_splits > 1, tl.minimum(end, split_start + tiles_per_split * tile), end
+        )
 
-    index = tl.arange(0, tokens * group)
-    token = begin + index // group
-    member = index % group
-    head = kv_head * each + member
+    query_index = tl.arange(0, tokens * group)
+    token = first_query + query_index // group
+    group_head = query_index % group
+    head = kv_head * group_size + group_head
     dim = tl.arange(0, size)
-    wanted = ((token < count) & (member < each))[:, None]
-    offset = (first + token).to(tl.int64)[:, None]
-    at = offset * query_stride + head[:, None] * size + dim[None, :]
-    query = tl.load(queries + at, mask=wanted, other=0.0)
+    query_mask = ((token < count) & (group_head < group_size))[:, None]
+    token_offsets = (first_token + token).to(tl.int64)[:, None]
+    query_offsets = token_offsets * query_stride + head[:, None] * size + dim[None, :]
+    query = tl.load(queries + query_offsets, mask=query_mask, other=0.0)
 
-    best = tl.full([tokens * group], float("-inf"), tl.float32)
-    total = tl.zeros([tokens * group], tl.float32)
-    sums = tl.zeros([tokens * group, size], tl.float32)
+    m_i = tl.full([tokens * group], float("-inf"), tl.float32)
+    l_i = tl.zeros([tokens * group], tl.float32)
+    acc = tl.zeros([tokens * group, size], tl.float32)
     position = tl.arange(0, tile)
     column = kv_head * size
     # The last position that a query sees is its own; padding queries see none past the end.
-    own = tl.minimum(context - count + token, end - 1)
+    query_positions = tl.minimum(context - count + token, end - 1)
     # Tiles that are fully visible to all of the program's queries need no mask.
-    whole = (context - count + begin + 1) // tile * tile
-    for start in tl.range(low, tl.minimum(whole, high), tile):
-        place = tl.load(table + start // block_size) * block_size + start % block_size
-        key = keys.load([place, column])
-        value = values.load([place, column])
+    unmasked_end = (context - count + first_query + 1) // tile * tile
+    for start in tl.range(split_start, tl.minimum(unmasked_end, split_end), tile):
+        cache_position = tl.load(table + start // block_size) * block_size + start % block_size
+        key = keys.load([cache_position, column])
+        value = values.load([cache_position, column])
         score = tl.dot(query, key.T)
-        higher = tl.maximum(best, tl.max(score, 1) * scale)
-        share = tl.exp2(score * scale - higher[:, None])
-        fade = tl.exp2(best - higher)
-        total = total * fade + tl.sum(share, 1)
-        sums = sums * fade[:, None]
-        sums = tl.dot(share.to(value.dtype), value, sums)
-        best = higher
-    for start in tl.range(tl.maximum(low, whole), high, tile):
-        place = tl.load(table + start // block_size) * block_size + start % block_size
-        key = keys.load([place, column])
-        value = values.load([place, column])
+        m_new = tl.maximum(m_i, tl.max(score, 1) * scale)
+        p = tl.exp2(score * scale - m_new[:, None])
+        alpha = tl.exp2(m_i - m_new)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None]
+        acc = tl.dot(p.to(value.dtype), value, acc)
+        m_i = m_new
+    for start in tl.range(tl.maximum(split_start, unmasked_end), split_end, tile):
+        cache_position = tl.load(table + start // block_size) * block_size + start % block_size
+        key = keys.load([cache_position, column])
+        value = values.load([cache_position, column])
         score = tl.dot(query, key.T)
-        score = tl.where((start + position)[None, :] <= own[:, None], score, float("-inf"))
-        higher = tl.maximum(best, tl.max(score, 1) * scale)
-        if ways > 1:  # a query may see nothing of this part
-            higher = tl.maximum(higher, -1e30)
-        share = tl.exp2(score * scale - higher[:, None])
-        fade = tl.exp2(best - higher)
-        total = total * fade + tl.sum(share, 1)
-        sums = sums * fade[:, None]
+        score = tl.where(
+            (start + position)[None, :] <= query_positions[:, None], score, float("-inf")
+        )
+        m_new = tl.maximum(m_i, tl.max(score, 1) * scale)
+        if splits > 1:  # a query may see nothing of this part
+            m_new = tl.maximum(m_new, -1e30)
+        p = tl.exp2(score * scale - m_new[:, None])
+        alpha = tl.exp2(m_i - m_new)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None]
         # A box is always whole: past a context's end it may hold anything, and NaN times 0 is NaN.
         value = tl.where((start + position < end)[:, None], value, 0.0)
-        sums = tl.dot(share.to(value.dtype), value, sums)
-        best = higher
-    to = output + offset * output_stride + head[:, None] * size + dim[None, :]
-    if ways > 1:
-        if used == 1:
-            _store(to, sums, total, wanted)
+        acc = tl.dot(p.to(value.dtype), value, acc)
+        m_i = m_new
+    output_pointers = output + token_offsets * output_stride + head[:, None] * size + dim[None, :]
+    if splits > 1:
+        if used_splits == 1:
+            _store(output_pointers, acc, l_i, query_mask)
         else:
-            # A divided context has `ways` places, one for the maxima, totals and sums of each part.
-            place = (number * kv_heads + kv_head) * ways
-            rows_at = part_totals + 2 * place * tokens * group + index
-            sums_at = place.to(tl.int64) * tokens * group * size
-            sums_at = part_sums + sums_at + index[:, None] * size + dim[None, :]
-            tl.store(rows_at + 2 * way * tokens * group, best)
-            tl.store(rows_at + (2 * way + 1) * tokens * group, total)
-            tl.store(sums_at + way * tokens * group * size, sums)
+            # A divided context has `splits` entries: the maxima, totals and sums of its parts.
+            buffer_index = (program * kv_heads + kv_head) * splits
+            row_pointers = part_totals + 2 * buffer_index * tokens * group + query_index
+            sum_pointers = buffer_index.to(tl.int64) * tokens * group * size
+            sum_pointers = part_sums + sum_pointers + query_index[:, None] * size + dim[None, :]
+            tl.store(row_pointers + 2 * split * tokens * group, m_i)
+            tl.store(row_pointers + (2 * split + 1) * tokens * group, l_i)
+            tl.store(sum_pointers + split * tokens * group * size, acc)
             # All threads' stores must precede the signal to the last program.
             tl.debug_barrier()
-            if tl.atomic_add(parts_done + place, 1, sem="acq_rel") == used - 1:
-                _store_together(to, rows_at, sums_at, used, wanted, tokens * group, size)
-                tl.store(parts_done + place, 0)
+            if tl.atomic_add(splits_done + buffer_index, 1, sem="acq_rel") == used_splits - 1:
+                _store_combined(
+                    output_pointers,
+                    row_pointers,
+                    sum_pointers,
+                    used_splits,
+                    query_mask,
+                    tokens * group,
+                    size,
+                )
+                tl.store(splits_done + buffer_index, 0)
     else:
-        _store(to, sums, total, wanted)
+        _store(output_pointers, acc, l_i, query_mask)
 
 
 @triton.jit
-def _store(to, sums, total, wanted):
-    result = sums / total[:, None]
-    tl.store(to, result.to(to.dtype.element_ty), mask=wanted)
+def _store(output_pointers, acc, l_i, query_mask):
+    result = acc / l_i[:, None]
+    tl.store(output_pointers, result.to(output_pointers.dtype.element_ty), mask=query_mask)
 
 
 @triton.jit
-def _store_together(to, rows_at, sums_at, used, wanted, rows: tl.constexpr, size: tl.constexpr):
+def _store_combined(
+    output_pointers,
+    row_pointers,
+    sum_pointers,
+    used_splits,
+    query_mask,
+    rows: tl.constexpr,
+    size: tl.constexpr,
+):
     """Combine the parts of a context, which other programs have just written, and store the
     result."""
-    best = tl.full([rows], -1e30, tl.float32)
-    total = tl.zeros([rows], tl.float32)
-    sums = tl.zeros([rows, size], tl.float32)
-    for part in range(used):
-        its_best = tl.load(rows_at + 2 * part * rows, cache_modifier=".cg")
-        its_total = tl.load(rows_at + (2 * part + 1) * rows, cache_modifier=".cg")
-        its_sums = tl.load(sums_at + part * rows * size, cache_modifier=".cg")
-        higher = tl.maximum(best, its_best)
-        fade, share = tl.exp2(best - higher), tl.exp2(its_best - higher)
-        total = total * fade + its_total * share
-        sums = sums * fade[:, None] + its_sums * share[:, None]
-        best = higher
-    _store(to, sums, total, wanted)
+    m_i = tl.full([rows], -1e30, tl.float32)
+    l_i = tl.zeros([rows], tl.float32)
+    acc = tl.zeros([rows, size], tl.float32)
+    for part in range(used_splits):
+        part_m = tl.load(row_pointers + 2 * part * rows, cache_modifier=".cg")
+        part_l = tl.load(row_pointers + (2 * part + 1) * rows, cache_modifier=".cg")
+        part_acc = tl.load(sum_pointers + part * rows * size, cache_modifier=".cg")
+        m_new = tl.maximum(m_i, part_m)
+        alpha, beta = tl.exp2(m_i - m_new), tl.exp2(part_m - m_new)
+        l_i = l_i * alpha + part_l * beta
+        acc = acc * alpha[:, None] + part_acc * beta[:, None]
+        m_i = m_new
+    _store(output_pointers, acc, l_i, query_mask)

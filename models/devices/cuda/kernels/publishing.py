@@ -1,4 +1,4 @@
-"""Publication of token ids to host memory by the step itself."""
+"""A kernel with which a step writes its token ids to host memory."""
 
 from __future__ import annotations
 
@@ -8,25 +8,24 @@ import triton.language as tl
 
 
 def publish(ids: torch.Tensor, ring: torch.Tensor, count: torch.Tensor) -> None:
-    """Write the number of steps so far, which `count`, int32 (1,), holds, followed by `ids`, int32
-    (rows,), to the next place of `ring`, int32 (places, 1 + maximum number of rows) in page-locked
-    memory. Increment `count`.
+    """Write the step number and then `ids`, int32 (rows,), to the next entry of `ring`, and
+    increment the step number, which `count`, int32 (1,), holds.
 
-    The number of places is a power of two, so that the order of places continues when the count
-    overflows.
+    `ring` is int32 (entries, 1 + maximum number of rows), in page-locked memory. The number of
+    entries is a power of two, so that their order continues when `count` overflows.
     """
-    rows, places = len(ids), len(ring)
-    assert places & (places - 1) == 0
+    rows, entries = len(ids), len(ring)
+    assert entries & (entries - 1) == 0
     width = max(32, triton.next_power_of_2(rows))
-    _publish[(1,)](ids, ring, count, rows, places - 1, ring.stride(0), width=width, num_warps=4)
+    _publish[(1,)](ids, ring, count, rows, entries - 1, ring.stride(0), width=width, num_warps=4)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _publish(ids, ring, count, rows, last_place, stride, width: tl.constexpr):
-    number = tl.load(count)
-    to = ring + (number & last_place) * stride
+def _publish(ids, ring, count, rows, last_entry, stride, width: tl.constexpr):
+    step = tl.load(count)
+    entry = ring + (step & last_entry) * stride
     row = tl.arange(0, width)
-    tl.store(to + 1 + row, tl.load(ids + row, mask=row < rows, other=0), mask=row < rows)
-    tl.store(to, number)
+    tl.store(entry + 1 + row, tl.load(ids + row, mask=row < rows, other=0), mask=row < rows)
+    tl.store(entry, step)
     tl.debug_barrier()  # all threads have read the count
-    tl.store(count, number + 1)
+    tl.store(count, step + 1)

@@ -16,22 +16,22 @@ from nanoactor.models.weights.linear import Router
 
 _FEW_TOKENS = 16
 """Maximum number of tokens for which each token reads the router's weights from L2."""
-_CHUNKS = (256, 1024, 4096)
+_PAIR_CHUNKS = (256, 1024, 4096)
 """Numbers of pairs that may be read at once: the first that holds all pairs is used, or the
 last."""
-_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 def route(x: torch.Tensor, router: Router) -> tuple[torch.Tensor, torch.Tensor]:
     """Implement `Operators.route`. Routing weights are rounded to the dtype of `x`."""
-    (tokens, hidden), experts, chosen = x.shape, len(router.weight), router.chosen
-    ids = torch.empty(tokens, chosen, dtype=torch.int32, device=x.device)
-    shares = torch.empty(tokens, chosen, dtype=torch.float32, device=x.device)
+    (tokens, hidden), experts, top_k = x.shape, len(router.weight), router.top_k
+    ids = torch.empty(tokens, top_k, dtype=torch.int32, device=x.device)
+    topk_weights = torch.empty(tokens, top_k, dtype=torch.float32, device=x.device)
     if not tokens:
-        return ids, shares
+        return ids, topk_weights
     if tokens <= _FEW_TOKENS:
         logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
-        _weigh[(tokens, triton.cdiv(experts, 4))](
+        _compute_router_logits[(tokens, triton.cdiv(experts, 4))](
             x.contiguous(),
             router.weight,
             logits,
@@ -43,23 +43,23 @@ def route(x: torch.Tensor, router: Router) -> tuple[torch.Tensor, torch.Tensor]:
         )
     else:
         logits = torch.mm(x.float(), router.weight.t())
-    _route[(tokens,)](
+    _select_experts[(tokens,)](
         logits,
         ids,
-        shares,
+        topk_weights,
         experts,
-        chosen=chosen,
-        normalizes=router.normalizes,
+        top_k=top_k,
+        renormalize=router.renormalize,
         padded=triton.next_power_of_2(experts),
-        slots=triton.next_power_of_2(chosen),
-        rounded=_TYPES[x.dtype],
+        padded_k=triton.next_power_of_2(top_k),
+        dtype=_TRITON_DTYPES[x.dtype],
         num_warps=1,
     )
-    return ids, shares
+    return ids, topk_weights
 
 
 @triton.jit
-def _weigh(
+def _compute_router_logits(
     x,
     weight,
     logits,
@@ -75,87 +75,87 @@ def _weigh(
     for begin in range(0, hidden, inputs):
         i = begin + tl.arange(0, inputs)
         values = tl.load(x + token * hidden + i, mask=i < hidden, other=0.0).to(tl.float32)
-        there = (j[:, None] < experts) & (i[None, :] < hidden)
-        found = tl.load(weight + j[:, None] * hidden + i[None, :], mask=there, other=0.0)
-        total += tl.sum(found * values[None, :], 1)
+        mask = (j[:, None] < experts) & (i[None, :] < hidden)
+        loaded = tl.load(weight + j[:, None] * hidden + i[None, :], mask=mask, other=0.0)
+        total += tl.sum(loaded * values[None, :], 1)
     tl.store(logits + token * experts + j, total, mask=j < experts)
 
 
 @triton.jit
-def _route(
+def _select_experts(
     logits,
     ids,
-    shares,
+    topk_weights,
     experts,
-    chosen: tl.constexpr,
-    normalizes: tl.constexpr,
+    top_k: tl.constexpr,
+    renormalize: tl.constexpr,
     padded: tl.constexpr,
-    slots: tl.constexpr,
-    rounded: tl.constexpr,
+    padded_k: tl.constexpr,
+    dtype: tl.constexpr,
 ):
     """Choose a token's most likely experts, ties to the lower id, and compute their softmax
     weights."""
     token = tl.program_id(0)
     expert = tl.arange(0, padded)
-    there = expert < experts
-    given = tl.load(logits + token * experts + expert, mask=there, other=float("-inf"))
-    likely = tl.exp(given - tl.max(given, 0))
-    likely = tl.where(there, likely / tl.sum(likely, 0), -1.0)
-    slot = tl.arange(0, slots)
-    best = tl.zeros([slots], tl.int32)
-    values = tl.zeros([slots], tl.float32)
-    for n in tl.static_range(chosen):
-        highest = tl.max(likely, 0)
+    mask = expert < experts
+    router_logits = tl.load(logits + token * experts + expert, mask=mask, other=float("-inf"))
+    probabilities = tl.exp(router_logits - tl.max(router_logits, 0))
+    probabilities = tl.where(mask, probabilities / tl.sum(probabilities, 0), -1.0)
+    rank = tl.arange(0, padded_k)
+    selected = tl.zeros([padded_k], tl.int32)
+    values = tl.zeros([padded_k], tl.float32)
+    for k in tl.static_range(top_k):
+        max_probability = tl.max(probabilities, 0)
         # NaN equals nothing: such a token's result is NaN anyway, because of its own values.
-        first = tl.min(tl.where(likely == highest, expert, padded - 1), 0)
-        best = tl.where(slot == n, first, best)
-        values = tl.where(slot == n, highest, values)
-        likely = tl.where(expert == first, -2.0, likely)
-    if normalizes:
-        values = values / tl.sum(tl.where(slot < chosen, values, 0.0), 0)
-    tl.store(ids + token * chosen + slot, tl.minimum(best, experts - 1), mask=slot < chosen)
-    values = values.to(rounded).to(tl.float32)
-    tl.store(shares + token * chosen + slot, values, mask=slot < chosen)
+        winner = tl.min(tl.where(probabilities == max_probability, expert, padded - 1), 0)
+        selected = tl.where(rank == k, winner, selected)
+        values = tl.where(rank == k, max_probability, values)
+        probabilities = tl.where(expert == winner, -2.0, probabilities)
+    if renormalize:
+        values = values / tl.sum(tl.where(rank < top_k, values, 0.0), 0)
+    tl.store(ids + token * top_k + rank, tl.minimum(selected, experts - 1), mask=rank < top_k)
+    values = values.to(dtype).to(tl.float32)
+    tl.store(topk_weights + token * top_k + rank, values, mask=rank < top_k)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Blocks:
     """Token-expert pairs, in the order of tokens, in blocks of one expert each."""
 
-    rows: torch.Tensor
+    pair_ids: torch.Tensor
     """Pair of each row, int32 (blocks * size,); the number of pairs if the row has none."""
-    owners: torch.Tensor
+    expert_ids: torch.Tensor
     """Expert of each block, int32 (blocks,); -1 for unused blocks, which come last."""
-    used: torch.Tensor
+    num_used: torch.Tensor
     """Number of blocks that have an expert, int32 (1,)."""
 
 
-def blocks_of(ids: torch.Tensor, experts: int, size: int) -> Blocks:
-    """Group the pairs of `ids`, int32 (tokens, chosen), into blocks of `size` rows."""
+def align_blocks(ids: torch.Tensor, experts: int, size: int) -> Blocks:
+    """Group the pairs of `ids`, int32 (tokens, top_k), into blocks of `size` rows."""
     pairs = ids.numel()
     blocks = min(pairs, experts + pairs // size)
-    rows = torch.empty(blocks * size, dtype=torch.int32, device=ids.device)
-    owners = torch.empty(blocks + 1, dtype=torch.int32, device=ids.device)
-    _align[(experts,)](
+    pair_ids = torch.empty(blocks * size, dtype=torch.int32, device=ids.device)
+    expert_ids = torch.empty(blocks + 1, dtype=torch.int32, device=ids.device)
+    _align_blocks[(experts,)](
         ids,
-        rows,
-        owners,
+        pair_ids,
+        expert_ids,
         pairs,
         blocks,
         experts=experts,
         padded=triton.next_power_of_2(experts + 1),
         size=size,
-        chunk=next((chunk for chunk in _CHUNKS if pairs <= chunk), _CHUNKS[-1]),
+        chunk=next((chunk for chunk in _PAIR_CHUNKS if pairs <= chunk), _PAIR_CHUNKS[-1]),
         num_warps=8,
     )
-    return Blocks(rows, owners[:-1], owners[-1:])
+    return Blocks(pair_ids, expert_ids[:-1], expert_ids[-1:])
 
 
 @triton.jit(do_not_specialize=["pairs", "blocks"])
-def _align(
+def _align_blocks(
     ids,
-    rows,
-    owners,
+    pair_ids,
+    expert_ids,
     pairs,
     blocks,
     experts: tl.constexpr,
@@ -166,31 +166,41 @@ def _align(
     """Write the pairs of one expert, in order, to blocks of its own, and fill the rest of the last
     one with `pairs`. Unused blocks get owner -1. The number of used blocks is stored after the
     owners."""
-    mine = tl.program_id(0)
+    own_expert = tl.program_id(0)
     expert = tl.arange(0, padded)
     counts = tl.zeros([padded], tl.int32)
     for begin in range(0, pairs, chunk):
-        at = begin + tl.arange(0, chunk)
-        counts += tl.histogram(tl.load(ids + at, mask=at < pairs, other=experts), padded)
-    filled = (counts + size - 1) // size
-    first = tl.sum(tl.where(expert < mine, filled, 0), 0)
-    own = tl.sum(tl.where(expert == mine, filled, 0), 0)
-    total = tl.sum(tl.where(expert == mine, counts, 0), 0)
+        pair = begin + tl.arange(0, chunk)
+        counts += tl.histogram(tl.load(ids + pair, mask=pair < pairs, other=experts), padded)
+    block_counts = (counts + size - 1) // size
+    first_block = tl.sum(tl.where(expert < own_expert, block_counts, 0), 0)
+    own_blocks = tl.sum(tl.where(expert == own_expert, block_counts, 0), 0)
+    own_pairs = tl.sum(tl.where(expert == own_expert, counts, 0), 0)
     before = 0
     for begin in range(0, pairs, chunk):
-        at = begin + tl.arange(0, chunk)
-        id_ = tl.load(ids + at, mask=at < pairs, other=-1)
-        member = (id_ == mine).to(tl.int32)
-        place = first * size + before + tl.cumsum(member, 0) - 1
-        tl.store(rows + place, at, mask=member > 0)
-        before += tl.sum(member, 0)
-    rest = total + tl.arange(0, size)
-    tl.store(rows + first * size + rest, tl.zeros([size], tl.int32) + pairs, mask=rest < own * size)
-    for begin in range(0, own, size):
-        number = begin + tl.arange(0, size)
-        tl.store(owners + first + number, tl.zeros([size], tl.int32) + mine, mask=number < own)
-    if mine == experts - 1:
-        tl.store(owners + blocks, first + own)
-        for begin in range(first + own, blocks, size):
-            number = begin + tl.arange(0, size)
-            tl.store(owners + number, tl.zeros([size], tl.int32) - 1, mask=number < blocks)
+        pair = begin + tl.arange(0, chunk)
+        pair_expert = tl.load(ids + pair, mask=pair < pairs, other=-1)
+        is_own = (pair_expert == own_expert).to(tl.int32)
+        row = first_block * size + before + tl.cumsum(is_own, 0) - 1
+        tl.store(pair_ids + row, pair, mask=is_own > 0)
+        before += tl.sum(is_own, 0)
+    rest = own_pairs + tl.arange(0, size)
+    tl.store(
+        pair_ids + first_block * size + rest,
+        tl.zeros([size], tl.int32) + pairs,
+        mask=rest < own_blocks * size,
+    )
+    for begin in range(0, own_blocks, size):
+        block_index = begin + tl.arange(0, size)
+        tl.store(
+            expert_ids + first_block + block_index,
+            tl.zeros([size], tl.int32) + own_expert,
+            mask=block_index < own_blocks,
+        )
+    if own_expert == experts - 1:
+        tl.store(expert_ids + blocks, first_block + own_blocks)
+        for begin in range(first_block + own_blocks, blocks, size):
+            block_index = begin + tl.arange(0, size)
+            tl.store(
+                expert_ids + block_index, tl.zeros([size], tl.int32) - 1, mask=block_index < blocks
+            )

@@ -18,7 +18,11 @@ from nanoactor.models import limits
 from nanoactor.models.batch import SlotTables
 from nanoactor.models.devices.cuda.kernels.nucleus_sampling import sample_nucleus
 from nanoactor.models.devices.cuda.kernels.philox import gumbel_of_part
-from nanoactor.models.devices.cuda.kernels.truncated_sampling import GROUP, room, sample_truncated
+from nanoactor.models.devices.cuda.kernels.truncated_sampling import (
+    GROUP,
+    sample_truncated,
+    scratch_words,
+)
 
 NO_TOKEN = tl.constexpr(limits.NO_TOKEN)
 FROZEN = tl.constexpr(limits.FROZEN)
@@ -40,7 +44,7 @@ class Partials:
     """Id of each score in `scores`, int32 (rows, parts)."""
     group_maxima: torch.Tensor
     """Highest logit of each group of 256 ids, float32 (rows, groups)."""
-    truncating: torch.Tensor
+    truncation_scratch: torch.Tensor
     """Workspace of `truncated_sampling`, int64 (rows, room)."""
 
     @classmethod
@@ -58,7 +62,7 @@ class Partials:
             make(torch.float32),
             make(torch.int32),
             torch.empty(rows, groups, dtype=torch.float32, device=device),
-            torch.empty(rows, room(groups), dtype=torch.int64, device=device),
+            torch.empty(rows, scratch_words(groups), dtype=torch.int64, device=device),
         )
 
 
@@ -67,14 +71,14 @@ def sample_rows(
     slots: torch.Tensor,
     tables: SlotTables,
     partials: Partials,
-    chosen: torch.Tensor,
+    sampled_ids: torch.Tensor,
 ) -> None:
     """Choose a token for each row of logits (rows, vocabulary); `slots`, int32 (rows,), holds the
     slot of each row.
 
-    Ids are written to `chosen`, int32 (rows,), and to the table of last tokens. `chosen` gets
-    `limits.NO_TOKEN` if the highest logit is not finite, and `limits.FROZEN` if the slot is frozen.
-    `tables.lengths` are the positions that the sampled tokens will have.
+    Ids are written to `sampled_ids`, int32 (rows,), and to the table of last tokens. `sampled_ids`
+    gets `limits.NO_TOKEN` if the highest logit is not finite, and `limits.FROZEN` if the slot is
+    frozen. `tables.lengths` are the positions that the sampled tokens will have.
     """
     rows, vocabulary = logits.shape
     parts = triton.cdiv(vocabulary, _PART)
@@ -107,14 +111,14 @@ def sample_rows(
         part=_PART,
         num_warps=8,
     )
-    _winners[(rows,)](
+    _pick_winners[(rows,)](
         slots,
         tables.sampling.temperature,
         partials.highest,
         partials.highest_ids,
         partials.scores,
         partials.score_ids,
-        chosen,
+        sampled_ids,
         tables.last_tokens,
         tables.frozen,
         vocabulary,
@@ -122,14 +126,16 @@ def sample_rows(
         padded=padded,
         num_warps=1,
     )
-    sample_truncated(logits, slots, tables, partials.group_maxima, partials.truncating, chosen)
-    sample_nucleus(logits, slots, tables, partials.highest, chosen)
+    sample_truncated(
+        logits, slots, tables, partials.group_maxima, partials.truncation_scratch, sampled_ids
+    )
+    sample_nucleus(logits, slots, tables, partials.highest, sampled_ids)
 
 
 @triton.jit
-def _finite_or_low(at, there):
+def _load_logits(pointers, mask):
     """Load logits in float32. NaN becomes minus infinity, so that it is never chosen."""
-    value = tl.load(at, mask=there, other=float("-inf")).to(tl.float32)
+    value = tl.load(pointers, mask=mask, other=float("-inf")).to(tl.float32)
     return tl.where(value == value, value, float("-inf"))
 
 
@@ -144,19 +150,19 @@ def _row_maxima(
     part: tl.constexpr,
     group: tl.constexpr,
 ):
-    row, number = tl.program_id(0), tl.program_id(1)
-    token = number * part + tl.arange(0, part)
-    there = token < vocabulary
-    given = tl.load(logits + row.to(tl.int64) * stride + token, mask=there, other=float("-inf"))
-    given = given.to(tl.float32)
-    value = tl.where(given == given, given, float("-inf"))
-    best, at = tl.max(value, 0, return_indices=True)
-    place = row * tl.num_programs(1) + number
-    broken = tl.max((given != given).to(tl.int32), 0) > 0
-    tl.store(highest + place, tl.where(broken, float("nan"), best))
-    tl.store(highest_ids + place, number * part + at)
+    row, part_number = tl.program_id(0), tl.program_id(1)
+    token = part_number * part + tl.arange(0, part)
+    mask = token < vocabulary
+    logit = tl.load(logits + row.to(tl.int64) * stride + token, mask=mask, other=float("-inf"))
+    logit = logit.to(tl.float32)
+    value = tl.where(logit == logit, logit, float("-inf"))
+    best, argmax = tl.max(value, 0, return_indices=True)
+    part_index = row * tl.num_programs(1) + part_number
+    has_nan = tl.max((logit != logit).to(tl.int32), 0) > 0
+    tl.store(highest + part_index, tl.where(has_nan, float("nan"), best))
+    tl.store(highest_ids + part_index, part_number * part + argmax)
     maxima = tl.max(tl.reshape(value, [part // group, group]), 1)
-    tl.store(group_maxima + place * (part // group) + tl.arange(0, part // group), maxima)
+    tl.store(group_maxima + part_index * (part // group) + tl.arange(0, part // group), maxima)
 
 
 @triton.jit
@@ -176,37 +182,37 @@ def _perturbed_maxima(
     padded: tl.constexpr,
     part: tl.constexpr,
 ):
-    row, number = tl.program_id(0), tl.program_id(1)
+    row, part_number = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + row)
     temperature = tl.load(temperatures + slot)
     if temperature == 0:
         return
     column = tl.arange(0, padded)
-    maxima = _finite_or_low(highest + row * parts + column, column < parts)
+    maxima = _load_logits(highest + row * parts + column, column < parts)
     top = tl.max(maxima, 0)
-    token = number * part + tl.arange(0, part)
-    there = token < vocabulary
-    value = _finite_or_low(logits + row.to(tl.int64) * stride + token, there)
+    token = part_number * part + tl.arange(0, part)
+    mask = token < vocabulary
+    value = _load_logits(logits + row.to(tl.int64) * stride + token, mask)
     low = tl.load(seeds + slot).to(tl.uint32, bitcast=True).to(tl.uint64)
     high = tl.load(seeds + seed_stride + slot).to(tl.uint32, bitcast=True).to(tl.uint64)
-    noise = gumbel_of_part(low | (high << 32), tl.load(lengths + slot), number, part)
+    noise = gumbel_of_part(low | (high << 32), tl.load(lengths + slot), part_number, part)
     score = tl.div_rn(value - top, temperature) + noise
-    score = tl.where(there & (score == score), score, float("-inf"))
-    best, at = tl.max(score, 0, return_indices=True)
-    place = row * parts + number
-    tl.store(scores + place, best)
-    tl.store(score_ids + place, number * part + at)
+    score = tl.where(mask & (score == score), score, float("-inf"))
+    best, argmax = tl.max(score, 0, return_indices=True)
+    part_index = row * parts + part_number
+    tl.store(scores + part_index, best)
+    tl.store(score_ids + part_index, part_number * part + argmax)
 
 
 @triton.jit
-def _winners(
+def _pick_winners(
     slots,
     temperatures,
     highest,
     highest_ids,
     scores,
     score_ids,
-    chosen,
+    sampled_ids,
     last_tokens,
     frozen,
     vocabulary,
@@ -216,21 +222,21 @@ def _winners(
     row = tl.program_id(0)
     slot = tl.load(slots + row)
     column = tl.arange(0, padded)
-    there = column < parts
-    at = row * parts + column
-    maxima = tl.load(highest + at, mask=there, other=float("-inf"))
-    nan = tl.max((maxima != maxima).to(tl.int32), 0) > 0
+    mask = column < parts
+    offsets = row * parts + column
+    maxima = tl.load(highest + offsets, mask=mask, other=float("-inf"))
+    has_nan = tl.max((maxima != maxima).to(tl.int32), 0) > 0
     top = tl.max(tl.where(maxima == maxima, maxima, float("-inf")), 0)
-    finite = ~nan & (top < float("inf")) & (top > float("-inf"))
+    is_finite = ~has_nan & (top < float("inf")) & (top > float("-inf"))
     if tl.load(temperatures + slot) == 0:
         score = tl.where(maxima == maxima, maxima, float("-inf"))
-        ids = tl.load(highest_ids + at, mask=there, other=0)
+        ids = tl.load(highest_ids + offsets, mask=mask, other=0)
     else:
-        score = tl.load(scores + at, mask=there, other=float("-inf"))
-        ids = tl.load(score_ids + at, mask=there, other=0)
+        score = tl.load(scores + offsets, mask=mask, other=float("-inf"))
+        ids = tl.load(score_ids + offsets, mask=mask, other=0)
     winner = tl.argmax(score, 0)
     token = tl.sum(tl.where(column == winner, ids, 0), 0)
     token = tl.minimum(tl.maximum(token, 0), vocabulary - 1)  # valid for any logits
-    told = tl.where(finite, token, NO_TOKEN)
-    tl.store(chosen + row, tl.where(tl.load(frozen + slot) > 0, FROZEN, told))
+    result = tl.where(is_finite, token, NO_TOKEN)
+    tl.store(sampled_ids + row, tl.where(tl.load(frozen + slot) > 0, FROZEN, result))
     tl.store(last_tokens + slot, token)

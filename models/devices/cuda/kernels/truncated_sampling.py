@@ -18,17 +18,17 @@ from nanoactor.models.limits import CANDIDATES
 
 GROUP = 256
 """Number of ids in a group."""
-_AT_ONCE = 16
+_GROUPS_PER_ITERATION = 16
 """Number of groups that are read at once."""
-_ROOM = 2 * CANDIDATES
+_MAX_SORTED_KEYS = 2 * CANDIDATES
 """Maximum number of logits that are sorted. If more reach the bound because of ties, a higher bound
 is searched for."""
 
 
-def room(groups: int) -> int:
+def scratch_words(groups: int) -> int:
     """Return the size of a row's scratch memory in int64 words, for the groups that reach the bound
     and for the best keys."""
-    return triton.cdiv(groups, _AT_ONCE) * _AT_ONCE + _ROOM
+    return triton.cdiv(groups, _GROUPS_PER_ITERATION) * _GROUPS_PER_ITERATION + _MAX_SORTED_KEYS
 
 
 def sample_truncated(
@@ -37,14 +37,14 @@ def sample_truncated(
     tables: SlotTables,
     maxima: torch.Tensor,
     scratch: torch.Tensor,
-    chosen: torch.Tensor,
+    sampled_ids: torch.Tensor,
 ) -> None:
     """Choose a token for each row of logits (rows, vocabulary) whose slot has a temperature and a
     top-k of at most `limits.CANDIDATES`. Other rows are unchanged.
 
     `maxima`, float32 (rows, groups), holds the maximum of each group of 256 ids; `scratch` is int64
-    (rows, `room`). Ids are written to `chosen`, int32 (rows,), unless it holds a negative id, and
-    to the table of last tokens.
+    (rows, `scratch_words`). Ids are written to `sampled_ids`, int32 (rows,), unless it holds a
+    negative id, and to the table of last tokens.
     """
     rows, vocabulary = logits.shape
     groups = maxima.shape[1]
@@ -59,7 +59,7 @@ def sample_truncated(
         tables.lengths,
         maxima,
         scratch,
-        chosen,
+        sampled_ids,
         tables.last_tokens,
         vocabulary,
         groups,
@@ -68,9 +68,9 @@ def sample_truncated(
         scratch.stride(0),
         padded=max(16, triton.next_power_of_2(groups)),
         group=GROUP,
-        at_once=_AT_ONCE,
-        space=_ROOM,
-        most=CANDIDATES,
+        groups_per_iteration=_GROUPS_PER_ITERATION,
+        max_sorted_keys=_MAX_SORTED_KEYS,
+        max_top_k=CANDIDATES,
         num_warps=8,
     )
 
@@ -85,21 +85,21 @@ def sort_keys(scores, ids):
 
 
 @triton.jit
-def _keys_of(
-    logits, listed, first, count, top, temperature, bound, vocabulary, group: tl.constexpr,
-    at_once: tl.constexpr,
+def _load_keys(
+    logits, group_list, first, count, top, temperature, bound, vocabulary, group: tl.constexpr,
+    groups_per_iteration: tl.constexpr,
 ):  # fmt: skip
     """Return the keys of some listed groups, flattened, and a mask of those whose logits reach the
     bound."""
-    index = first + tl.arange(0, at_once)
-    number = tl.load(listed + index, mask=index < count, other=0)
-    ids = number[:, None] * group + tl.arange(0, group)[None, :]
-    there = (index < count)[:, None] & (ids < vocabulary)
-    value = tl.load(logits + ids, mask=there, other=float("-inf")).to(tl.float32)
+    index = first + tl.arange(0, groups_per_iteration)
+    group_index = tl.load(group_list + index, mask=index < count, other=0)
+    ids = group_index[:, None] * group + tl.arange(0, group)[None, :]
+    mask = (index < count)[:, None] & (ids < vocabulary)
+    value = tl.load(logits + ids, mask=mask, other=float("-inf")).to(tl.float32)
     value = tl.where(value == value, value, float("-inf"))
     keys = sort_keys(tl.div_rn(value - top, temperature), ids)
-    return tl.reshape(keys, [at_once * group]), tl.reshape(
-        there & (value >= bound), [at_once * group]
+    return tl.reshape(keys, [groups_per_iteration * group]), tl.reshape(
+        mask & (value >= bound), [groups_per_iteration * group]
     )
 
 
@@ -115,7 +115,7 @@ def _sample_truncated(
     lengths,
     all_maxima,
     all_scratch,
-    chosen,
+    sampled_ids,
     last_tokens,
     vocabulary,
     groups,
@@ -124,87 +124,108 @@ def _sample_truncated(
     scratch_stride,
     padded: tl.constexpr,
     group: tl.constexpr,
-    at_once: tl.constexpr,
-    space: tl.constexpr,
-    most: tl.constexpr,
+    groups_per_iteration: tl.constexpr,
+    max_sorted_keys: tl.constexpr,
+    max_top_k: tl.constexpr,
 ):
     row = tl.program_id(0)
     slot = tl.load(slots + row)
     temperature = tl.load(temperatures + slot)
     top_k = tl.load(top_ks + slot)
-    if (temperature == 0) | (top_k <= 0) | (top_k > most):
+    if (temperature == 0) | (top_k <= 0) | (top_k > max_top_k):
         return
     logits = all_logits + row.to(tl.int64) * stride
-    listed = all_scratch + row.to(tl.int64) * scratch_stride
-    best_keys = listed + tl.cdiv(groups, at_once) * at_once
+    group_list = all_scratch + row.to(tl.int64) * scratch_stride
+    best_keys = group_list + tl.cdiv(groups, groups_per_iteration) * groups_per_iteration
     column = tl.arange(0, padded)
     maxima = tl.load(all_maxima + row * groups + column, mask=column < groups, other=float("-inf"))
     top = tl.max(maxima, 0)
     highest = tl.sort(maxima, descending=True)
     bound = tl.max(tl.where(column == top_k - 1, highest, float("-inf")), 0)
-    reaching = (maxima >= bound) & (column < groups)
-    place = tl.cumsum(reaching.to(tl.int32), 0) - 1
-    tl.store(listed + place, column.to(tl.int64), mask=reaching)
-    count = tl.sum(reaching.to(tl.int32), 0)
+    reaches_bound = (maxima >= bound) & (column < groups)
+    list_index = tl.cumsum(reaches_bound.to(tl.int32), 0) - 1
+    tl.store(group_list + list_index, column.to(tl.int64), mask=reaches_bound)
+    count = tl.sum(reaches_bound.to(tl.int32), 0)
     tl.debug_barrier()
 
     total = 0
-    for first in range(0, count, at_once):
-        keys, reach = _keys_of(
-            logits, listed, first, count, top, temperature, bound, vocabulary, group, at_once
+    for first in range(0, count, groups_per_iteration):
+        keys, is_candidate = _load_keys(
+            logits,
+            group_list,
+            first,
+            count,
+            top,
+            temperature,
+            bound,
+            vocabulary,
+            group,
+            groups_per_iteration,
         )
-        total += tl.sum(reach.to(tl.int32), 0)
+        total += tl.sum(is_candidate.to(tl.int32), 0)
     # The lowest key that is kept: all that reach the bound are kept, or exactly the best k.
-    lowest = tl.full([], -0x7FFFFFFFFFFFFFFF, tl.int64)
-    if total > space:
-        upper = sort_keys(tl.zeros([1], tl.float32), tl.zeros([1], tl.int32))
-        above = tl.max(upper, 0) + 1
-        while lowest + 1 < above:
+    lower_key = tl.full([], -0x7FFFFFFFFFFFFFFF, tl.int64)
+    if total > max_sorted_keys:
+        zero_key = sort_keys(tl.zeros([1], tl.float32), tl.zeros([1], tl.int32))
+        upper_key = tl.max(zero_key, 0) + 1
+        while lower_key + 1 < upper_key:
             # Halved before the addition, so that the sum does not overflow.
-            middle = (lowest >> 1) + (above >> 1) + (lowest & above & 1)
-            enough = 0
-            for first in range(0, count, at_once):
-                keys, reach = _keys_of(
-                    logits, listed, first, count, top, temperature, bound, vocabulary, group,
-                    at_once,
+            middle_key = (lower_key >> 1) + (upper_key >> 1) + (lower_key & upper_key & 1)
+            num_above = 0
+            for first in range(0, count, groups_per_iteration):
+                keys, is_candidate = _load_keys(
+                    logits, group_list, first, count, top, temperature, bound, vocabulary, group,
+                    groups_per_iteration,
                 )  # fmt: skip
-                enough += tl.sum((reach & (keys >= middle)).to(tl.int32), 0)
-            lowest = tl.where(enough >= top_k, middle, lowest)
-            above = tl.where(enough >= top_k, above, middle)
-    kept = 0
-    for first in range(0, count, at_once):
-        keys, reach = _keys_of(
-            logits, listed, first, count, top, temperature, bound, vocabulary, group, at_once
+                num_above += tl.sum((is_candidate & (keys >= middle_key)).to(tl.int32), 0)
+            lower_key = tl.where(num_above >= top_k, middle_key, lower_key)
+            upper_key = tl.where(num_above >= top_k, upper_key, middle_key)
+    num_kept = 0
+    for first in range(0, count, groups_per_iteration):
+        keys, is_candidate = _load_keys(
+            logits,
+            group_list,
+            first,
+            count,
+            top,
+            temperature,
+            bound,
+            vocabulary,
+            group,
+            groups_per_iteration,
         )
-        stay = reach & (keys >= lowest)
-        to = kept + tl.cumsum(stay.to(tl.int32), 0) - 1
-        tl.store(best_keys + to, keys, mask=stay & (to < space))
-        kept += tl.sum(stay.to(tl.int32), 0)
+        keep = is_candidate & (keys >= lower_key)
+        key_index = num_kept + tl.cumsum(keep.to(tl.int32), 0) - 1
+        tl.store(best_keys + key_index, keys, mask=keep & (key_index < max_sorted_keys))
+        num_kept += tl.sum(keep.to(tl.int32), 0)
     tl.debug_barrier()
 
-    order = tl.arange(0, space)
-    least = -0x7FFFFFFFFFFFFFFF
-    keys = tl.load(best_keys + order, mask=order < kept, other=least)
+    rank = tl.arange(0, max_sorted_keys)
+    min_key = -0x7FFFFFFFFFFFFFFF
+    keys = tl.load(best_keys + rank, mask=rank < num_kept, other=min_key)
     keys = tl.sort(keys, descending=True)
-    stay = (order < tl.minimum(top_k, kept)) & (order < vocabulary)
+    keep = (rank < tl.minimum(top_k, num_kept)) & (rank < vocabulary)
     bits = (keys >> 32).to(tl.int32)
     score = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
-    score = tl.where(stay, score, float("-inf"))
+    score = tl.where(keep, score, float("-inf"))
     ids = 0x7FFFFFFF - (keys & 0x7FFFFFFF).to(tl.int32)
-    share = tl.exp(score)  # the highest score is 0
-    share = share / tl.sum(share, 0)
-    before = tl.cumsum(share, 0) - share
+    probability = tl.exp(score)  # the highest score is 0
+    probability = probability / tl.sum(probability, 0)
+    cumulative = tl.cumsum(probability, 0) - probability
     top_p = tl.load(top_ps + slot)
     # A top-p of 1 excludes nothing, however the sum is rounded.
-    stay = stay & (before < tl.where(top_p < 1.0, top_p, 2.0))
-    stay = stay & (share >= tl.load(min_ps + slot) * tl.max(share, 0))
-    stay = stay | (order == 0)
+    keep = keep & (cumulative < tl.where(top_p < 1.0, top_p, 2.0))
+    keep = keep & (probability >= tl.load(min_ps + slot) * tl.max(probability, 0))
+    keep = keep | (rank == 0)
     low = tl.load(seeds + slot).to(tl.uint32, bitcast=True).to(tl.uint64)
     high = tl.load(seeds + seed_stride + slot).to(tl.uint32, bitcast=True).to(tl.uint64)
     noise = gumbel_at(low | (high << 32), tl.load(lengths + slot), ids)
-    winner = tl.argmax(tl.where(stay, score + noise, float("-inf")), 0)
-    token = tl.sum(tl.where(order == winner, ids, 0), 0)
+    winner = tl.argmax(tl.where(keep, score + noise, float("-inf")), 0)
+    token = tl.sum(tl.where(rank == winner, ids, 0), 0)
     token = tl.minimum(tl.maximum(token, 0), vocabulary - 1)  # valid for any logits
     # A row with non-finite logits keeps its negative id.
-    tl.store(chosen + row, tl.where(tl.load(chosen + row) < 0, tl.load(chosen + row), token))
+    tl.store(
+        sampled_ids + row,
+        tl.where(tl.load(sampled_ids + row) < 0, tl.load(sampled_ids + row), token),
+    )
     tl.store(last_tokens + slot, token)

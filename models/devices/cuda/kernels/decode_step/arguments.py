@@ -48,31 +48,31 @@ class Scratch:
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         """Allocate zeroed memory, so that it holds no step's flags."""
-        rows, flagged = shape.rows, 2 if shape.has_flags else 1
+        rows, words_per_pair = shape.rows, 2 if shape.has_flags else 1
         group = shape.heads // shape.kv_heads
         words = {
-            "x1": rows * shape.hidden // 2 * flagged,
-            "x2": rows * shape.hidden // 2 * flagged,
-            "attended": rows * shape.width // 2 * flagged,
-            "activated": (shape.pairs or rows) * shape.inter // 2 * flagged,
+            "x1": rows * shape.hidden // 2 * words_per_pair,
+            "x2": rows * shape.hidden // 2 * words_per_pair,
+            "attended": rows * shape.width // 2 * words_per_pair,
+            "activated": (shape.pairs or rows) * shape.inter // 2 * words_per_pair,
             "queries": 2 * rows * shape.qkv,
             "parts": 2 * shape.blocks * group * shape.head_dim * 2,
             "weights": 2 * shape.blocks * group * 4,
             "scores": 2 * rows * shape.mixture.experts if shape.mixture else 0,
         }
-        begins, total = {}, 0
+        offsets, total = {}, 0
         for name, count in words.items():
-            begins[name] = total
+            offsets[name] = total
             total += -(-count // 32) * 32
         self.words = torch.zeros(total, dtype=torch.int32, device=device)
-        self.addresses = {n: self.words.data_ptr() + 4 * at for n, at in begins.items()}
+        self.addresses = {n: self.words.data_ptr() + 4 * offset for n, offset in offsets.items()}
         self.control = torch.zeros(_CONTROL_WORDS, dtype=torch.int32, device=device)
         self.control[0] = 1  # the first step
         self.hidden = torch.empty(rows, shape.hidden, dtype=torch.bfloat16, device=device)
-        kind = torch.float32 if shape.head == 2 else torch.bfloat16
-        wide = shape.vocab if shape.head else 0
+        logits_dtype = torch.float32 if shape.head == 2 else torch.bfloat16
+        logits_width = shape.vocab if shape.head else 0
         self.trace = torch.zeros(shape.layers + 1, 16, dtype=torch.int64, device=device)
-        self.logits = torch.empty(rows, wide, dtype=kind, device=device)
+        self.logits = torch.empty(rows, logits_width, dtype=logits_dtype, device=device)
 
 
 class _Layer(ctypes.Structure):
@@ -91,7 +91,7 @@ _BUFFERS = (
 _POINTERS = (*_INPUTS, "tables", "control", *_BUFFERS)
 
 
-def _struct(shape: Shape) -> type[ctypes.Structure]:
+def _args_type(shape: Shape) -> type[ctypes.Structure]:
     fields: list[tuple[str, type]] = [
         ("maps", ctypes.c_ubyte * (MAP_BYTES * (len(MATRICES) * shape.layers + 1))),
         ("layers", _Layer * shape.layers),
@@ -122,24 +122,26 @@ def _layer(weights: LayerWeights, cache: KVCache, scales: torch.Tensor | None) -
     return _Layer(*map(_address, (*norms, cache.keys, cache.values, scales, router)))
 
 
-def scales_of(shape: Shape, weights: ModelWeights) -> list[torch.Tensor | None]:
+def lay_out_scales(shape: Shape, weights: ModelWeights) -> list[torch.Tensor | None]:
     """Lay out the scales of each layer's matrices by tile and box. They do not depend on the number
     of rows."""
-    return [_scales_of(shape, layer) if shape.packed else None for layer in weights.layers]
+    return [
+        _lay_out_layer_scales(shape, layer) if shape.packed else None for layer in weights.layers
+    ]
 
 
-def _scales_of(shape: Shape, layer: LayerWeights) -> torch.Tensor:
-    laid_out = []
+def _lay_out_layer_scales(shape: Shape, layer: LayerWeights) -> torch.Tensor:
+    layouts = []
     for phase in shape.phases:
         matrix = getattr(layer, phase.matrix) if phase.matrix else None
         if isinstance(matrix, PackedMatrix):
-            cut, of_tiles = product_of(shape, phase), matrix.scales.flatten(0, -2)
-            tiles, units = of_tiles.shape
-            boxes = F.pad(of_tiles, (0, cut.boxes * cut.box - units))
-            boxes = F.pad(boxes.view(tiles, cut.boxes, cut.box), (0, UNITS - cut.box))
-            laid_out.append(boxes.flatten())
-            assert boxes.numel() == cut.scales
-    return torch.cat(laid_out)
+            product, tile_scales = product_of(shape, phase), matrix.scales.flatten(0, -2)
+            tiles, units = tile_scales.shape
+            boxes = F.pad(tile_scales, (0, product.boxes * product.box - units))
+            boxes = F.pad(boxes.view(tiles, product.boxes, product.box), (0, UNITS - product.box))
+            layouts.append(boxes.flatten())
+            assert boxes.numel() == product.scales
+    return torch.cat(layouts)
 
 
 def arguments_of(
@@ -152,17 +154,17 @@ def arguments_of(
     scales: Sequence[torch.Tensor | None],
     status: torch.Tensor,
     eps: float,
-    patience: float,
+    wait_timeout: float,
 ) -> ctypes.Structure:
     """Fill in the kernel's parameters. `maps` holds the tensor maps of each layer's matrices and of
-    the head, and `scales` the scales of each layer, see `scales_of`. `status` is int32 (2,) in
-    page-locked memory. `patience` is in seconds."""
-    args = _struct(shape)()
-    joined = b"".join(maps)
-    ctypes.memmove(args.maps, joined, len(joined))
-    of_layers = zip(weights.layers, caches, scales, strict=True)
-    for index, (layer, cache, factors) in enumerate(of_layers):
-        args.layers[index] = _layer(layer, cache, factors)
+    the head, and `scales` the scales of each layer, see `lay_out_scales`. `status` is int32 (2,) in
+    page-locked memory. `wait_timeout` is in seconds."""
+    args = _args_type(shape)()
+    map_bytes = b"".join(maps)
+    ctypes.memmove(args.maps, map_bytes, len(map_bytes))
+    layers = zip(weights.layers, caches, scales, strict=True)
+    for index, (layer, cache, layer_scales) in enumerate(layers):
+        args.layers[index] = _layer(layer, cache, layer_scales)
     values = {
         "embed": weights.embed,
         "norm": weights.norm,
@@ -187,7 +189,7 @@ def arguments_of(
         setattr(args, name, address)
     numbers = {
         "scratch_words": scratch.words.numel() // 4,
-        "patience": int(patience * 1e9),
+        "patience": int(wait_timeout * 1e9),
         "table_stride": inputs.tables.stride(0),
         "eps": eps,
         "scale": shape.head_dim**-0.5 * 1.4426950408889634,

@@ -7,7 +7,7 @@ from nanoactor.models.devices.cuda.kernels.decode_step.sources import KERNEL, so
 from nanoactor.models.devices.cuda.kernels.decode_step.table import Shape
 
 
-def compiled(shape: Shape) -> nvrtc.Compiled:
+def load_or_compile(shape: Shape) -> nvrtc.CompiledCode:
     """Read the kernel from disk, or compile and store it, which takes one to three seconds. Raises
     `CompileError` if that fails."""
-    return nvrtc.compiled(source_of(shape), KERNEL)
+    return nvrtc.load_or_compile(source_of(shape), KERNEL)

@@ -13,12 +13,12 @@ from nanoactor.models.devices.cuda.kernels.decode_step.table import (
 )
 from nanoactor.models.devices.cuda.kernels.driver import Kernel, Module, tensor_map
 
-_ALIGNING = 1024
+_ALIGNMENT_BYTES = 1024
 """Number of bytes reserved to align shared memory."""
-_KINDS = {torch.bfloat16: "BFLOAT16", torch.float8_e4m3fn: "UINT8"}
+_MAP_DTYPES = {torch.bfloat16: "BFLOAT16", torch.float8_e4m3fn: "UINT8"}
 
 
-def map_of(matrix: torch.Tensor, box: int) -> bytes:
+def encode_map(matrix: torch.Tensor, box: int) -> bytes:
     """Encode the tensor map of a row-major bfloat16 or e4m3 matrix, which is read in boxes of 8
     rows and `box` units of 128 bytes.
 
@@ -29,7 +29,7 @@ def map_of(matrix: torch.Tensor, box: int) -> bytes:
     assert matrix.is_contiguous()
     size, unit = matrix.itemsize, UNIT_BYTES // matrix.itemsize
     return tensor_map(
-        _KINDS[matrix.dtype],
+        _MAP_DTYPES[matrix.dtype],
         matrix.data_ptr(),
         sizes=(unit, rows, columns // unit),
         strides=(columns * size, UNIT_BYTES),
@@ -37,7 +37,7 @@ def map_of(matrix: torch.Tensor, box: int) -> bytes:
     )
 
 
-def kernel_of(cubin: bytes, shape: Shape) -> Kernel:
+def load_kernel(cubin: bytes, shape: Shape) -> Kernel:
     """Load the kernel of a whole step. Raises `DriverError` if that fails."""
-    shared = layout_of(shape).total + _ALIGNING
-    return Module(cubin).kernel(KERNEL, shape.blocks, 32 * WARPS + 128, shared)
+    shared_bytes = layout_of(shape).total + _ALIGNMENT_BYTES
+    return Module(cubin).kernel(KERNEL, shape.blocks, 32 * WARPS + 128, shared_bytes)

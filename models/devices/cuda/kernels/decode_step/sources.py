@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from nanoactor.models.devices.cuda.kernels.decode_step.table import Shape, constants
-from nanoactor.models.devices.cuda.kernels.nvrtc import MACHINE
+from nanoactor.models.devices.cuda.kernels.nvrtc import MACHINE_SOURCE
 
 PARTS = (
     "arguments.cuh", "handover.cuh", "choice.cuh", "ring.cuh", "product.cuh", "attention.cuh",
@@ -19,7 +19,7 @@ def source_of(shape: Shape, machine: Path | None = None) -> str:
     """Return the whole source, in which compiler errors name each part's own lines. `machine`
     replaces the file of the instruction wrappers."""
     folder = Path(__file__).parent
-    parts = [machine or MACHINE, *(folder / part for part in PARTS)]
+    parts = [machine or MACHINE_SOURCE, *(folder / part for part in PARTS)]
     texts = [f'#line 1 "constants"\n{constants(shape)}']
     texts += [f'#line 1 "{part.name}"\n{part.read_text()}' for part in parts]
     return "\n".join([texts[1], texts[0], *texts[2:]])

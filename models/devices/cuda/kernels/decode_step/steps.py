@@ -14,28 +14,28 @@ from nanoactor.models.devices.cuda.kernels.decode_step.arguments import (
     Scratch,
     StepInputs,
     arguments_of,
-    scales_of,
+    lay_out_scales,
 )
-from nanoactor.models.devices.cuda.kernels.decode_step.compile import compiled
-from nanoactor.models.devices.cuda.kernels.decode_step.launch import kernel_of, map_of
+from nanoactor.models.devices.cuda.kernels.decode_step.compile import load_or_compile
+from nanoactor.models.devices.cuda.kernels.decode_step.launch import encode_map, load_kernel
 from nanoactor.models.devices.cuda.kernels.decode_step.table import (
     LOGITS,
     Shape,
     product_of,
-    refusal,
+    shape_unsupported_reason,
 )
 from nanoactor.models.devices.cuda.kernels.driver import DriverError
 from nanoactor.models.devices.cuda.kernels.nvrtc import CompileError
 from nanoactor.models.devices.protocols import WholeStep
 from nanoactor.models.model_config import ModelConfig
-from nanoactor.models.weights.whole_step import Mixture, ModelWeights, numbers_of
+from nanoactor.models.weights.whole_step import Mixture, ModelWeights, flat_matrix
 
 log = logging.getLogger("nanoactor.models.decode_step")
 
-PATIENCE = 10.0
+WAIT_TIMEOUT = 10.0
 """Seconds that a block waits for another block, or for its own copies, before it stops the
 kernel."""
-_WAITS = {
+_WAIT_DESCRIPTIONS = {
     1: "words from another block",
     2: "the arrival of all blocks",
     3: "a tile of weights",
@@ -43,24 +43,24 @@ _WAITS = {
     5: "copies in flight",
     6: "the experts that the rows choose",
 }
-_STOPPED = 0x80000000
-_WIDE, _FASTER_UP_TO = 4096, 8
+_STOPPED_BIT = 0x80000000
+_WIDE_HIDDEN_SIZE, _WIDE_MAX_ROWS = 4096, 8
 """Hidden size of wide models, and the maximum number of rows for which the kernel is faster for
 them. Measured on an H200 with contexts of 1,024: 16 rows of 8B take 5.51 ms with the kernel and
 5.43 with operators, 8 rows 4.63 and 5.32; 16 rows of 0.6B 1.32 and 1.72
 (docs/gpu_measurements.md)."""
-_PACKED_EXPERTS_UP_TO = 4
+_PACKED_EXPERTS_MAX_ROWS = 4
 """Maximum number of rows for which the kernel is faster with packed experts. Measured on an H200
 with 30B-A3B in FP8: 4 rows take 3.95 ms with the kernel and 4.47 with operators, 8 rows 6.12 and
 5.87."""
-_SLOWER = "decode steps with few rows run operator by operator, which takes up to twice as long"
+_SLOWDOWN = "decode steps with few rows run operator by operator, which takes up to twice as long"
 
 
 class StepStopped(RuntimeError):
     """A decode step waited too long. The message names the phase. The device must be reopened."""
 
 
-_HONOURED = frozenset(
+_SUPPORTED_FIELDS = frozenset(
     [
         "architecture",
         "dtype",
@@ -92,7 +92,7 @@ _NEUTRAL = {"output_bias": False, "mlp_bias": False}
 value, so that a model family's new option is never ignored silently."""
 
 
-def supports(
+def step_unsupported_reason(
     config: ModelConfig,
     rows: int,
     block_size: int,
@@ -111,17 +111,23 @@ def supports(
         return f"{dtype} is not bfloat16"
     if ranks > 1:
         return f"{ranks} ranks share the model"
-    if rows > _FASTER_UP_TO and config.hidden_size >= _WIDE:
-        return f"operators are as fast with more than {_FASTER_UP_TO} rows at this hidden_size"
-    if mixture is not None and packed and rows > _PACKED_EXPERTS_UP_TO:
-        return f"operators are faster with more than {_PACKED_EXPERTS_UP_TO} rows of packed experts"
+    if rows > _WIDE_MAX_ROWS and config.hidden_size >= _WIDE_HIDDEN_SIZE:
+        return f"operators are as fast with more than {_WIDE_MAX_ROWS} rows at this hidden_size"
+    if mixture is not None and packed and rows > _PACKED_EXPERTS_MAX_ROWS:
+        return (
+            f"operators are faster with more than {_PACKED_EXPERTS_MAX_ROWS} rows of packed experts"
+        )
     # If layers have experts, the family's own options concern only the experts.
-    honoured = _HONOURED if mixture is None else _HONOURED | {"family_options"}
+    supported_fields = (
+        _SUPPORTED_FIELDS if mixture is None else _SUPPORTED_FIELDS | {"family_options"}
+    )
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if field.name not in honoured and value != _NEUTRAL.get(field.name, field.default):
+        if field.name not in supported_fields and value != _NEUTRAL.get(field.name, field.default):
             return f"the kernel does not support {field.name} {value!r:.50}"
-    return refusal(Shape.of(config, rows, block_size, processors, 1, packed, mixture))
+    return shape_unsupported_reason(
+        Shape.of(config, rows, block_size, processors, 1, packed, mixture)
+    )
 
 
 class DecodeStep:
@@ -132,21 +138,23 @@ class DecodeStep:
         shape: Shape,
         weights: ModelWeights,
         eps: float,
-        patience: float = PATIENCE,
-        like: DecodeStep | None = None,
+        wait_timeout: float = WAIT_TIMEOUT,
+        shared_from: DecodeStep | None = None,
     ) -> None:
-        """Compile the kernel or load it from disk. `like` is a step with the same weights and
-        another number of rows, which shares its tensor maps and scales.
+        """Compile the kernel or load it from disk. `shared_from` is a step with the same weights
+        and another number of rows, which shares its tensor maps and scales.
 
         Raises `CompileError` or `DriverError` if that fails."""
         self.shape = shape
-        self._weights, self._eps, self._patience = weights, eps, patience
-        self._kernel = kernel_of(compiled(shape).cubin, shape)
+        self._weights, self._eps, self._wait_timeout = weights, eps, wait_timeout
+        self._kernel = load_kernel(load_or_compile(shape).cubin, shape)
         self.scratch = Scratch(shape, weights.embed.device)
         self.status = torch.zeros(2, dtype=torch.int32, pin_memory=True)
-        self.maps: Sequence[bytes] = like.maps if like else maps_of(shape, weights)
+        self.maps: Sequence[bytes] = (
+            shared_from.maps if shared_from else encode_maps(shape, weights)
+        )
         self.scales: Sequence[torch.Tensor | None] = (
-            like.scales if like else scales_of(shape, weights)
+            shared_from.scales if shared_from else lay_out_scales(shape, weights)
         )
         self._launched: list[ctypes.Structure] = []
 
@@ -164,7 +172,7 @@ class DecodeStep:
             self.scratch.logits = logits
         args = arguments_of(
             self.shape, self._weights, caches, inputs, self.scratch, self.maps, self.scales,
-            self.status, self._eps, self._patience,
+            self.status, self._eps, self._wait_timeout,
         )  # fmt: skip
         self._kernel.launch_cooperative(args)
         return self.scratch.hidden
@@ -175,37 +183,37 @@ class DecodeStep:
         head."""
         return self.scratch.logits
 
-    def check(self) -> None:
+    def raise_if_stopped(self) -> None:
         """Raise `StepStopped` if the kernel has stopped itself. Call this when the device fails."""
-        first, block = (int(word) & 0xFFFFFFFF for word in self.status)
-        if first:
-            raise StepStopped(describe(first, block, self.shape))
+        status, block = (int(word) & 0xFFFFFFFF for word in self.status)
+        if status:
+            raise StepStopped(describe(status, block, self.shape))
 
 
 def describe(word: int, block: int, shape: Shape) -> str:
     """Describe where a step has stopped, from the kernel's status words."""
-    assert word & _STOPPED
-    wait, place = word >> 24 & 0x7F, word & 0xFFFFFF
-    layer, phase = divmod(place, 16)
+    assert word & _STOPPED_BIT
+    wait_code, phase_index = word >> 24 & 0x7F, word & 0xFFFFFF
+    layer, phase = divmod(phase_index, 16)
     name = (*shape.phases, LOGITS)[phase].name.lower()
-    where = f"layer {layer} of {shape.layers}" if layer < shape.layers else "the head"
+    location = f"layer {layer} of {shape.layers}" if layer < shape.layers else "the head"
     return (
         f"a decode step with {shape.rows} rows has stopped: block {block} waited too long for "
-        f"{_WAITS.get(wait, wait)} in {name} of {where}"
+        f"{_WAIT_DESCRIPTIONS.get(wait_code, wait_code)} in {name} of {location}"
     )
 
 
-def maps_of(shape: Shape, weights: ModelWeights) -> list[bytes]:
+def encode_maps(shape: Shape, weights: ModelWeights) -> list[bytes]:
     """Encode the tensor maps of each layer's matrices, then the head's. They do not depend on the
     number of rows."""
     phases = [phase for phase in shape.phases if phase.matrix is not None]
     boxes = [product_of(shape, phase).box for phase in phases]
-    found = [
-        map_of(numbers_of(getattr(layer, str(phase.matrix))), box)
+    layer_maps = [
+        encode_map(flat_matrix(getattr(layer, str(phase.matrix))), box)
         for layer in weights.layers
         for phase, box in zip(phases, boxes, strict=True)
     ]
-    return [*found, map_of(weights.head, product_of(shape, LOGITS).box)]
+    return [*layer_maps, encode_map(weights.head, product_of(shape, LOGITS).box)]
 
 
 @dataclasses.dataclass(slots=True)
@@ -221,63 +229,70 @@ class DecodeSteps:
         weights: ModelWeights,
         sizes: Sequence[int],
         block_size: int,
-        patience: float = PATIENCE,
+        wait_timeout: float = WAIT_TIMEOUT,
     ) -> DecodeSteps:
         """Load a kernel for each number of rows in `sizes` that is supported. If one fails, log a
         warning and load no more."""
         device = weights.embed.device
         if device.type != "cuda":
             return cls({})
-        found = torch.cuda.get_device_properties(device)
-        capability, processors = (found.major, found.minor), found.multi_processor_count
-        made: dict[int, DecodeStep] = {}
+        properties = torch.cuda.get_device_properties(device)
+        capability = properties.major, properties.minor
+        processors = properties.multi_processor_count
+        steps: dict[int, DecodeStep] = {}
         packed, mixtures = weights.is_packed, {layer.mixture for layer in weights.layers}
         if packed is None or len(mixtures) > 1:
-            what = "matrices are in FP8" if packed is None else "layers have experts"
-            log.warning("%s: only some of the model's %s", _SLOWER, what)
-            return cls(made)
+            packed_part = "matrices are in FP8" if packed is None else "layers have experts"
+            log.warning("%s: only some of the model's %s", _SLOWDOWN, packed_part)
+            return cls(steps)
         step, (mixture,) = None, mixtures
         for rows in sizes:
-            where = weights.embed.dtype, capability, 1, processors
-            if supports(config, rows, block_size, *where, packed, mixture) is not None:
+            device_options = weights.embed.dtype, capability, 1, processors
+            options = (*device_options, packed, mixture)
+            if step_unsupported_reason(config, rows, block_size, *options) is not None:
                 continue
             shape = Shape.of(config, rows, block_size, processors, 1, packed, mixture)
             try:
-                step = DecodeStep(shape, weights, config.rms_norm_eps, patience, step)
+                step = DecodeStep(shape, weights, config.rms_norm_eps, wait_timeout, step)
             except (CompileError, DriverError) as error:
-                log.warning("%s: %s", _SLOWER, error)
-                return cls(made)
-            made[rows] = step
-        return cls(made)
+                log.warning("%s: %s", _SLOWDOWN, error)
+                return cls(steps)
+            steps[rows] = step
+        return cls(steps)
 
     def run(
         self,
-        rows: RowBuffers,
+        buffers: RowBuffers,
         slots: torch.Tensor,
         tables: torch.Tensor,
         caches: Sequence[KVCache],
-        into: torch.Tensor | None,
+        logits_out: torch.Tensor | None,
     ) -> WholeStep | None:
-        """Queue a decode step, and write its logits to `into`, bfloat16 (rows, vocabulary), if
-        given. Return None if the step must run operator by operator.
+        """Queue a decode step, and write its logits to `logits_out`, bfloat16 (rows, vocabulary),
+        if given. Return None if the step must run operator by operator.
 
-        `rows` is filled in by `BatchOperators.advance`, `slots` is int32 (rows,), and `tables` is
-        int32 (slots, blocks)."""
+        `buffers` is filled in by `BatchOperators.advance`, `slots` is int32 (rows,), and `tables`
+        is int32 (slots, blocks)."""
         step = self.steps.get(len(slots))
         if step is None:
             return None
         inputs = StepInputs(
-            rows.token_ids, rows.positions, rows.contexts, slots, rows.slot_mapping, tables
+            buffers.token_ids,
+            buffers.positions,
+            buffers.contexts,
+            slots,
+            buffers.slot_mapping,
+            tables,
         )
         try:
-            hidden = step(inputs, caches, into)
+            hidden = step(inputs, caches, logits_out)
             return WholeStep(hidden, step.logits)
         except DriverError as error:
-            log.warning("%s: %s", _SLOWER, error)
+            log.warning("%s: %s", _SLOWDOWN, error)
             self.steps.clear()
             return None
 
-    def check(self) -> None:
+    def raise_if_stopped(self) -> None:
         """Raise `StepStopped` if a kernel has stopped itself."""
         for step in self.steps.values():
-            step.check()
+            step.raise_if_stopped()

@@ -13,7 +13,7 @@ from typing import Literal
 from nanoactor.models.model_config import ModelConfig
 from nanoactor.models.weights.whole_step import Mixture
 
-MOST_ROWS = 16
+MAX_ROWS = 16
 WARPS = 8
 """Number of consumer warps of a block."""
 SLOT_BYTES = 16384
@@ -28,8 +28,8 @@ UNITS = SLOT_BYTES // (8 * UNIT_BYTES)
 """Maximum number of units in a box."""
 HEAD_TILES = 4
 """Number of tiles in a chunk of the head."""
-_LEAST_SLOTS, _MOST_SLOTS = 4, 12
-_WHOLE_ROWS, _PIECE_ROWS = 100 << 10, 64 << 10
+_MIN_SLOTS, _MAX_SLOTS = 4, 12
+_MAX_WHOLE_INPUT_BYTES, _MAX_PIECE_BYTES = 100 << 10, 64 << 10
 """Sizes in bytes: sources up to the first size are not cut into pieces, and pieces have up to the
 second size."""
 
@@ -82,8 +82,8 @@ EXPERT_PHASES = (
 )
 """Phases of a layer with a mixture of experts. All blocks receive the rows for `ROUTE` and keep
 them; then each block derives the rows' chosen experts from the scores."""
-MOST_EXPERT_ROWS = 8
-_MOST_EXPERTS, _MOST_CHOSEN = 256, 32
+MAX_EXPERT_ROWS = 8
+_MAX_EXPERTS, _MAX_TOP_K = 256, 32
 LOGITS = Phase("LOGITS", "head", "vocab", "hidden", "X1", "LOGITS")
 """The phase after the last layer; its tiles are assigned to blocks dynamically."""
 
@@ -117,25 +117,27 @@ class Product:
         """Return the number of scales of all matrices: `UNITS` for each tile and box."""
         return self.matrices * self.stacked * self.tiles * self.boxes * UNITS * self.packed
 
-    def tiles_of(self, block: int, blocks: int, chosen: int = 1) -> int:
+    def tiles_of(self, block: int, blocks: int, active_experts: int = 1) -> int:
         """Return the number of tiles of a block; its tile i is tile `block + i * blocks` of all
-        tiles. If `experts` is "outputs", each of the `chosen` experts adds tiles; if it is
+        tiles. If `experts` is "outputs", each of the `active_experts` experts adds tiles; if it is
         "inputs", each tile spans all of them."""
-        tiles = self.tiles * (chosen if self.experts == "outputs" else 1)
+        tiles = self.tiles * (active_experts if self.experts == "outputs" else 1)
         return max(0, -(-(tiles - block) // blocks))
 
     def boxes_of(
-        self, block: int, blocks: int, chosen: int = 1
+        self, block: int, blocks: int, active_experts: int = 1
     ) -> Iterator[tuple[int, int, int, int]]:
         """Yield (piece, tile of the block, matrix of the stack, box) in the order of the ring.
-        `chosen` is the number of experts that the rows have chosen."""
+        `active_experts` is the number of experts that the rows have chosen."""
         for piece in range(self.pieces):
-            first = piece * self.piece_boxes
-            end = min(self.boxes, first + self.piece_boxes)
-            for tile in range(self.tiles_of(block, blocks, chosen)):
-                for half in range(self.stacked):
-                    for box in range(first, end * (chosen if self.experts == "inputs" else 1)):
-                        yield piece, tile, half, box
+            first_box = piece * self.piece_boxes
+            end = min(self.boxes, first_box + self.piece_boxes)
+            for tile in range(self.tiles_of(block, blocks, active_experts)):
+                for matrix in range(self.stacked):
+                    for box in range(
+                        first_box, end * (active_experts if self.experts == "inputs" else 1)
+                    ):
+                        yield piece, tile, matrix, box
 
 
 NO_PRODUCT = Product(0, 1, 0, 64, 0, 0, 0, 1)
@@ -217,7 +219,7 @@ class Shape:
     @property
     def pairs(self) -> int:
         """Return the number of pairs of a row and a chosen expert; 0 without experts."""
-        return 0 if self.mixture is None else self.rows * self.mixture.chosen
+        return 0 if self.mixture is None else self.rows * self.mixture.top_k
 
     @property
     def width(self) -> int:
@@ -241,12 +243,12 @@ class Shape:
         return -(-self.hidden // 8 // self.blocks)
 
 
-def _columns_whole(shape: Shape) -> int:
+def _max_whole_columns(shape: Shape) -> int:
     """Return the maximum number of columns of a source that is not cut into pieces."""
     widest = max(shape.hidden, shape.width, shape.inter)
-    if 2 * shape.rows * widest <= _WHOLE_ROWS:
+    if 2 * shape.rows * widest <= _MAX_WHOLE_INPUT_BYTES:
         return widest
-    return max(shape.hidden, _PIECE_ROWS // (2 * shape.rows))
+    return max(shape.hidden, _MAX_PIECE_BYTES // (2 * shape.rows))
 
 
 def product_of(shape: Shape, phase: Phase) -> Product:
@@ -258,16 +260,16 @@ def product_of(shape: Shape, phase: Phase) -> Product:
     columns, unit = getattr(shape, phase.columns), UNIT_BYTES if packed else UNIT_BYTES // 2
     boxes = -(-columns // (UNITS * unit))
     box = -(-columns // unit // boxes)
-    most = _columns_whole(shape)
-    piece, pieces = boxes, 1
-    if columns > most and phase.experts != "inputs":
+    max_columns = _max_whole_columns(shape)
+    piece_boxes, pieces = boxes, 1
+    if columns > max_columns and phase.experts != "inputs":
         # Rows are received in blocks of 256 columns, so pieces are multiples of these blocks.
-        step = next(n for n in (1, 2, 4) if n * box * unit % 256 == 0)
-        piece = max(1, most // (unit * box) // step) * step
-        pieces = -(-boxes // piece)
+        multiple = next(n for n in (1, 2, 4) if n * box * unit % 256 == 0)
+        piece_boxes = max(1, max_columns // (unit * box) // multiple) * multiple
+        pieces = -(-boxes // piece_boxes)
     tiles = -(-getattr(shape, phase.rows) // 8)
     return Product(
-        tiles, phase.stacked, columns, unit, box, boxes, piece, pieces, packed, matrices,
+        tiles, phase.stacked, columns, unit, box, boxes, piece_boxes, pieces, packed, matrices,
         phase.experts,
     )  # fmt: skip
 
@@ -296,21 +298,21 @@ def layout_of(shape: Shape) -> Layout:
     group = 8 if shape.rows == 1 else 4 if shape.rows <= 8 else 2
     if any(product.pieces > 1 for product in products):
         group = max(group, -(-shape.hidden_tiles // 2))
-    of_rows = [p for p in products if p.experts != "inputs"]
-    columns = max(min(p.columns, p.piece_boxes * p.box * p.unit) for p in of_rows)
+    row_products = [p for p in products if p.experts != "inputs"]
+    columns = max(min(p.columns, p.piece_boxes * p.box * p.unit) for p in row_products)
     inputs = shape.rows * (columns + 32) * 2
     if shape.pairs:  # a line for each pair, and one of zeros
         inputs = max(inputs, (shape.pairs + 1) * (shape.inter + 32) * 2)
     sums = 2 * group * WARPS * shape.rows * 8 * 4
     work = max(sums, WARPS * shape.heads // shape.kv_heads * shape.head_dim * 4)
     attention = 16 * (shape.head_dim + 32) + 8 * shape.head_dim + 64 * (WARPS + 1)
-    rest = 20 * _MOST_SLOTS + shape.rows * (WARPS * 4 + shape.hidden_tiles * 32 + 16) + attention
+    rest = 20 * _MAX_SLOTS + shape.rows * (WARPS * 4 + shape.hidden_tiles * 32 + 16) + attention
     if shape.packed:  # scales of the ring's boxes, and of the inputs
-        rest += 4 * UNITS * _MOST_SLOTS + 4 * input_scales(shape, columns)
+        rest += 4 * UNITS * _MAX_SLOTS + 4 * input_scales(shape, columns)
     if shape.mixture is not None:  # scores of the rows, and their chosen experts
         rest += 4 * shape.rows * WARPS * scored_experts(shape) + 24 * shape.pairs + 64
     rest = (rest + 448) // 16 * 16
-    slots = min(_MOST_SLOTS, (SHARED_LIMIT - inputs - work - rest) // SLOT_BYTES)
+    slots = min(_MAX_SLOTS, (SHARED_LIMIT - inputs - work - rest) // SLOT_BYTES)
     return Layout(group, columns, inputs, work, rest, slots)
 
 
@@ -321,32 +323,32 @@ def scored_experts(shape: Shape) -> int:
 
 def input_scales(shape: Shape, columns: int) -> int:
     """Return the number of scales in shared memory for inputs of at most `columns` columns."""
-    of_rows = shape.rows * (columns // UNIT_BYTES + 1)
-    return max(of_rows, (shape.pairs + 1) * (shape.inter // UNIT_BYTES + 1)) * shape.packed
+    row_scales = shape.rows * (columns // UNIT_BYTES + 1)
+    return max(row_scales, (shape.pairs + 1) * (shape.inter // UNIT_BYTES + 1)) * shape.packed
 
 
-def _refusal_of_experts(shape: Shape) -> str | None:
+def _experts_unsupported_reason(shape: Shape) -> str | None:
     mixture = shape.mixture
     if mixture is None:
         return None
-    if shape.rows > MOST_EXPERT_ROWS:
-        return f"{shape.rows} rows of a mixture of experts are more than {MOST_EXPERT_ROWS}"
-    if mixture.experts > _MOST_EXPERTS or mixture.chosen > _MOST_CHOSEN:
+    if shape.rows > MAX_EXPERT_ROWS:
+        return f"{shape.rows} rows of a mixture of experts are more than {MAX_EXPERT_ROWS}"
+    if mixture.experts > _MAX_EXPERTS or mixture.top_k > _MAX_TOP_K:
         return (
-            f"{mixture.chosen} of {mixture.experts} experts exceed the maximum of {_MOST_CHOSEN} "
-            f"of {_MOST_EXPERTS}"
+            f"{mixture.top_k} of {mixture.experts} experts exceed the maximum of {_MAX_TOP_K} "
+            f"of {_MAX_EXPERTS}"
         )
-    if mixture.chosen * shape.inter < 8 * shape.blocks:
-        return f"{mixture.chosen} experts of {shape.inter} are too small for {shape.blocks} blocks"
+    if mixture.top_k * shape.inter < 8 * shape.blocks:
+        return f"{mixture.top_k} experts of {shape.inter} are too small for {shape.blocks} blocks"
     return None
 
 
-def refusal(shape: Shape) -> str | None:
+def shape_unsupported_reason(shape: Shape) -> str | None:
     """Return why no kernel supports a shape, or None if one does."""
-    return _refusal_of_experts(shape) or _refusal_of_sizes(shape)
+    return _experts_unsupported_reason(shape) or _sizes_unsupported_reason(shape)
 
 
-def _refusal_of_sizes(shape: Shape) -> str | None:
+def _sizes_unsupported_reason(shape: Shape) -> str | None:
     for name in ("hidden", "width", "inter"):
         if getattr(shape, name) % 256:
             return f"{name} {getattr(shape, name)} is not a multiple of 256"
@@ -354,15 +356,15 @@ def _refusal_of_sizes(shape: Shape) -> str | None:
         return f"head_dim {shape.head_dim} is neither 64 nor 128"
     if shape.heads // shape.kv_heads > WARPS:
         return f"{shape.heads // shape.kv_heads} query heads share a key-value head, more than 8"
-    if not 1 <= shape.rows <= MOST_ROWS:
-        return f"the number of rows, {shape.rows}, is not between 1 and {MOST_ROWS}"
+    if not 1 <= shape.rows <= MAX_ROWS:
+        return f"the number of rows, {shape.rows}, is not between 1 and {MAX_ROWS}"
     if shape.block_size % 16:
         return f"block_size {shape.block_size} is not a multiple of 16"
     if shape.rows > 1 and shape.flagged:
         return "flagged words support only one row"
     if parameter_bytes(shape) > PARAMETER_LIMIT:
         return f"{shape.layers} layers are too many for the kernel's parameters"
-    if layout_of(shape).slots < _LEAST_SLOTS:
+    if layout_of(shape).slots < _MIN_SLOTS:
         return f"{shape.rows} rows of {shape.hidden} inputs leave no room for weights"
     return None
 
@@ -402,23 +404,32 @@ def _products(shape: Shape) -> Iterator[str]:
     yield "constexpr Product PRODUCTS[] = {"
     maps = scales = 0
     for phase in (*shape.phases, LOGITS):
-        p = product_of(shape, phase)
-        cut = p.tiles, p.stacked, p.columns, p.unit, p.box, p.boxes, p.piece_boxes, p.pieces
-        rest = int(p.packed), _flight_of(shape, p), scales, maps
-        yield f"  {{{', '.join(map(str, (*cut, *rest)))}}},  // {phase.name}"
+        product = product_of(shape, phase)
+        geometry = (
+            product.tiles,
+            product.stacked,
+            product.columns,
+            product.unit,
+            product.box,
+            product.boxes,
+            product.piece_boxes,
+            product.pieces,
+        )
+        rest = int(product.packed), _max_boxes_in_flight(shape, product), scales, maps
+        yield f"  {{{', '.join(map(str, (*geometry, *rest)))}}},  // {phase.name}"
         maps += phase.matrix is not None
-        scales += p.scales
+        scales += product.scales
     yield "};"
     yield f"constexpr int MAPS = {maps - 1};"
 
 
-def _flight_of(shape: Shape, product: Product) -> int:
+def _max_boxes_in_flight(shape: Shape, product: Product) -> int:
     """Return the maximum number of a matrix's boxes that may be in flight at once."""
-    narrow = shape.hidden <= 1536
-    flight = shape.in_flight or ((4 if shape.packed else 2) if narrow else 3)
+    is_narrow = shape.hidden <= 1536
+    boxes = shape.in_flight or ((4 if shape.packed else 2) if is_narrow else 3)
     if product.experts is not None:  # their boxes may be small
-        flight = -(-flight * UNITS // product.box)
-    return min(flight, layout_of(shape).slots)
+        boxes = -(-boxes * UNITS // product.box)
+    return min(boxes, layout_of(shape).slots)
 
 
 def constants(shape: Shape) -> str:
@@ -447,7 +458,7 @@ def constants(shape: Shape) -> str:
         "XS_SCALES": layout.input_columns // UNIT_BYTES + 1 if shape.packed else 0,
         "ALL_SCALES": input_scales(shape, layout.input_columns),
         "EXPERTS": mixture.experts if mixture else 0,
-        "CHOSEN": mixture.chosen if mixture else 1,
+        "CHOSEN": mixture.top_k if mixture else 1,
         "PAIRS": max(1, shape.pairs),
         "SCORED": max(1, scored_experts(shape)),
         "UNITS": UNITS,
@@ -461,7 +472,7 @@ def constants(shape: Shape) -> str:
     }
     switches = {
         "PACKED": shape.packed,
-        "NORMALIZES": mixture is not None and mixture.normalizes,
+        "NORMALIZES": mixture is not None and mixture.renormalize,
         "QK_NORM": shape.qk_norm,
         "QKV_BIAS": shape.qkv_bias,
         "FLAGGED": shape.has_flags,

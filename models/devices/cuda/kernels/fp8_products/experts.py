@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nanoactor.models.devices.cuda.kernels.experts_fp8 import grouped
+from nanoactor.models.devices.cuda.kernels.experts_fp8 import grouped_gemms
 from nanoactor.models.devices.cuda.kernels.fp8 import Packed
 from nanoactor.models.devices.cuda.kernels.fp8_products.launch import (
     Args,
@@ -17,9 +17,9 @@ from nanoactor.models.devices.cuda.kernels.fp8_products.launch import (
 from nanoactor.models.devices.cuda.kernels.fp8_products.variants import (
     BLOCK,
     Variant,
-    variants_for,
+    choose_variants,
 )
-from nanoactor.models.devices.cuda.kernels.routing import blocks_of
+from nanoactor.models.devices.cuda.kernels.routing import align_blocks
 
 
 def supports(gate_up: Packed, down: Packed) -> bool:
@@ -38,28 +38,30 @@ class HopperExperts:
         self._gate_up, self._down = Matrix(gate_up), Matrix(down)
         self._kernels = kernels
 
-    def __call__(self, x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        """Return the output of each token-expert pair times its routing weight, (tokens, chosen,
+    def __call__(
+        self, x: torch.Tensor, ids: torch.Tensor, topk_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the output of each token-expert pair times its routing weight, (tokens, top_k,
         hidden)."""
-        tokens, chosen = ids.shape
+        tokens, top_k = ids.shape
         experts = len(self._down.packed.weight)
-        variants = variants_for(tokens * chosen, experts)
+        variants = choose_variants(tokens * top_k, experts)
         if variants is None or x.dtype != torch.bfloat16:
-            return grouped(x, self._gate_up.packed, self._down.packed, ids, shares)
+            return grouped_gemms(x, self._gate_up.packed, self._down.packed, ids, topk_weights)
         first, second = variants
-        blocks = blocks_of(ids, experts, first.tokens)
-        rows = gather(self._kernels, x, self._gate_up.packed, blocks, chosen, first.tokens)
-        between = Rows.empty(self._down.blocks, len(blocks.rows), x.device)
-        args = arguments_of(self._gate_up, first, rows, between.values, tokens)
-        args.y_scales = between.scales.data_ptr()
-        args.owners, args.used = blocks.owners.data_ptr(), blocks.used.data_ptr()
+        blocks = align_blocks(ids, experts, first.tokens)
+        rows = gather(self._kernels, x, self._gate_up.packed, blocks, top_k, first.tokens)
+        intermediate = Rows.empty(self._down.blocks, len(blocks.pair_ids), x.device)
+        args = arguments_of(self._gate_up, first, rows, intermediate.values, tokens)
+        args.y_scales = intermediate.scales.data_ptr()
+        args.owners, args.used = blocks.expert_ids.data_ptr(), blocks.num_used.data_ptr()
         self._run(first, args)
-        parts = x.new_empty(tokens, chosen, self._down.outputs)
-        args = arguments_of(self._down, second, between, parts, tokens * chosen)
-        args.owners, args.used = blocks.owners.data_ptr(), blocks.used.data_ptr()
-        args.pairs, args.shares = blocks.rows.data_ptr(), shares.data_ptr()
+        pair_outputs = x.new_empty(tokens, top_k, self._down.outputs)
+        args = arguments_of(self._down, second, intermediate, pair_outputs, tokens * top_k)
+        args.owners, args.used = blocks.expert_ids.data_ptr(), blocks.num_used.data_ptr()
+        args.pairs, args.shares = blocks.pair_ids.data_ptr(), topk_weights.data_ptr()
         self._run(second, args)
-        return parts
+        return pair_outputs
 
     def _run(self, variant: Variant, args: Args) -> None:
         tiles = args.row_tiles * args.output_tiles

@@ -88,9 +88,9 @@ class Kernels:
         `DriverError` if that fails."""
         device = torch.cuda.current_device()
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
-        module = Module(nvrtc.compiled(source(), _NAME).cubin)
+        module = Module(nvrtc.load_or_compile(source(), _NAME).cubin)
         self._variants = {
-            variant: module.kernel(variant.name, self.processors, THREADS, variant.shared)
+            variant: module.kernel(variant.name, self.processors, THREADS, variant.shared_bytes)
             for variant in VARIANTS
         }
         self._rounding = module.kernel(ROUNDING, self.processors, ROUNDING_THREADS, 0)
@@ -111,23 +111,23 @@ class ProductKernels:
     """The kernels of a device, loaded when they are first needed."""
 
     def __init__(self, capability: tuple[int, int]) -> None:
-        self._wanted = capability == CAPABILITY
-        self._found: Kernels | None = None
+        self._is_enabled = capability == CAPABILITY
+        self._kernels: Kernels | None = None
 
     def get(self) -> Kernels | None:
         """Return the kernels, or None if the device has none. Warn once if they cannot be
         loaded."""
-        if self._wanted and self._found is None:
+        if self._is_enabled and self._kernels is None:
             try:
-                self._found = Kernels()
+                self._kernels = Kernels()
             except (nvrtc.CompileError, DriverError) as error:
-                self._wanted = False
+                self._is_enabled = False
                 log.warning(
                     "FP8 products with many rows use the Triton kernels, which take up to 1.5 "
                     "times as long: %s",
                     error,
                 )
-        return self._found
+        return self._kernels
 
 
 class Matrix:
@@ -147,7 +147,7 @@ class Matrix:
 def arguments_of(matrix: Matrix, variant: Variant, rows: Rows, y: torch.Tensor, count: int) -> Args:
     """Return the arguments of a product of whole tiles, of which `count` rows are stored."""
     slots = rows.scales.shape[1]
-    found = Args(
+    args = Args(
         scales=matrix.packed.scales.data_ptr(),
         rows=rows.values.data_ptr(),
         row_scales=rows.scales.data_ptr(),
@@ -160,8 +160,8 @@ def arguments_of(matrix: Matrix, variant: Variant, rows: Rows, y: torch.Tensor, 
         row_tiles=slots // variant.tokens,
         output_tiles=-(-matrix.outputs // (variant.outputs * (1 + (variant.epilogue == "SWIGLU")))),
     )
-    ctypes.memmove(found.weight, matrix.map, MAP_BYTES)
-    return found
+    ctypes.memmove(args.weight, matrix.map, MAP_BYTES)
+    return args
 
 
 # -- rows -----------------------------------------------------------------------------------------
@@ -174,18 +174,18 @@ def quantize(kernels: Kernels, x: torch.Tensor, packed: Packed, slots: int) -> R
 
 
 def gather(
-    kernels: Kernels, x: torch.Tensor, packed: Packed, blocks: Blocks, chosen: int, tokens: int
+    kernels: Kernels, x: torch.Tensor, packed: Packed, blocks: Blocks, top_k: int, tokens: int
 ) -> Rows:
     """Round the tokens of the pairs in `blocks`, which have `tokens` slots each. Slots without a
     pair are left uninitialized. Raises `DriverError` if the launch fails."""
     args = RoundArgs(
-        pairs=blocks.rows.data_ptr(),
-        used=blocks.used.data_ptr(),
-        count=len(x) * chosen,
-        chosen=chosen,
+        pairs=blocks.pair_ids.data_ptr(),
+        used=blocks.num_used.data_ptr(),
+        count=len(x) * top_k,
+        chosen=top_k,
         tokens=tokens,
     )
-    return _round(kernels, x, packed, len(blocks.rows), args)
+    return _round(kernels, x, packed, len(blocks.pair_ids), args)
 
 
 def _round(kernels: Kernels, x: torch.Tensor, packed: Packed, slots: int, args: RoundArgs) -> Rows:

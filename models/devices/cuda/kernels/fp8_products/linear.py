@@ -13,15 +13,15 @@ from nanoactor.models.devices.cuda.kernels.fp8_products.launch import (
 )
 from nanoactor.models.devices.cuda.kernels.fp8_products.variants import (
     BLOCK,
-    TRITON_UP_TO,
-    division_of,
+    TRITON_MAX_ROWS,
+    choose_division,
 )
 from nanoactor.models.weights.fp8 import Fp8Blocks
 
 
 def linear_of(weights: Fp8Blocks, kernels: Kernels | None) -> TritonFp8Linear:
-    """Return the operator for weights for which `refusal` returned None. Raises `DriverError` if a
-    tensor map cannot be encoded."""
+    """Return the operator for weights for which `unsupported_reason` returned None. Raises
+    `DriverError` if a tensor map cannot be encoded."""
     if kernels is None or weights.block != BLOCK:
         return TritonFp8Linear(weights)
     return HopperFp8Linear(weights, kernels)
@@ -32,8 +32,8 @@ class HopperFp8Linear(TritonFp8Linear):
     kernels in Triton."""
 
     def __init__(self, weights: Fp8Blocks, kernels: Kernels) -> None:
-        """Pack weights in blocks of `BLOCK` for which `refusal` returned None. Raises `DriverError`
-        if the tensor map cannot be encoded."""
+        """Pack weights in blocks of `BLOCK` for which `unsupported_reason` returned None. Raises
+        `DriverError` if the tensor map cannot be encoded."""
         super().__init__(weights)
         self._kernels = kernels
         self._matrix = Matrix(self._packed)
@@ -43,9 +43,9 @@ class HopperFp8Linear(TritonFp8Linear):
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         matrix, kernels = self._matrix, self._kernels
-        if x.dtype != torch.bfloat16 or len(x) <= TRITON_UP_TO:
+        if x.dtype != torch.bfloat16 or len(x) <= TRITON_MAX_ROWS:
             return super()._product(x)
-        division = division_of(len(x), matrix.outputs, matrix.blocks, kernels.processors)
+        division = choose_division(len(x), matrix.outputs, matrix.blocks, kernels.processors)
         variant = division.variant
         y = x.new_empty(len(x), matrix.outputs)
         rows = quantize(kernels, x, self._packed, division.row_tiles * variant.tokens)
