@@ -229,7 +229,7 @@ _PATCHES = [
         "a result is dropped for a preempted sequence",
         OUTPUT,
         "            if not sequence.accepts(token, self._step):\n",
-        "            waits = sequence.phase is Phase.WAITING\n"
+        '            waits = sequence.phase.name == "WAITING"\n'
         "            if waits or not sequence.accepts(token, self._step):\n",
     ),
     Mutation(

@@ -6,6 +6,8 @@ Planted bugs are found by seeds that `killers.py` remembers, and rewrites:
 """
 
 import contextlib
+import importlib
+import inspect
 import json
 import os
 import subprocess
@@ -164,6 +166,19 @@ def test_there_are_twenty_planted_bugs_and_no_two_alike():
     patches = [m for m in MUTATIONS if isinstance(m, Mutation)]
     assert len({(m.module, m.old, m.new) for m in patches}) == len(patches) >= 20
     assert len({m.what for m in MUTATIONS}) == len(MUTATIONS)
+
+
+def test_planted_bugs_use_no_name_that_is_not_there(tmp_path):
+    """An undefined name would be found instead of the bug."""
+    for number, bug in enumerate(MUTATIONS):
+        if isinstance(bug, Mutation):
+            source = inspect.getsource(importlib.import_module(bug.module))
+            (tmp_path / f"bug{number}.py").write_text(source.replace(bug.old, bug.new))
+    options = ["--isolated", "--select", "F821", "--output-format", "concise"]
+    done = subprocess.run(
+        [sys.executable, "-m", "ruff", "check", *options, tmp_path], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
 
 
 def test_a_failing_seed_shrinks_and_tells_its_stories():
