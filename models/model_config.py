@@ -19,7 +19,7 @@ class RopeConfig:
     original_max_positions: int = 0
     """Context length in training, before rope scaling; 0 if there is no scaling."""
     has_original_max_positions: bool = dataclasses.field(default=False, compare=False)
-    """Whether the configuration states the original length; otherwise it is
+    """True if the configuration states the original length; otherwise it is
     `max_position_embeddings`."""
     beta_fast: float = 32.0
     beta_slow: float = 1.0
@@ -74,7 +74,7 @@ class ModelConfig:
     qk_norm: bool
     qkv_bias: bool
     output_bias: bool
-    """Whether attention's output projection has a bias."""
+    """True if attention's output projection has a bias."""
     mlp_bias: bool
     tie_embeddings: bool
     dtype: str
@@ -82,7 +82,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     vision: VisionConfig | None = None
     has_head: bool = True
-    """Whether the model has a head; a decoder without one can pool but not generate tokens."""
+    """True if the model has a head; a decoder without one can pool but not generate tokens."""
     scales: Scales = Scales()
     window: int | None = None
     """Number of positions that a token attends to, including its own; None if there is no limit.

@@ -1,4 +1,4 @@
-"""How a model is split over the ranks of a tensor-parallel group; imports no torch.
+"""The split of a model over the ranks of a tensor-parallel group; imports no torch.
 
 Megatron's scheme (arXiv:1909.08053): attention heads and the MLP's inner dimension are divided, so
 that each layer needs two all-reduces; the vocabulary is divided for the embedding and the head.

@@ -61,7 +61,7 @@ class Context:
         self._outboxes = outboxes
         self._fail = fail
         self.retired = False
-        """Whether the system was cut, after which pending calls are dropped."""
+        """True if the system was cut, after which pending calls are dropped."""
         self._lease: Lease | None = None
         self.alarm: Alarm | None = None
         """The node's alarm; None if the node neither wakes other nodes early nor is woken early."""

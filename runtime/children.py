@@ -246,7 +246,7 @@ class ChildProcess:
         self.hang_description = ""
         """Description of the hang for which the process is killed; empty if there is none."""
         self.is_collateral = False
-        """Whether the process is killed only because another node has died."""
+        """True if the process is killed only because another node has died."""
         self._started_at = 0.0
         self.start_seconds = 0.0
         """Seconds that the process took to become ready; 0 until it is ready."""

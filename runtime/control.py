@@ -119,7 +119,7 @@ class Failed:
     exception: bytes
     """The pickled exception if its class sets `picklable = True`, else empty."""
     is_resource_failure: bool
-    """Whether the cause is that the machine is out of a resource."""
+    """True if the cause is that the machine is out of a resource."""
 
     @classmethod
     def of(cls, actor: str, error: BaseException) -> Failed:

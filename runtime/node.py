@@ -80,7 +80,7 @@ class Node:
         """Descriptors that no sender or receiver has taken over."""
         self._ready: dict[str, ReadyInfo] = {}
         self._is_running = False
-        """Whether the actors have been started; until then they have nothing to report."""
+        """True if the actors have been started; until then they have nothing to report."""
 
     def setup(self, on_actor: Callable[[str], None] = lambda name: None) -> dict[str, ReadyInfo]:
         """Import, create and set up every actor; return the records that the actors publish, by

@@ -189,7 +189,7 @@ class QueueReceiver:
         self._backlog = 0
         self._drain_callbacks: list[Callable[[], None]] = []
         self._is_drain_scheduled = False
-        """Whether a scheduled call of `_drain` will process newly appended records."""
+        """True if a scheduled call of `_drain` will process newly appended records."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._deliver: Deliver
         self._fatal: Fatal

@@ -44,7 +44,7 @@ class Recorder:
         pickle.dump((spec, dict(ready)), self._file)
 
     def write(self, kind: int, label: str = "", message: Any = None) -> None:
-        """Append an entry."""
+        """Append an entry to the recording."""
         body = b"" if message is None else encode(message).to_bytes(0)
         self._file.write(_ENTRY.pack(kind, len(label), len(body)) + label.encode() + body)
 

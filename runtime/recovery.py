@@ -29,7 +29,7 @@ class Death:
     cause: str
     """One line for humans: the signal, the exit status, or an actor's exception."""
     is_evidence: bool
-    """Whether the node's own work may have caused the death: no other process killed the node, and
+    """True if the node's own work may have caused the death: no other process killed the node, and
     it was denied no resource."""
 
     def __str__(self) -> str:

@@ -55,7 +55,7 @@ class NodeSpec:
     nice: int = 0
     """Niceness of the process, as in `os.nice`."""
     wakes_early: bool = False
-    """Whether the node can be woken ahead of work, and then stays awake for a moment."""
+    """True if the node can be woken ahead of work, and then stays awake for a moment."""
     group: str = ""
     """Name of the group; empty if there is none. Nodes of a group wait for one another without
     messages. When any node has died, they cannot be asked to stop, so all of them are replaced."""
@@ -73,7 +73,7 @@ class EdgeSpec:
     bound: int | None = None
     """Maximum number of unsent messages that the protocol allows; None if it is unbounded."""
     paced: bool = False
-    """Whether the outbox is ready only once everything sent was read and the source has handled
+    """True if the outbox is ready only once everything sent was read and the source has handled
     everything that arrived. A source that merges messages (see `Outbox.ready`) then merges whenever
     its reader or the source itself lags."""
     name: str = ""

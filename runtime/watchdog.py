@@ -67,7 +67,7 @@ class Watchdog:
         self._check()
 
     def stop(self) -> None:
-        """Stop watching."""
+        """Stop watching the event loop."""
         self._timer.cancel()
 
     def record_reply(self, node: str, progress: Mapping[str, Progress]) -> None:

@@ -22,7 +22,7 @@ class Options:
     transport: Literal["ring", "queue"] = "ring"
     """Transport that carries messages between nodes."""
     debug: bool = False
-    """Whether records have checksums and released space is overwritten."""
+    """True if records have checksums and released space is overwritten."""
     debug_delay_ms: float = 0.0
     """Maximum random delay in milliseconds of each message on each edge; the order on an edge is
     kept."""

@@ -206,7 +206,7 @@ class PortableOperators:
     # -- operators ------------------------------------------------------------------------
 
     def check(self, dtype: torch.dtype, block_size: int, head_dim: int) -> None:
-        """Accept every configuration."""
+        """Accept every configuration: plain PyTorch has no restrictions."""
 
     def linear(self, weights: LinearWeights) -> LinearOperator:
         """Use a dense weight as it is, and unpack any other."""

@@ -94,7 +94,7 @@ class Linear:
         return F.linear(x, self.weight, self.bias)
 
     def matrix(self) -> torch.Tensor:
-        """Return the weight."""
+        """Return the matrix as the operator stores it."""
         return self.weight
 
 
@@ -155,31 +155,31 @@ class DeviceTraits:
     default_memory_utilization: float
     """Fraction of the memory free at startup that weights and KV cache may use."""
     shared_memory: bool = False
-    """Whether the ranks on a host share the same memory."""
+    """True if the ranks on a host share the same memory."""
     asynchronous: bool = True
-    """Whether calls only queue work. If False, calls return only when their work is complete, and
+    """True if calls only queue work. If False, calls return only when their work is complete, and
     the warm-up runs a smaller step because one of maximum size may take minutes."""
     allows_any_thread: bool = False
-    """Whether any thread may queue work, as long as only one does so at a time."""
+    """True if any thread may queue work, as long as only one does so at a time."""
     captures_graphs: bool = False
-    """Whether `Runtime.capture` speeds up decode steps."""
+    """True if `Runtime.capture` speeds up decode steps."""
     captures_prompts: bool = False
-    """Whether `Runtime.capture` also speeds up steps with prompts."""
+    """True if `Runtime.capture` also speeds up steps with prompts."""
     narrows_last_layer: bool = True
-    """Whether steps that are not captured may set `AttentionBatch.final_rows`."""
+    """True if steps that are not captured may set `AttentionBatch.final_rows`."""
     needs_host_seq_lens: bool = True
-    """Whether `BatchOperators.plan` reads `AttentionBatch.lengths`."""
+    """True if `BatchOperators.plan` reads `AttentionBatch.lengths`."""
     min_rows_for_runs: int = 1 << 30
     """Minimum number of rows of a decode step that may contain a run: several rows of one slot, at
     distinct positions. Each row of a run reads keys and values that other rows of the run write in
     the same step."""
     deep_pipeline: bool = False
-    """Whether each additional step in flight costs only negligible memory."""
+    """True if each additional step in flight costs only negligible memory."""
     keeps_logits: bool = False
-    """Whether the logits of constrained rows are kept rather than their hidden states, because
+    """True if the logits of constrained rows are kept rather than their hidden states, because
     reading the LM head again costs more than the memory for the logits."""
     publishes_ids: bool = False
-    """Whether a step can write token ids to host memory itself."""
+    """True if a step can write token ids to host memory itself."""
     fused_sampling: FusedSampling = "none"
     sharded_fused_sampling: FusedSampling = "none"
     """The value of `fused_sampling` if the vocabulary is sharded across ranks: each rank samples

@@ -40,10 +40,10 @@ class Family:
     head_dim: int | None = None
     """Head size if the file omits it; None means hidden_size / num_attention_heads."""
     qk_norm: bool = False
-    """Whether each query and key head is normalized before rotation."""
+    """True if each query and key head is normalized before rotation."""
     qkv_bias: Option = False
     output_bias: Option = False
-    """Whether attention's output projection has a bias."""
+    """True if attention's output projection has a bias."""
     mlp_bias: Option = False
     rope_theta: float = 10_000.0
     """RoPE base if the file omits it."""

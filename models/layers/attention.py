@@ -23,7 +23,7 @@ class Attention:
         size = self._head_dim = config.head_dim
         self._device, self.scale = context.device, size**-0.5 if spec.scale is None else spec.scale
         self.is_plain = spec.scale is None and spec.rotary_dim is None
-        """Whether `LayerWeights` can describe this attention."""
+        """True if `LayerWeights` can describe this attention."""
         inner = config.num_heads * size
         parts = (
             _separate_parts(context, name)

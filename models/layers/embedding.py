@@ -1,4 +1,4 @@
-"""Token embedding."""
+"""Token embedding, divided over the ranks by vocabulary."""
 
 from __future__ import annotations
 

@@ -21,9 +21,9 @@ class NormSpec:
 
     eps: float
     adds_one: bool = False
-    """Whether the file stores w and the norm multiplies by 1 + w."""
+    """True if the file stores w and the norm multiplies by 1 + w."""
     in_float32: bool = False
-    """Whether the weights stay in float32 and the product is rounded only once."""
+    """True if the weights stay in float32 and the product is rounded only once."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class MixerSpec:
     implementation: ClassVar[str]
     """The implementing class, as "module:name": a `nanoactor.models.layers.layer.Mixer`."""
     keeps_slot_state: ClassVar[bool] = False
-    """Whether the mixer keeps an array for each sequence. Such a model gets no prefix cache hits,
+    """True if the mixer keeps an array for each sequence. Such a model gets no prefix cache hits,
     because the array at the end of a block cannot be restored from the block."""
 
 
@@ -73,7 +73,7 @@ class MLPSpec(FeedForwardSpec):
     """Inner dimension, between the projections."""
     bias: bool = False
     fused: bool = False
-    """Whether the file stores the gate and up projections in one tensor, gates first."""
+    """True if the file stores the gate and up projections in one tensor, gates first."""
     name: str = "mlp"
 
 
@@ -88,9 +88,9 @@ class ExpertsSpec(FeedForwardSpec):
     inner: int
     """Inner dimension of an expert, between its projections."""
     renormalize: bool
-    """Whether the weights of a token's experts are scaled to a sum of 1."""
+    """True if the weights of a token's experts are scaled to a sum of 1."""
     transposed: bool = False
-    """Whether a file with all experts of a layer in one tensor stores inputs before outputs. Used
+    """True if a file with all experts of a layer in one tensor stores inputs before outputs. Used
     only if the tensor's shape does not show this."""
     name: str = "mlp"
 

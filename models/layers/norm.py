@@ -1,4 +1,4 @@
-"""Normalization layers."""
+"""Root mean square normalization, with and without a residual."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def _penalize(
 
 
 def _counts(ids: torch.Tensor, is_counted: torch.Tensor) -> torch.Tensor:
-    """Return how often each of `ids`, (rows, n), occurs in its row at positions that are counted.
+    """Count the occurrences of each of `ids`, (rows, n), in its row, at the counted positions.
 
     `is_counted` is bool (rows, n)."""
     sorted_ids = torch.where(is_counted, ids, torch.iinfo(torch.int64).max).sort(-1).values

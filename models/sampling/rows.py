@@ -1,4 +1,4 @@
-"""How rows are sampled: NumPy arrays on the host, tensors on the device."""
+"""Sampling parameters of rows: NumPy arrays on the host, tensors on the device."""
 
 from __future__ import annotations
 

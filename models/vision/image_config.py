@@ -1,4 +1,5 @@
-"""How a checkpoint resizes pictures and normalizes their pixels; imports no torch."""
+"""Resizing of pictures and normalization of their pixels, as configured by a checkpoint; imports
+no torch."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ _MAX_PIXELS = 1 << 40
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ImageConfig:
-    """How the checkpoint preprocesses a picture."""
+    """A checkpoint's preprocessing of pictures."""
 
     min_pixels: int
     """Minimum area in pixels; smaller pictures are enlarged."""

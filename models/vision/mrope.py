@@ -17,7 +17,7 @@ class VisualSpan:
     start: int
     """Index of the first token."""
     height: int
-    """Height in tokens."""
+    """Height of the grid in tokens."""
     width: int
 
     @property

@@ -1,4 +1,4 @@
-"""How a checkpoint resizes the frames of videos; imports no torch."""
+"""Resizing of video frames, as configured by a checkpoint; imports no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FILE = "video_preprocessor_config.json"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VideoConfig:
-    """How the checkpoint preprocesses a video's frames."""
+    """A checkpoint's preprocessing of video frames."""
 
     min_pixels: int
     """Minimum total area of the frames in pixels; smaller videos are enlarged."""

@@ -41,7 +41,7 @@ class Projection:
     columns: Span | None = None
     """The inputs to load; None means all inputs."""
     bias: bool = False
-    """Whether the checkpoint has biases for all outputs of the parts."""
+    """True if the checkpoint has biases for all outputs of the parts."""
 
 
 class LinearWeights(Protocol):
@@ -119,7 +119,7 @@ class Router:
     top_k: int
     """Number of experts chosen for each token."""
     renormalize: bool
-    """Whether the weights of a token's experts are scaled to a sum of 1."""
+    """True if the weights of a token's experts are scaled to a sum of 1."""
 
 
 def dense_of(weights: LinearWeights, reason: str | None = None) -> Dense:

@@ -38,7 +38,7 @@ class Mixture:
     inner: int
     """Inner dimension of an expert, between its projections."""
     renormalize: bool
-    """Whether the weights of a token's experts are scaled to a sum of 1."""
+    """True if the weights of a token's experts are scaled to a sum of 1."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

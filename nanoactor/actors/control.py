@@ -12,7 +12,7 @@ class EngineControl:
 
     def __init__(self) -> None:
         self.is_paused = False
-        """Whether no steps are planned, so that requests wait where they are."""
+        """True if no steps are planned, so that requests wait where they are."""
         self._forget_number = 0
         """Number of orders so far to forget the prefix index."""
         self._scheduler: Any = None

@@ -59,7 +59,7 @@ class FrontendActor(Actor):
         self._load = [0] * self._config.num_tokenizers
         self._next_uid = 0
         self._is_restarting = False
-        """Whether all processes are restarting, so that nothing can be sent."""
+        """True if all processes are restarting, so that nothing can be sent."""
         self._readmission = Readmission(config.engine.max_num_seqs)
         self.control = EngineControl()
         self._num_direct = 0

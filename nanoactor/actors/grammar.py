@@ -64,7 +64,7 @@ class GrammarActor(Actor):
         with that error."""
         self._compiler_lock = threading.Lock()
         self._has_started_reading = self._is_turn_scheduled = False
-        """Whether reading the vocabulary has been started; whether another turn is scheduled."""
+        """True if reading the vocabulary has been started; whether another turn is scheduled."""
         self._num_masks = 0
         self._mask_times: deque[int] = deque(maxlen=_MAX_TIMES)
         self._num_compiled = 0

@@ -75,6 +75,6 @@ class MediaSender:
                 del self._data[item_id]
 
     def forget(self) -> None:
-        """Cancel all transfers."""
+        """Cancel all transfers, and drop their data."""
         self._sending.clear()
         self._data.clear()

@@ -40,9 +40,9 @@ class SchedulerActor(Actor):
         self._busy_since = 0
         self._live_since = self._load_ns = self._step_at = self._tokens_at = 0
         self._mask_clock_runs = False
-        """Whether a `MaskClock` tick is pending, by which late masks are detected."""
+        """True if a `MaskClock` tick is pending, by which late masks are detected."""
         self._hold_clock_runs = False
-        """Whether a `HoldClock` tick is pending, by which late callers of held sequences are
+        """True if a `HoldClock` tick is pending, by which late callers of held sequences are
         detected."""
         self._scheduler = Scheduler(_scheduler_config(self._config, RunnerReady.find(ready)))
         self._block_size = RunnerReady.find(ready).block_size

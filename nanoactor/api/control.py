@@ -30,7 +30,7 @@ class ControlCalls(abc.ABC):
 
     @public
     async def resume_generation(self) -> None:
-        """Resume planning steps."""
+        """Resume planning steps, after `pause_generation`."""
         self._require_frontend().control.pause(False)
 
     @public

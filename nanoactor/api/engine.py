@@ -548,7 +548,7 @@ class AsyncLLM(ControlCalls, PoolingCalls):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return what the runner has reported, such as the number and size of KV blocks and the
-        dtype."""
+        """Return the properties of the engine that the runner has reported, such as the dtype and
+        the number and size of KV blocks."""
         ready = self._system.ready
         return dataclasses.asdict(RunnerReady.find(ready)) if "runner.0" in ready else {}

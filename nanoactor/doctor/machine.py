@@ -56,7 +56,7 @@ class Machine:
     python: tuple[int, ...] = sys.version_info[:3]
 
     def path(self, path: str) -> Path:
-        """Return where an absolute path is located below the root."""
+        """Return the location of an absolute path below the root."""
         return self.root / path.lstrip("/")
 
     def files(self, pattern: str) -> list[str]:

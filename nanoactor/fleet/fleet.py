@@ -86,7 +86,7 @@ class Fleet:
         self.update_members()
 
     async def close(self) -> None:
-        """Close all links."""
+        """Close all links to replicas."""
         self._closed = True
         if self._ticker is not None:
             self._ticker.cancel()

@@ -73,11 +73,11 @@ class Gauges:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Start sampling."""
+        """Start sampling in the background."""
         self._task = asyncio.ensure_future(self._sample_loop())
 
     async def stop(self) -> None:
-        """Stop sampling."""
+        """Stop sampling, and wait until the task has ended."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

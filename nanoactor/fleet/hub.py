@@ -155,7 +155,7 @@ class Stream:
         self.order, self.request = order, request
         self.tokens = len(order.token_ids) // 4
         self.has_begun = False
-        """Whether the request has its first output."""
+        """True if the request has its first output."""
         self.prompt_token_ids: bytes | None = None
         self.output: RequestOutput | None = None
         self.error: NanoactorError | None = None

@@ -58,12 +58,12 @@ class FleetMonitor:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start sampling."""
+        """Start sampling in the background."""
         self._sample()
         self._task = asyncio.ensure_future(self._sample_loop())
 
     async def stop(self) -> None:
-        """Stop sampling."""
+        """Stop sampling, and wait until the task has ended."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

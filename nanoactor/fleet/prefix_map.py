@@ -62,7 +62,7 @@ class PrefixMap:
         return len(last_used)
 
     def forget(self, replica: str) -> None:
-        """Remove a replica."""
+        """Remove all entries of a replica."""
         self._known.pop(replica, None)
         self._last_used.pop(replica, None)
 

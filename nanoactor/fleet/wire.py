@@ -47,9 +47,9 @@ class Begin(_Wire, frozen=True, tag="begin"):
     emitted_characters: int
     """Number of characters that the sequence has already emitted; -1 if the stream is new."""
     is_alone: bool
-    """Whether the stream must run alone because it may crash the replica."""
+    """True if the stream must run alone because it may crash the replica."""
     is_pooling: bool
-    """Whether the request returns a vector; `params` is then unused."""
+    """True if the request returns a vector; `params` is then unused."""
 
 
 class Abort(_Wire, frozen=True, tag="abort"):
@@ -106,7 +106,7 @@ class Load(_Wire, frozen=True):
     free_blocks: int
     """Number of free KV cache blocks."""
     streams: int
-    """Number of streams."""
+    """Number of streams that have not ended."""
     token_seconds: float
     """Prefill seconds per token; 0 if not known yet."""
     is_reserved: bool
@@ -177,7 +177,7 @@ class Report(_Wire, frozen=True):
     declined: list[int] = []
     """Streams that the replica refused because it is reserved; they have to run elsewhere."""
     is_vacant: bool = False
-    """Whether the replica is reserved for this link and runs no streams."""
+    """True if the replica is reserved for this link and runs no streams."""
     index: list[IndexUpdate] = []
 
 
@@ -187,7 +187,7 @@ _REPORT = msgspec.msgpack.Decoder(Report)
 
 
 def encode(message: Orders | Report) -> bytes:
-    """Encode a message."""
+    """Encode a message between ingress and replica."""
     return _ENCODER.encode(message)
 
 

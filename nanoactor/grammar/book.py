@@ -84,7 +84,7 @@ class _Sequence:
     tokens: list[int]
     """Tokens that the matcher has not consumed yet."""
     jumps: bool
-    """Whether forced tokens are sent instead of masks with one set bit."""
+    """True if forced tokens are sent instead of masks with one set bit."""
     end: int
     """Position after the sequence's last possible token; no token is forced from there on."""
     run: list[int] = dataclasses.field(default_factory=list)
@@ -262,7 +262,7 @@ class GrammarBook:
             self._out_of_resources.add(uid)
 
     def close(self, event: CloseGrammars) -> None:
-        """Remove finished sequences."""
+        """Remove sequences that have finished."""
         for uid in event.uids.tolist():
             del self._open[uid]
             self._masks.pop(uid, None)

@@ -47,7 +47,7 @@ class PendingCopies:
         return taken
 
     def clear(self) -> None:
-        """Cancel all copies."""
+        """Cancel the copies that `drain` has not returned."""
         self._blocks, self._slots = {}, {}
 
 

@@ -34,9 +34,9 @@ class Holding:
     announced: int = 0
     """Number of leading block table entries that the runners have."""
     distrusted: bool = False
-    """Whether nothing more is indexed: part of the content is wrong, or the index was cleared."""
+    """True if nothing more is indexed: part of the content is wrong, or the index was cleared."""
     tainted: bool = False
-    """Whether the sequence has read, or would read, the results of a failed row."""
+    """True if the sequence has read, or would read, the results of a failed row."""
 
 
 class SharedBlockCounts:
@@ -94,7 +94,7 @@ class AnswerBuilder:
     """Number of freed blocks by fence."""
     tainted: list[int] = dataclasses.field(default_factory=list)
     is_due: bool = False
-    """Whether the scheduler waits for an answer."""
+    """True if the scheduler waits for an answer."""
 
     def add_freed(self, fence: int, blocks: int) -> None:
         """Record that `blocks` blocks become available once step `fence` is done."""

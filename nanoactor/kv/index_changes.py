@@ -43,7 +43,7 @@ class IndexChanges:
             self._changes[content] = is_present
 
     def republish(self, contents: Iterable[bytes]) -> None:
-        """Have readers clear their copies, and publish the whole index."""
+        """Tell readers to clear their copies, and publish the whole index."""
         self._cleared, self._changes = True, {}
         for content in contents:
             self.remember(content)
@@ -70,7 +70,7 @@ class IndexCopy:
         self.contents: set[bytes] = set()
 
     def apply(self, events: IndexEvents) -> None:
-        """Apply published changes."""
+        """Apply changes that a block manager has published."""
         if events.cleared:
             self.contents.clear()
         self.contents.difference_update(map(bytes, events.forgotten))

@@ -14,7 +14,7 @@ class IndexEvents:
     index since the previous message. Applied in order, the messages yield the index."""
 
     cleared: bool
-    """Whether everything published before is void."""
+    """True if everything published before is void."""
     forgotten: NDArray[np.uint8]
     """Hashes of full blocks that were removed from the index, (n, 16)."""
     remembered: NDArray[np.uint8]

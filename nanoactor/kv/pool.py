@@ -83,7 +83,7 @@ class BlockPool:
                 self.changes.forget(content)
 
     def forget_all(self) -> None:
-        """Clear the index."""
+        """Remove every block from the index."""
         for block in [*self._index.values()]:
             self.forget(block)
         self._free.extend(self._cached)

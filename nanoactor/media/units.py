@@ -72,7 +72,7 @@ class EncodeUnits:
         return self.frames * self.rows
 
     def cost(self, budget: int) -> int:
-        """Return how many rows of a step's budget a unit takes."""
+        """Return the number of rows of a step's budget that a unit takes."""
         return min(self.rows, budget)
 
     def rows_after(self, units: int) -> int:
@@ -80,7 +80,7 @@ class EncodeUnits:
         return units // self.parts * self.rows
 
     def complete_units(self, units: int) -> int:
-        """Return how many of the first `units` units belong to complete temporal patches."""
+        """Return the number of the first `units` units that belong to complete temporal patches."""
         return units // self.parts * self.parts
 
     def blocks(self, part: int, depth: int) -> range:

@@ -38,7 +38,7 @@ class Stopping:
     """End-of-sequence token ids; empty if they are ignored."""
     stop_ids: tuple[int, ...]
     clamp_max_tokens: bool = False
-    """Whether `max_tokens` is a default or a cap, which is reduced to what still fits into the
+    """True if `max_tokens` is a default or a cap, which is reduced to what still fits into the
     context."""
 
 
@@ -51,7 +51,7 @@ class TextOptions:
     skip_special: bool
     min_tokens: int
     detokenize: bool = True
-    """Whether tokens are decoded to text."""
+    """True if tokens are decoded to text."""
     delivered: int = -1
     """Number of output characters that were emitted before the restart; -1 if all text that the
     detokenizer had released was emitted."""
@@ -78,7 +78,7 @@ class FreeText:
     Reasoning, if any, comes first; text up to a tool call may follow."""
 
     thinks: bool
-    """Whether the prompt has opened the reasoning."""
+    """True if the prompt has opened the reasoning."""
     think_id: int
     """Token that opens the reasoning if it is the first output token; -1 if there is no such
     token."""
@@ -109,9 +109,9 @@ class RequestSpec:
     """Grammar of the output, as `GrammarSpec.to_text` writes it; empty if the output is
     unconstrained."""
     pools: bool = False
-    """Whether the request returns a pooled vector instead of tokens."""
+    """True if the request returns a pooled vector instead of tokens."""
     held: bool = False
-    """Whether each sequence pauses after every token until `Continue` supplies the next one."""
+    """True if each sequence pauses after every token until `Continue` supplies the next one."""
 
 
 @message(10, by="uid")
@@ -171,7 +171,7 @@ class Reject:
     answers: int = 1
     """Number of uids of the request, starting with this one."""
     refused: bool = False
-    """Whether the cause is the machine, not the request."""
+    """True if the cause is the machine, not the request."""
 
 
 @message(13, by="uid")
@@ -452,7 +452,7 @@ class Finish:
     began: int
     """Start of its first step on the device, in ns of the monotonic clock; -1 if there was none."""
     hide_last: bool
-    """Whether the last token is a stop token, whose text is not part of the output."""
+    """True if the last token is a stop token, whose text is not part of the output."""
 
 
 @message(52, by="step")

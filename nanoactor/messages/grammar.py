@@ -32,7 +32,7 @@ class OpenGrammar:
     token_ids: Int32
     """Tokens that the grammar covers so far, if the sequence continues after a restart."""
     jumps: bool
-    """Whether token ids that are the only valid ones are sent as `ForcedTokens`."""
+    """True if token ids that are the only valid ones are sent as `ForcedTokens`."""
     end: int
     """Position after the last token that the sequence may have."""
 

@@ -122,7 +122,7 @@ class ItemsRead:
     errors: list[str]
     """Reason why each item cannot be used; empty if the item can be used."""
     refused: NDArray[np.uint8]
-    """Whether the cause of each error is the machine, not the item."""
+    """True if the cause of each error is the machine, not the item."""
 
 
 @message(72)

@@ -61,15 +61,15 @@ class ModelFiles:
     videos: VideoConfig | None = None
     """Parameters for sampling and resizing video frames; None for a model without video input."""
     is_length_auto: bool = False
-    """Whether `max_model_len` is lowered to the capacity of the KV cache."""
+    """True if `max_model_len` is lowered to the capacity of the KV cache."""
     chat_template: str | None = None
     """Source of the chat template that replaces the model's own; None if none was given."""
     pooling: PoolingConfig | None = None
     """Pooling configuration; None for a model that only generates text."""
     generates: bool = True
-    """Whether the model generates text."""
+    """True if the model generates text."""
     has_slot_state: bool = False
-    """Whether layers keep per-sequence state outside the blocks, which rules out prefix cache
+    """True if layers keep per-sequence state outside the blocks, which rules out prefix cache
     hits."""
     fingerprints: Mapping[Path, Fingerprint] = dataclasses.field(default_factory=dict)
     """Fingerprints of all files that processes read, taken when the engine was created."""

@@ -32,7 +32,7 @@ class PoolingConfig:
     """"last" and "cls": the final hidden state of the last or first token. "mean": the mean over
     all tokens. "yes_no": the logits of two tokens at the last position."""
     normalize: bool = True
-    """Whether vectors are scaled to length 1, unless a request overrides this."""
+    """True if vectors are scaled to length 1, unless a request overrides this."""
     prompts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Prompts, by name, that requests may put before their text."""
     default_prompt: str | None = None

@@ -42,7 +42,7 @@ class FleetConfig:
     to `max_replicas`)."""
 
     def __post_init__(self) -> None:
-        """Validate every option."""
+        """Validate every option. Raises `InvalidConfig`."""
         self._check_integer("replicas", minimum=0)
         for name in ("max_replicas", "ingresses"):
             if getattr(self, name) is not None:

@@ -52,7 +52,7 @@ class Entry:
         finishes."""
         self.kind = kind
         self.is_moved = is_moved
-        """Whether the request began in another engine. It was accepted there, so it is not rejected
+        """True if the request began in another engine. It was accepted there, so it is not rejected
         here."""
         self._arrival = time.monotonic()
         self.charge = len(submit.token_ids) or _text_bytes(submit)
@@ -65,7 +65,7 @@ class Entry:
         self.error: NanoactorError | None = None
         self.aborted = False
         self.has_left_queue = False
-        """Whether the prompt no longer counts as waiting for a first token."""
+        """True if the prompt no longer counts as waiting for a first token."""
         self._prompt_logprobs: list[Logprobs | None] = [None]
         self._has_delivered_prompt = False
         self._has_news = False
@@ -285,7 +285,7 @@ class Answer:
         self._delivered = (0, 0)
         """Number of texts and number of tokens that the reader has received."""
         self._has_delivered_end = False
-        """Whether the reader has received the end."""
+        """True if the reader has received the end."""
 
     def add_logprob_run(self, run: ReportedRun) -> None:
         """Record the log-probabilities of the newest tokens."""

@@ -56,7 +56,7 @@ class Suspects:
         self._began = 0.0
         """Time at which the running requests were admitted."""
         self._is_alone = self._is_first = False
-        """Whether the trial runs alone, and whether the next trial is the first since the last
+        """True if the trial runs alone, and whether the next trial is the first since the last
         death."""
         self._deaths = 0
         """Number of deaths so far that count against the current suspects."""

@@ -39,10 +39,10 @@ class GrammarSpec:
     """Reasoning before the constrained text: "open" if the prompt has opened it, "optional" if the
     model may open it."""
     free: bool = False
-    """Whether reasoning, and text before a call, are excluded from the grammar, which then starts
+    """True if reasoning, and text before a call, are excluded from the grammar, which then starts
     with the tag that ends them."""
     whitespace: bool = True
-    """Whether JSON may have spaces and line breaks between its tokens; if not, it is compact."""
+    """True if JSON may have spaces and line breaks between its tokens; if not, it is compact."""
 
     def to_text(self) -> str:
         """Return the specification as JSON text, which is the same for equal specifications."""
@@ -70,10 +70,10 @@ class ToolGrammar:
 
     functions: tuple[ToolFunction, ...]
     required: bool
-    """Whether the output must consist of calls, or of an answer that `answer` allows. If not, calls
+    """True if the output must consist of calls, or of an answer that `answer` allows. If not, calls
     are optional, and text may come first."""
     parallel: bool = True
-    """Whether several calls are allowed."""
+    """True if several calls are allowed."""
     form: CallForm = "hermes"
     """Syntax in which the model writes calls."""
     answer: str = ""

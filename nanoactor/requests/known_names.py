@@ -37,18 +37,18 @@ class ForeignOption:
     accepts: tuple[Any, ...] = ()
     """Values, besides None, that have no effect or request what nanoactor always does."""
     note: str = ""
-    """How the meaning differs, or why the name is not supported."""
+    """The difference in meaning, or the reason why the name is not supported."""
     takes: Takes = "value"
-    """What follows the flag on a command line."""
+    """The value that follows the flag on a command line."""
     other_flags: tuple[str, ...] = ()
     """Other flags with the same meaning."""
     inverts: bool = False
-    """Whether the flag turns our option off."""
+    """True if the flag turns our option off."""
     engine: str = "vLLM"
 
     @property
     def treatment(self) -> Treatment:
-        """Return how nanoactor treats the name."""
+        """Return the treatment of the name by nanoactor."""
         if self.ours:
             return "same" if self.ours == self.theirs else "alias"
         return "moot" if self.accepts else "refused"

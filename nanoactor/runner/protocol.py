@@ -54,7 +54,7 @@ class Executor(Protocol):
 
     num_blocks: int
     allows_any_thread: bool
-    """Whether other threads may call `launch` too, one at a time."""
+    """True if other threads may call `launch` too, one at a time."""
     max_depth: int
     """Maximum number of steps in flight."""
     warmed_up: tuple[tuple[int, float], ...]

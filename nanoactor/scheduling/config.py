@@ -31,7 +31,7 @@ class SchedulerConfig:
     """Fewer than this many later requests can overtake a request per unit of priority."""
     encoder: EncoderLimits = NO_ENCODER
     jump_forward: bool = True
-    """Whether tokens forced by a grammar are appended without sampling."""
+    """True if tokens forced by a grammar are appended without sampling."""
     pooling: str = ""
     """Pooling method, see `PoolingConfig.kind`; empty if there is none."""
     ranks: int = 1

@@ -1,4 +1,4 @@
-"""The scheduler's counters."""
+"""The scheduler's counters, which the metrics report."""
 
 from __future__ import annotations
 
@@ -43,5 +43,5 @@ class SchedulerStatistics:
         self.aborted += 1
 
     def count_overrun(self, tokens: int = 1) -> None:
-        """Count dropped tokens."""
+        """Count tokens dropped after the end of their sequence."""
         self.overruns += tokens

@@ -55,7 +55,7 @@ class Answer:
         self._unsent: list[list[int]] = [[] for _ in self.tokens_sent]
         """Output token ids of each choice that are not yet in any delta."""
         self.has_finished_request = False
-        """Whether any of the requests has finished; a chat has only one request."""
+        """True if any of the requests has finished; a chat has only one request."""
 
     def count_visible_tokens(self, number: int, completion: CompletionOutput) -> int:
         """Return the number of new tokens in `completion` that the client gets to see."""

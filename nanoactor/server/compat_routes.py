@@ -66,7 +66,7 @@ class CompatRoutes:
         }
 
     async def version(self, request: web.Request) -> web.StreamResponse:
-        """Handle `GET /version`."""
+        """Handle `GET /version`: return the version of nanoactor."""
         return json_response({"version": nanoactor.__version__})
 
     async def load(self, request: web.Request) -> web.StreamResponse:
@@ -145,11 +145,11 @@ class CompatRoutes:
         return json_response({"vllm_config": config_value, "version": nanoactor.__version__})
 
     async def world_size(self, request: web.Request) -> web.StreamResponse:
-        """Handle `GET /get_world_size`."""
+        """Handle `GET /get_world_size`: return the number of ranks."""
         return json_response({"world_size": self._llm.config.tensor_parallel_size})
 
     async def reset_prefix_cache(self, request: web.Request) -> web.StreamResponse:
-        """Handle `POST /reset_prefix_cache`."""
+        """Handle `POST /reset_prefix_cache`: clear the prefix cache."""
         return json_response({"success": await self._require_single_engine().reset_prefix_cache()})
 
     async def pause(self, request: web.Request) -> web.StreamResponse:
@@ -165,12 +165,12 @@ class CompatRoutes:
         return json_response({"status": "paused"})
 
     async def resume(self, request: web.Request) -> web.StreamResponse:
-        """Handle `POST /resume`."""
+        """Handle `POST /resume`: resume generation after a pause."""
         await self._require_single_engine().resume_generation()
         return json_response({"status": "resumed"})
 
     async def is_paused(self, request: web.Request) -> web.StreamResponse:
-        """Handle `GET /is_paused`."""
+        """Handle `GET /is_paused`: return whether generation is paused."""
         return json_response({"is_paused": await self._require_single_engine().is_paused()})
 
 

@@ -108,7 +108,7 @@ class Completions:
     # -- handlers -------------------------------------------------------------------------
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        """Handle `POST /v1/completions`."""
+        """Handle `POST /v1/completions`: continue one or more prompts."""
         body = await self._http.read(request, CompletionRequest)
         prompts = request_prompts(body, self._llm.files.max_model_len)
         is_muted = bool(body.echo) and body.max_tokens == 0
@@ -136,7 +136,7 @@ class Completions:
         return await self._generate(request, body, prompts, choices, inputs)
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        """Handle `POST /v1/chat/completions`."""
+        """Handle `POST /v1/chat/completions`: answer a conversation."""
         body = await self._http.read(request, ChatRequest)
         return await self.answer_chat(request, body)
 

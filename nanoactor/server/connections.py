@@ -53,7 +53,7 @@ class Connection(web.RequestHandler):
         super().__init__(server, **options)
         self._log_request = log_request
         self.stalled = False
-        """Whether the connection timed out because the client did not read the data sent."""
+        """True if the connection timed out because the client did not read the data sent."""
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """Record whether the connection timed out because the client did not read a response."""

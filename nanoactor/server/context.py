@@ -46,7 +46,7 @@ class RequestContext:
         self.note = ""
         """Details of the outcome, for the access log."""
         self.broken_off = False
-        """Whether the response ended with an error after it had started."""
+        """True if the response ended with an error after it had started."""
 
     def strip_root(self, root: str) -> None:
         """Remove the proxy's prefix `root` from the path, if present."""

@@ -94,7 +94,7 @@ class HttpFrontend:
         quiet = (config.disable_access_log_for_endpoints or "").split(",")
         self._unlogged = {path.strip() for path in quiet}
         self.is_draining = False
-        """Whether new work is refused."""
+        """True if new work is refused."""
         self.active_posts = 0
         """Number of POST requests in progress, counted from the arrival of their headers."""
         self._idle = asyncio.Event()

@@ -125,7 +125,7 @@ class Monitor:
         ]
 
     async def stop(self) -> None:
-        """Stop monitoring."""
+        """Stop taking snapshots, and wait until that has ended."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -96,7 +96,7 @@ class ObservationRoutes:
         return web.Response(text=_ICON, headers=headers, content_type="image/svg+xml")
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:
-        """Handle `GET /metrics`."""
+        """Handle `GET /metrics`: return the metrics in Prometheus format."""
         kind = {"Content-Type": CONTENT_TYPE_LATEST}
         return web.Response(body=self._metrics.text(), headers=kind)
 
@@ -108,7 +108,7 @@ class ObservationRoutes:
         return json_response(self._monitor.samples_since(int(number)))
 
     async def page(self, request: web.Request) -> web.StreamResponse:
-        """Handle `GET /`."""
+        """Handle `GET /`: return the web page."""
         headers = {
             "Content-Security-Policy": self._policy,
             "X-Content-Type-Options": "nosniff",

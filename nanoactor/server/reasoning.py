@@ -48,7 +48,7 @@ class ReasoningParser:
         self._state = _State.CONTENT if output_start == "content" else _State.START
         self._buffer = ""
         self._has_reasoning = False
-        """Whether any reasoning has been emitted. Until then, leading line breaks are dropped."""
+        """True if any reasoning has been emitted. Until then, leading line breaks are dropped."""
 
     @property
     def is_thinking(self) -> bool:

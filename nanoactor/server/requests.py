@@ -53,9 +53,9 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     """Options of a stream: what it contains in addition to text."""
 
     include_usage: bool | None = None
-    """Whether the stream ends with its token usage."""
+    """True if the stream ends with its token usage."""
     continuous_usage_stats: bool | None = None
-    """Whether each event also carries the token usage so far."""
+    """True if each event also carries the token usage so far."""
     include_obfuscation: Annotated[bool, Meta(description="Ignored")] | None = None
 
 

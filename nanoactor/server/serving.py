@@ -25,7 +25,7 @@ class Engine(Protocol):
     files: ModelFiles
 
     async def start(self) -> Any:
-        """Start serving requests."""
+        """Start accepting and serving requests."""
 
     async def close(self) -> None:
         """Close the engine; unfinished requests raise `EngineClosed`."""

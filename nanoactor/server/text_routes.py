@@ -49,12 +49,12 @@ class TextRoutes:
     # -- models ---------------------------------------------------------------------------
 
     async def models(self, request: web.Request) -> web.StreamResponse:
-        """Handle `GET /v1/models`."""
+        """Handle `GET /v1/models`: list the names of the served model."""
         cards = [self._card(name) for name in self._names]
         return json_response({"object": "list", "data": cards})
 
     async def model(self, request: web.Request) -> web.StreamResponse:
-        """Handle `GET /v1/models/{name}`."""
+        """Handle `GET /v1/models/{name}`: describe the served model."""
         check_model(name := request.match_info["model"], self._names)
         return json_response(self._card(name))
 

@@ -84,7 +84,7 @@ class TextReply:
     """Result, encoded as msgpack; empty if there is an error."""
     error: str
     refused: bool = False
-    """Whether a lack of machine resources, rather than the request, caused the error."""
+    """True if a lack of machine resources, rather than the request, caused the error."""
 
 
 @message(102)
@@ -313,7 +313,7 @@ class TextService:
         """Facts about the model's chat template; set by `start`."""
 
     async def start(self) -> None:
-        """Start the process."""
+        """Start the process that tokenizes and renders templates."""
         self._client = None
         self._system = System(_topology(self._config, self._max_bytes), Options(), self._on_death)
         await self._system.start()
@@ -326,7 +326,7 @@ class TextService:
         self._dead, self._is_silent = None, False
 
     async def close(self) -> None:
-        """Stop the process."""
+        """Stop the process; pending calls fail."""
         if self._restarting is not None:
             self._restarting.cancel()
             await asyncio.gather(self._restarting, return_exceptions=True)

@@ -79,7 +79,7 @@ class CallStateMachine(abc.ABC):
         self.calls = 0
         self._buffer = ""
         self._has_text_since_call = True
-        """Whether text has followed the last call. Whitespace directly after a call is dropped."""
+        """True if text has followed the last call. Whitespace directly after a call is dropped."""
 
     def new_id(self) -> str:
         """Return an id for a call."""
@@ -325,7 +325,7 @@ class CallsAfterReasoning:
         after the reasoning."""
         self._calls = calls or ToolCallParser()
         self._in_reasoning = {"open": True, "content": False}.get(output_start)
-        """Whether the output is in its reasoning; None until the output shows it."""
+        """True if the output is in its reasoning; None until the output shows it."""
         self._buffer = ""
 
     def new_id(self) -> str:

@@ -33,9 +33,9 @@ class Options:
     """Options of a translation that do not depend on the request."""
 
     accepts_images: bool = False
-    """Whether the model accepts images."""
+    """True if the model accepts images."""
     renders_result_pictures: bool = False
-    """Whether the model's chat template renders images in tool results."""
+    """True if the model's chat template renders images in tool results."""
     drop_volatile_lines: bool = True
 
 

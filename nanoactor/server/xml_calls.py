@@ -64,7 +64,7 @@ class QwenCoderCalls(CallStateMachine):
         self._parts: list[str] = []
         """Parts of the current value, if it is held until its end."""
         self._value_begun = False
-        """Whether the start of the current value has been processed: a leading line break is
+        """True if the start of the current value has been processed: a leading line break is
         dropped."""
         self._step: Callable[[list[Piece]], bool] = self._text
 

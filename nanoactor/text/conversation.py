@@ -43,13 +43,13 @@ class Forms:
     single_roles: tuple[str, ...] = ()
     """Roles that require a list with one text part as content."""
     accepts_text_arguments: bool = False
-    """Whether the template renders the arguments of a call unchanged if they are JSON text."""
+    """True if the template renders the arguments of a call unchanged if they are JSON text."""
     accepts_object_arguments: bool = True
-    """Whether the arguments of a call may be an object."""
+    """True if the arguments of a call may be an object."""
     null_content: NullContent = "absent"
     """Replacement for null content: no member, None or an empty text."""
     supports_developer: bool = False
-    """Whether the template supports the role "developer"; if not, "system" is used instead."""
+    """True if the template supports the role "developer"; if not, "system" is used instead."""
 
 
 def check_messages(messages: Sequence[Any]) -> None:

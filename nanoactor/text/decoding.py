@@ -26,7 +26,7 @@ class IncrementalDecoder(Protocol):
     """Texts of the tokens whose text does not depend on their neighbors. A text may be used instead
     of `push` while `has_pending_text` is False."""
     has_pending_text: bool
-    """Whether the text of some pushed tokens is not final yet."""
+    """True if the text of some pushed tokens is not final yet."""
 
     def push(self, token: int) -> str:
         """Append a token; return the text that is now final, which may be empty."""

@@ -53,7 +53,7 @@ class _Entry:
     characters_to_skip: int = 0
     """Number of characters, sent before a restart, that are still to be decoded again."""
     ended: bool = False
-    """Whether a stop string has been found; later text is dropped. The terminal is sent only after
+    """True if a stop string has been found; later text is dropped. The terminal is sent only after
     the scheduler's `Finish`, which arrives when the request's KV blocks are released."""
 
 

@@ -150,7 +150,7 @@ class Renderer:
         self._child: _Child | None = None
         self._lock = threading.Lock()
         self.cancelled = False
-        """Whether the current job has been canceled; reset for the next job."""
+        """True if the current job has been canceled; reset for the next job."""
 
     def describe(self) -> tuple[TemplateFacts, str]:
         """Return the template's capabilities, and the error of the test rendering, or an empty

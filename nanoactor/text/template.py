@@ -43,12 +43,12 @@ class TemplateFacts:
     """Form in which the template renders calls."""
     renders_tools: bool = False
     renders_result_pictures: bool = False
-    """Whether an image in a tool result is rendered like one in a user message."""
+    """True if an image in a tool result is rendered like one in a user message."""
     thoughts: Thoughts = "none"
     """Reasoning mode after a prompt that is rendered without options."""
     has_reasoning: bool = False
     reasoning_varies: bool = False
-    """Whether the reasoning mode depends on the messages as well as on the options."""
+    """True if the reasoning mode depends on the messages as well as on the options."""
 
     def effective_thoughts(self, thoughts: Thoughts) -> Thoughts:
         """Return `thoughts`, the result of `thoughts_after`, or "none" if it is "optional" and the

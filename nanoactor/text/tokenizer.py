@@ -63,7 +63,7 @@ class TextEncoder:
         template may write."""
         self._tokenizer = load_tokenizer(directory)
         self.is_bounded = is_bounded(_pipeline_json(self._tokenizer))
-        """Whether time and memory are bounded by the length of the text. If not, pieces must be
+        """True if time and memory are bounded by the length of the text. If not, pieces must be
         encoded in another process."""
         names = [self._tokenizer.id_to_token(token) for token in reserved]
         # Random, so that no text contains one unless it was inserted here.

@@ -56,7 +56,7 @@ class Unusable:
 
     reason: str
     is_machine_fault: bool = False
-    """Whether the machine is at fault, for example because it is out of memory."""
+    """True if the machine is at fault, for example because it is out of memory."""
 
 
 def _noop() -> None:

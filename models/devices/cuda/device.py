@@ -206,7 +206,7 @@ class CapturedGraph:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Scratch:
-    """The kernels' workspace."""
+    """Workspace that the kernels share."""
 
     splits: decode_attention.Splits
     partials: sampling.Partials

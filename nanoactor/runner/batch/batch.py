@@ -128,7 +128,7 @@ class BatchTraits:
     min_rows_for_runs: int = 1 << 30
     """Minimum number of decode rows in a step that may have several rows of one sequence."""
     has_slot_state: bool = False
-    """Whether layers keep slot states, which are reset for each sequence."""
+    """True if layers keep slot states, which are reset for each sequence."""
 
 
 class HostBatch:

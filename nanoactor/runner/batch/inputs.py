@@ -53,7 +53,7 @@ class SampledRows(Generic[T]):
     masks: T | None = None
     """(rows, words): bit mask of the ids that each row may choose."""
     fused: bool = False
-    """Whether the fused sampler handles all rows after masking."""
+    """True if the fused sampler handles all rows after masking."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

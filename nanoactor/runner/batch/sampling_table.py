@@ -30,7 +30,7 @@ class SamplingTable:
         self._masked: dict[int, Long] = {}
         self._rules: dict[int, TokenRules] = {}
         self._ruled = np.zeros(max_num_seqs, np.bool_)
-        """Whether each slot has token rules or penalties."""
+        """True if each slot has token rules or penalties."""
 
     def admit(self, new: Admissions) -> None:
         """Record the parameters of new sequences."""

@@ -24,7 +24,7 @@ class ScoreTable:
         self._last_position = np.zeros(max_num_seqs, np.int32)
         """Last position of the prompt in each slot."""
         self._any_requested = False
-        """Whether any request has asked for scores yet; until then, steps do not check."""
+        """True if any request has asked for scores yet; until then, steps do not check."""
 
     def admit(self, slots: Int32, prompt_lengths: Int32, requests: ScoreRequests | None) -> None:
         """Record the scores that new sequences request."""

@@ -46,7 +46,7 @@ class MixedSize:
     rows: int
     """Number of decode rows."""
     has_images: bool
-    """Whether the prompts have images."""
+    """True if the prompts have images."""
 
     @property
     def prompts(self) -> int:
@@ -64,7 +64,7 @@ class MixedSizes:
     rows: tuple[int, ...]
     """Numbers of decode rows."""
     has_images: bool = False
-    """Whether each size is also captured for prompts with images."""
+    """True if each size is also captured for prompts with images."""
 
     def __len__(self) -> int:
         """Return the number of sizes."""

@@ -90,7 +90,7 @@ class _Timings:
     counts: list[int] = dataclasses.field(default_factory=lambda: [0, 0])
     since_probe: int = 0
     is_probe: bool = False
-    """Whether the current step tries the choice that was slower so far."""
+    """True if the current step tries the choice that was slower so far."""
 
     @property
     def faster(self) -> int:

@@ -71,7 +71,7 @@ class StopIds:
             self._counts[token] -= 1
 
     def is_watched(self, tokens: Int32) -> NDArray[np.bool_]:
-        """Return whether each token is watched by any live sequence."""
+        """Return True for each token that a live sequence watches."""
         if not self._total:
             return np.zeros(len(tokens), np.bool_)
         counts: NDArray[np.int32] = self._counts[np.minimum(tokens, len(self._counts) - 1)]

@@ -57,7 +57,7 @@ class History:
             self.cached_tokens = tokens
 
     def note_preemption(self) -> None:
-        """Count a preemption."""
+        """Count a preemption of the sequence."""
         self.preemptions += 1
 
     def note_begin(self, at: int) -> None:

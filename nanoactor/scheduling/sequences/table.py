@@ -20,7 +20,7 @@ class DecodeBatch:
     version: int
     slots: Slots
     members: NDArray[np.bool_]
-    """Whether each slot is in the batch, (slots,)."""
+    """True for the slots that are in the batch, (slots,)."""
 
 
 class RunningTable:
@@ -30,9 +30,9 @@ class RunningTable:
         self._block_size = block_size
         self.occupied = np.zeros(slots, np.bool_)
         self.running = np.zeros(slots, np.bool_)
-        """Whether each slot's sequence has an answered admission, or one that needs no answer."""
+        """True if each slot's sequence has an answered admission, or one that needs no answer."""
         self.stepwise = np.zeros(slots, np.bool_)
-        """Whether each slot's sequence never decodes."""
+        """True if each slot's sequence never decodes."""
         self.uids = np.zeros(slots, np.int64)
         self.prompts = np.zeros(slots, np.int64)
         """Length of each prompt: the index of the first output token."""
@@ -110,7 +110,7 @@ class RunningTable:
         self._columns = None
 
     def rewind(self, slot: int, length: int, *, stepwise: bool) -> None:
-        """Have a slot's positions from `length` to the last known token recomputed before the slot
+        """Recompute a slot's positions from `length` to the last known token before the slot
         decodes or samples again; results of planned steps there are overwritten."""
         self._flush_pending()
         self._stable_steps = 0
@@ -166,7 +166,7 @@ class RunningTable:
         self._scheduled[slot] += count
 
     def interrupt(self) -> None:
-        """Have the decode batch rebuilt in the next step."""
+        """Rebuild the decode batch in the next step."""
         self._stable_steps = 0
 
     def decode_again(self) -> DecodeBatch | None:
@@ -273,6 +273,6 @@ class BatchColumns:
 
     @property
     def at_limit(self) -> NDArray[np.bool_]:
-        """Return whether each row has reached its limit, (rows,)."""
+        """Return True for each row that has reached its limit, (rows,)."""
         at_limit: NDArray[np.bool_] = self.known >= self.limits
         return at_limit

@@ -36,7 +36,7 @@ class PipelineDepth:
         self._min_depth, self._max_depth = min_depth, max_depth
         self._seconds = math.inf
         self.is_paused = False
-        """Whether planning is paused."""
+        """True if planning is paused."""
 
     def pause(self, paused: bool) -> None:
         """Pause or resume planning."""

@@ -176,7 +176,7 @@ class OutputBuffer:
     def _refused(
         self, slots: Slots, tokens: Int32, watched: NDArray[np.bool_]
     ) -> NDArray[np.bool_]:
-        """Return whether each token is refused by its sequence; only watched tokens can be."""
+        """Return True for each token that its sequence refuses; it can refuse watched ones only."""
         refused = np.zeros(len(slots), np.bool_)
         owners = self._running.owners(slots[watched])
         ids = tokens[watched].tolist()

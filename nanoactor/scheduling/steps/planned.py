@@ -73,7 +73,7 @@ class PlannedStep:
     decode_batch: DecodeBatch
     rows: list[PlannedRow]
     encodes: bool = False
-    """Whether the step encodes any part of a picture or video."""
+    """True if the step encodes any part of a picture or video."""
 
     @property
     def is_decode_step(self) -> bool:

@@ -42,7 +42,7 @@ class WaitingQueue:
         heapq.heappush(self._heap, (sequence.priority_key, sequence))
 
     def pop(self) -> None:
-        """Remove the head."""
+        """Remove the head of the queue."""
         heapq.heappop(self._heap)
         self._drop_ended()
 

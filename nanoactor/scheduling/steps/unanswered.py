@@ -14,7 +14,7 @@ from nanoactor.scheduling.sequences.sequence import Sequence
 
 @dataclasses.dataclass(slots=True)
 class PendingAdmission:
-    """An unanswered admission."""
+    """An admission that the block manager has not answered."""
 
     turn: int
     sequence: Sequence
@@ -40,7 +40,7 @@ class UnansweredTurns:
         self.held_back: deque[StepDone] = deque()
 
     def note_admission(self, turn: int, sequence: Sequence) -> None:
-        """Record an admission."""
+        """Record an admission that was sent to the block manager."""
         self._admissions.append(PendingAdmission(turn, sequence))
 
     def note_first_rows(self, turn: int, step: int, uids: set[int]) -> None:

@@ -39,7 +39,7 @@ class MessagesWriter(BlockWriter):
         self._omits_thoughts = omits_thoughts
         self._id = f"msg_{uuid.uuid4().hex[:24]}"
         self._is_broken = False
-        """Whether a call has incomplete arguments."""
+        """True if a call has incomplete arguments."""
 
     def begin(self, deltas: list[Delta]) -> bytes:
         """Return the events before the first token: the empty message and a ping."""

@@ -70,7 +70,7 @@ class AnthropicTool(Struct, forbid_unknown_fields=True):
 
 
 class AnthropicToolChoice(Struct, forbid_unknown_fields=True):
-    """Whether the model may or must call tools, and which."""
+    """The choice of tools: the model may call any, must call one, or must not call any."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -78,7 +78,7 @@ class AnthropicToolChoice(Struct, forbid_unknown_fields=True):
 
 
 class Thinking(Struct, forbid_unknown_fields=True):
-    """Whether the model should reason before it answers. It has an effect only if the chat template
+    """The switch for reasoning before the answer. It has an effect only if the chat template
     has a switch for reasoning."""
 
     type: Literal["enabled", "adaptive", "disabled"]

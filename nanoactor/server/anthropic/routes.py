@@ -32,7 +32,7 @@ class MessagesRoutes:
         self._options = options
 
     async def create(self, request: web.Request) -> web.StreamResponse:
-        """Handle `POST /v1/messages`."""
+        """Handle `POST /v1/messages`: answer a conversation, streamed if requested."""
         context_of(request).field_names = FIELD_NAMES
         body = await self._http.read(request, MessagesRequest)
         thinking = body.thinking

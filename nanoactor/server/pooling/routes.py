@@ -63,7 +63,7 @@ class PoolingRoutes:
         }
 
     async def embeddings(self, request: web.Request) -> web.StreamResponse:
-        """Handle `POST /v1/embeddings`."""
+        """Handle `POST /v1/embeddings`: return a vector for each text."""
         body = await self._http.read(request, EmbeddingRequest)
         outputs = await self._embed(request, body.texts, body.params, body.priority or 0)
         tokens = sum(len(output.prompt_token_ids) for output in outputs)

@@ -34,7 +34,7 @@ class ResponsesRoutes:
         self._options = options
 
     async def create(self, request: web.Request) -> web.StreamResponse:
-        """Handle `POST /v1/responses`."""
+        """Handle `POST /v1/responses`: answer a conversation, streamed if requested."""
         body, tools, chat = await self._read(request)
         if body.store:
             treatment = (

@@ -51,7 +51,7 @@ class Matrices:
 
 
 def dense_matrices(weights: DenseExperts) -> Matrices:
-    """Wrap dense matrices."""
+    """Wrap dense matrices for the kernel."""
     matrices = (
         Matrix(weight, None, weight.shape[-1], 1, weight.shape[-1], 0)
         for weight in (weights.gate_up, weights.down)

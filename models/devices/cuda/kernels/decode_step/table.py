@@ -51,7 +51,7 @@ class Phase:
     stacked: int = 1
     """Number of stacked matrices whose outputs are combined: 2 for gate and up."""
     to_all: bool = False
-    """Whether all blocks read the sink."""
+    """True if all blocks read the sink."""
     experts: Literal["outputs", "inputs"] | None = None
     """Dimension along which the matrices of the chosen experts are concatenated; None if there is
     one matrix."""
@@ -106,7 +106,7 @@ class Product:
     pieces: int
     """Number of pieces in which the inputs are read, of `piece_boxes` boxes each."""
     packed: bool = False
-    """Whether the matrix is in FP8."""
+    """True if the matrix is in FP8."""
     matrices: int = 1
     """Number of experts, each of which has such a matrix; 1 without experts."""
     experts: Literal["outputs", "inputs"] | None = None
@@ -161,25 +161,25 @@ class Shape:
     blocks: int
     """Number of blocks, one for each multiprocessor."""
     packed: bool = False
-    """Whether the layers' matrices are in FP8, with a scale for each tile and 128 inputs."""
+    """True if the layers' matrices are in FP8, with a scale for each tile and 128 inputs."""
     mixture: Mixture | None = None
     """The experts of each layer, whose inner size is `inter`; None if layers have no experts."""
     head: int = 0
     """Output besides hidden states: 0 for none, 1 for logits in bfloat16, 2 for logits in
     float32."""
     flagged: bool | None = None
-    """Whether words that all blocks read carry flags; None to flag them only if there is one
+    """True if words that all blocks read carry flags; None to flag them only if there is one
     row."""
     in_flight: int | None = None
     """Maximum number of boxes in flight; None for 2 in narrow models (4 in FP8) and 3 in others."""
     delays: bool = False
-    """Whether blocks are delayed at random, for tests."""
+    """True if blocks are delayed at random, for tests."""
     trace: bool = False
-    """Whether block 0 records its clock."""
+    """True if block 0 records its clock."""
     poison: bool = False
-    """Whether shared memory is filled with NaN first, for tests."""
+    """True if shared memory is filled with NaN first, for tests."""
     fixed_registers: bool = False
-    """Whether threads keep their initial number of registers, for instrumentation tools."""
+    """True if threads keep their initial number of registers, for instrumentation tools."""
 
     @classmethod
     def of(
