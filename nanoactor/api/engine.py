@@ -59,6 +59,8 @@ from nanoactor.runtime.recovery import Death
 from nanoactor.runtime.system import System, run_on
 from nanoactor.runtime.topology import Topology
 from nanoactor.setup.actors import ActorConfig, RunnerReady
+from nanoactor.telemetry import open_telemetry
+from nanoactor.telemetry.origin import Origin, origin_of
 from nanoactor.text.huggingface import LazyTokenizer
 from nanoactor.tracing import Trace
 from nanoactor.vision.parts import needs_opening, snapshot
@@ -137,6 +139,9 @@ class AsyncLLM(ControlCalls, PoolingCalls):
             on_recovered=lambda: (found := on_recovered()) and found(),
             before_restart=lambda nodes: found(nodes) if (found := check()) else asyncio.sleep(0),
         )
+        self._telemetry = open_telemetry(self.config, self.files)
+        if self._telemetry is not None:  # it has a thread
+            weakref.finalize(self, self._telemetry.abandon).atexit = False
 
     def _topology(self) -> Topology:
         shared = ActorConfig(self.config, self.files, salt=self._salt)
@@ -216,6 +221,8 @@ class AsyncLLM(ControlCalls, PoolingCalls):
         await self._system.close()
         if self._rendezvous is not None:
             self._rendezvous.close()
+        if self._telemetry is not None:
+            await self._telemetry.close()
 
     def _on_death(self, error: BaseException) -> None:
         self._died.set()
@@ -284,6 +291,7 @@ class AsyncLLM(ControlCalls, PoolingCalls):
         priority: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         so_far: OutputSoFar | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield outputs as they arrive, in the form that `sampling_params.output_kind` selects.
 
@@ -299,19 +307,24 @@ class AsyncLLM(ControlCalls, PoolingCalls):
         all but the first) and n is 1. Outputs contain only the new part; limits, penalties and
         offsets count the whole sequence. The request runs before all requests that start here, and
         a full queue does not reject it.
+
+        `trace_headers` are the W3C headers `traceparent` and `tracestate` of the caller's span,
+        which becomes the parent of the request's. They have no effect without
+        `otlp_traces_endpoint`.
         """
+        origin = origin_of(trace_headers)
         if needs_opening(prompt):
             prompt = snapshot(prompt)
             params = self._requests.with_seed(self._requests.params_or_default(sampling_params))
             return self._open_then_stream(
-                prompt, params, priority, chat_template_kwargs, request_id, so_far
+                prompt, params, priority, chat_template_kwargs, request_id, so_far, origin=origin
             )
         if self._frontend is not None:
             self._frontend.announce()
         make_entry = self._prepare(
             prompt, sampling_params, priority, chat_template_kwargs, request_id, so_far
         )
-        return self._stream(make_entry, request_id)
+        return self._stream(self._instrument(make_entry, origin), request_id)
 
     async def _open_then_stream(
         self,
@@ -321,6 +334,8 @@ class AsyncLLM(ControlCalls, PoolingCalls):
         chat_template_kwargs: Mapping[str, Any] | None,
         request_id: str | None,
         so_far: OutputSoFar | None,
+        *,
+        origin: Origin,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Read files and decode images on a thread, then stream as `generate` does."""
         self._check_request_id(self._require_frontend(), request_id)
@@ -340,6 +355,7 @@ class AsyncLLM(ControlCalls, PoolingCalls):
             if request_id is not None:
                 del self._opening_media[request_id]
         make_entry = entry_maker(built, params, request_id, self._id_prefix, so_far is not None)
+        make_entry = self._instrument(make_entry, origin)
         async with contextlib.aclosing(self._stream(make_entry, request_id, aborted)) as outputs:
             async for output in outputs:
                 yield output
@@ -353,19 +369,21 @@ class AsyncLLM(ControlCalls, PoolingCalls):
         priority: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         so_far: OutputSoFar | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> list[Request]:
         """Queue several prompts with the same parameters now, either all of them or none. Images
-        are opened in the calling thread. `so_far` is as for `generate`.
+        are opened in the calling thread. `so_far` and `trace_headers` are as for `generate`.
 
         Raises `InvalidRequest` and `EngineOverloaded` immediately. A given seed applies to each
         prompt.
         """
-        frontend = self._require_frontend()
+        frontend, origin = self._require_frontend(), origin_of(trace_headers)
         frontend.announce()
         make_entries = [
             self._prepare(prompt, sampling_params, priority, chat_template_kwargs, so_far=so_far)
             for prompt in prompts
         ]
+        make_entries = [self._instrument(make_entry, origin) for make_entry in make_entries]
         return [Request(frontend, entry, self) for entry in frontend.submit_all(make_entries)]
 
     @public
@@ -387,7 +405,8 @@ class AsyncLLM(ControlCalls, PoolingCalls):
             prompt, sampling_params, priority, chat_template_kwargs
         )
         built = as_held(sampling_params, submit, media), media
-        entry = frontend.submit(entry_maker(built, sampling_params, None, self._id_prefix))
+        make_entry = entry_maker(built, sampling_params, None, self._id_prefix)
+        entry = frontend.submit(self._instrument(make_entry, origin_of(None)))
         return Request(frontend, entry, self)
 
     @public
@@ -399,9 +418,10 @@ class AsyncLLM(ControlCalls, PoolingCalls):
         *,
         priority: int = 0,
         scores: bool = False,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> Request:
         """Queue a text to be pooled; see `PoolingCalls.submit_pooled`."""
-        frontend = self._require_frontend()
+        frontend, origin = self._require_frontend(), origin_of(trace_headers)
         self._check_request_id(frontend, request_id)
         frontend.announce()
         submit = self._requests.build_pooled(prompt, pooling_params, priority, scores=scores)
@@ -411,7 +431,7 @@ class AsyncLLM(ControlCalls, PoolingCalls):
             numbered = dataclasses.replace(submit, uid=uid)
             return Entry(name, numbered, RequestOutputKind.FINAL_ONLY)
 
-        return Request(frontend, frontend.submit(make_entry), self)
+        return Request(frontend, frontend.submit(self._instrument(make_entry, origin)), self)
 
     @public
     async def beam_search(
@@ -445,6 +465,16 @@ class AsyncLLM(ControlCalls, PoolingCalls):
         params = self._requests.params_or_default(sampling_params)
         built = self._requests.build(prompt, params, priority, chat_template_kwargs, so_far=so_far)
         return entry_maker(built, params, request_id, self._id_prefix, so_far is not None)
+
+    def _instrument(
+        self, make_entry: Callable[[int], Entry], origin: Origin
+    ) -> Callable[[int], Entry]:
+        """Return a factory for the same entry, whose spans are made at its end if they are on."""
+        return (
+            make_entry
+            if self._telemetry is None
+            else self._telemetry.instrument(make_entry, origin)
+        )
 
     async def _stream(
         self, make_entry: Callable[[int], Entry], request_id: str | None, aborted: bool = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 from nanoactor.admission.request import Request
@@ -40,8 +41,10 @@ class PoolingCalls(abc.ABC):
         *,
         priority: int = 0,
         scores: bool = False,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> Request:
         """Queue a text to be pooled, or, with `scores`, to be scored; see `Request.vector`.
+        `trace_headers` are as for `AsyncLLM.generate`.
 
         Raises `InvalidRequest` and `EngineOverloaded` immediately.
         """
@@ -54,6 +57,7 @@ class PoolingCalls(abc.ABC):
         request_id: str | None = None,
         *,
         priority: int = 0,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> EmbeddingRequestOutput:
         """Return the vector of a text, or of `{"prompt_token_ids": [...]}`.
 
@@ -61,7 +65,9 @@ class PoolingCalls(abc.ABC):
         and otherwise the errors of `AsyncLLM.generate`. Canceling the call aborts the request.
         """
         params = _DEFAULT if pooling_params is None else pooling_params
-        request = self.submit_pooled(prompt, params, request_id, priority=priority)
+        request = self.submit_pooled(
+            prompt, params, request_id, priority=priority, trace_headers=trace_headers
+        )
         vector = await _vector(request)
         pooling = self.files.pooling
         assert pooling is not None
@@ -85,6 +91,7 @@ class PoolingCalls(abc.ABC):
         pooling_params: PoolingParams | None = None,
         request_id: str | None = None,
         priority: int = 0,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> ScoringRequestOutput:
         """Score how well a document matches a query. A reranker judges the pair, using
         `instruction`, if given, instead of its default one. For embedding models, the score is the
@@ -98,9 +105,22 @@ class PoolingCalls(abc.ABC):
                 raise InvalidRequest(
                     "instruction is supported only for rerankers, but this model computes vectors"
                 )
-            return await self._compare(query, document, params, request_id, priority)
+            embed = functools.partial(self.embed, priority=priority, trace_headers=trace_headers)
+            query_params, document_params = pooling.params_of_pair(params)
+            calls = [
+                functools.partial(embed, query, query_params, request_id),
+                functools.partial(embed, document, document_params),
+            ]
+            return pair_score(*await run_all(calls, max_concurrent=2))
         prompt = judgement_prompt(query, document, instruction)
-        request = self.submit_pooled(prompt, params, request_id, priority=priority, scores=True)
+        request = self.submit_pooled(
+            prompt,
+            params,
+            request_id,
+            priority=priority,
+            scores=True,
+            trace_headers=trace_headers,
+        )
         logits = await _vector(request)
         return ScoringRequestOutput(
             request.request_id,
@@ -109,20 +129,6 @@ class PoolingCalls(abc.ABC):
             request.cached_tokens,
             request.metrics,
         )
-
-    async def _compare(
-        self, query: str, document: str, params: PoolingParams, name: str | None, priority: int
-    ) -> ScoringRequestOutput:
-        assert self.files.pooling is not None
-        roles = self.files.pooling.params_of_pair(params)
-        first, second = await run_all(
-            [
-                functools.partial(self.embed, query, roles[0], name, priority=priority),
-                functools.partial(self.embed, document, roles[1], priority=priority),
-            ],
-            max_concurrent=2,
-        )
-        return pair_score(first, second)
 
 
 async def _vector(request: Request) -> Float32:

@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import random
 import secrets
+import weakref
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
@@ -44,6 +45,8 @@ from nanoactor.requests.pooling_params import PoolingParams
 from nanoactor.server.context import CURRENT_ID
 from nanoactor.server.text_service import TextService
 from nanoactor.setup.actors import render_options
+from nanoactor.telemetry import open_telemetry
+from nanoactor.telemetry.origin import Origin, origin_of
 from nanoactor.vision.media import Media
 
 log = logging.getLogger("nanoactor.fleet")
@@ -102,6 +105,9 @@ class FleetLLM(PoolingCalls):
         self._next_uid = 0
         self._preparing: set[asyncio.Task[None]] = set()
         self._is_closed = False
+        self._telemetry = open_telemetry(config, self.files)
+        if self._telemetry is not None:  # it has a thread
+            weakref.finalize(self, self._telemetry.abandon).atexit = False
 
     # -- lifecycle --------------------------------------------------------------------------
 
@@ -143,6 +149,8 @@ class FleetLLM(PoolingCalls):
         await self.fleet.close()
         if self.text_service is not None:
             await self.text_service.close()
+        if self._telemetry is not None:
+            await self._telemetry.close()
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -164,18 +172,20 @@ class FleetLLM(PoolingCalls):
         *,
         priority: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> list[Request]:
         """Queue several prompts with the same sampling parameters, all or none of them, like
         `AsyncLLM.submit`."""
         if self._is_closed:
             raise EngineClosed("the ingress was closed")
+        origin = origin_of(trace_headers)
         params = self._requests.with_seed(self._requests.params_or_default(sampling_params))
         submits = [
             self._requests.build(prompt, params, priority, chat_template_kwargs)
             for prompt in prompts
         ]
         self._check_capacity(len(submits))
-        return [self._queue(submit, media, params, priority) for submit, media in submits]
+        return [self._queue(submit, media, params, priority, origin) for submit, media in submits]
 
     @public
     def submit_pooled(
@@ -186,14 +196,16 @@ class FleetLLM(PoolingCalls):
         *,
         priority: int = 0,
         scores: bool = False,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> Request:
         """Queue a text to be pooled, see `PoolingCalls.submit_pooled`. `request_id` is ignored: the
         ingress names the request."""
         if self._is_closed:
             raise EngineClosed("the ingress was closed")
+        origin = origin_of(trace_headers)
         submit = self._requests.build_pooled(prompt, pooling_params, priority, scores=scores)
         self._check_capacity(1)
-        return self._queue(submit, (), _UNUSED_PARAMS, priority)
+        return self._queue(submit, (), _UNUSED_PARAMS, priority, origin)
 
     async def generate(
         self,
@@ -202,6 +214,7 @@ class FleetLLM(PoolingCalls):
         *,
         priority: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield outputs as they arrive, like `AsyncLLM.generate`."""
         (request,) = self.submit(
@@ -209,6 +222,7 @@ class FleetLLM(PoolingCalls):
             sampling_params,
             priority=priority,
             chat_template_kwargs=chat_template_kwargs,
+            trace_headers=trace_headers,
         )
         try:
             async for output in request:
@@ -232,7 +246,12 @@ class FleetLLM(PoolingCalls):
             raise EngineOverloaded(f"{waiting} requests are already waiting for a replica")
 
     def _queue(
-        self, submit: Submit, media: tuple[Media, ...], params: SamplingParams, priority: int
+        self,
+        submit: Submit,
+        media: tuple[Media, ...],
+        params: SamplingParams,
+        priority: int,
+        origin: Origin,
     ) -> Request:
         uid = self._next_uid
         self._next_uid += params.n
@@ -244,6 +263,8 @@ class FleetLLM(PoolingCalls):
             params.n,
         )
         request = self.fleet.requests[uid] = FleetRequest(entry, params, priority)
+        if self._telemetry is not None:
+            request.on_end = self._telemetry.end_callback(origin)
         request.media = tuple(map(wire.media_to_bytes, media))
         self._hasher.block_size = self.fleet.block_size or self._hasher.block_size
         if len(submit.token_ids) and not media:

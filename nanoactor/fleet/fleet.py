@@ -272,7 +272,8 @@ class Fleet:
         self._forget_request(request)
 
     def _forget_request(self, request: FleetRequest) -> None:
-        self.requests.pop(request.uid, None)
+        if self.requests.pop(request.uid, None) is not None and request.on_end is not None:
+            request.on_end(request.entry)
         self.trials.forget(request)
 
     def _end_part(self, replica: Replica, stream: int) -> Part | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -32,6 +32,8 @@ class FleetRequest:
         """Number of tokens of the prompt, including those of its pictures if they are known."""
         self.parts: list[Part] = []
         """Unfinished parts of the request."""
+        self.on_end: Callable[[Entry], None] | None = None
+        """Called once, when the request has ended and all its figures are known."""
 
     @property
     def uid(self) -> int:

@@ -16,6 +16,7 @@ from nanoactor.models.options import (
     DeviceOptions,
 )
 from nanoactor.options.pooling import POOLING_METHODS
+from nanoactor.options.traces_endpoint import check_traces_endpoint
 from nanoactor.requests.params import make_numbers_plain
 
 _MIN_STALL_TIMEOUT = 1.0
@@ -190,6 +191,9 @@ class EngineConfig:
     `EngineDead`. 0: the first death kills the engine, as it always does with `debug_record_dir`."""
     restart_window: float = 300.0
     """Length of the window for counting restarts, in seconds."""
+    otlp_traces_endpoint: str | None = None
+    """URL to which OpenTelemetry spans of requests are sent, as protobuf over HTTP, such as
+    http://localhost:4318/v1/traces. Requires the extra `otel`. Default: no spans."""
     debug: bool = False
     """Check every record's checksum and overwrite released memory. Slow."""
     debug_delay_ms: float = 0.0
@@ -252,6 +256,7 @@ class EngineConfig:
             raise InvalidConfig(
                 f"debug_record_dir must be an existing directory, got {self.debug_record_dir!r}"
             )
+        check_traces_endpoint(self.otlp_traces_endpoint)
         self._check_simulated()
         self._check_npu()
         self._check_combinations()

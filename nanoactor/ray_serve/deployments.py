@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import fcntl
 import functools
 import hashlib
@@ -44,6 +45,8 @@ class Engine:
 
     async def __init__(self, config: EngineConfig, fleet: FleetConfig) -> None:  # type: ignore[misc]
         _configure_logging(logging.WARNING)
+        # The ingress makes the spans of a request, whichever replicas run it.
+        config = dataclasses.replace(config, otlp_traces_endpoint=None)
         with _without_omp_num_threads(), restricted_to_half_of_cores():
             self._llm = await asyncio.to_thread(_create_engine, config)
             digest = asyncio.ensure_future(asyncio.to_thread(fingerprint, self._llm.files, config))

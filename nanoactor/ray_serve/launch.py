@@ -28,6 +28,7 @@ from nanoactor.options.config import EngineConfig
 from nanoactor.ray_serve.options import FleetConfig
 from nanoactor.server.config import ServerConfig
 from nanoactor.server.run import SIGNALS, ShutdownEvent
+from nanoactor.telemetry import load_telemetry
 
 log = logging.getLogger("nanoactor.server")
 
@@ -50,6 +51,8 @@ async def serve_replicas(config: EngineConfig, server: ServerConfig, fleet: Flee
     stops at once. Raises `InvalidConfig` if an option does not work with replicas, and
     `StartupFailed` if Ray or the application fails to start or dies."""
     check_ray()
+    if config.otlp_traces_endpoint is not None:
+        load_telemetry()  # so that a missing extra is reported here, in one line
     if server.uds is not None:
         raise InvalidConfig("uds works only with a single engine: with replicas, use host and port")
     if server.enable_control_endpoints:

@@ -75,6 +75,8 @@ class Entry:
         that."""
         self.ended = asyncio.Event()
         """Set when no more output follows."""
+        self.on_end: Callable[[Entry], None] | None = None
+        """Called once, when the request has ended; telemetry sets it, if that is on."""
 
     @property
     def metrics(self) -> RequestMetrics:
@@ -149,6 +151,9 @@ class Entry:
         self.accepted.set()
         self.ended.set()
         self.wake()
+        if self.on_end is not None:
+            on_end, self.on_end = self.on_end, None
+            on_end(self)
 
     def note_end(self, uid: int, terminal: Terminal) -> None:
         """Record the end of one sequence; its error becomes the request's error, unless there is

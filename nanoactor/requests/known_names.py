@@ -94,6 +94,11 @@ ENGINE: tuple[ForeignOption, ...] = (
     *_same("engine", "max_num_seqs block_size enable_prefix_caching"),
     *_same("engine", "enforce_eager tensor_parallel_size skip_tokenizer_init"),
     *_same("engine", "limit_mm_per_prompt max_logprobs chat_template"),
+    _engine(
+        "otlp_traces_endpoint",
+        ours="otlp_traces_endpoint",
+        note="the full URL; protobuf over HTTP only, not gRPC",
+    ),
     _engine("load_format", ours="load_format", note='must be "auto" or "dummy"'),
     _engine(
         "dtype",
@@ -160,6 +165,10 @@ ENGINE: tuple[ForeignOption, ...] = (
         "attention_backend",
         accepts=("auto",),
         note="the device determines the kernels",
+    ),
+    _engine(
+        "collect_detailed_traces",
+        note="spans cover the stages of a request; use /trace for the work inside of a step",
     ),
     _engine(
         "compilation_config",
@@ -397,9 +406,6 @@ SERVER: tuple[ForeignOption, ...] = (
         accepts=(False,),
         note="a request can set the field of this name",
         takes="flag",
-    ),
-    _server(
-        "otlp_traces_endpoint", note="use /trace instead, which returns a timeline for Perfetto"
     ),
     _server("middleware", note="put a proxy in front of the server instead", takes="list"),
     _server("ssl_ca_certs", note="clients are identified by API keys, not by certificates"),

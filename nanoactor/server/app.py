@@ -95,7 +95,10 @@ class Server:
             config.max_body_bytes or max_text_bytes + (1 << 20) + accepts_images * _PICTURES_BYTES
         )
         decoder = Decoder(config.strict, accepts_images, self._template_members)
-        self._http = HttpFrontend(config, self.names, max_body_bytes, self.metrics, decoder)
+        is_traced = llm.config.otlp_traces_endpoint is not None
+        self._http = HttpFrontend(
+            config, self.names, max_body_bytes, self.metrics, decoder, is_traced=is_traced
+        )
         self._media = MediaLoader(MediaLimits(config.allowed_media_domains))
         self._completions = Completions(
             llm,

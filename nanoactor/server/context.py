@@ -15,6 +15,7 @@ from aiohttp import HttpVersion10, HttpVersion11, web
 
 from nanoactor.server.anthropic.errors import error_body
 from nanoactor.server.errors import APIError, from_engine, rename_fields
+from nanoactor.telemetry.origin import PARENT, STATE, Origin
 
 log = logging.getLogger("nanoactor.server")
 
@@ -80,6 +81,17 @@ def context_of(request: web.BaseRequest) -> RequestContext:
         request[_CONTEXT] = context = RequestContext(request)
         CURRENT_ID.set(context.id)
     return request[_CONTEXT]
+
+
+def origin_of(request: web.BaseRequest, model: str) -> Origin:
+    """Return the origin of the engine's requests that an HTTP request makes, with its W3C trace
+    headers. `model` is the model's name for clients."""
+    parents = request.headers.getall(PARENT, [])
+    # A header that must be single and is not is malformed; several states are one list.
+    headers = {PARENT: parents[0]} if len(parents) == 1 else {}
+    if states := request.headers.getall(STATE, []):
+        headers[STATE] = ",".join(states)
+    return Origin(headers, is_http=True, request_id=context_of(request).id, model=model)
 
 
 def _canonical(path: str) -> str:

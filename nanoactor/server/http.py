@@ -19,12 +19,13 @@ from msgspec import Struct
 
 from nanoactor.server.anthropic.request import MessagesRequest
 from nanoactor.server.config import ServerConfig
-from nanoactor.server.context import answer_as_http1, context_of, json_response
+from nanoactor.server.context import answer_as_http1, context_of, json_response, origin_of
 from nanoactor.server.errors import APIError, check_model, unavailable
 from nanoactor.server.keys import Keys
 from nanoactor.server.metrics import Metrics
 from nanoactor.server.requests import ChatRequest, CompletionRequest, Decoder
 from nanoactor.server.responses.request import ResponsesRequest
+from nanoactor.telemetry.origin import ORIGIN
 
 access_log = logging.getLogger("nanoactor.access")
 
@@ -76,11 +77,14 @@ class HttpFrontend:
         max_body_bytes: int,
         metrics: Metrics,
         decoder: Decoder,
+        *,
+        is_traced: bool = False,
     ) -> None:
         """`names` are the model's names for clients. `metrics` counts requests, and `decoder`
-        decodes their bodies."""
+        decodes their bodies. `is_traced` is True if the engine makes spans of requests."""
         self._config = config
         self._names = names
+        self._is_traced = is_traced
         self._max_body = max_body_bytes
         self._metrics = metrics
         self._keys = Keys(config.api_keys)
@@ -127,6 +131,8 @@ class HttpFrontend:
     async def _log_outcome(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Count a request and log its outcome."""
         context_of(request).strip_root(self._config.root_path)
+        if self._is_traced:
+            ORIGIN.set(origin_of(request, self._names[0]))
         begin, status = time.monotonic(), _CLIENT_GONE_STATUS
         post_count = int(request.method == "POST")
         self._change_active_posts(post_count)

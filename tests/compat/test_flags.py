@@ -63,6 +63,7 @@ TAKEN = """
 --tp-size 2
 --chunked-prefill-size 4096
 --enable-tokenizer-info-endpoint
+--otlp-traces-endpoint http://localhost:4318/v1/traces
 --max_num_seqs 64
 """.strip().splitlines()
 MOOT = """
@@ -109,7 +110,7 @@ REFUSED = """
 --enable-log-requests
 --enable-force-include-usage
 --return-tokens-as-token-ids
---otlp-traces-endpoint x
+--collect-detailed-traces all
 --api-server-count 2
 --enable-sleep-mode
 --no-enable-chunked-prefill
