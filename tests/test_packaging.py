@@ -177,12 +177,37 @@ def test_the_version_of_a_checkout_names_its_commit(tmp_path):
         git(repository, "checkout", "-q", "main")
 
 
-@pytest.fixture(scope="module")
-def releasing():
-    found = importlib.util.spec_from_file_location("releasing", ROOT / ".ci" / "release.py")
+def script(name):
+    found = importlib.util.spec_from_file_location(name, ROOT / ".ci" / f"{name}.py")
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def releasing():
+    return script("release")
+
+
+def test_each_dependency_has_a_lower_bound():
+    found = script("lower_bounds").constraints(PROJECT["project"]["dependencies"], [])
+    assert len(found) == len(PROJECT["project"]["dependencies"])
+    assert all(re.match(r"[\w.-]+==\d[\d.]*(; |$)", line) for line in found), found
+
+
+def test_lower_bounds_keep_markers_and_can_be_replaced():
+    bounds = script("lower_bounds")
+    wanted = ["a_b>=1.2,<2", "c<9,>=3; sys_platform != 'win32'", "torch>=2.11"]
+    found = ["a_b==1.2", "c==3; sys_platform != 'win32'", "torch==2.13.0"]
+    assert bounds.constraints(wanted, ["torch==2.13.0"]) == found
+    assert bounds.constraints(wanted, ["A.B==1.9"])[0] == "A.B==1.9"
+    for requirements, replaced, named in (
+        (["a", "b>=1"], [], "'a' has no lower bound"),
+        (["a<2"], [], "'a<2' has no lower bound"),
+        (["a>=1"], ["b==1"], "not a dependency: b"),
+    ):
+        with pytest.raises(bounds.Unbounded, match=named):
+            bounds.constraints(requirements, replaced)
 
 
 def test_a_release_needs_its_section_of_the_changelog(releasing):
