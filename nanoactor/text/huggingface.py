@@ -51,15 +51,32 @@ def load_pretrained(directory: Path, **options: Any) -> PreTrainedTokenizerBase:
     """
     from transformers import AutoTokenizer
 
+    outside = sys.exception()
     try:
         with native_calls():
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 directory, local_files_only=True, trust_remote_code=False, **options
             )
     except Exception as error:  # a tokenizer's files can be wrong in any way
-        text = f"transformers cannot load the tokenizer of {directory}: {error}"
-        raise ModelError(text) from error
+        reason = _reason(error, outside)
+        text = f"transformers cannot load the tokenizer of {directory}: {reason}"
+        raise ModelError(text) from reason
     return tokenizer
+
+
+def _reason(error: BaseException, outer: BaseException | None) -> BaseException:
+    """Return the error during whose handling an `ImportError` was raised, or `error` itself.
+
+    transformers 4 and 5.0 look for protobuf whenever they handle an error. If protobuf is missing,
+    they raise an error about that, whatever is wrong with the files. `outer` is the error that the
+    caller was already handling, which is never the reason.
+    """
+    while isinstance(error, ImportError):
+        handled = error.__context__
+        if handled is None or handled is outer:
+            break
+        error = handled
+    return error
 
 
 class LazyTokenizer:

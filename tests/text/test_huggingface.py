@@ -236,3 +236,28 @@ def test_a_tokenizer_that_transformers_cannot_load_is_the_models_fault(tmp_path)
     (path / "tokenizer_config.json").write_text("{")
     with pytest.raises(ModelError, match=f"transformers cannot load the tokenizer of {path}"):
         load_pretrained(path)
+
+
+def test_a_search_for_protobuf_does_not_hide_what_is_wrong(tmp_path, monkeypatch):
+    """As versions 4 and 5.0 of transformers look for it whenever they handle an error."""
+    missing = ImportError("requires the protobuf library")
+
+    def look(*given, **named):
+        raise missing
+
+    def handle(*given, **named):
+        try:
+            raise ValueError("the merges are invalid")
+        except ValueError:
+            look()
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", handle)
+    with pytest.raises(ModelError, match="of .*: the merges are invalid$") as caught:
+        load_pretrained(tmp_path)
+    assert isinstance(caught.value.__cause__, ValueError)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", look)
+    try:
+        raise KeyError("the caller's own")
+    except KeyError:
+        with pytest.raises(ModelError, match="requires the protobuf library"):
+            load_pretrained(tmp_path)
