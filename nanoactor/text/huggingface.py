@@ -51,14 +51,14 @@ def load_pretrained(directory: Path, **options: Any) -> PreTrainedTokenizerBase:
     """
     from transformers import AutoTokenizer
 
-    outside = sys.exception()
+    outer = sys.exception()
     try:
         with native_calls():
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 directory, local_files_only=True, trust_remote_code=False, **options
             )
     except Exception as error:  # a tokenizer's files can be wrong in any way
-        reason = _reason(error, outside)
+        reason = _reason(error, outer)
         text = f"transformers cannot load the tokenizer of {directory}: {reason}"
         raise ModelError(text) from reason
     return tokenizer
