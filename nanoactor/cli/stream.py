@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoactor.api.engine import AsyncLLM, Prompt
-from nanoactor.cli import batch
+from nanoactor.cli.batch import run_batch
 from nanoactor.cli.options import given_values
 from nanoactor.cli.stdin import LineReader
 from nanoactor.errors import InvalidRequest
@@ -66,7 +66,7 @@ async def _generate_all(args: Any) -> None:
     SamplingParams.for_model(**parameters)  # raises before the engine is started
     _check_writable(args.trace)
     async with _engine(args) as llm:
-        succeeded = await batch.run_batch(llm, args.prompts, parameters)
+        succeeded = await run_batch(llm, args.prompts, parameters)
         if args.trace is not None:
             (await llm.trace()).save(args.trace)
     if not succeeded:
