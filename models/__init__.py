@@ -1,1 +1,2 @@
-"""Models in PyTorch: layers, weights, sampling and devices. It does not depend on actors."""
+"""Models in PyTorch: layers, weights, sampling and devices. This package does not depend on
+actors."""

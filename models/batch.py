@@ -1,4 +1,5 @@
-"""A model's inputs for one step. Rows are sequences: prefill rows first, then decode rows."""
+"""The inputs of a model for one step (one forward pass). Each row is a sequence: prefill rows come
+first, then decode rows."""
 
 from __future__ import annotations
 
@@ -16,9 +17,10 @@ from nanoactor.models.seq_lens import HostSeqLens
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KVCache:
-    """One layer's paged keys and values, each (blocks, block_size, kv_heads, head_dim), contiguous.
+    """Paged keys and values of one layer, each a contiguous tensor (blocks, block_size, kv_heads,
+    head_dim).
 
-    All values are finite at all times, including right after allocation.
+    All values are finite at all times, even right after allocation.
     """
 
     keys: torch.Tensor
@@ -27,10 +29,11 @@ class KVCache:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HeadTransform:
-    """Normalization and rotation of query and key heads, applied before keys are stored."""
+    """Normalization and rotation of query and key heads, applied before the keys are stored."""
 
     norms: tuple[torch.Tensor, torch.Tensor] | None
-    """Weights of the query norm and the key norm, (head_dim,) each; None if there are no norms."""
+    """Weights of the query norm and the key norm, (head_dim,) each; None for models without these
+    norms."""
     eps: float
     rotation: tuple[torch.Tensor, torch.Tensor]
     """Cosines and sines, as returned by `Operators.rotation`."""
@@ -38,85 +41,97 @@ class HeadTransform:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VisualTokens:
-    """The picture placeholders among a step's prompt tokens, and their features."""
+    """The placeholders of pictures among a step's prompt tokens, and the features that replace
+    their embeddings."""
 
     mask: torch.Tensor
-    """Mask of the placeholders, bool (prompt tokens, 1)."""
+    """True for placeholders, bool (prompt tokens, 1)."""
     features: torch.Tensor
-    """(prompt tokens, hidden * (1 + deepstack levels)): the embedding, then what is added after
-    each of the first layers; 0 for text tokens."""
+    """(prompt tokens, hidden * (1 + deepstack levels)): the embedding of each token, then the
+    vectors that are added after each of the first layers. Zero for text tokens."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """Attention inputs of a step: where each token's key and value are stored, and each row's
-    context. Prefill tokens come first, then one token for each decode row. Block tables stay on
-    the device and are indexed by slot. Captured steps read nothing from the host."""
+    """Attention inputs of a step: the cache position of each token's key and value, and the context
+    of each row.
+
+    Prefill tokens come first, then one token for each decode row. A slot is a sequence's index in
+    the tables on the device. Block tables stay on the device and are indexed by slot. Steps
+    captured as graphs read nothing from the host.
+    """
 
     slot_mapping: torch.Tensor
-    """Cache position of each token, block * block_size + offset, int64 (tokens,)."""
+    """Cache position of each token (block * block_size + offset), int64 (tokens,)."""
     tables: torch.Tensor
-    """Block tables, int32 (slots, maximum number of blocks of a sequence)."""
+    """Block table of each slot, int32 (slots, maximum number of blocks of a sequence)."""
     block_size: int
     prefill_tokens: int
     prefill_rows: torch.Tensor
-    """int32 (4, rows): slot, index of the first token, number of tokens, and context length at the
-    end of the chunk. Captured steps are padded with rows of the dummy slot that have no tokens."""
+    """int32 (4, rows): slot, index of the first token, number of tokens, and context length after
+    this chunk. Captured steps are padded with rows of the dummy slot that have no tokens."""
     prefill_tiles: torch.Tensor
-    """int32 (2, programs): row of each program of the kernel, and index of its group of tokens."""
+    """int32 (2, programs): for each program of the attention kernel, its row and the index of its
+    group of tokens."""
     decode_slots: torch.Tensor
-    """Slots of the decode rows, int32 (decode rows,)."""
+    """Slot of each decode row, int32 (decode rows,)."""
     decode_contexts: torch.Tensor
     """Context length of each decode row, including its new token, int32 (decode rows,)."""
     lengths: HostSeqLens
-    """The same lengths as known to the host, if the device needs them. Frozen rows are shorter than
-    the host assumes."""
+    """Context lengths as known to the host, for devices that need them there. For frozen rows they
+    are upper bounds."""
     plan: Any = None
-    """State shared by the attention of all layers, created by a device's `BatchOperators.plan`."""
+    """State that the attention of all layers shares, created by the device's
+    `BatchOperators.plan`."""
     visual: VisualTokens | None = None
     frozen: torch.Tensor | None = None
-    """int32 (slots,): 1 if decode rows of the slot must not change its state. Their keys and values
-    already go to the dummy slot's block. None if no slot is frozen."""
+    """int32 (slots,): 1 if decode rows of the slot must not change its state. The keys and values
+    of such rows already go to the dummy slot's block. None if no slot is frozen."""
     final_rows: FinalRows | None = None
-    """Tokens whose hidden states are needed; None if all are."""
+    """Tokens whose final hidden states are needed; None if all of them are."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FinalRows:
-    """Tokens whose hidden states are read after the last layer. That layer stores the keys and
-    values of all tokens, but computes everything else only for these tokens."""
+    """Tokens whose hidden states are read after the last layer.
+
+    The last layer stores the keys and values of all tokens, but computes everything else only for
+    these tokens.
+    """
 
     indices: torch.Tensor
-    """Token indices, int32 (rows,); those of the decode rows come last."""
+    """Token indices, int32 (rows,). Those of the decode rows come last."""
     plan: Callable[[], AttentionBatch]
-    """Creates the batch in which each of these tokens is a decode row. It is called after all other
-    layers, because the plans of one step may share memory."""
+    """Function that returns the batch in which each of these tokens is a decode row. It is called
+    after all other layers have run, because the plans of one step may share memory."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ForwardInputs:
-    """All inputs of a model's forward pass."""
+    """All inputs of a model's forward pass for one step."""
 
     token_ids: torch.Tensor
-    """Token ids, (tokens,)."""
+    """int32 (tokens,)."""
     positions: torch.Tensor
-    """Rotary positions, (tokens,), or (3, tokens) if some tokens belong to pictures."""
+    """Rotary positions: (tokens,), or (3, tokens) if some tokens belong to pictures."""
     states: Sequence[Any]
-    """State of each layer, a `nanoactor.models.layers.state.LayerState`, updated in place."""
+    """State of each layer (`nanoactor.models.layers.state.LayerState`), which the pass updates in
+    place."""
     batch: AttentionBatch
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FusedSamplingInputs:
-    """Inputs of a device's fused sampler. Each row is sampled with its slot's parameters."""
+    """Inputs of a device's fused sampler, which samples each row with the parameters of its
+    slot."""
 
     logits: torch.Tensor
-    """(rows, vocabulary), or (slots, vocabulary) for logits that are kept for each slot."""
+    """(rows, vocabulary), or (slots, vocabulary) if logits are stored by slot."""
     slots: torch.Tensor
     """Slot of each row, int32 (rows,)."""
     tables: SlotTables
     scratch: Any
-    """Workspace from `BatchOperators.scratch`."""
+    """Workspace returned by `BatchOperators.scratch`."""
     sampled_ids: torch.Tensor
     """Output buffer for the sampled token ids, int32 (rows,)."""
 
@@ -128,8 +143,8 @@ def decode_batch(
     no_prefills: torch.Tensor,
     lengths: HostSeqLens,
 ) -> AttentionBatch:
-    """Return a batch that has only decode rows, of `slots`, int32 (rows,). `no_prefills` is an
-    empty tensor, int32 (4, 0)."""
+    """Return a batch of decode rows only, one for each of `slots`, int32 (rows,). `no_prefills` is
+    an empty tensor, int32 (4, 0)."""
     return AttentionBatch(
         buffers.slot_mapping,
         tables.blocks,
@@ -150,11 +165,11 @@ def with_final_rows(
     lengths: HostSeqLens,
     plan: Callable[[AttentionBatch], AttentionBatch],
 ) -> AttentionBatch:
-    """Return the batch with its final rows set: some prompt tokens, then all decode rows.
+    """Return the batch with `final_rows` set to some prompt tokens followed by all decode rows.
 
-    `chunks` holds the indices of these prompt tokens, int32 (rows,), and the slots and positions of
-    all prefill tokens, int32 (prefill tokens,). `lengths` are the lengths of the final rows, if the
-    device needs them. `plan` prepares the batch of the final rows.
+    `chunks` contains the indices of these prompt tokens, int32 (rows,), and the slots and positions
+    of all prefill tokens, int32 (prefill tokens,) each. `lengths` are the lengths of the final
+    rows, if the device needs them on the host. `plan` prepares the batch of the final rows.
     """
     final_indices, slots, positions = chunks
     first_decode, tokens = batch.prefill_tokens, len(batch.slot_mapping)
@@ -180,18 +195,19 @@ def with_final_rows(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SlotTables:
-    """State of each slot, kept on the device. The last slot is a dummy for padded rows."""
+    """State of each slot (a sequence's index), kept on the device. The last slot is a dummy for
+    padding rows."""
 
     blocks: torch.Tensor
-    """Block tables, int32 (slots, maximum number of blocks of a sequence)."""
+    """Block table of each slot, int32 (slots, maximum number of blocks of a sequence)."""
     lengths: torch.Tensor
-    """Number of computed positions, including those of steps in flight, int32 (slots,). It is the
-    position of the next token."""
+    """Number of computed positions of each slot, including those of steps in flight, int32
+    (slots,). This is also the position of the next token."""
     last_tokens: torch.Tensor
     """Newest token id of each slot, int32 (slots,)."""
     rope_deltas: torch.Tensor | None
     """Rotary position of the next token minus its position in the sequence, int32 (slots,). None if
-    the model accepts no pictures, so that the two are equal."""
+    the model accepts no pictures, as the two are then always equal."""
     sampling_words: torch.Tensor
     """Packed sampling parameters of each slot, int32 (columns.WORDS, slots)."""
     block_size: int
@@ -201,30 +217,31 @@ class SlotTables:
     freeze_ids: torch.Tensor
     """Token ids that freeze each slot, int32 (limits.MAX_FREEZE_IDS, slots), padded with -1."""
     sampling: SamplingColumns[torch.Tensor] = dataclasses.field(init=False)
-    """Views of `sampling_words` by column, (slots,) each; the seeds are (2, slots)."""
+    """Views of `sampling_words` by parameter, (slots,) each; the seeds are (2, slots)."""
 
     def __post_init__(self) -> None:
-        """Create the views of `sampling_words` by column."""
+        """Create the views of `sampling_words` by parameter."""
         object.__setattr__(self, "sampling", column_views(self.sampling_words, torch.float32))
 
 
 class DecodeRows(NamedTuple):
-    """Rows of one token each; all fields are int32 (rows,)."""
+    """Decode rows, of one token each. All fields are int32 (rows,)."""
 
     slots: torch.Tensor
     positions: torch.Tensor
-    """Position that each row computes; -1 for the next position of its slot."""
+    """Position that each row computes; -1 stands for the next position of its slot."""
     token_ids: torch.Tensor
-    """Token id of each row; rows with position -1 use their slot's newest token instead."""
+    """Token id of each row. Ignored where the position is -1: such a row uses its slot's newest
+    token."""
 
     def first(self, rows: int) -> DecodeRows:
-        """Return the first `rows` rows."""
+        """Return a view of the first `rows` rows."""
         return DecodeRows(*(column[:rows] for column in self))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowBuffers:
-    """Buffers that `BatchOperators.advance` fills for the decode rows."""
+    """Buffers that `BatchOperators.advance` fills with the inputs of the decode rows."""
 
     token_ids: torch.Tensor
     """Token ids, int32 (rows,)."""
@@ -233,36 +250,38 @@ class RowBuffers:
     slot_mapping: torch.Tensor
     """Cache positions of the new keys and values, int64 (rows,)."""
     contexts: torch.Tensor
-    """Context lengths, int32 (rows,)."""
+    """Context lengths including the new token, int32 (rows,)."""
 
     @classmethod
     def zeros(cls, zeros: Callable[..., torch.Tensor], tokens: int, rows: int) -> RowBuffers:
-        """Allocate buffers for `tokens` tokens and `rows` decode rows, using a device's `zeros`."""
+        """Return buffers for `tokens` tokens and `rows` decode rows, allocated with a device's
+        `zeros`."""
         ids, positions = (zeros(tokens, dtype=torch.int32) for _ in range(2))
         return cls(ids, positions, zeros(tokens, dtype=torch.int64), zeros(rows, dtype=torch.int32))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """The sampling parameters of a step's rows."""
+    """The sampling parameters of the rows of a step."""
 
     sampling: SamplingColumns[torch.Tensor]
-    """Sampling parameters by column, (rows,) each; the seeds are (2, rows)."""
+    """Sampling parameters, (rows,) each; the seeds are (2, rows)."""
     positions: torch.Tensor
-    """Position of the token to be sampled, int64 (rows,)."""
+    """Position of the token that is sampled, int64 (rows,)."""
     groups: SamplingGroups[torch.Tensor]
 
     @classmethod
     def of(
         cls, tables: SlotTables, slots: torch.Tensor, groups: SamplingGroups[torch.Tensor]
     ) -> SamplingBatch:
-        """Return the sampling parameters of `slots`, int64 (rows,), from the device's tables."""
+        """Return the sampling parameters of `slots`, int64 (rows,), which are read from the
+        device's tables."""
         words = tables.sampling_words.index_select(1, slots)
         positions = tables.lengths.index_select(0, slots).long()
         return cls(column_views(words, torch.float32), positions, groups)
 
     @property
     def seeds(self) -> torch.Tensor:
-        """Return the unsigned 64-bit seeds, reinterpreted as int64 (rows,)."""
+        """The unsigned 64-bit seeds, reinterpreted as int64 (rows,)."""
         low, high = self.sampling.seed.long().unbind()
         return (low & 0xFFFFFFFF) | (high << 32)

@@ -1,4 +1,4 @@
-"""Collectives over the ranks of a tensor-parallel group."""
+"""Collective operations over the ranks of a tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ _TIMEOUT = datetime.timedelta(minutes=30)
 
 
 class Group(Protocol):
-    """Collectives for layers and samplers. All ranks must call the same ones in the same order."""
+    """Collective operations for layers and samplers. All ranks must call the same ones in the same
+    order."""
 
     rank: int
     size: int
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the sum of all ranks' tensors, possibly in the memory of `x`."""
+        """Return the sum of all ranks' tensors. The result may be written into the memory of
+        `x`."""
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Return all ranks' tensors, (ranks, *x.shape), in rank order."""
+        """Return the tensors of all ranks in rank order, (ranks, *x.shape)."""
 
     def all_reduce_min(self, value: int) -> int:
-        """Return the minimum of all ranks' values."""
+        """Return the minimum of the values that the ranks pass."""
 
 
 class SingleRank:
@@ -36,20 +38,21 @@ class SingleRank:
     rank, size = 0, 1
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the tensor unchanged."""
+        """Return `x` unchanged."""
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the tensor with a leading dimension of size 1."""
+        """Return a view of `x` with a leading dimension of size 1."""
         return x[None]
 
     def all_reduce_min(self, value: int) -> int:
-        """Return the value unchanged."""
+        """Return `value` unchanged."""
         return value
 
 
 class RankGroup:
-    """A group of processes that communicate through torch.distributed."""
+    """A tensor-parallel group of processes on one machine that communicate through
+    torch.distributed."""
 
     def __init__(
         self,
@@ -60,7 +63,8 @@ class RankGroup:
         listen_fd: int | None,
         device: torch.device | None = None,
     ) -> None:
-        """Rendezvous at `port` of the loopback interface; tensors are on `device`.
+        """Join the process group, which meets at `port` of the loopback interface. Tensors are on
+        `device`.
 
         `listen_fd` is the file descriptor of rank 0's listening socket. A socket opened by PyTorch
         itself would listen on every interface.
@@ -83,12 +87,12 @@ class RankGroup:
         )
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum `x` over the ranks, in place."""
+        """Sum `x` over the ranks in place, and return it."""
         dist.all_reduce(x)
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Gather all ranks' tensors into a new tensor."""
+        """Return the tensors of all ranks in a new tensor, (ranks, *x.shape)."""
         if self._gathers_into_tensor:
             gathered = x.new_empty(self.size, *x.shape)
             dist.all_gather_into_tensor(gathered, x.contiguous())
@@ -98,7 +102,7 @@ class RankGroup:
         return torch.stack(parts)
 
     def all_reduce_min(self, value: int) -> int:
-        """Return the minimum, reduced as a one-element tensor."""
+        """Return the minimum over the ranks. Waits for the result on the device."""
         tensor = torch.tensor([value], device=self._device)
         dist.all_reduce(tensor, dist.ReduceOp.MIN)
         return int(tensor)

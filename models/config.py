@@ -1,4 +1,4 @@
-"""The configuration of a model, read from a Hugging Face `config.json`; imports no torch."""
+"""Parsing of a model's configuration from a Hugging Face `config.json`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _ROPE_OBJECTS = ("rope_parameters", "rope_scaling")
 
 
 def check_file(path: Path) -> None:
-    """Raise `ModelError` unless `path` is a regular file: reading a pipe would block, and reading a
-    device may never end."""
+    """Raise `ModelError` unless `path` is a regular file. Reading a pipe would block, and reading a
+    device might never end."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
@@ -47,7 +47,8 @@ def check_file(path: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises `ModelError` if the file is missing or malformed."""
+    """Return the JSON object in a file. Raises `ModelError` if the file is missing or malformed, or
+    contains something else."""
     check_file(path)
     try:
         # Some editors write a byte order mark at the start of a file.
@@ -64,16 +65,17 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(directory: Path) -> ModelConfig:
-    """Return the configuration in `directory`/config.json.
+    """Return the configuration in `config.json` in `directory`.
 
-    Raises `ModelError` if the file or a value is missing, or if values are invalid, and
+    Raises `ModelError` if the file or a required value is missing or a value is invalid, and
     `UnsupportedModel` if the configuration requires something that is not implemented.
     """
     return parse_config(read_json(directory / "config.json"), directory / "config.json")
 
 
 def parse_config(raw: Mapping[str, Any], origin: object = "config") -> ModelConfig:
-    """Parse the configuration from a dictionary; `origin` names the dictionary in errors."""
+    """Return the configuration in `raw`, the parsed JSON object. `origin` names its source in error
+    messages. Raises the same errors as `read_config`."""
     architectures = raw.get("architectures") or [""]
     if not isinstance(architectures, list):
         raise ModelError(f"{origin}: architectures must be a list, got {architectures!r}")
@@ -133,7 +135,8 @@ def _read_scales(raw: Mapping[str, Any], family: Family, origin: object) -> Scal
 
 
 def _read_window(raw: Mapping[str, Any], family: Family, origin: object) -> int | None:
-    """Return the number of positions that a token attends to, or None for all."""
+    """Return the number of latest positions that a token attends to, or None if it attends to
+    all."""
     key = family.sliding_window
     if key is None:
         return None
@@ -143,7 +146,8 @@ def _read_window(raw: Mapping[str, Any], family: Family, origin: object) -> int 
 
 
 def _read_quantization(raw: Mapping[str, Any], origin: object) -> Quantization | None:
-    """Return the quantization, if there is any. Raises `UnsupportedModel` for an unknown method."""
+    """Return the quantization, or None if the weights are not quantized. Raises `UnsupportedModel`
+    for an unknown method."""
     section = raw.get("quantization_config")
     if not section:
         return None
@@ -160,7 +164,7 @@ def _read_quantization(raw: Mapping[str, Any], origin: object) -> Quantization |
 
 
 def _text_config(raw: Mapping[str, Any], family: Family, origin: object) -> Mapping[str, Any]:
-    """Return the decoder's part of the configuration, which some families nest in an object."""
+    """Return the settings of the decoder, which some families nest in an object."""
     if family.text_config is None:
         return raw
     text = raw.get(family.text_config)
@@ -171,8 +175,11 @@ def _text_config(raw: Mapping[str, Any], family: Family, origin: object) -> Mapp
 
 
 def parse_token_ids(value: Any, origin: object = "eos_token_id") -> tuple[int, ...]:
-    """Return the token ids of a configuration value: None, a number or a list. None and -1 mean no
-    ids. Raises `ModelError` for any other value."""
+    """Return the token ids in the value of `eos_token_id`: None, an integer or a list of integers.
+
+    None and -1 mean that there are no ids. Raises `ModelError` for any other value; `origin` names
+    its source in the message.
+    """
     values = [] if value in (None, -1) else value if isinstance(value, list) else [value]
     if not all(isinstance(item, int) and not isinstance(item, bool) for item in values):
         raise ModelError(
@@ -252,7 +259,8 @@ def _read_rope(raw: Mapping[str, Any], family: Family, origin: object) -> RopeCo
 
 
 def _read_sections(raw_rope: Mapping[str, Any], origin: object) -> tuple[int, int, int]:
-    """Return the M-RoPE sections; as in transformers, `mrope_interleaved` is ignored."""
+    """Return the M-RoPE sections: numbers of frequencies for time, rows and columns.
+    `mrope_interleaved` is ignored, as in transformers."""
     value = raw_rope.get("mrope_section", [24, 20, 20])
     sizes = value if isinstance(value, list) else []
     if len(sizes) != 3 or not all(type(size) is int and size >= 0 for size in sizes):
@@ -261,7 +269,7 @@ def _read_sections(raw_rope: Mapping[str, Any], origin: object) -> tuple[int, in
 
 
 def _check_yarn(config: RopeConfig, origin: object) -> None:
-    """Raise `ModelError` for values with which YaRN's factors cannot be computed."""
+    """Raise `ModelError` if YaRN's factors cannot be computed from the values."""
     if config.attention_factor is not None and config.attention_factor <= 0:
         raise ModelError(
             f"{origin}: attention_factor must be greater than 0, got {config.attention_factor:g}"

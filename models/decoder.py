@@ -1,4 +1,4 @@
-"""Decoders, assembled from the layer descriptions of their families."""
+"""The decoder of a model, assembled from the layer descriptions of its family."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ log = logging.getLogger("nanoactor.runner")
 
 
 def _prefix(family: str, weights: Weights) -> str:
-    """Return the prefix of the decoder's weight names, including the dot; empty for a checkpoint of
-    only the decoder, as saved by `AutoModel`."""
+    """Return the prefix of the decoder's weight names, with a trailing dot. It is empty for a
+    checkpoint that contains only the decoder, as `AutoModel` saves it."""
     prefix = f"{family}."
     is_bare = f"{prefix}{_EMBEDDING}" not in weights and _EMBEDDING in weights
     return "" if is_bare else prefix
 
 
 class Decoder:
-    """A pre-norm decoder of any family: embedding, layers, final norm and head."""
+    """A pre-norm decoder of any family: embedding, layers, final norm and language-modeling
+    head."""
 
     def __init__(
         self,
@@ -51,9 +52,12 @@ class Decoder:
         *,
         headless: bool = False,
     ) -> None:
-        """Load all weights, or one rank's part of them. A `headless` model generates no tokens.
-        Raises `WeightsError` for the first tensor that does not fit, and `UnsupportedModel` for an
-        unknown family or unsupported layers."""
+        """Load all weights, or one tensor-parallel rank's share of them.
+
+        `headless` is True for a model that generates no tokens. Raises `WeightsError` for the first
+        tensor that does not fit, and `UnsupportedModel` for an unknown family or unsupported
+        layers.
+        """
         prefix = _prefix(family_of(config.architecture).text_prefix, weights)
         self.group = group or SingleRank()
         self.config = config
@@ -83,9 +87,12 @@ class Decoder:
         self._rope = rope.to(weights.device, weights.dtype)
 
     def _head_weight(self, weights: Weights, headless: bool = False) -> torch.Tensor:
-        """Return the weight of the head. If weights are tied, it is the embedding, unless the
-        checkpoint has a separate head, which takes precedence as in transformers 5. A headless
-        model without a head in its checkpoint also gets the embedding."""
+        """Return the weight of the language-modeling head.
+
+        With tied weights, it is the embedding. If the checkpoint nevertheless has a separate head,
+        that head takes precedence, as in transformers 5. A headless model whose checkpoint has no
+        head also gets the embedding.
+        """
         tied = self.config.tie_embeddings
         if (tied or headless) and _HEAD not in weights:
             return self._embedding.weight
@@ -104,12 +111,12 @@ class Decoder:
 
     @property
     def states(self) -> list[StateSpec]:
-        """Return the specs of the state that each layer keeps between steps."""
+        """Specification of the state that each layer keeps between steps, by layer."""
         return [layer.state for layer in self._layers]
 
     def forward(self, inputs: ForwardInputs) -> torch.Tensor:
-        """Return the hidden states, (tokens, hidden), or only those of `batch.final_rows` if it is
-        set, and update the layers' states in place."""
+        """Run the decoder and return the final hidden states, (tokens, hidden), or only those of
+        `batch.final_rows` if that is set. Update the layers' states in place."""
         batch, scales = inputs.batch, self.config.scales
         x = self._embedding(inputs.token_ids)
         if scales.embedding != 1.0:
@@ -135,7 +142,8 @@ class Decoder:
         return self._norm(x) if residual is None else self._norm.add(x, residual)[0]
 
     def weights(self) -> ModelWeights | None:
-        """Return all tensors; None if `ModelWeights` cannot fully describe the model."""
+        """Return all weight tensors, or None if `ModelWeights` cannot describe the model
+        completely."""
         optional = [layer.weights() for layer in self._layers]
         layers = [layer for layer in optional if layer is not None]
         if len(layers) < len(optional) or not isinstance(self._head, Linear):
@@ -152,8 +160,11 @@ class Decoder:
         )
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Map (rows, hidden) to logits, (rows, vocabulary), or to this rank's part of them,
-        including padding. The logits are written to `out` if it is given."""
+        """Return the logits of hidden states (rows, hidden), as (rows, vocabulary).
+
+        With tensor parallelism, these are the logits of this rank's share of the vocabulary,
+        including padding. If `out` is not None, they are written to it.
+        """
         if out is None:
             logits = self._head(hidden)
         else:

@@ -1,10 +1,10 @@
-"""Errors about models; messages about a file name the file, key or value."""
+"""Errors about models. Messages about a file name the file, the key or the value."""
 
 from __future__ import annotations
 
 
 class ModelError(ValueError):
-    """Base of the errors raised when a model cannot be loaded."""
+    """Base class of the errors raised if a model cannot be loaded."""
 
     picklable = True  # raised in the user's process if it occurs in another process
 
@@ -18,8 +18,9 @@ class WeightsError(ModelError):
 
 
 class NotEnoughMemory(ModelError):
-    """The KV cache would be too small to serve a single sequence."""
+    """The memory left for the KV cache is too small to serve a single sequence."""
 
 
 class RanksDisagree(RuntimeError):
-    """The ranks of a tensor-parallel group have chosen different tokens (checked in debug mode)."""
+    """The ranks of a tensor-parallel group have chosen different tokens. Checked only in debug
+    mode."""

@@ -1,4 +1,7 @@
-"""Validated access to the fields of a JSON configuration; imports no torch."""
+"""Functions that read and validate fields of a JSON configuration. Imports no torch.
+
+They raise `ModelError` for an invalid value. `origin` names the file in the message.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,17 @@ from nanoactor.models.errors import ModelError
 
 _MAX_SIZES: dict[str, int] = {"vocab_size": 1 << 24, "max_position_embeddings": 1 << 30}
 _MAX_OTHER_SIZE = 1 << 20
-"""Upper bound on all other sizes: larger ones are corrupt, and could not be allocated."""
+"""Upper limit of all other sizes. Larger values indicate a corrupt file and could not be
+allocated."""
 _MAGNITUDE_LIMIT = 1e30
-"""Upper bound on the magnitude of numbers that are not sizes."""
+"""Upper limit of the magnitude of numbers that are not sizes."""
 
 
 def read_positive_int(
     raw: Mapping[str, Any], key: str, origin: object, default: int | None = None
 ) -> int:
-    """Return the value of `key`: a positive integer within the upper bound of sizes."""
+    """Return the value of `key`, a positive integer within the limit of sizes. A missing or null
+    value means `default`."""
     value = raw.get(key)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
@@ -29,7 +34,7 @@ def read_positive_int(
 
 
 def read_bool(raw: Mapping[str, Any], key: str, origin: object, default: bool) -> bool:
-    """Return the boolean value of `key`, or `default` if it is missing."""
+    """Return the boolean value of `key`. A missing or null value means `default`."""
     value = raw.get(key)
     if value is None:
         return default
@@ -39,7 +44,7 @@ def read_bool(raw: Mapping[str, Any], key: str, origin: object, default: bool) -
 
 
 def read_number(raw: Mapping[str, Any], key: str, origin: object, default: float) -> float:
-    """Return the value of `key`: a finite number."""
+    """Return the value of `key`, a finite number. A missing or null value means `default`."""
     value = raw.get(key, default)
     value = default if value is None and key != "rms_norm_eps" else value
     if not isinstance(value, int | float) or isinstance(value, bool):
@@ -51,7 +56,7 @@ def read_number(raw: Mapping[str, Any], key: str, origin: object, default: float
 
 
 def read_positive_number(raw: Mapping[str, Any], key: str, origin: object, default: float) -> float:
-    """Return the value of `key`: a finite number above 0."""
+    """Return the value of `key`, a finite number greater than 0."""
     value = read_number(raw, key, origin, default)
     if value <= 0:
         raise ModelError(f"{origin}: {key} must be greater than 0, got {value:g}")
@@ -61,7 +66,7 @@ def read_positive_number(raw: Mapping[str, Any], key: str, origin: object, defau
 def read_non_negative_number(
     raw: Mapping[str, Any], key: str, origin: object, default: float
 ) -> float:
-    """Return the value of `key`: a finite number of at least 0."""
+    """Return the value of `key`, a finite number of at least 0."""
     value = read_number(raw, key, origin, default)
     if value < 0:
         raise ModelError(f"{origin}: {key} must be at least 0, got {value:g}")

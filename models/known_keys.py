@@ -1,4 +1,5 @@
-"""Accepted keys of a `config.json`: those that are read, and those that do not affect results."""
+"""The keys that a `config.json` may contain: those that are read, and those that do not affect
+results."""
 
 from __future__ import annotations
 
@@ -113,8 +114,8 @@ _IGNORED_KEYS = frozenset(
         "use_mrope",
     ]
 )
-"""Keys about training, returned values and the tokenizer, and generation settings, which
-transformers reads from `generation_config.json`."""
+"""Keys about training, returned values, the tokenizer and generation. transformers reads generation
+settings from `generation_config.json` instead."""
 _NEUTRAL_VALUES: Mapping[str, Any] = {
     "embedding_multiplier": 1,
     "logit_scale": 1,
@@ -122,7 +123,7 @@ _NEUTRAL_VALUES: Mapping[str, Any] = {
     "residual_multiplier": 1,
     "scale_emb": 1,
 }
-"""Keys of related models, with the value that has no effect."""
+"""Keys of related models, each with the value that has no effect."""
 _EMPTY_VALUES: tuple[Any, ...] = (None, False, "", [], {})
 
 
@@ -167,11 +168,11 @@ _VISION_KEYS = frozenset(
 
 
 def check_keys(raw: Mapping[str, Any], family: Family, origin: object) -> None:
-    """Raise `UnsupportedModel` for an unlisted key, unless its value is empty or has no effect: it
-    may change what the model computes. Keys that start with an underscore are metadata written by
-    transformers.
+    """Raise `UnsupportedModel` for an unknown key, because it may change what the model computes.
 
-    Nested objects are checked in the same way.
+    An unknown key is accepted if its value is empty or known to have no effect, or if it starts
+    with an underscore, which marks metadata written by transformers. Nested objects are checked in
+    the same way.
     """
     options = (getattr(family, field.name) for field in dataclasses.fields(family))
     allowed = (

@@ -1,16 +1,17 @@
-"""Constants shared by the torch code and by callers that do not import torch."""
+"""Constants shared by code that uses torch and code that must not import it."""
 
 from __future__ import annotations
 
-# Number of candidates that are sorted for a row with a top-k of at most this number. It is the same
-# for all such rows, so that the order of equal logits depends only on the row, not on its batch.
+# Number of candidates that are sorted for each row whose top-k is at most this number. It is the
+# same for all such rows, so that the order of equal logits depends only on the row, not on its
+# batch.
 CANDIDATES = 256
 
 NO_TOKEN = -1
-"""Result for a row whose highest logit is NaN or infinite."""
+"""Sampling result of a row whose highest logit is NaN or infinite."""
 NOTHING_ALLOWED = -2
-"""Result for a row with finite logits if its request's own rules exclude every token id."""
+"""Sampling result of a row with finite logits whose request allows no token id."""
 FROZEN = -3
-"""Result for a decode row of a slot that was already frozen."""
+"""Result of a decode row whose slot was already frozen: no token is sampled."""
 MAX_FREEZE_IDS = 8
-"""Maximum number of token ids that can freeze a slot."""
+"""Maximum number of token ids that freeze a slot when they are sampled."""

@@ -1,4 +1,4 @@
-"""A model's parsed configuration, used by layers and planners; imports no torch."""
+"""The parsed configuration of a model, used by layers and planners. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nanoactor.models.vision.config import VisionConfig
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary position embedding: the kind of scaling and its parameters."""
+    """Configuration of rotary position embeddings: the kind of scaling and its parameters."""
 
     kind: str
     theta: float
@@ -19,8 +19,8 @@ class RopeConfig:
     original_max_positions: int = 0
     """Context length in training, before rope scaling; 0 if there is no scaling."""
     has_original_max_positions: bool = dataclasses.field(default=False, compare=False)
-    """True if the configuration states the original length; otherwise it is
-    `max_position_embeddings`."""
+    """True if the configuration contains the original length. Otherwise, `max_position_embeddings`
+    is used."""
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
@@ -28,21 +28,22 @@ class RopeConfig:
     mscale_all_dim: float | None = None
     truncate: bool = True
     low_freq_factor: float = 1.0
-    """llama3: frequencies with at most this many periods over the original length are scaled."""
+    """For llama3: frequencies with at most this many periods over the original length are divided
+    by `factor`."""
     high_freq_factor: float = 4.0
-    """llama3: frequencies with at least this many periods over the original length are kept
-    unchanged."""
+    """For llama3: frequencies with at least this many periods over the original length are kept."""
     sections: tuple[int, int, int] | None = None
-    """M-RoPE: numbers of frequencies for time, height and width; None for models without M-RoPE."""
+    """For M-RoPE: numbers of frequencies for time, height and width. None for models without
+    M-RoPE."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Scales:
-    """Scaling factors that some families use; 1 has no effect."""
+    """Scaling factors that some families use. A factor of 1 has no effect."""
 
     embedding: float = 1.0
     residual: float = 1.0
-    """Factor on the output of each part of a layer, before it is added to the residual."""
+    """Factor on the output of each part of a layer, before it is added to the residual stream."""
     attention: float | None = None
     """Factor on the products of queries and keys; None means head_dim ** -0.5."""
     logits_divisor: float = 1.0
@@ -50,7 +51,7 @@ class Scales:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Quantization:
-    """The `quantization_config` of a checkpoint."""
+    """The `quantization_config` of a checkpoint, with its method and all of its values."""
 
     method: str
     raw: Mapping[str, Any]
@@ -58,7 +59,7 @@ class Quantization:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The sizes and options of a decoder."""
+    """Sizes and options of a model, mainly of its decoder."""
 
     architecture: str
     vocab_size: int
@@ -74,29 +75,35 @@ class ModelConfig:
     qk_norm: bool
     qkv_bias: bool
     output_bias: bool
-    """True if attention's output projection has a bias."""
+    """True if the output projection of attention has a bias."""
     mlp_bias: bool
     tie_embeddings: bool
     dtype: str
-    """Data type of the stored weights, according to the configuration."""
+    """Name of the stored weights' dtype, according to the configuration."""
     eos_token_ids: tuple[int, ...]
     vision: VisionConfig | None = None
     has_head: bool = True
-    """True if the model has a head; a decoder without one can pool but not generate tokens."""
+    """True if the model has a language-modeling head. Without one, it can pool but not generate
+    tokens."""
     scales: Scales = Scales()
     window: int | None = None
-    """Number of positions that a token attends to, including its own; None if there is no limit.
-    Sequences are never longer, so each token attends to all tokens before it."""
+    """Number of latest positions that a token attends to, including its own; None if there is no
+    limit.
+
+    Sequences are never longer than this, so every token attends to all tokens before it.
+    """
     quantization: Quantization | None = None
-    """Quantization of the matrices; None if they are not quantized."""
+    """Quantization of the weight matrices; None if they are not quantized."""
     family_options: object = None
-    """Options returned by `Family.read_options`, used only by the family."""
+    """Options that `Family.read_options` returned, used only by the model's family."""
 
     @property
     def max_context_length(self) -> int:
-        """Return the maximum number of positions that the model supports. If rope scaling extends
-        the context and `max_position_embeddings` is unchanged, as in YaRN's recipe, this is the
-        original length times the factor."""
+        """Maximum number of positions that the model supports.
+
+        If rope scaling extends the context and `max_position_embeddings` is unchanged, as in YaRN's
+        recipe, this is the original length times the factor.
+        """
         longest = self.max_positions
         if self.rope.kind in ("yarn", "linear"):
             longest = max(longest, int(self.rope.factor * self.rope.original_max_positions))
@@ -104,7 +111,7 @@ class ModelConfig:
 
     @property
     def default_max_length(self) -> int:
-        """Return the maximum length of sequences if the engine's options do not set one."""
+        """Maximum length of sequences, in tokens, if the engine's options do not set one."""
         return (
             self.max_context_length
             if self.rope.has_original_max_positions

@@ -1,4 +1,4 @@
-"""Device options; imports no torch."""
+"""Options of devices. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,19 +9,24 @@ GRAPH_MODES = ("auto", "eager", "npugraph", "max-autotune", "reduce-overhead")
 ATTENTION_LAYOUTS = ("tnd", "bnsd")
 WEIGHT_FORMATS = ("nd", "nz")
 FusedSampling = Literal["all", "bounded_top_k", "greedy", "none"]
-"""Rows that a device's `sample_rows` supports: all, those without a top-k above
-`limits.CANDIDATES`, only greedy ones, or none. Rows with masked ids are never supported."""
+"""Rows that a device's `sample_rows` supports.
+
+"all", "bounded_top_k" (rows without a top-k above `limits.CANDIDATES`), "greedy" (rows with
+temperature 0) or "none". Rows whose ids are masked are never supported.
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceOptions:
-    """Options for Ascend NPUs; other devices ignore them."""
+    """Options for Ascend NPUs. Other devices ignore them."""
 
     graph_mode: str = "auto"
-    """Execution mode of decode steps, one of `GRAPH_MODES`."""
+    """Execution mode of decode steps; one of `GRAPH_MODES`."""
     attention_layout: str = "tnd"
-    """Query layout of fused attention: packed tokens (TND), or a padded batch (BNSD)."""
+    """Query layout of fused attention: "tnd" for packed tokens, "bnsd" for a padded batch."""
     weight_format: str = "nd"
-    """Weight layout: row by row (ND), or in the fractal blocks that matrix units read (NZ)."""
+    """Layout of weights: "nd" for row by row, "nz" for the fractal blocks that matrix units
+    read."""
     graph_cache_dir: str | None = None
-    """Directory in which compiled graphs are kept across restarts."""
+    """Directory in which compiled graphs are kept across restarts; None for one in the user's cache
+    directory."""

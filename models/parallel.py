@@ -1,7 +1,8 @@
-"""The split of a model over the ranks of a tensor-parallel group; imports no torch.
+"""The division of a model among the ranks of a tensor-parallel group. Imports no torch.
 
-Megatron's scheme (arXiv:1909.08053): attention heads and the MLP's inner dimension are divided, so
-that each layer needs two all-reduces; the vocabulary is divided for the embedding and the head.
+This is Megatron's scheme (arXiv:1909.08053). Attention heads and the inner dimension of the MLP are
+divided, so that each layer needs two all-reduces. The vocabulary is divided for the embedding and
+the head.
 """
 
 from __future__ import annotations
@@ -14,50 +15,54 @@ from nanoactor.models.model_config import ModelConfig
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Span:
-    """A range of rows or columns."""
+    """A range of rows or columns of a matrix, or of heads or token ids: `start` to `stop` - 1."""
 
     start: int
     stop: int
 
     @property
     def size(self) -> int:
-        """Return the number of rows or columns."""
+        """Number of elements in the range."""
         return self.stop - self.start
 
     def shifted(self, by: int) -> Span:
-        """Return the same range shifted by `by`."""
+        """Return the range moved by `by` elements."""
         return Span(self.start + by, self.stop + by)
 
     def intersection(self, other: Span) -> Span:
-        """Return the intersection, which may be empty."""
+        """Return the overlap with another range, which may be empty."""
         start = max(self.start, other.start)
         return Span(start, max(start, min(self.stop, other.stop)))
 
     def scaled(self, factor: int) -> Span:
-        """Return the same range in units that are `factor` times smaller."""
+        """Return the range with both ends multiplied by `factor`, for example from heads to
+        columns."""
         return Span(self.start * factor, self.stop * factor)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank's part of a model."""
+    """One rank's share of a model."""
 
     rank: int
     ranks: int
     heads: Span
-    """Query heads of the rank."""
+    """Query heads of this rank."""
     kv_heads: Span
-    """Key-value heads of the rank; if there are more ranks than heads, ranks share heads."""
+    """Key-value heads of this rank. If there are more ranks than heads, several ranks share a
+    head."""
     vocabulary: Span
-    """Token ids of the rank; the range may extend past the vocabulary's end, into padding."""
+    """Token ids of this rank. The range may extend past the end of the vocabulary, into padding."""
 
     def part(self, size: int) -> Span:
-        """Return this rank's part of a dimension; the parts' sizes may differ by one."""
+        """Return this rank's share of a dimension of `size` elements. Shares of different ranks may
+        differ in size by one."""
         return Span(size * self.rank // self.ranks, size * (self.rank + 1) // self.ranks)
 
 
 def shard_of(config: ModelConfig, rank: int = 0, ranks: int = 1) -> Shard:
-    """Return a rank's part of the model. Raises `UnsupportedModel` if it cannot be divided."""
+    """Return the share of rank number `rank` of `ranks`. Raises `UnsupportedModel` if the model
+    cannot be divided."""
     check_parallel(config, ranks)
     heads_per_rank, num_kv_heads = config.num_heads // ranks, config.num_kv_heads
     if num_kv_heads % ranks == 0:
@@ -75,8 +80,8 @@ def shard_of(config: ModelConfig, rank: int = 0, ranks: int = 1) -> Shard:
 
 
 def check_parallel(config: ModelConfig, ranks: int) -> None:
-    """Raise `UnsupportedModel`, which lists the possible numbers of ranks, if the model cannot be
-    divided among `ranks` ranks."""
+    """Raise `UnsupportedModel` if the model cannot be divided among `ranks` ranks. The message
+    lists the possible numbers."""
     heads, kv = config.num_heads, config.num_kv_heads
     if ranks <= config.intermediate_size and _divides(heads, kv, ranks):
         return

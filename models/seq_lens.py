@@ -1,5 +1,5 @@
-"""Sequence lengths known to the host, for devices whose operators read them from the host; imports
-no torch."""
+"""Sequence lengths known to the host, for devices whose operators read lengths from host memory.
+Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostSeqLens:
-    """Lengths of a step's rows, in order: prefill rows, then decode rows."""
+    """Lengths, in tokens, of the sequences of a step's rows. Prefill rows come first, then decode
+    rows."""
 
     prefill_tokens: list[int]
     """Number of tokens of each prompt chunk."""
     prefill_contexts: list[int]
-    """Length of each chunk's sequence at the end of the chunk."""
+    """Length of each chunk's sequence, including the chunk."""
     decode_contexts: list[int]
-    """Length of each decode row's sequence, including the new token."""
+    """Length of each decode row's sequence, including its new token."""
 
     def padded_to(self, rows: int) -> HostSeqLens:
-        """Return the lengths, padded to `rows` decode rows with contexts of length 1."""
+        """Return the lengths with decode rows of length 1 appended, up to `rows` decode rows."""
         missing = rows - len(self.decode_contexts)
         if not missing or self is NO_SEQ_LENS:
             return self
@@ -27,4 +28,4 @@ class HostSeqLens:
 
 
 NO_SEQ_LENS = HostSeqLens([], [], [])
-"""Placeholder for devices that do not need lengths."""
+"""Placeholder for devices that do not need lengths on the host."""

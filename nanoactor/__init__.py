@@ -1,7 +1,7 @@
-"""nanoactor: an LLM inference engine made of actors.
+"""nanoactor: an LLM inference engine made of actors, which share no state and exchange messages.
 
-Importing this package is cheap: its modules are loaded on first use, and the engine imports torch
-only in runner processes.
+Importing this package is cheap: its modules are loaded on first use, and torch is imported only in
+runner processes.
 """
 
 from __future__ import annotations
@@ -52,10 +52,11 @@ if TYPE_CHECKING:
     from nanoactor.vision.video import Video
 
     __version__: str
-    """The release; in a git checkout, "+g" and the commit follow."""
+    """Release number; in a git checkout, followed by "+g" and the commit's hash."""
 
 RELEASE = "0.2.0"
-"""Version of the next or last release. pyproject.toml reads it."""
+"""Number of the latest release, or of the next one during its preparation. pyproject.toml reads
+it."""
 __all__ = [
     "LLM",
     "AsyncLLM",
@@ -138,8 +139,10 @@ _HOMES = {
 
 
 def check_platform() -> None:
-    """Raise `UnsupportedPlatform` on anything but Linux, before modules are imported that other
-    systems lack."""
+    """Raise `UnsupportedPlatform` unless the operating system is Linux.
+
+    Call this before importing modules that other systems lack.
+    """
     if sys.platform != "linux":
         from nanoactor.errors import UnsupportedPlatform
 

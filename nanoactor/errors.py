@@ -19,17 +19,17 @@ from nanoactor.runtime import errors as runtime
 
 
 class NanoactorError(Exception):
-    """Base of every error that the engine raises."""
+    """Base class of every error that the engine raises."""
 
-    picklable = True  # if raised in another process, raised again in the user's (runtime.control)
+    picklable = True  # raised again in the caller's process
 
 
 class InvalidRequest(NanoactorError, ValueError):
-    """A prompt or a sampling parameter that cannot be served; other requests are unaffected."""
+    """A prompt or a sampling parameter is invalid. Other requests are unaffected."""
 
 
 class InvalidConfig(NanoactorError, ValueError):
-    """An engine option, or a combination of options, that cannot work."""
+    """An engine option is invalid, or a combination of options cannot work."""
 
 
 class RequestAborted(NanoactorError):
@@ -37,16 +37,17 @@ class RequestAborted(NanoactorError):
 
 
 class EngineOverloaded(NanoactorError):
-    """The waiting queue is full: try again later, or raise the queue's limit."""
+    """The waiting queue is full. Try again later, or raise the limit on waiting requests."""
 
 
 class OutOfResources(NanoactorError):
     """The machine has run out of a resource that the request needs: memory, threads, processes or
-    file descriptors. The request is not at fault and may succeed later."""
+    file descriptors. The request itself is valid and may succeed later."""
 
 
 def out_of_resources(error: BaseException) -> OutOfResources:
-    """Return an error that names the exhausted resource."""
+    """Convert an error of the operating system or of Python to one that names the exhausted
+    resource."""
     if isinstance(error, OSError) and error.errno is not None:
         told = os.strerror(error.errno)  # the error's own text may name files
     else:
@@ -58,7 +59,7 @@ def out_of_resources(error: BaseException) -> OutOfResources:
 
 class EngineDead(NanoactorError):
     """The engine's processes have died more often than `max_restarts` allows. Every waiting request
-    raises this error; start a new engine."""
+    raises this error. To continue, start a new engine."""
 
 
 def engine_dead(error: BaseException) -> EngineDead:
@@ -74,12 +75,12 @@ class EngineClosed(NanoactorError):
 
 class ComputationFailed(NanoactorError):
     """The model's output for this request is not a number, or the request cannot resume after the
-    death of a process; other requests are unaffected."""
+    death of a process. Other requests are unaffected."""
 
 
 class PoisonRequest(ComputationFailed):
-    """A process of the engine has died each time the request ran, the last time with no other
-    request running. The request is not retried."""
+    """An engine process died each time this request ran, the last time while it ran alone. The
+    request is not retried."""
 
 
 class HoldExpired(NanoactorError):
@@ -87,7 +88,8 @@ class HoldExpired(NanoactorError):
 
 
 class ProtocolBug(NanoactorError, AssertionError):
-    """An invariant of the engine was violated: a bug in nanoactor. The message has the details."""
+    """An invariant of the engine was violated, which is a bug in nanoactor. The message has the
+    details."""
 
 
 class ModelError(NanoactorError, models.ModelError):
@@ -115,15 +117,15 @@ class StartupFailed(EngineFault, runtime.StartupFailed):
 
 
 class NodeDied(EngineFault, runtime.NodeDied):
-    """A process ended while it was still needed."""
+    """A process ended although it was still needed."""
 
 
 class NotUsableHere(EngineFault, runtime.NotUsableHere):
-    """The engine is used from a different event loop or process than the one it was started in."""
+    """The engine is used in an event loop or a process other than the one that started it."""
 
 
 class UnsupportedPlatform(EngineFault, runtime.UnsupportedPlatform):
-    """The operating system, or this Python, lacks something that the engine needs."""
+    """The operating system or the Python installation lacks something that the engine needs."""
 
 
 _OURS: dict[type[BaseException], type[NanoactorError]] = {
@@ -147,8 +149,8 @@ T = TypeVar("T")
 
 
 def translated(error: BaseException) -> BaseException:
-    """Return the error itself, or, if it comes from a lower layer or the machine, the equivalent
-    `NanoactorError`."""
+    """Convert an error of a lower layer or of the operating system to the equivalent
+    `NanoactorError`. Return any other error unchanged."""
     if isinstance(error, NanoactorError):
         return error
     ours = next((_OURS[cls] for cls in type(error).__mro__ if cls in _OURS), None)
@@ -165,7 +167,8 @@ def translated(error: BaseException) -> BaseException:
 
 @contextlib.contextmanager
 def only_ours() -> Iterator[None]:
-    """Convert errors that lower layers or the machine raise in this context to `NanoactorError`."""
+    """Convert errors of lower layers or of the operating system, raised in this context, to
+    `NanoactorError`."""
     try:
         yield
     except Exception as error:
@@ -179,7 +182,8 @@ def public(function: Callable[P, T]) -> Callable[P, T]:
     """Decorate a function of the public API so that it raises only `NanoactorError`.
 
     A call whose arguments do not match the function's parameters raises `InvalidRequest`. An
-    exception of any other class is a bug and becomes the cause of a `ProtocolBug`."""
+    exception of any other class is a bug and becomes the cause of a `ProtocolBug`.
+    """
     signature = inspect.signature(function)
 
     def ours(error: Exception, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Exception:

@@ -45,29 +45,30 @@ log = logging.getLogger("nanoactor.ray")
 T = TypeVar("T")
 _RETRIED = (OutOfResources, ComputationFailed)
 _AHEAD = 2
-"""Maximum number of rows submitted to an engine at once, as a multiple of `max_num_seqs`."""
+"""Maximum number of rows in flight per engine, as a multiple of `max_num_seqs`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """Names of the input and output columns."""
+    """Names of the columns that a dataset's rows are read from and the results are written to."""
 
     prompt: str = "prompt"
-    """Column of prompts; each is a text, a list of chat messages, or a list of token ids."""
+    """Column of prompts. Each is a text, a list of chat messages, or a list of token ids."""
     images: str | None = None
-    """Column with a list of images, as bytes or paths, for vision models. The prompt must be a text
-    or token ids with a placeholder for each image; conversations contain their own images."""
+    """Column with a list of images per row, as bytes or paths, for vision models. The prompt must
+    be a text or token ids with a placeholder for each image. Chat messages contain their images
+    themselves."""
     json_schema: str | None = None
-    """Column with a JSON schema, as text, that constrains the row's output. A row with an empty
-    value is unconstrained."""
+    """Column with a JSON schema, as text, that constrains the row's output. Rows with an empty
+    value are unconstrained."""
     seed: str | None = None
-    """Column with an integer seed for the row."""
+    """Column with the row's integer seed."""
     text: str = "generated_text"
     token_ids: str | None = None
-    """Column for the output token ids; None to drop them."""
+    """Column for the ids of the output tokens; None to omit it."""
     finish_reason: str = "finish_reason"
     error: str = "error"
-    """Column for the error of a failed row; empty for rows that succeeded."""
+    """Column for the error message of a failed row. Empty text for rows that succeeded."""
 
     def __post_init__(self) -> None:
         """Raise `InvalidConfig` for invalid or duplicate names."""
@@ -80,9 +81,11 @@ class Columns:
 
 
 class Generate:
-    """An engine for `Dataset.map_batches`, with `batch_format="numpy"` and a pool of actors. It
-    processes one batch at a time, with up to `2 * max_num_seqs` rows of the batch submitted at
-    once.
+    """A callable for `Dataset.map_batches` that runs one engine. Ray creates one in each actor of a
+    pool.
+
+    Pass `batch_format="numpy"`. Batches are processed one at a time, with up to `2 * max_num_seqs`
+    rows of the batch in flight.
 
     If a row fails, the `error` column contains the reason, and other rows are unaffected. Transient
     errors are retried first. With `on_error="raise"`, the job fails instead.
@@ -111,7 +114,7 @@ class Generate:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return the batch with the output columns added, in the same order."""
+        """Generate an output for each row. Return the batch with the output columns added."""
         names = self._columns
         if names.prompt not in batch:
             raise InvalidConfig(
@@ -142,7 +145,7 @@ class Generate:
             raise
 
     async def _answer(self, row: Mapping[str, Any]) -> tuple[RequestOutput | None, str]:
-        """Return the output of a row and an empty text, or None and the error message."""
+        """Return a row's output and an empty text, or None and the error message."""
         async with self._room:
             for attempt in range(self._retries + 1):
                 try:
@@ -190,8 +193,8 @@ async def _started(config: EngineConfig) -> AsyncLLM:
 
 
 def _leave_to_others() -> None:
-    """End this process if it is a Ray actor, so that Ray restarts the actor and gives its batches
-    to others. An exception would fail the job."""
+    """End this process if it is a Ray actor: Ray restarts the actor and passes its batches to other
+    actors. An exception would fail the whole job."""
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized() and ray.get_runtime_context().get_actor_id():
         log.error("the engine has died, so this actor ends")
@@ -203,8 +206,7 @@ def _may_go_well(error: NanoactorError) -> bool:
 
 
 def _is_of_row(error: NanoactorError) -> bool:
-    """Return True if an error concerns a single row. Any other error concerns the engine and is
-    raised."""
+    """Return True if the error concerns a single row, False if it concerns the whole engine."""
     return isinstance(error, InvalidRequest | OutOfResources | ComputationFailed)
 
 
@@ -216,8 +218,8 @@ def _check_errors(retries: Any, on_error: Any) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Return a column's value as plain Python objects, without the None members that a column of
-    structs adds to messages."""
+    """Convert a column's value to plain Python objects. Omit the None members that columns of
+    structs add to chat messages."""
     if isinstance(value, np.ndarray):
         return [plain(one) for one in value.tolist()]
     if isinstance(value, np.generic):
@@ -252,11 +254,10 @@ def generate(
 ) -> Any:
     """Return a dataset with the output for each row of `rows`, in the same order.
 
-    `rows` is a `ray.data.Dataset`. `engines` is the number of engines to start, each with `options`
-    (fields of `EngineConfig`) and `cpus` reserved CPUs; an engine receives batches while it has
-    room. An actor that dies is replaced, and other actors process its batches. Give each row a seed
-    (`Columns.seed`) if its output must be the same in that case. Raises `InvalidConfig` for invalid
-    options or columns.
+    `rows` is a `ray.data.Dataset`. `engines` is the number of engines to start, each with `cpus`
+    reserved CPUs. `options` are fields of `EngineConfig`. If an actor dies, it is replaced, and
+    other actors process its batches. For reproducible output in that case, give each row a seed
+    (`Columns.seed`). Raises `InvalidConfig` for invalid options or columns.
     """
     import ray
 
@@ -284,6 +285,6 @@ def generate(
 
 
 def row_seeds(seed: int, first: int, count: int) -> list[int]:
-    """Return `count` row seeds, derived from `seed` and each row's number, starting at `first`. A
-    seed has 63 bits, so that it fits into an integer column."""
+    """Derive one seed for each of `count` rows, numbered from `first`. A seed has 63 bits, so that
+    it fits into an int64 column."""
     return [derived_seed(seed, first + at + 1) >> 1 for at in range(count)]

@@ -1,1 +1,2 @@
-"""Actors, the channels between them, and the processes that run them; independent of LLMs."""
+"""The actor runtime, which knows nothing about LLMs: actors, the nodes (processes) in which they
+run, and the edges (one-way channels) over which they exchange messages."""

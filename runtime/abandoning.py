@@ -1,4 +1,4 @@
-"""Shutdown of systems that were dropped without being closed."""
+"""Shutdown of systems that the user's program dropped without closing them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 _FIRST_POLL_SECONDS, _MAX_POLL_SECONDS = 0.01, 1.0
-"""Seconds between two checks of the loop: the first interval and the longest one."""
+"""Seconds between two checks whether the loop was closed: the first interval and the longest
+one."""
 
 
 def close_soon(
@@ -19,10 +20,10 @@ def close_soon(
     end: Callable[[], None],
     is_closed: Callable[[], bool],
 ) -> None:
-    """Run `close` on a loop without waiting for it. May be called from any thread.
+    """Schedule `close()` on a loop without waiting for it. May be called from any thread.
 
-    If the loop is closed already, `end` is called instead. If the loop is closed before `is_closed`
-    returns True, `end` is called on a thread.
+    If the loop is already closed, call `end` instead. If the loop is closed later, before
+    `is_closed` returns True, a background thread calls `end`.
     """
 
     def watch() -> None:

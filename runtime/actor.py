@@ -1,9 +1,9 @@
-"""Actors: each has one mailbox and one state, and handles one message at a time.
+"""The base class of actors, and the context through which an actor uses the runtime.
 
-A handler is a plain function that changes the actor's state and sends messages. It cannot await, so
-it never blocks on a reply or on space in a ring, and no cycle of messages can deadlock.
-Long-running work belongs on a thread that the actor owns, which hands its result back with
-`Context.call_soon`.
+An actor has one mailbox and one state, and handles one message at a time. A handler is a plain
+function that changes the actor's state and sends messages. It cannot await, so it never blocks on a
+reply or on space in a ring, and no cycle of messages can deadlock. Long-running work belongs on a
+thread that the actor owns. The thread hands its result back with `Context.call_soon`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ M = TypeVar("M")
 
 
 class Recreate(enum.Enum):
-    """Result of `Actor.reset` if the actor keeps no state and must be created anew."""
+    """Type of `RECREATE`, which `Actor.reset` returns if the actor must be created anew."""
 
     RECREATE = enum.auto()
 
@@ -34,16 +34,17 @@ class Recreate(enum.Enum):
 RECREATE = Recreate.RECREATE
 Handler = Callable[[Any], None]
 ReadyInfo = object
-"""Record that an actor publishes to all other actors once it is ready: a picklable object, or None.
-The runtime passes it on without interpreting it."""
+"""Record that an actor publishes to all other actors once it is ready: any picklable object, or
+None. The runtime does not interpret it."""
 Progress = tuple[int, float] | tuple[int, float, bool]
-"""A number that changes with each completed piece of work, the seconds that the current piece may
-take, and optionally whether it runs on this process's own CPU, in which case CPU time distinguishes
-work from a hang."""
+"""(counter, seconds, on own CPU): a number that changes with each completed piece of work, the time
+that the current piece may take, and optionally whether that piece runs on this process's own CPU.
+If it does, its CPU time tells work from a hang."""
 
 
 class Context:
-    """Services that the node provides to an actor: outboxes, the event loop, a logger."""
+    """Services that the node provides to one actor: outboxes, the event loop, timers, a logger, and
+    a track for traces."""
 
     def __init__(
         self,
@@ -56,22 +57,27 @@ class Context:
         self.loop = loop
         self.log = logging.getLogger(f"nanoactor.{name}")
         self.track = Track(name)
-        """Track that this actor's spans are recorded on."""
+        """Timeline row on which this actor's spans are recorded."""
         self.tracks = [self.track]
         self._outboxes = outboxes
         self._fail = fail
         self.retired = False
-        """True if the system was cut, after which pending calls are dropped."""
+        """True once the system was cut (all actors restart after a node's death). Pending calls are
+        then dropped."""
         self._lease: Lease | None = None
         self.alarm: Alarm | None = None
-        """The node's alarm; None if the node neither wakes other nodes early nor is woken early."""
+        """The node's alarm, which wakes other nodes ahead of work; None if the node takes no part
+        in parallel wake-ups."""
         self.send_self: Callable[[Any], None] = lambda message: None
-        """Function that puts one of the actor's own messages into its mailbox. It is a no-op in a
-        replay, which delivers these messages itself."""
+        """Function that puts one of the actor's own messages into its mailbox. In a replay it does
+        nothing, because the recording contains these messages."""
 
     def outbox(self, edge: str) -> Outbox:
-        """Return the outbox of one of this actor's edges, by the name of the target or of the
-        edge."""
+        """Return the outbox of one of this actor's outgoing edges (one-way channels).
+
+        `edge` is the label: the name of the edge or of its target. Raises `RuntimeFault` if there
+        is no such edge.
+        """
         try:
             return self._outboxes[edge]
         except KeyError:
@@ -80,13 +86,14 @@ class Context:
             ) from None
 
     def wake_others(self) -> None:
-        """Wake the other nodes because work is on its way to them. May be called from any
+        """Wake the other nodes early because a message will reach them soon. May be called from any
         thread."""
         if self.alarm is not None:
             self.alarm.wake_others()
 
     def allow_sleep(self) -> None:
-        """Allow this node's loop to sleep again: the message that it was woken for has arrived."""
+        """Allow this node's loop to sleep again because the message that it was woken for has
+        arrived."""
         if self.alarm is not None:
             self.alarm.allow_sleep()
 
@@ -101,21 +108,23 @@ class Context:
         return time.monotonic()
 
     def call_soon(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Run a function on the actor's loop. May be called from any thread; an exception ends the
-        node."""
+        """Schedule a function on the actor's loop. May be called from any thread. An exception in
+        the function ends the node."""
         self.loop.call_soon_threadsafe(self._run_guarded, function, arguments)
 
     def call_later(self, seconds: float, function: Callable[..., None]) -> asyncio.TimerHandle:
-        """Run a function on the actor's loop after a delay. Must be called on the loop."""
+        """Schedule a function on the actor's loop after a delay. Must be called on the loop. The
+        returned handle can cancel the call."""
         return self.loop.call_later(seconds, self._run_guarded, function, ())
 
     def send_self_later(self, seconds: float, message: Any) -> None:
-        """Send a message to the actor itself after a delay: a timer that a recording can replay.
-        Must be called on the loop."""
+        """Put a message into the actor's own mailbox after a delay. Unlike `call_later`, such a
+        timer can be replayed from a recording. Must be called on the loop."""
         self.call_later(seconds, lambda: self.send_self(message))
 
     def retire(self) -> None:
-        """Mark the system as cut: pending calls are dropped."""
+        """Mark the context as unusable after a cut (a restart of all actors). Pending calls are
+        dropped."""
         self.retired = True
         self.alarm = None
         self.send_self = lambda message: None
@@ -133,18 +142,19 @@ class Context:
         self._fail(error)
 
     def set_lease(self, lease: Lease) -> None:
-        """Set the lease under which the next message is read. Called only by the mailbox."""
+        """Set the lease of the message that is handled next. Called only by the mailbox."""
         self._lease = lease
 
     def owned_copy(self, message: M) -> M:
-        """Return the current message, with its arrays copied if they are read in place."""
+        """Return the current message, with its arrays copied if they are views of a ring's
+        memory."""
         return message if self._lease is None else copy_arrays(message)
 
     def hold_lease(self) -> Lease | None:
         """Return the lease that keeps the current message readable after its handler returns, or
         None if the message owns its memory.
 
-        The caller must release the lease, on the loop. Call this only while a message is being
+        The caller must release the lease, on the loop. May be called only while a message is being
         handled.
         """
         lease, self._lease = self._lease, None
@@ -152,76 +162,86 @@ class Context:
 
 
 class Actor:
-    """Base class of all actors. An actor is created in its node's process, from its configuration
-    only."""
+    """Base class of all actors. Each actor is created in its node's process, with its configuration
+    as the only argument."""
 
     context: Context
 
     def __init__(self, config: Any) -> None:
-        """`config` is the actor's configuration from the topology (`ActorSpec.config`)."""
+        """Store nothing by default. `config` is the actor's configuration from the topology
+        (`ActorSpec.config`)."""
 
     def setup(self) -> ReadyInfo:
-        """Set up the actor, however long it takes, before it receives any message; return the
-        record that it publishes to the other actors.
+        """Load what the actor needs, such as a model, and return the record that it publishes to
+        the other actors.
 
-        `System.start` raises an exception from here in the caller if its class sets `picklable =
-        True`.
+        Runs before the actor receives any message, and may take long. If it raises an exception
+        whose class sets `picklable = True`, `System.start` raises that exception in the caller.
         """
         return None
 
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
-        """Store the context. `ready` holds the record that each actor published; all actors are
-        ready by now."""
+        """Store the context. `ready` maps each actor's name to the record that it published. All
+        actors are set up by now."""
         self.context = context
 
     def handlers(self) -> Mapping[type, Handler]:
-        """Return the method that handles each message class."""
+        """Return the handlers of the messages that this actor receives, by message class."""
         return {}
 
     def span_names(self) -> Mapping[type, str]:
-        """Return the names of spans in traces, by message class; the default is the name of the
-        class."""
+        """Return the names under which traces show the handling of each message class. A class that
+        is not in the mapping appears under its own name."""
         return {}
 
     def before_trace(self) -> None:
-        """Record the spans of unfinished work; called just before a trace is taken."""
+        """Record the spans of unfinished work. Called just before a trace is collected."""
 
     def on_ready(self, outbox: Outbox) -> None:
-        """Handle an outbox that was not ready, or had queued messages, and is ready now."""
+        """React to an outbox that has room again, after its `ready` was False or messages were
+        queued in it."""
 
     def progress(self) -> Progress | None:
-        """Return the progress of the current work, for the watchdog; None if there is no work."""
+        """Return the progress of the current work for the watchdog, or None if there is no work."""
         return None
 
     def may_stay_awake(self) -> bool:
-        """Return True if the loop, once woken, may poll for messages instead of sleeping; return
-        False while the actor's own threads need the interpreter."""
+        """Return True if the loop, once woken, may poll for messages instead of sleeping. Return
+        False while the actor's own threads need the interpreter lock."""
         return True
 
     def expects_death(self) -> bool:
-        """Return True if a node's death is expected because the cause of earlier deaths is being
-        searched for; an expected death is charged to a separate budget. Called only on actors in
-        the user's process."""
+        """Return True if nodes are expected to die because the request that killed earlier ones is
+        being searched for.
+
+        Expected deaths are charged to a separate restart budget. Called only on actors in the
+        user's process.
+        """
         return False
 
     def rehearse(self) -> Iterator[object]:
-        """Run the code that an upcoming message will need on a stand-in for the actor's state, and
-        yield after each part so that the loop can poll for messages. Called when the node was woken
-        ahead of work."""
+        """Warm up the code that handles an upcoming message by running it on a stand-in for the
+        actor's state.
+
+        Yields after each part so that the loop can poll for messages. Called when the node was
+        woken ahead of a message.
+        """
         return iter(())
 
     def reset(self) -> ReadyInfo | Recreate:
-        """Reset the actor after a cut, in which all actors restart and earlier messages that were
-        not handled are lost. Discard all work, keep expensive state (a model, a tokenizer), and
-        return the record that the actor publishes. Work running elsewhere must have finished when
-        this returns. `start` follows, with a new context. By default, a new actor is created
-        instead."""
+        """Reset the actor after a cut, in which all actors restart and unhandled messages are lost.
+
+        Discard all requests, keep expensive state (a model, a tokenizer), and return the record
+        that the actor publishes. Work on threads or devices must have ended when this method
+        returns. `start` is called next, with a new context. By default, returns `RECREATE`: the
+        node creates a new actor.
+        """
         return RECREATE
 
     def stop(self) -> None:
-        """Stop threads and release resources that process exit does not free. Called when the
-        system shuts down or a new actor replaces this one."""
+        """Stop threads and release resources that process exit does not free. Called at shutdown
+        and when a new actor replaces this one."""
 
     def statistics(self) -> dict[str, Any]:
-        """Return the actor's own statistics, for `System.statistics()`."""
+        """Return the actor's own statistics, which `System.statistics()` includes."""
         return {}

@@ -1,10 +1,11 @@
-"""Parallel wake-ups: an actor wakes all other nodes when it detects that work is on its way to
-them.
+"""Parallel wake-ups: an actor wakes all other nodes when it sees that a message will reach them
+soon.
 
-A message that passes through five sleeping processes wakes one after another, which takes 0.05 to
-0.2 ms each. If the first process wakes all the others, they wake at once and poll for messages for
-a moment before they sleep again, so each hop finds its receiver awake. Between polls they may
-rehearse upcoming work (`Actor.rehearse`), so that its code is in the caches.
+Without an alarm, a message that passes through five sleeping processes wakes them one after
+another, at 0.05 to 0.2 ms each. If the first process wakes all others, they wake at the same time
+and poll for messages briefly before they sleep again. Each hop then finds its receiver awake.
+Between polls, a process may rehearse upcoming work (`Actor.rehearse`), so that its code is in the
+CPU caches.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ _EXHAUSTED = object()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AlarmPlan:
-    """Alarm configuration of one node; picklable. The descriptors are the node's own copies."""
+    """Alarm configuration of one node; picklable. The descriptors are duplicates that belong to
+    this node."""
 
     bell: int
-    """Eventfd that other nodes write to and this node reads."""
+    """Eventfd that other nodes write to in order to wake this node."""
     other_bells: tuple[int, ...]
     awake_seconds: float
     """Time that a woken node stays awake, in seconds."""
@@ -44,7 +46,8 @@ class AlarmPlan:
 
 
 def create_alarms(nodes: Sequence[str], seconds: float) -> dict[str, AlarmPlan]:
-    """Return an alarm plan for each of these nodes, which wake one another."""
+    """Return an alarm plan for each of these nodes, by name. Each node can wake all others, and a
+    woken node stays awake for `seconds`."""
     bells: dict[str, int] = {}
     plans: dict[str, AlarmPlan] = {}
     with contextlib.ExitStack() as stack:
@@ -63,8 +66,8 @@ def create_alarms(nodes: Sequence[str], seconds: float) -> dict[str, AlarmPlan]:
 
 
 class Alarm:
-    """Wakes other nodes, and keeps this node's loop awake for a moment after another node has woken
-    it."""
+    """Wakes other nodes. When another node has woken this one, keeps this node's loop polling for a
+    moment."""
 
     def __init__(
         self,
@@ -73,8 +76,8 @@ class Alarm:
         may_stay: Callable[[], bool],
         rehearse: Callable[[], Iterator[object]] = lambda: iter(()),
     ) -> None:
-        """`may_stay` returns True if the loop may poll again instead of sleeping. `rehearse` runs
-        between polls, one part at a time."""
+        """`may_stay` returns True if the loop may poll again instead of sleeping. `rehearse`
+        returns an iterator, which is advanced by one step between polls."""
         self._plan = plan
         self._loop = loop
         self._may_stay = may_stay
@@ -84,15 +87,15 @@ class Alarm:
         self._is_ticking = False
         self._closed = False
         self.wakeups = self.polls = 0
-        """Number of times that the node was woken, and number of times that it has polled while
-        awake."""
+        """Number of times that the node was woken, and number of polls while it was awake."""
         loop.add_reader(plan.bell, self._on_bell)
 
     def wake_others(self) -> None:
         """Wake the other nodes, unless this node did so a moment ago. May be called from any
         thread.
 
-        Without this limit, loops would never sleep under load, when work is always on its way.
+        The limit exists because under load a message is always on its way, and without it loops
+        would never sleep.
         """
         now = time.monotonic()
         if self._closed or now < self._next_wake_at:  # closed: the numbers may be reused
@@ -119,7 +122,8 @@ class Alarm:
             self._loop.call_soon(self._tick)  # messages that have arrived go first
 
     def _tick(self) -> None:
-        """Make the loop poll its descriptors without blocking."""
+        """Keep the loop polling its descriptors without blocking, and run one step of the
+        rehearsal."""
         self._is_ticking = (
             not self._closed and time.monotonic() < self._awake_until and self._may_stay()
         )
@@ -130,7 +134,7 @@ class Alarm:
                 self._rehearsal = None
 
     def close(self) -> None:
-        """Close the descriptors; the loop may no longer run."""
+        """Close the descriptors. Afterwards the alarm does nothing."""
         if self._closed:
             return
         self._closed = True

@@ -1,5 +1,5 @@
-"""The program of a node's process: it dies with its parent, ignores signals to the process group,
-and runs one event loop."""
+"""Main program of a node's child process. The process dies with its parent, ignores signals to the
+process group, and runs one event loop."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ EXIT_FAILED = 71
 
 
 def main(descriptor: int) -> None:
-    """Run a child process; never returns. `descriptor` is the child's end of the control
-    channel."""
+    """Run a node in this child process; never returns. `descriptor` is the child's end of the
+    control channel."""
     ignore_group_signals()
     occupy_standard_descriptors()
     if sys.stderr is None:  # closed by the user
@@ -53,7 +53,7 @@ def main(descriptor: int) -> None:
 
 
 class _ImportBlocker(importlib.abc.MetaPathFinder):
-    """Import hook that refuses the modules that this node blocks."""
+    """Import hook that refuses the modules that this node must not import."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self._names = names
@@ -61,8 +61,8 @@ class _ImportBlocker(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Raise `ModuleNotFoundError` for a blocked top-level module; leave all others to the usual
-        finders."""
+        """Raise `ModuleNotFoundError` if the top-level package is blocked, else return None, which
+        leaves the module to the usual finders."""
         if fullname.partition(".")[0] in self._names:
             raise ModuleNotFoundError(
                 f"{fullname} must not be imported in this node", name=fullname
@@ -71,7 +71,7 @@ class _ImportBlocker(importlib.abc.MetaPathFinder):
 
 
 class _Child:
-    """The node, its event loop, and the thread that receives messages from the parent."""
+    """The node, its event loop, and the thread that receives control messages from the parent."""
 
     def __init__(self, bootstrap: control.Bootstrap, connection: Connection) -> None:
         self._connection = connection
@@ -114,8 +114,8 @@ class _Child:
             os._exit(EXIT_FAILED)
 
     def _listen(self) -> None:
-        """Receive messages on a thread, as the loop may block in C code; exit when the parent is
-        gone."""
+        """Receive control messages on a thread of its own, because the loop may be blocked in C
+        code. Exit when the parent is gone."""
         try:
             while True:
                 self._listen_once()

@@ -1,11 +1,11 @@
-"""The child processes of nodes, as their parent sees them: start, messages, reaping.
+"""The child processes of nodes as seen by their parent: starting, messaging and reaping.
 
-One library thread starts them, because the kernel ties a child's life to the *thread* that started
-it. The same thread reads their control channels.
+One thread of the library starts all children, because the kernel ties a child's life to the
+*thread* that started it. The same thread reads their control channels.
 
-They are started as `python -c`, not through `multiprocessing`'s spawn, which would run the user's
-script a second time, require a `__main__` guard, and leave a resource tracker running. Everything
-that a child needs reaches it over inherited descriptors.
+Children are started as `python -c`, not by `multiprocessing`'s spawn method. Spawn would run the
+user's script a second time, require a `__main__` guard, and leave a resource tracker running.
+Everything that a child needs reaches it over inherited descriptors.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ log = logging.getLogger("nanoactor.runtime")
 
 _MAX_UNANSWERED_QUERIES = 64
 _SEND_SECONDS = 5
-"""Seconds that a message may wait for room in a child's control channel."""
+"""Seconds for which sending a message may block if a child's control channel is full."""
 _EXIT_SECONDS = 0.1
 """Seconds that a process may take to exit after its last message."""
 _EXTERNAL_SIGNALS = frozenset({signal.SIGKILL, signal.SIGQUIT, *GROUP_SIGNALS})
-"""Signals not caused by a fault of the program itself: people send them, or the kernel when it is
-out of memory."""
+"""Signals that do not point to a fault of the program: people send them, or the kernel does when
+memory runs out."""
 
 
 class Children:
-    """All child processes, and the thread that starts them, reads their messages, and runs until
-    the last one is reaped. There are no children until `launch` is called."""
+    """All child processes of a system, and the thread that starts them, reads their messages, and
+    runs until the last one is reaped. There are no children until `launch` is called."""
 
     def __init__(self, on_message: Callable[[ChildProcess, Any], None]) -> None:
-        """`on_message` is called on the loop with each message of a child; None means that the
-        child's channel was closed."""
+        """`on_message(child, message)` is called on the loop for each message of a child. The
+        message is None once the child's channel is closed."""
         self.by_name: dict[str, ChildProcess] = {}
         self._on_message = on_message
         self._loop: asyncio.AbstractEventLoop
@@ -61,10 +61,10 @@ class Children:
         self._all_reaped: asyncio.Future[None]
         """Future that resolves when no child is left."""
         self._open: dict[Any, ChildProcess] = {}
-        """Children that may still send messages, by connection."""
+        """Children whose channels are open, by connection."""
         self._replaying_since = 0.0
         self._wake: tuple[Connection, ...] = ()
-        """Socket pair that wakes the thread to start a child or to end."""
+        """Socket pair that wakes the thread when a child must be started or the thread must end."""
         self._to_start: deque[ChildProcess] = deque()
         self._to_reap: deque[ChildProcess] = deque()
         self._is_ending = False
@@ -79,7 +79,8 @@ class Children:
         plans: Mapping[str, NodePlan],
         loop: asyncio.AbstractEventLoop,
     ) -> None:
-        """Start a process for each plan."""
+        """Start a child process for each plan. `specs` and `plans` are keyed by node name. Raises
+        `StartupFailed` if no thread can be started."""
         self._loop, self._all_reaped = loop, loop.create_future()
         self.by_name = {name: ChildProcess(specs[name], plan, loop) for name, plan in plans.items()}
         self._to_start.extend(self)
@@ -96,8 +97,8 @@ class Children:
             self._thread = thread
 
     def _run(self) -> None:
-        """Start the children, receive messages until the end was requested and every channel is
-        closed, then reap the children."""
+        """Start the children and receive their messages. Reap the children once the end was
+        requested and every channel is closed."""
         # Children inherit the mask, so no such signal reaches them before they ignore it.
         signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
         try:
@@ -141,7 +142,8 @@ class Children:
                 self._wake[0].send_bytes(b"!")
 
     def replace(self, spec: NodeSpec, plan: NodePlan) -> None:
-        """Start a process in place of one that has died or is about to be killed."""
+        """Start a new process for a node whose process has died. Kills the old process if it still
+        runs."""
         old, new = self.by_name[spec.name], ChildProcess(spec, plan, self._loop)
         old.kill()
         self.by_name[spec.name] = new
@@ -168,19 +170,20 @@ class Children:
             self._loop.call_soon_threadsafe(function, *arguments)
 
     def is_blocked(self, seconds: float) -> bool:
-        """Return True if one of the user's logging handlers has blocked the thread for longer than
+        """Return True if a logging handler of the user has blocked the thread for longer than
         `seconds`, so that no replies are received."""
         since = self._replaying_since
         return bool(since) and time.monotonic() - since > seconds
 
     def pending(self) -> list[ChildProcess]:
-        """Return the children that startup waits for: those that are not ready or, once all are
-        ready, those that have not started."""
+        """Return the children that startup waits for: those whose actors are not set up or, once
+        all are ready, those that have not started to receive messages."""
         unready = [child for child in self if not child.is_ready]
         return unready or [child for child in self if not child.started.done()]
 
     async def wait_ended(self, children: Sequence[ChildProcess], seconds: float) -> bool:
-        """Wait until the deaths of these children are recorded; return False on timeout."""
+        """Wait up to `seconds` until the ends of these children are recorded. Return False on
+        timeout."""
         if children:
             await asyncio.wait([child.end_recorded for child in children], timeout=seconds)
         return all(child.has_ended for child in children)
@@ -191,7 +194,7 @@ class Children:
             child.send(message)
 
     def kill(self) -> None:
-        """Kill all children now."""
+        """Kill all children at once and let the thread end."""
         self._end_thread()
         for child in self:
             child.kill()
@@ -218,7 +221,7 @@ class Children:
             self._thread.join()
 
     def end_without_loop(self, seconds: float) -> None:
-        """Do the same as `end` if the loop no longer runs. Blocks until no child is left."""
+        """Do the same as `end`, for a loop that no longer runs. Blocks until no child is left."""
         self._stop()
         # If a callback on that very thread drops the system, the thread must not join itself.
         if self._thread is not None and threading.current_thread() is not self._thread:
@@ -227,7 +230,7 @@ class Children:
             self._thread.join()
 
     def close(self) -> None:
-        """Close the descriptors."""
+        """Close the descriptors of all children and of the socket pair."""
         for child in self:
             child.close()
         for end in self._wake:
@@ -236,7 +239,8 @@ class Children:
 
 
 class ChildProcess:
-    """A node in its own process, as the parent sees it."""
+    """A node in its own process, as the parent sees it: its state, its pending queries, and its
+    control channel."""
 
     def __init__(self, spec: NodeSpec, plan: NodePlan, loop: asyncio.AbstractEventLoop) -> None:
         self.name, self.group = spec.name, spec.group
@@ -244,18 +248,19 @@ class ChildProcess:
         self.started: asyncio.Future[None] = loop.create_future()
         self.failure: control.Failed | None = None
         self.hang_description = ""
-        """Description of the hang for which the process is killed; empty if there is none."""
+        """Description of the hang for which the process is being killed; empty if it did not
+        hang."""
         self.is_collateral = False
-        """True if the process is killed only because another node has died."""
+        """True if the process is being killed only because another node of its group has died."""
         self._started_at = 0.0
         self.start_seconds = 0.0
         """Seconds that the process took to become ready; 0 until it is ready."""
         self.end_recorded: asyncio.Future[None] = loop.create_future()
-        """Future that resolves once the end of the process is recorded."""
+        """Future that resolves once the end of the process was recorded."""
         self.pidfd = -1
         self.process: subprocess.Popen[bytes] | None = None
         self.bootstrapped: asyncio.Future[None] = loop.create_future()
-        """Future that resolves once the `Bootstrap` message is sent; no other message may precede
+        """Future that resolves once the `Bootstrap` message was sent. No other message may precede
         it."""
         self._pending_replies: deque[asyncio.Future[Any]] = deque()
         """Futures of pending queries; replies come in the order of the queries."""
@@ -280,7 +285,7 @@ class ChildProcess:
 
     def spawn(self) -> None:
         """Start the process and close this process's copies of the child's descriptors. Runs on the
-        library's thread."""
+        thread of `Children`. A failure is stored in `failure`, not raised."""
         path = [entry for entry in sys.path if isinstance(entry, str)]  # Python ignores others, too
         self._started_at = time.monotonic()
         program = (
@@ -306,13 +311,13 @@ class ChildProcess:
         self.send(control.Bootstrap(self._plan, os.getpid(), level, blocked, nice))
 
     def send(self, message: Any) -> None:
-        """Send a message on the control channel. Errors are ignored, as the death of a child is
-        detected elsewhere."""
+        """Send a message on the control channel. Errors are ignored: the death of a child is
+        detected by other means."""
         with self._lock, contextlib.suppress(OSError):
             self.connection.send(message)
 
     def on_message(self, message: Any) -> None:
-        """Handle a message from the child. Runs on the loop."""
+        """Update the state according to a message from the child. Runs on the loop."""
         match message:
             case control.Ready():
                 self.start_seconds = self.start_seconds or time.monotonic() - self._started_at
@@ -325,7 +330,10 @@ class ChildProcess:
                 self.failure = message
 
     def cut(self, plan: NodePlan) -> None:
-        """Restart the node on new edges; `ready` and `started` refer to the restart from now on."""
+        """Tell the child to restart its actors with new channels between them, described by `plan`.
+
+        `ready` and `started` become new futures, which the restart resolves.
+        """
         loop = asyncio.get_running_loop()
         self.ready, self.started = loop.create_future(), loop.create_future()
         try:
@@ -339,9 +347,11 @@ class ChildProcess:
                 os.close(descriptor)
 
     def ask(self, query: control.Query) -> asyncio.Future[Any] | None:
-        """Send a query and return a future for the reply. Returns None if the process has not been
-        started, or if too many queries are unanswered: more of them would fill the channel of a
-        hanging node and block this process, too."""
+        """Send a query and return a future for the reply.
+
+        Returns None if the process has not been started or if 64 queries are unanswered. More
+        queries would fill the channel of a hanging node and block this process, too.
+        """
         if len(self._pending_replies) >= _MAX_UNANSWERED_QUERIES or not self.bootstrapped.done():
             return None
         answer = asyncio.get_running_loop().create_future()
@@ -350,7 +360,8 @@ class ChildProcess:
         return answer
 
     def condition(self) -> str:
-        """Describe the process by its id and the state that the kernel reports."""
+        """Return a description of the process for humans: its id and the state that the kernel
+        reports."""
         try:
             status = Path(f"/proc/{self.pid}/status").read_text()
         except OSError:
@@ -359,8 +370,8 @@ class ChildProcess:
         return f"pid {self.pid}, {line.partition(':')[2].strip()}"
 
     def cpu_seconds(self) -> float:
-        """Return the CPU time in seconds of the process and its children (such as compilers); 0 if
-        the process is gone."""
+        """Return the CPU time in seconds that the process and its children (such as compilers) have
+        used; 0 if the process is gone."""
         ticks = 0
         for pid in (self.pid, *_children_of(self.pid)):
             with contextlib.suppress(OSError):
@@ -369,7 +380,7 @@ class ChildProcess:
         return ticks / os.sysconf("SC_CLK_TCK")
 
     def reap(self, timeout: float | None) -> None:
-        """Wait until the process has ended, for at most `timeout` seconds, so that it leaves no
+        """Wait up to `timeout` seconds (None: forever) for the process to end, so that it leaves no
         zombie."""
         if self.process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -381,7 +392,7 @@ class ChildProcess:
         return self.end_recorded.done()
 
     def record_end(self) -> None:
-        """Record the end of the process."""
+        """Resolve `end_recorded`."""
         _resolve(self.end_recorded, None)
 
     def kill(self) -> None:
@@ -390,8 +401,8 @@ class ChildProcess:
             self.process.kill()
 
     def fail_start(self, cause: BaseException | None = None) -> BaseException:
-        """Fail the futures of a start that waits for the process; return the error that describes
-        its end."""
+        """Fail the futures that a pending start awaits. Returns the error they fail with: `cause`
+        or, if that is None, an error that describes the end of the process."""
         error = cause or self._describe_end()
         for future in (self.ready, self.started):
             if not future.done():
@@ -400,7 +411,7 @@ class ChildProcess:
         return error
 
     def death(self) -> Death:
-        """Return the cause of the death, once the process has ended."""
+        """Return a record of the node's death and its cause. The process must have ended."""
         if self.hang_description:
             return Death(self.name, "it hung", is_evidence=True)
         if self.is_collateral:
@@ -412,9 +423,11 @@ class ChildProcess:
         return Death(self.name, _describe_exit(code), not is_external)
 
     def _exit_code(self) -> int | None:
-        """Return the exit code, as in `Popen.returncode`, if the process has ended or ends within a
-        moment, else None. `Popen.poll` cannot return it while another thread waits for the
-        process."""
+        """Return the exit code as in `Popen.returncode`, or None if the process does not end within
+        0.1 seconds.
+
+        `Popen.poll` does not return it while another thread waits for the process.
+        """
         if self.process is None:
             return None
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -445,7 +458,7 @@ class ChildProcess:
         self._descriptors = ()
 
     def close(self) -> None:
-        """Close the descriptors."""
+        """Close the control channel, the descriptors for the child, and the pidfd."""
         self._close_inherited()
         self.connection.close()
         if self.pidfd >= 0:
@@ -465,8 +478,8 @@ def _describe_exit(code: int | None) -> str:
 
 
 def check_environment() -> None:
-    """Raise `UnsupportedPlatform` if child processes cannot be started or their messages cannot be
-    received."""
+    """Raise `UnsupportedPlatform` if this environment cannot start child processes or receive their
+    messages."""
     interpreter()
     if _threads_are_replaced():
         raise UnsupportedPlatform(
@@ -483,7 +496,8 @@ def _threads_are_replaced() -> bool:
 
 
 def resource_error(error: OSError) -> StartupFailed:
-    """Return an error that describes the resource that the operating system refused."""
+    """Return a `StartupFailed` that names the resource refused by the operating system and, for
+    open files, how to raise the limit."""
     import resource
 
     if error.errno not in (errno.EMFILE, errno.ENFILE):
@@ -499,7 +513,8 @@ def resource_error(error: OSError) -> StartupFailed:
 
 
 def _children_of(pid: int) -> list[int]:
-    """Return the process ids of the living children of `pid`, whichever thread started them."""
+    """Return the process ids of the children of `pid` that are alive, regardless of the thread that
+    started them."""
     found: list[int] = []
     with contextlib.suppress(OSError):  # for example, if no descriptors are left
         for path in Path(f"/proc/{pid}/task").glob("*/children"):

@@ -64,7 +64,7 @@ M = TypeVar("M")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Schema:
-    """The layout of one message class: which fields are plain, arrays, or messages."""
+    """The layout of one message class, as the encoder and the decoder use it."""
 
     number: int
     cls: type
@@ -73,14 +73,15 @@ class Schema:
     """Kind of each field: "plain", "array", "named" (dict of arrays), "message", "optional" (a
     message or None) or "messages" (a tuple of messages)."""
     text: str
-    """Text that the schema hash covers: name, fields and annotations."""
+    """Text from which the schema hash is computed: number, class name, fields and annotations."""
     values: Callable[[Any], tuple[Any, ...]]
-    """Function that returns all fields of a message at once."""
+    """Function that returns the values of all fields of a message."""
     special: tuple[tuple[int, str], ...]
-    """(position in the wire format, kind) of each field that is not plain."""
+    """(position in the msgpack row, kind) of each field that is not plain. Position 0 is the type
+    number."""
     by: str
-    """Name of the field whose number links this message's spans to other spans; empty if there is
-    none."""
+    """Name of the integer field by which traces link this message's spans to others; empty if there
+    is none."""
 
 
 _SCHEMAS: dict[int, Schema] = {}
@@ -89,10 +90,11 @@ _NUMBERS: dict[type, int] = {}
 
 @dataclass_transform(frozen_default=True)
 def message(number: int, by: str = "") -> Callable[[type[M]], type[M]]:
-    """Register a class as message type `number` and make it a frozen, slotted dataclass.
+    """Return a class decorator that registers a class as message type `number` and makes it a
+    frozen, slotted dataclass.
 
-    `by` names an integer field by which traces link related spans. Raises `CodecError` if the
-    number is taken or a field's type cannot be sent.
+    `by` names an integer field; spans with the same value of that field are linked in traces.
+    Raises `CodecError` if the number is taken or a field's type cannot be sent.
     """
 
     def register(cls: type[M]) -> type[M]:
@@ -124,8 +126,8 @@ def _describe(number: int, cls: type, by: str) -> Schema:
 
 
 def linked_by(cls: type) -> tuple[str, Callable[[Any], int]]:
-    """Return the name of the field that links the spans of a message class, and a function that
-    reads it; ("", a function that returns 0) if there is none."""
+    """Return the name of the field by which traces link messages of a class, and a function that
+    reads this field. For a class without such a field, returns "" and a function that returns 0."""
     by = _SCHEMAS[_NUMBERS[cls]].by if cls in _NUMBERS else ""
     return by, operator.attrgetter(by) if by else _zero
 
@@ -175,9 +177,9 @@ def _is_plain(hint: Any) -> bool:
 
 
 def schema_hashes() -> dict[int, str]:
-    """Return a digest of every registered message class, by message number.
+    """Return a digest of the layout of every registered message class, by message number.
 
-    Before nodes exchange the first message, they compare the digests of the classes that both have
+    Before two nodes exchange messages, they compare the digests of the classes that both have
     registered.
     """
     return {
@@ -191,7 +193,8 @@ def _aligned(size: int) -> int:
 
 
 class Encoded:
-    """An encoded message: its msgpack part, its arrays, and the size of its record in bytes."""
+    """An encoded message: its msgpack part, its large arrays, and the size of its record in
+    bytes."""
 
     __slots__ = ("arrays", "meta", "nbytes")
 
@@ -203,13 +206,11 @@ class Encoded:
     def write_into(
         self, target: memoryview, offset: int, sequence: int, checksum: bool = False
     ) -> int:
-        """Write the record at `offset` of a writable byte view; nothing outside the record is
-        touched.
+        """Write the record at `offset` of a writable byte view.
 
-        Returns the record's send time in ns.
-
-        The caller must have checked that `nbytes` bytes fit. Bytes between the parts keep their
-        content.
+        Returns the send time that was stored in the record, in ns of the monotonic clock. The
+        caller must have checked that `nbytes` bytes fit. Nothing outside the record is written, and
+        padding bytes between its parts keep their old content.
         """
         start, meta = offset + HEADER.size, self.meta
         target[start : start + len(meta)] = meta
@@ -226,19 +227,18 @@ class Encoded:
         return sent
 
     def to_bytes(self, sequence: int, checksum: bool = False) -> bytearray:
-        """Return the record in a buffer of its own, for transports without shared memory."""
+        """Return the record in a new buffer, for transports without shared memory."""
         record = bytearray(self.nbytes)
         self.write_into(memoryview(record), 0, sequence, checksum)
         return record
 
 
 def encode(value: Any, inline: int = INLINE_BYTES) -> Encoded:
-    """Encode a registered message for the transports; large arrays are not copied.
+    """Encode a registered message for a transport.
 
-    Arrays of up to `inline` bytes are stored in the msgpack part.
-
-    Raises `CodecError` for an unregistered class, an unsupported dtype or a field that msgpack
-    cannot pack, and `RecordTooLarge` for a record of 4 GiB or more.
+    Arrays of up to `inline` bytes are stored in the msgpack part. Larger arrays are referenced, not
+    copied. Raises `CodecError` for an unregistered class, an unsupported dtype or a field that
+    msgpack cannot pack, and `RecordTooLarge` for a record of 4 GiB or more.
     """
     arrays: list[Array] = []
     try:
@@ -279,8 +279,8 @@ def _flatten(value: Any, arrays: list[Array], inline: int) -> list[Any]:
 
 
 def _describe_array(array: Any, arrays: list[Array], inline: int) -> Any:
-    """Return the description of an array for the msgpack part; see `_read_array` for the three
-    forms."""
+    """Return what the msgpack part stores for an array, in one of the three forms that
+    `_read_array` describes. Append a large array to `arrays`."""
     number = _DTYPE_NUMBER.get(array.dtype) if isinstance(array, np.ndarray) else None
     if number is None:
         raise CodecError(f"{type(array).__name__} {getattr(array, 'dtype', '')} cannot be sent")
@@ -294,11 +294,12 @@ def _describe_array(array: Any, arrays: list[Array], inline: int) -> Any:
 
 
 def decode(record: Any, expected_sequence: int, checksum: bool = False) -> Any:
-    """Decode a record from the buffer that holds it; arrays are read-only views that keep the
-    buffer alive.
+    """Return the message in a record. Its large arrays are read-only views that keep the buffer
+    alive.
 
-    Raises `RingCorrupted` if the header does not match the expected next record of the edge or the
-    checksum is wrong, and `CodecError` if the msgpack part does not follow the schema.
+    Raises `RingCorrupted` if the sequence number, kind or checksum of the record is wrong, and
+    `CodecError` if the msgpack part does not follow the schema. The checksum is verified only if
+    `checksum` is True.
     """
     header = HEADER.unpack_from(record)
     return decode_body(record, memoryview(record), header, expected_sequence, checksum, offset=0)
@@ -312,8 +313,11 @@ def decode_body(
     checksum: bool,
     offset: int,
 ) -> Any:
-    """Do the same as `decode` for a caller that has unpacked the header. `view` shows the bytes of
-    `record`, in which the record starts at `offset`."""
+    """Do the same as `decode` for a caller that has already unpacked the header.
+
+    The record starts at byte `offset` of `record`, the buffer to which array views will refer.
+    `view` shows the bytes of the same buffer.
+    """
     nbytes, kind, sequence, _sent, crc, meta_length = header
     if sequence != expected_sequence or kind not in _KINDS:
         raise RingCorrupted(
@@ -362,9 +366,11 @@ def _unflatten(row: Any, record: Any, at: int) -> tuple[Any, int]:
 
 
 def _read_array(description: Any, record: Any, at: int) -> tuple[Array, int]:
-    """Return an array and the offset of the next one. An empty 1-D array is described by its
-    dtype's number, a small array by (number, bytes, *shape), and an array later in the record by
-    (number, *shape)."""
+    """Return an array and the byte offset at which the next one starts.
+
+    `description` is the dtype's number for an empty 1-D array, (number, bytes, *shape) for an
+    inline array, and (number, *shape) for an array whose bytes start at offset `at` of `record`.
+    """
     if type(description) is int:
         return _EMPTY[description], at
     number, second, *shape = description
@@ -379,7 +385,8 @@ def _read_array(description: Any, record: Any, at: int) -> tuple[Array, int]:
 
 
 def copy_arrays(value: M) -> M:
-    """Return the message with its arrays copied, for use after its lease has ended."""
+    """Return a copy of a message whose arrays own their memory, so that it may be used after its
+    lease has ended."""
     schema = _SCHEMAS[_NUMBERS[type(value)]]
     fields = []
     for name, kind in zip(schema.fields, schema.kinds, strict=True):
@@ -397,7 +404,8 @@ def copy_arrays(value: M) -> M:
 
 
 def check_schema(node: str, theirs: Mapping[int, str]) -> None:
-    """Raise `SchemaMismatch` if another node lays out messages differently."""
+    """Raise `SchemaMismatch` if `node`, whose digests are `theirs`, lays out a message differently
+    from this process. Classes that only one of them has registered are ignored."""
     ours = schema_hashes()
     differing = [number for number in theirs if ours.get(number, theirs[number]) != theirs[number]]
     if differing:

@@ -1,4 +1,4 @@
-"""Concurrent execution of asynchronous calls."""
+"""Concurrent execution of asynchronous calls with a limit."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ T = TypeVar("T")
 async def run_all(
     calls: Sequence[Callable[[], Awaitable[T]]], max_concurrent: int | None = None
 ) -> list[T]:
-    """Run all calls and return their results, in the order of the calls.
+    """Run all calls concurrently and return their results, in the order of the calls.
 
-    Calls start in order, with at most `max_concurrent` (default: all) running at a time. The first
-    call that raises cancels the running ones; its error is raised once they have ended.
+    Calls start in order, and at most `max_concurrent` of them (None: all) run at a time. If a call
+    raises, the running calls are cancelled, and its error is raised once they have ended.
     """
     results: dict[int, T] = {}
     numbered = iter(enumerate(calls))

@@ -1,7 +1,8 @@
-"""The control channel of a node: startup, readiness, log records, queries, shutdown.
+"""The control channel between a node's process and its parent: messages for startup, logs, queries
+and shutdown.
 
-It is a `multiprocessing` connection over an inherited socket pair. It is independent of the edges,
-so it works before they are open and after an actor has failed.
+The channel is a `multiprocessing` connection over an inherited socket pair. It does not depend on
+the edges between actors, so it works before they are open and after an actor has failed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _MAX_SUMMARY = 500
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bootstrap:
-    """Parent to child, as the first message: the node to run."""
+    """Parent to child, the first message: the node to run and how its process is set up."""
 
     plan: NodePlan
     parent_pid: int
@@ -41,10 +42,10 @@ class Bootstrap:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Start:
-    """Parent to child: every node is ready; start the message flow."""
+    """Parent to child: every node is ready, so start the actors and receive messages."""
 
     ready: Mapping[str, ReadyInfo]
-    """Records that the actors of all nodes have published, by actor."""
+    """Record that each actor of the whole system has published, by actor name."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,30 +54,31 @@ class Query:
 
     what: Literal["statistics", "trace", "activity"]
     arguments: tuple[int, ...] = ()
-    """Arguments of the `Node` method that `what` names."""
+    """Positional arguments of the `Node` method that `what` names."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ping:
-    """Parent to child: report that the loop runs, and the progress of the current work."""
+    """Parent to child: answer with a `Pong`, which proves that the loop runs."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pong:
-    """Child to parent, from its loop: the answer to a `Ping`."""
+    """Child to parent, sent from the child's loop: the answer to a `Ping`, with the progress of
+    each actor that reports one."""
 
     progress: Mapping[str, Progress]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogStacks:
-    """Parent to child: log the stacks of all threads."""
+    """Parent to child: log the stacks of all threads of the child."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cut:
-    """Parent to child: another node has died; restart on new edges. The plan's descriptors follow,
-    in the order of `NodePlan.descriptors`."""
+    """Parent to child: another node has died, so restart the actors with new edges (channels).
+    Copies of the plan's descriptors follow, in the order of `NodePlan.descriptors`."""
 
     plan: NodePlan
 
@@ -91,7 +93,7 @@ class Ready:
     """Child to parent: all actors are set up."""
 
     actors: Mapping[str, ReadyInfo]
-    """Record that each of the node's actors publishes."""
+    """Record that each of this node's actors publishes, by actor name."""
     schema: Mapping[int, str]
     """Digests of the message classes registered in the child, by message number."""
 
@@ -110,20 +112,22 @@ def _text_of(error: BaseException) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Failed:
-    """Child to parent: an actor raised, at start or later; the process ends."""
+    """Child to parent: an actor raised an exception, and the child exits."""
 
     actor: str
     summary: str
-    """One line: the actor, the exception's class and its message."""
+    """One line of text: the actor, the exception's class and its message."""
     trace: str
     exception: bytes
-    """The pickled exception if its class sets `picklable = True`, else empty."""
+    """The pickled exception if its class sets `picklable = True` and pickling succeeds, else
+    empty."""
     is_resource_failure: bool
-    """True if the cause is that the machine is out of a resource."""
+    """True if the exception means that the machine is out of a resource, such as memory."""
 
     @classmethod
     def of(cls, actor: str, error: BaseException) -> Failed:
-        """Describe an exception so that another process can raise it, or at least report it."""
+        """Describe an exception of an actor such that the parent can report it or, if it can be
+        pickled, raise it."""
         trace = "".join(traceback.format_exception(error))
         line = " ".join(f"{type(error).__name__}: {_text_of(error)}".split())[:_MAX_SUMMARY]
         pickled = b""
@@ -134,7 +138,7 @@ class Failed:
         return cls(actor, summary, trace, pickled, is_out_of_resources(error))
 
     def original(self) -> BaseException | None:
-        """Return the original exception if it was pickled and can be unpickled, else None."""
+        """Return the original exception, or None if it was not pickled or cannot be unpickled."""
         try:
             return pickle.loads(self.exception) if self.exception else None  # noqa: S301 - our child
         except Exception:  # pickle cannot construct it
@@ -146,12 +150,13 @@ class Reply:
     """Child to parent: the answer to the oldest unanswered `Query`."""
 
     answer: Any
-    """Statistics by actor, a `NodeTrace`, or activity by track."""
+    """Return value of the `Node` method: statistics by actor, a `NodeTrace`, or activity by
+    track."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Log:
-    """Child to parent: one log record with its message already formatted."""
+    """Child to parent: one log record whose message is already formatted."""
 
     name: str
     level: int
@@ -172,19 +177,19 @@ class Log:
 
 
 _MAX_DESCRIPTORS_PER_MESSAGE = 200
-"""Number of descriptors sent in one kernel message, which may hold up to 253."""
+"""Number of descriptors sent in one socket message; the kernel allows at most 253."""
 
 
 def send_descriptors(connection: Connection, descriptors: Sequence[int]) -> None:
-    """Send copies of descriptors after the data sent so far."""
+    """Send copies of file descriptors over the channel, after the data sent so far."""
     with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as channel:
         for start in range(0, len(descriptors), _MAX_DESCRIPTORS_PER_MESSAGE):
             sendfds(channel, list(descriptors[start : start + _MAX_DESCRIPTORS_PER_MESSAGE]))
 
 
 def receive_descriptors(connection: Connection, count: int) -> list[int]:
-    """Receive `count` descriptors from `send_descriptors`. Raises `EOFError` if the sender is
-    gone."""
+    """Receive `count` file descriptors sent by `send_descriptors`. They are not inheritable. Raises
+    `EOFError` if the sender is gone."""
     found: list[int] = []
     with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as channel:
         while len(found) < count:
@@ -195,8 +200,8 @@ def receive_descriptors(connection: Connection, count: int) -> list[int]:
 
 
 class ChannelHandler(logging.Handler):
-    """Sends a child's log records to the parent, which handles them according to its own logging
-    setup."""
+    """Logging handler of a child process. It sends log records to the parent, which handles them
+    according to its own logging configuration."""
 
     def __init__(self, connection: Connection, lock: threading.Lock) -> None:
         super().__init__()
@@ -204,8 +209,8 @@ class ChannelHandler(logging.Handler):
         self._lock_channel = lock
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Format a record and send it. A failure loses nothing: if the parent is gone, this process
-        ends, too."""
+        """Format a record and send it to the parent. If the parent is gone, the record is dropped;
+        this process is about to end, too."""
         text = record.getMessage()
         if record.exc_info:
             text += "\n" + "".join(traceback.format_exception(*record.exc_info))
@@ -218,7 +223,7 @@ class ChannelHandler(logging.Handler):
 
 
 def replay(entry: Log, node: str) -> None:
-    """Pass a child's log record to this process's logging, under the same logger name."""
+    """Log a child's record in this process, under the logger name that the child used."""
     logger = logging.getLogger(entry.name)
     if not logger.isEnabledFor(entry.level):
         return

@@ -1,5 +1,5 @@
-"""Exceptions of the runtime, one class for each kind of error. The message gives the cause and the
-fix."""
+"""Exceptions of the actor runtime, one class for each kind of error. Each message gives the cause
+and, where there is one, the fix."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class RuntimeFault(Exception):
 
 
 class TopologyError(RuntimeFault):
-    """The declared actors, nodes and edges do not form a valid system."""
+    """The declared actors, nodes (processes) and edges (channels) do not form a valid system."""
 
 
 class CodecError(RuntimeFault):
@@ -25,16 +25,16 @@ class SchemaMismatch(CodecError):
 
 
 class RecordTooLarge(RuntimeFault):
-    """A message is larger than its edge can carry, which is half the ring's capacity."""
+    """A message is larger than its channel can carry: half the ring's capacity, or 4 GiB."""
 
 
 class OutboxOverflow(RuntimeFault):
-    """An actor queued more messages on an edge than the edge's bound allows: a bug in the
-    protocol."""
+    """More messages are queued on a channel than its bound allows, which means a bug in the
+    protocol between the actors."""
 
 
 class PeerBroken(RuntimeFault):
-    """The node at the other end of an edge is dead: nothing sent on it will be received."""
+    """The process at the other end of a channel is dead, so messages sent to it would be lost."""
 
 
 class LeaseEscaped(RuntimeFault):
@@ -54,8 +54,8 @@ class NodeDied(RuntimeFault):
 
 
 class NodeStalled(RuntimeFault):
-    """A node, or what it waits for, made no progress for too long, so the node or the system was
-    ended."""
+    """A node, or work that it waits for, made no progress for too long, and the node or the system
+    was ended."""
 
 
 class UnsupportedPlatform(RuntimeFault):
@@ -63,17 +63,18 @@ class UnsupportedPlatform(RuntimeFault):
 
 
 class ReplayDiverged(RuntimeFault):
-    """An actor does not follow its recording: it changed, or has inputs besides messages."""
+    """A replayed actor behaves differently from its recording: its code has changed, or it has
+    inputs other than messages."""
 
 
 class NotUsableHere(RuntimeFault):
-    """The system is used on a different event loop or in a different process than it was started
-    in."""
+    """The system is used on a different event loop, or in a different process, from the one in
+    which it was started."""
 
 
 def is_out_of_resources(error: BaseException) -> bool:
-    """Return True if an error means that the machine is out of a resource: memory, threads,
-    processes, descriptors or disk space. A later attempt may succeed."""
+    """Return True if an error means that the machine is out of memory, threads, processes,
+    descriptors or disk space. A later attempt may succeed."""
     if isinstance(error, OSError):
         return error.errno in _RESOURCE_ERRNOS
     no_thread = isinstance(error, RuntimeError) and "start new thread" in str(error)

@@ -1,9 +1,10 @@
-"""Leases, under which records are read in place without reading reused memory.
+"""Leases: permissions to read a record in a ring's memory without copying it.
 
-A record's bytes belong to the ring again once its lease is released. Views that numpy or torch made
+Once a record's lease is released, the ring may overwrite the record's bytes. A numpy or torch view
 of them would then show other data, and `memoryview.release()` does not prevent that. Therefore each
-record is read through a buffer object of its own, and every view holds a reference to that buffer.
-If the buffer has more references than the runtime's own when the lease ends, a view has escaped.
+record is read through its own buffer object, to which every view holds a reference. If the lease is
+released while anyone but the runtime holds a reference to that buffer, a view has escaped, and
+`LeaseEscaped` is raised.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ _OWN_REFERENCES = 2
 class Lease:
     """Permission to read one record in place, until `release()` is called.
 
-    An actor gets a lease from `Context.hold()`. Records are freed in the order in which they
-    arrived, so a lease that is held also keeps the space of all later records. Not thread-safe:
+    An actor gets a lease from `Context.hold_lease()`. Space is freed in the order in which records
+    arrived, so holding a lease also keeps the space of all later records occupied. Not thread-safe:
     release it on the node's loop.
     """
 
@@ -34,7 +35,7 @@ class Lease:
         self.released = False
 
     def release(self) -> None:
-        """Release the record; a second call does nothing.
+        """Give the record's space back to the ring. A second call does nothing.
 
         Raises `LeaseEscaped` if a view of the record is still alive.
         """

@@ -1,5 +1,8 @@
-"""The receiving end of an actor: messages from actors of the same node are passed by reference, and
-messages from other nodes are read in place."""
+"""Mailboxes, which receive an actor's messages and call its handlers.
+
+Messages from actors of the same node are passed by reference. Messages from other nodes are read in
+place in the ring.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ _BATCH = 64
 
 
 class Mailbox:
-    """Inbox of one actor, which calls one handler at a time."""
+    """Inbox of one actor. It calls the handler of one message at a time."""
 
     def __init__(
         self,
@@ -31,7 +34,8 @@ class Mailbox:
         fatal: Callable[[BaseException], None],
         span_names: Mapping[type, str],
     ) -> None:
-        """`span_names` maps message classes to span names; the default is the name of the class."""
+        """`fatal` is called with an exception that a handler raises. `span_names` maps message
+        classes to the names of their spans in traces; the default is the class name."""
         self._context = context
         self._handlers = dict(handlers)
         self._fatal = fatal
@@ -43,12 +47,12 @@ class Mailbox:
         self._waiting_ns = 0
 
     def port(self, source: str) -> Port:
-        """Return the port for messages from one source."""
+        """Return the port through which messages from the actor named `source` enter."""
         return Port(self, self._context.track, source)
 
     def put(self, port: Port, message: Any) -> None:
-        """Queue a message from the same node; it is handled soon, but never inside the sender's
-        handler."""
+        """Queue a message from an actor of the same node. Its handler runs from the loop, never
+        inside the sender's handler."""
         self._local.append((time.monotonic_ns(), port, message))
         self._high_water = max(self._high_water, len(self._local))
         if not self._scheduled:
@@ -68,8 +72,8 @@ class Mailbox:
             self._fatal(error)
 
     def deliver(self, port: Port, message: Any, lease: Lease | None, sent: int) -> bool:
-        """Deliver a message from another node, which may be read in place. Return True if the
-        handler keeps the lease."""
+        """Handle a message from another node at once. `lease` is None if the message owns its
+        memory; `sent` is the send time in ns. Return True if the handler keeps the lease."""
         if lease is None:
             self.handle(port, message, sent)
             return False
@@ -78,7 +82,8 @@ class Mailbox:
         return self._context.hold_lease() is None
 
     def handle(self, port: Port, message: Any, sent: int) -> None:
-        """Call the message's handler and record its span."""
+        """Call the message's handler and record its span. Raises `RuntimeFault` if the actor has no
+        handler for its class."""
         if self._context.retired:  # the system was cut: the receiver's state is gone
             return
         self._handled += 1
@@ -95,12 +100,12 @@ class Mailbox:
         )
 
     def span_name(self, cls: type) -> str:
-        """Return the name of the spans that handle messages of this class."""
+        """Return the name under which traces show the handling of this message class."""
         return self._span_names.get(cls, cls.__name__)
 
     def statistics(self) -> dict[str, int]:
-        """Return the number of messages handled and, for local messages, the queue depth, the
-        highest depth, and the total waiting time in ns."""
+        """Return the number of messages handled and, for local messages, the current and the
+        highest queue depth and the total waiting time in ns."""
         return {
             "handled": self._handled,
             "depth": len(self._local),
@@ -110,7 +115,8 @@ class Mailbox:
 
 
 class Port:
-    """Entry point of one source into a mailbox; traces use it to name the sender."""
+    """The point at which messages from one sender enter a mailbox, so that traces can name the
+    sender."""
 
     def __init__(self, mailbox: Mailbox, track: Track, source: str) -> None:
         self._mailbox = mailbox
@@ -119,19 +125,20 @@ class Port:
         self._kinds: dict[type, tuple[int, Callable[[Any], int]]] = {}
 
     def put(self, message: Any) -> None:
-        """Queue a message from the same node."""
+        """Queue a message from an actor of the same node."""
         self._mailbox.put(self, message)
 
     def deliver(self, message: Any, lease: Lease | None, sent: int) -> bool:
-        """Deliver a message from another node."""
+        """Handle a message from another node; return True if the handler keeps the lease."""
         return self._mailbox.deliver(self, message, lease, sent)
 
     def kind_of(self, cls: type) -> int:
-        """Return the kind of the spans that handle messages of this class."""
+        """Return the span kind number under which the track records messages of this class."""
         return self._kind_and_reader(cls)[0]
 
     def number_of(self, message: Any) -> int:
-        """Return the number that links the message's span to others."""
+        """Return the number that links the message's span to other spans; 0 if its class defines
+        none."""
         return self._kind_and_reader(type(message))[1](message)
 
     def _kind_and_reader(self, cls: type) -> tuple[int, Callable[[Any], int]]:
@@ -144,7 +151,8 @@ class Port:
 
 
 class DelayedDelivery:
-    """Delays each message by a random time but keeps the order; tests use it on every edge."""
+    """A `deliver` function that delays each message by a random time without changing the order.
+    Tests put it at the end of every channel."""
 
     def __init__(
         self,
@@ -162,8 +170,8 @@ class DelayedDelivery:
         self._waiting: deque[tuple[float, Any, int]] = deque()
 
     def __call__(self, message: Any, lease: Lease | None, sent: int) -> bool:
-        """Queue a message. Arrays that are read in place are copied, as the message outlives its
-        record."""
+        """Queue a message for delayed delivery. Returns False because it keeps no lease: arrays
+        that are read in place are copied."""
         if lease is not None:
             message = copy_arrays(message)
         due = self._loop.time() + self._random.random() ** 3 * self._seconds

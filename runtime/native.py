@@ -1,7 +1,7 @@
-"""Calls into native libraries, with every error that they raise converted to an `Exception`.
+"""A context manager that converts every error of a native library to an `Exception`.
 
-A panic in a Rust extension is a `BaseException`, which passes through every `except Exception` and
-so ends an actor.
+A panic in a Rust extension raises a `BaseException`. It would pass through every `except Exception`
+and end the actor.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ _PASSED_THROUGH = (Exception, asyncio.CancelledError, GeneratorExit, KeyboardInt
 
 
 class NativePanic(Exception):
-    """A native library panicked."""
+    """A native library raised an error that is no `Exception`, such as a Rust panic."""
 
 
 @contextlib.contextmanager
 def native_calls() -> Iterator[None]:
-    """Convert an error that a library raises in this context to a `NativePanic` if it is no
-    `Exception`."""
+    """Convert errors inside the context to `NativePanic` if they are not derived from `Exception`.
+    Cancellation, `KeyboardInterrupt` and `SystemExit` pass through unchanged."""
     try:
         yield
     except _PASSED_THROUGH:

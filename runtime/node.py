@@ -1,4 +1,5 @@
-"""A node: the actors that share one process and one event loop, wired to their edges."""
+"""A node: the actors that share one process and one event loop, and the ends of their edges
+(one-way channels)."""
 
 from __future__ import annotations
 
@@ -24,25 +25,26 @@ from nanoactor.runtime.transport import Deliver, Receiver, ReceiverEnd, SenderEn
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NodePlan:
-    """Everything that a node needs to know about the topology; picklable."""
+    """What one node (a process that runs actors) needs to know of the topology, with the channel
+    ends that it must open; picklable."""
 
     name: str
     actors: tuple[ActorSpec, ...]
     edges: list[EdgeSpec] = dataclasses.field(default_factory=list)
-    """All edges that start at an actor of this node."""
+    """All edges whose source is an actor of this node."""
     senders: dict[EdgeSpec, SenderEnd] = dataclasses.field(default_factory=dict)
-    """Writing end of each edge in `edges` that leads to other nodes."""
+    """Writing end of each edge in `edges` whose targets are in other nodes."""
     receivers: list[tuple[EdgeSpec, str, ReceiverEnd]] = dataclasses.field(default_factory=list)
-    """(edge, target actor, reading end) for every edge from another node to an actor of this
+    """(edge, target actor, reading end) of every edge from another node to an actor of this
     node."""
     debug_delay_ms: float = 0.0
     record_dir: str | None = None
     alarm: AlarmPlan | None = None
-    """Alarm of this node: the bells of the nodes that it wakes, and its own bell."""
+    """Eventfds for parallel wake-ups; None if the node takes no part in them."""
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """The file descriptors that the node's process must inherit."""
+        """File descriptors that the node's process must inherit."""
         ends: list[SenderEnd | ReceiverEnd] = [*self.senders.values()]
         ends += [end for _, _, end in self.receivers]
         alarm = self.alarm.descriptors if self.alarm else ()
@@ -60,11 +62,12 @@ class NodePlan:
 
 
 class Node:
-    """Creates the actors, then opens the edges, then starts the message flow."""
+    """A running node, which is the actors of one process: it creates them, opens their channels,
+    and then starts the message flow."""
 
     def __init__(self, plan: NodePlan, on_failure: Callable[[str, BaseException], None]) -> None:
-        """`on_failure` is called once, with the actor's name and the error, when an actor cannot
-        continue."""
+        """`on_failure` is called once, with the actor's name and the error, when an actor's error
+        ends the node."""
         self.plan = plan
         self.actors: dict[str, Actor] = {}
         self._on_failure = on_failure
@@ -77,14 +80,14 @@ class Node:
         self._alarm: Alarm | None = None
         self._cpu_before = 0.0
         self._unopened = set(plan.descriptors)
-        """Descriptors that no sender or receiver has taken over."""
+        """Inherited descriptors that no sender, receiver or alarm owns yet."""
         self._ready: dict[str, ReadyInfo] = {}
         self._is_running = False
-        """True if the actors have been started; until then they have nothing to report."""
+        """True once the actors were started. Before, they have no statistics and no spans."""
 
     def setup(self, on_actor: Callable[[str], None] = lambda name: None) -> dict[str, ReadyInfo]:
-        """Import, create and set up every actor; return the records that the actors publish, by
-        actor."""
+        """Import, create and set up every actor. Return the record that each actor publishes, by
+        actor name. `on_actor` is called with each actor's name before it is set up."""
         for spec in self.plan.actors:
             on_actor(spec.name)
             actor = spec.create()
@@ -95,9 +98,11 @@ class Node:
     def cut(
         self, plan: NodePlan, on_actor: Callable[[str], None] = lambda name: None
     ) -> dict[str, ReadyInfo]:
-        """Restart on new edges after another node has died: close the current edges and reset every
-        actor. Returns the records that the actors publish, by actor; `start` must be called
-        next."""
+        """Restart with new edges (channels) after another node has died: close the current edges
+        and reset every actor.
+
+        Returns the record that each actor publishes, by actor name. `start` must be called next.
+        """
         for actor in self.actors.values():
             if hasattr(actor, "context"):
                 actor.context.retire()
@@ -115,7 +120,8 @@ class Node:
         return self._ready
 
     def start(self, loop: asyncio.AbstractEventLoop, ready: Mapping[str, ReadyInfo]) -> None:
-        """Open the edges, start the actors, then start receiving messages."""
+        """Open the edges, start the actors, then receive messages. `ready` holds the record of
+        every actor in the system, by actor name."""
         self._open_alarm(loop)
         for spec in self.plan.actors:
             self._open_mailbox(spec, loop, ready)
@@ -136,7 +142,7 @@ class Node:
         return all(actor.may_stay_awake() for actor in self.actors.values())
 
     def expects_death(self) -> bool:
-        """Return True if one of the actors expects a death."""
+        """Return True if one of the actors expects nodes to die (see `Actor.expects_death`)."""
         return any(actor.expects_death() for actor in self.actors.values())
 
     def _rehearse(self) -> Iterator[object]:
@@ -237,15 +243,15 @@ class Node:
         return fail
 
     def break_edges(self, reason: str) -> None:
-        """Break the edges to other nodes after a death: sending on them raises `PeerBroken` from
-        now on."""
+        """Mark the channels to other nodes as broken after a death. From then on, sending on them
+        raises `PeerBroken`."""
         self._failed = True
         for _, outbox in self._remote:
             outbox.mark_broken(reason)
 
     def statistics(self) -> dict[str, dict[str, Any]]:
-        """Return, for each actor, the statistics of its node, of the actor itself, and of its
-        mailbox, outboxes and incoming edges."""
+        """Return, by actor name, the statistics of the actor's node, of the actor itself, and of
+        its mailbox, outboxes and incoming edges."""
         figures: dict[str, dict[str, Any]] = {}
         node = {"name": self.plan.name, "cpu_seconds": time.process_time()}
         if self._alarm is not None:
@@ -266,25 +272,29 @@ class Node:
         return figures
 
     def progress(self) -> dict[str, Progress]:
-        """Return, by actor, the progress of work that is not visible from outside; actors that
-        report none are left out."""
+        """Return the progress of work that the actors run outside the loop, by actor name. Actors
+        that report no progress are left out."""
         found = {name: actor.progress() for name, actor in self._started_actors}
         return {name: progress for name, progress in found.items() if progress is not None}
 
     def trace(self, since: int = 0) -> NodeTrace:
-        """Collect from every track the spans that ended after `since`, in ns of the monotonic
-        clock."""
+        """Return, for every track (timeline row), the spans that ended after `since`, in ns of the
+        monotonic clock."""
         tracks = [track.trace(self.plan.name, since) for track in self._tracks()]
         cpu = time.process_time() - self._cpu_before
         return NodeTrace(self.plan.name, tracks, cpu, time.monotonic_ns())
 
     def activity(self, begin: int, width: int, bins: int) -> dict[str, NDArray[np.float32]]:
-        """Return, for each track, the fraction of time that it was busy in each of `bins` intervals
-        of `width` ns from `begin` on."""
+        """Return the busy fraction (0 to 1) of each track in each of `bins` intervals.
+
+        The intervals start at `begin` and are `width` long, both in ns of the monotonic clock. Each
+        value is a float32 array of length `bins`.
+        """
         return {track.name: track.activity(begin, width, bins) for track in self._tracks()}
 
     def _tracks(self) -> list[Track]:
-        """Return all tracks, including the spans of unfinished work."""
+        """Return the tracks of all started actors, after the actors have recorded the spans of
+        unfinished work."""
         for _, actor in self._started_actors:
             actor.before_trace()
         return [track for _, actor in self._started_actors for track in actor.context.tracks]
@@ -294,7 +304,7 @@ class Node:
         return list(self.actors.items()) if self._is_running else []
 
     def stop(self) -> None:
-        """Stop the actors in reverse order, then close the edges."""
+        """Stop the actors in reverse order of their start, then close the edges."""
         self._failed = True
         for actor in reversed(self.actors.values()):
             actor.stop()

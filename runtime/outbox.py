@@ -1,4 +1,5 @@
-"""The sending end of an edge, where messages wait for room so that no handler has to."""
+"""Outboxes, the sending ends of edges (one-way channels between actors). Messages wait here for
+room, so that no handler has to wait."""
 
 from __future__ import annotations
 
@@ -15,33 +16,36 @@ from nanoactor.runtime.transport import EdgeStatistics, Fatal, Receiver, Sender
 
 
 class Outbox(Protocol):
-    """The sending side of an edge, with the same interface for a ring, a queue and a target in the
-    same node."""
+    """The sending end of an edge, a one-way channel to one or more actors. The interface does not
+    depend on whether messages go through a ring, a queue, or are passed by reference."""
 
     label: str
 
     def send(self, message: Any) -> None:
         """Send a message now, or queue it until there is room; never blocks.
 
-        The message and its arrays must not be changed afterwards. Raises `RecordTooLarge` if the
-        message is too large for the edge, `OutboxOverflow` if more messages are queued than the
-        edge's bound allows, and `PeerBroken` after the other side has died.
+        The caller must not change the message or its arrays afterwards. Raises `RecordTooLarge` if
+        the message is too large for the edge, `OutboxOverflow` if more messages are queued than the
+        edge's bound allows, and `PeerBroken` after the receiving node has died.
         """
 
     @property
     def ready(self) -> bool:
-        """Return True if a message would be sent at once and, on a paced edge, neither the reader
-        nor the actor itself lags. An actor that can merge messages holds them until then. After a
-        result of False, `Actor.on_ready` is called once the outbox is ready, so the actor should
-        ask only when it has something to send."""
+        """True if a message would be sent at once. On a paced edge, the reader must also have read
+        all messages, and the actor must have handled all of its own.
+
+        An actor that can merge messages keeps them back until the outbox is ready. After this
+        property was False, `Actor.on_ready` is called once the outbox is ready, so the actor should
+        read it only when it has something to send.
+        """
 
     def statistics(self) -> dict[str, int]:
-        """Return the numbers of messages, bytes and waits, the current depth, and the highest
-        depth."""
+        """Return the number of messages, bytes and sends that found no room, the current queue
+        depth, and the highest one."""
 
 
 class RemoteOutbox:
-    """An outbox on top of a transport."""
+    """Sending end of a channel to actors in other processes, on top of a transport."""
 
     def __init__(
         self,
@@ -54,8 +58,8 @@ class RemoteOutbox:
         track: Track,
         paced: bool = False,
     ) -> None:
-        """`fatal` is called with errors raised outside of `send`, where no caller could catch
-        them."""
+        """`bound` is the maximum number of queued messages (None: unlimited). `fatal` is called
+        with errors that are raised outside of `send`, where no caller could catch them."""
         self.label = label
         self._sender = sender
         self._loop = loop
@@ -66,20 +70,21 @@ class RemoteOutbox:
         self._inputs: list[Receiver] = []
         self._track = track
         self._kinds: dict[type, tuple[int, Callable[[Any], int]]] = {}
-        """By message class: the kind of its spans, and the function that reads the number that
-        links them."""
+        """By message class: the kind number of its spans, and the function that reads a message's
+        linking number."""
         self._queued: deque[tuple[Encoded, int, int, int]] = deque()
-        """Queued messages: (message, kind, number and begin of its span)."""
+        """Queued messages: (encoded message, kind number, linking number and begin of its span)."""
         self._high_water = 0
         self._broken = ""
 
     def set_inputs(self, inputs: list[Receiver]) -> None:
-        """Set the receivers of the same actor: a paced outbox is not ready while they have a
-        backlog."""
+        """Set the receivers of the actor that owns this outbox. A paced outbox is not ready while
+        any of them has a backlog."""
         self._inputs = inputs
 
     def send(self, message: Any) -> None:
-        """Write the message, or queue it if there is no room or other messages are queued."""
+        """Write the message, or queue it if there is no room or if other messages are queued
+        already."""
         if self._broken:
             raise PeerBroken(f"{self.label}: {self._broken}")
         begin = time.monotonic_ns()
@@ -114,8 +119,8 @@ class RemoteOutbox:
 
     @property
     def ready(self) -> bool:
-        """Return True if nothing is queued and, on a paced edge, every record was read and no
-        further message has arrived for the actor."""
+        """True if no message is queued and, on a paced edge, the reader has read every record and
+        the actor has no unread messages."""
         if self._queued:
             return False
         return not self._paced or bool(self._broken) or self._has_caught_up()
@@ -144,18 +149,18 @@ class RemoteOutbox:
             self._fatal(error)
 
     def mark_broken(self, reason: str) -> None:
-        """Drop queued messages; later sends raise `PeerBroken`."""
+        """Drop queued messages. Later sends raise `PeerBroken` with this reason."""
         self._broken = reason
         self._queued.clear()
 
     def close(self) -> None:
-        """Drop queued messages and close the transport's end."""
+        """Drop queued messages and close the writing end of the transport."""
         self.mark_broken("the system is closed")
         self._sender.close()
 
     def statistics(self) -> dict[str, int]:
-        """Return the numbers of messages, bytes and waits, the current depth, and the highest
-        depth."""
+        """Return the number of messages, bytes and sends that found no room, the current queue
+        depth, and the highest one."""
         return _as_dict(self._sender.statistics, len(self._queued), self._high_water)
 
 
@@ -170,7 +175,7 @@ def _as_dict(statistics: EdgeStatistics, depth: int, high_water: int) -> dict[st
 
 
 class LocalOutbox:
-    """An outbox to actors of the same node; messages are passed by reference."""
+    """Sending end of a channel to actors in the same process. Messages are passed by reference."""
 
     ready = True
 
@@ -180,11 +185,12 @@ class LocalOutbox:
         self._statistics = EdgeStatistics()
 
     def send(self, message: Any) -> None:
-        """Put the message into every target's mailbox."""
+        """Put the message into the mailbox of every target."""
         self._statistics.messages += 1
         for put in self._puts:
             put(message)
 
     def statistics(self) -> dict[str, int]:
-        """Return the number of messages sent; the mailbox counts queued messages."""
+        """Return the number of messages sent; the other counters are 0, because messages queue in
+        the target's mailbox."""
         return _as_dict(self._statistics, 0, 0)

@@ -1,4 +1,5 @@
-"""The first steps of a child process. This module imports next to nothing."""
+"""The first steps of a child process, and its exit codes. This module imports as little as
+possible, because every child imports it first."""
 
 from __future__ import annotations
 
@@ -10,15 +11,18 @@ import sys
 from nanoactor.runtime.errors import UnsupportedPlatform
 
 GROUP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
-"""Signals that terminals and supervisors send to every process of a group; children ignore them."""
+"""Signals that terminals and service managers send to every process of a group. Child processes
+ignore them."""
 EXIT_ORPHANED = 70
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
 def interpreter() -> str:
-    """Return the path of the Python interpreter that runs this program, for starting child
-    processes. Raises `UnsupportedPlatform` if there is none, as in a frozen program, where
-    `sys.executable` would start the program itself again."""
+    """Return the path of the Python interpreter with which child processes are started.
+
+    Raises `UnsupportedPlatform` if there is none, for example in a frozen program, where
+    `sys.executable` would start the program itself again.
+    """
     if getattr(sys, "frozen", False):
         raise UnsupportedPlatform(
             "this program is frozen into a bundle (by PyInstaller, for example) and has no "
@@ -34,9 +38,11 @@ def interpreter() -> str:
 
 
 def working_directory() -> str | None:
-    """Return the working directory for a child process: None (this process's own directory), or "/"
-    if that directory was deleted, for example by a deployment that swaps directories. Some
-    libraries exit if the directory does not exist."""
+    """Return the working directory for a child process: None to inherit this process's directory,
+    or "/" if that directory was deleted.
+
+    A deployment that swaps directories may delete it, and some libraries exit if it does not exist.
+    """
     try:
         os.getcwd()
     except OSError:
@@ -45,18 +51,18 @@ def working_directory() -> str | None:
 
 
 def ignore_group_signals() -> None:
-    """Ignore signals that are sent to the whole process group: the parent decides how to react, and
-    may let work finish."""
+    """Ignore the signals that are sent to the whole process group. Only the parent reacts to them,
+    and may let the child finish its work."""
     for number in GROUP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)
 
 
 def occupy_standard_descriptors() -> None:
-    """Open /dev/null in place of each of the descriptors 0 to 2 that is closed.
+    """Open /dev/null for each of the descriptors 0 to 2 that is closed.
 
-    Otherwise a ring or a socket could get one of these numbers, and anything printed to standard
-    error would be written into it.
+    Otherwise, the next ring or socket would get that number, and text printed to standard error
+    would be written into it.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
@@ -64,8 +70,11 @@ def occupy_standard_descriptors() -> None:
 
 
 def die_with_parent(parent: int, name: str) -> None:
-    """Make the kernel kill this process when the thread that started it ends, and set the process
-    name."""
+    """Make the kernel kill this process when the parent's thread that started it ends, and set the
+    process name to `na:` and the node's name.
+
+    Exits with `EXIT_ORPHANED` if the parent, whose process id is `parent`, has already ended.
+    """
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -1,9 +1,8 @@
-"""The portable transport, which sends the ring's records through a pipe with a thread at either
-end.
+"""The portable transport, which sends records through a pipe with a thread at either end.
 
-It does the work of `multiprocessing.Queue` for one writer and one reader, without its named
-semaphores, which would remain after SIGKILL. It copies every record twice and wakes two threads. It
-exists for platforms without memfd and as a baseline for benchmarks.
+It replaces `multiprocessing.Queue`, whose named semaphores would remain after SIGKILL, for one
+writer and one reader per pipe. It copies every record twice and wakes two threads. It serves
+platforms without memfd and is a baseline for benchmarks.
 """
 
 from __future__ import annotations
@@ -27,7 +26,8 @@ from nanoactor.runtime.transport import Deliver, EdgeStatistics, Fatal
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class QueueSenderEnd:
-    """The writing ends of the pipes, one pipe for each reader."""
+    """The writing ends of the pipes, one pipe per reader, before a process opens them;
+    picklable."""
 
     pipes: tuple[int, ...]
     capacity: int
@@ -35,7 +35,7 @@ class QueueSenderEnd:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """The pipes' writing ends."""
+        """File descriptors of the pipes' writing ends."""
         return self.pipes
 
     def remapped(self, mapping: Mapping[int, int]) -> QueueSenderEnd:
@@ -43,20 +43,20 @@ class QueueSenderEnd:
         return dataclasses.replace(self, pipes=tuple(mapping[pipe] for pipe in self.pipes))
 
     def open(self) -> QueueSender:
-        """Start the writing threads; the sender takes over the descriptors."""
+        """Return a sender that owns the descriptors. Starts one writing thread per pipe."""
         return QueueSender(self)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class QueueReceiverEnd:
-    """The reading end of one pipe."""
+    """The reading end of one pipe, before a process opens it; picklable."""
 
     pipe: int
     debug: bool
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """The pipe's reading end."""
+        """File descriptor of the pipe's reading end."""
         return (self.pipe,)
 
     def remapped(self, mapping: Mapping[int, int]) -> QueueReceiverEnd:
@@ -64,17 +64,17 @@ class QueueReceiverEnd:
         return dataclasses.replace(self, pipe=mapping[self.pipe])
 
     def open(self) -> QueueReceiver:
-        """Return a receiver, which takes over the descriptor."""
+        """Return a receiver that owns the descriptor."""
         return QueueReceiver(self)
 
 
 def create_queue(
     readers: int, capacity: int, debug: bool = False
 ) -> tuple[QueueSenderEnd, list[QueueReceiverEnd]]:
-    """Create the pipes for one writer and `readers` readers.
+    """Create one pipe per reader, and return the writing ends and one reading end per reader.
 
-    `capacity` bounds the number of bytes that are queued in the writer for each reader, as it
-    bounds a ring.
+    `capacity` is the maximum number of bytes that are queued in the writer for each reader, like a
+    ring's capacity. `debug` adds a checksum to every record.
     """
     pairs = [os.pipe() for _ in range(readers)]
     receivers = [QueueReceiverEnd(reading, debug) for reading, _ in pairs]
@@ -82,7 +82,7 @@ def create_queue(
 
 
 class QueueSender:
-    """Hands records to one writing thread per reader."""
+    """Sender that passes each record to one writing thread per reader."""
 
     def __init__(self, end: QueueSenderEnd) -> None:
         self.statistics = EdgeStatistics()
@@ -94,11 +94,12 @@ class QueueSender:
 
     @property
     def max_record(self) -> int:
-        """Half the capacity in bytes, as for a ring of the same size."""
+        """Maximum size of a record in bytes: half the capacity, as for a ring of the same size."""
         return self._end.capacity // 2
 
     def try_send(self, encoded: Encoded) -> bool:
-        """Queue one record for every reader; return False if too many bytes are already queued.
+        """Queue one record for every reader. Return False if some reader's queue has no room for
+        it.
 
         Raises `RecordTooLarge` if the record is larger than half the capacity.
         """
@@ -120,21 +121,24 @@ class QueueSender:
         return True
 
     def has_unread(self) -> bool:
-        """Return True if records are queued for a pipe; records inside a pipe count as read."""
+        """Return True if records wait to be written to a pipe. Records inside a pipe count as
+        read."""
         return any(writer.waiting for writer in self._writers)
 
     def when_writable(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
-        """Call `callback` once when the writer with the most queued bytes has written a record."""
+        """Call `callback` once, on the loop, after the pipe with the most queued bytes has taken
+        another record."""
         max(self._writers, key=lambda writer: writer.waiting).when_written(loop, callback)
 
     def close(self) -> None:
-        """Write the queued records, then close the pipes."""
+        """Make each writing thread finish its queued records and close its pipe. Waits up to one
+        second per thread."""
         for writer in self._writers:
             writer.close()
 
 
 class _PipeWriter:
-    """A thread that writes to one pipe, and the number of bytes queued for it."""
+    """A thread that writes records to one pipe. `waiting` is the number of bytes queued for it."""
 
     def __init__(self, descriptor: int) -> None:
         self.waiting = 0
@@ -177,7 +181,7 @@ class _PipeWriter:
 
 
 class QueueReceiver:
-    """Receiver with a thread that reads records and hands them to the loop in batches."""
+    """Receiver whose thread reads records from the pipe and passes them to the loop in batches."""
 
     def __init__(self, end: QueueReceiverEnd) -> None:
         self.statistics = EdgeStatistics()
@@ -189,25 +193,27 @@ class QueueReceiver:
         self._backlog = 0
         self._drain_callbacks: list[Callable[[], None]] = []
         self._is_drain_scheduled = False
-        """True if a scheduled call of `_drain` will process newly appended records."""
+        """True if `_drain` is already scheduled on the loop; it will also process records that are
+        appended until it runs."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._deliver: Deliver
         self._fatal: Fatal
         self._thread: threading.Thread | None = None
 
     def start(self, loop: asyncio.AbstractEventLoop, deliver: Deliver, fatal: Fatal) -> None:
-        """Deliver every record on the loop from now on."""
+        """Start the reading thread. From now on, every record is decoded and delivered on the
+        loop."""
         self._loop, self._deliver, self._fatal = loop, deliver, fatal
         self._thread = threading.Thread(target=self._run, name="nanoactor-pipe-in", daemon=True)
         self._thread.start()
 
     @property
     def backlog(self) -> int:
-        """Number of records that were handed to the loop and are not read yet."""
+        """Number of records of the current batch that are not delivered yet."""
         return self._backlog
 
     def when_drained(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once the backlog is read."""
+        """Call `callback` once, after the current batch is delivered."""
         if callback not in self._drain_callbacks:
             self._drain_callbacks.append(callback)
 
@@ -260,7 +266,8 @@ class QueueReceiver:
         self._deliver(value, lease, sent)
 
     def close(self) -> None:
-        """Stop delivering. The thread ends when the writer closes its end of the pipe."""
+        """Stop delivering messages. The reading thread ends when the writer closes its end of the
+        pipe."""
         self._loop = None
         if self._thread is None:
             self._pipe.close()

@@ -1,8 +1,8 @@
 """Recordings of an actor's inputs and outputs, and their replay.
 
-An actor whose decisions depend only on its messages (a scheduler, for example, without a clock or a
-user) repeats them when it receives the same messages again. A recording of a failed run therefore
-reproduces that run, as often as needed, and a successful replay proves that the actor has no other
+An actor whose decisions depend only on its messages, such as a scheduler that reads no clock, makes
+the same decisions when it receives the same messages again. A recording of a failed run therefore
+reproduces that run, as often as needed. A successful replay proves that the actor has no other
 inputs.
 
 The file starts with one pickle: the actor's specification and the records that all actors published
@@ -32,11 +32,12 @@ HANDLED, SENT, READY, NOT_READY, ON_READY, END = range(6)
 _KIND_NAMES = ("handles", "sends", "finds room", "finds no room", "is notified of room", "ends")
 
 Entry = tuple[int, str, bytes]
-"""(kind, edge label, encoded message)."""
+"""(kind, edge label, encoded message) of one recorded event. The message is empty for events other
+than handling and sending."""
 
 
 class Recorder:
-    """Writes the recording of one actor."""
+    """Writes the recording of one actor to `<directory>/<actor>.recording`."""
 
     def __init__(self, directory: str, spec: ActorSpec, ready: Mapping[str, ReadyInfo]) -> None:
         path = Path(directory, f"{spec.name}.recording")
@@ -44,12 +45,13 @@ class Recorder:
         pickle.dump((spec, dict(ready)), self._file)
 
     def write(self, kind: int, label: str = "", message: Any = None) -> None:
-        """Append an entry to the recording."""
+        """Append one event to the file. `kind` is one of `HANDLED`, `SENT`, `READY`, `NOT_READY`,
+        `ON_READY` and `END`."""
         body = b"" if message is None else encode(message).to_bytes(0)
         self._file.write(_ENTRY.pack(kind, len(label), len(body)) + label.encode() + body)
 
     def handlers(self, handlers: Mapping[type, Handler]) -> dict[type, Handler]:
-        """Return the same handlers, wrapped to record each message before they handle it."""
+        """Return the handlers, wrapped so that each message is recorded before it is handled."""
 
         def recorded(handler: Handler) -> Handler:
             def handle(message: Any) -> None:
@@ -61,7 +63,7 @@ class Recorder:
         return {cls: recorded(handler) for cls, handler in handlers.items()}
 
     def on_ready(self, call: Callable[[Outbox], None]) -> Callable[[Outbox], None]:
-        """Return the same callback, wrapped to record each call before it is made."""
+        """Return the callback, wrapped so that each call is recorded before it is made."""
 
         def recorded(outbox: Outbox) -> None:
             self.write(ON_READY, outbox.label)
@@ -70,13 +72,14 @@ class Recorder:
         return recorded
 
     def close(self) -> None:
-        """Append the end entry and close the file."""
+        """Append the end event and close the file."""
         self.write(END)
         self._file.close()
 
 
 class RecordedOutbox:
-    """An outbox that records its use."""
+    """Outbox that records every message and every readiness check, and forwards them to another
+    outbox."""
 
     def __init__(self, outbox: Outbox, recorder: Recorder) -> None:
         self.label = outbox.label
@@ -84,26 +87,26 @@ class RecordedOutbox:
         self._recorder = recorder
 
     def send(self, message: Any) -> None:
-        """Record the message and send it."""
+        """Record the message, then send it."""
         self._recorder.write(SENT, self.label, message)
         self._outbox.send(message)
 
     @property
     def ready(self) -> bool:
-        """Return True if the outbox is ready. The result is an input of the actor, so it is
-        recorded, too."""
+        """Readiness of the underlying outbox. It is an input of the actor, so each reading is
+        recorded."""
         ready = self._outbox.ready
         self._recorder.write(READY if ready else NOT_READY, self.label)
         return ready
 
     def statistics(self) -> dict[str, int]:
-        """Return the outbox's statistics."""
+        """Return the statistics of the underlying outbox."""
         return self._outbox.statistics()
 
 
 def read_recording(path: Path) -> tuple[ActorSpec, dict[str, ReadyInfo], Iterator[Entry]]:
-    """Return the actor's specification, the published records, and the entries of a recording;
-    entries are generated lazily."""
+    """Return the actor's specification, the records published by all actors, and an iterator over
+    the recorded events."""
     file = io.BytesIO(path.read_bytes())
     spec, ready = pickle.load(file)  # noqa: S301 - the module's docstring warns
     return spec, ready, _entries(file)
@@ -119,7 +122,7 @@ def _entries(file: io.BytesIO) -> Iterator[Entry]:
 
 
 def replay(path: Path) -> int:
-    """Recreate a recorded actor and send it the recorded messages.
+    """Create a recorded actor again, send it the recorded messages, and compare what it sends.
 
     Returns the number of messages handled. Raises `ReplayDiverged` if the actor behaves differently
     from the recording.
@@ -166,11 +169,12 @@ def _describe(entry: Entry) -> str:
 
 
 class _RecordingEnded(Exception):
-    """The recording ends early, for example because its process was killed."""
+    """The recording ends without an end event, for example because its process was killed."""
 
 
 class _Script(dict[str, Outbox]):
-    """The recorded entries in order, and outboxes that check the actor against them."""
+    """The recorded events in order, and outboxes, by label, that compare the actor's behavior with
+    them."""
 
     def __init__(self, name: str, entries: Iterator[Entry]) -> None:
         self.name = name
@@ -187,7 +191,7 @@ class _Script(dict[str, Outbox]):
         return entry
 
     def expect(self, *entries: Entry) -> Entry:
-        """Return the next entry. Raises `ReplayDiverged` unless it equals one of `entries`, apart
+        """Return the next event. Raises `ReplayDiverged` unless it equals one of `entries`, apart
         from times and sequence numbers."""
         actual = self.next()
         for entry in entries:

@@ -1,4 +1,5 @@
-"""Recovery from node deaths: reports of deaths, a budget of restarts, and limits on start times."""
+"""Bookkeeping for the recovery from node deaths: reports of deaths, a budget of restarts, and
+limits on restart times."""
 
 from __future__ import annotations
 
@@ -12,42 +13,43 @@ from nanoactor.runtime.stall import is_computing, silence_divisor
 log = logging.getLogger("nanoactor.system")
 
 DIED = "node %s has died and is being replaced: %s"
-"""Log message for each death."""
+"""Format of the log message for each death: node and error."""
 _FIRST_DELAY, _MAX_DELAY = 0.1, 5.0
 _EXPECTED_BUDGET_FACTOR = 8
-"""Factor on the restart budget while the cause of the deaths is being searched for."""
+"""Factor on the restart budget for deaths that are expected (see `Actor.expects_death`)."""
 _START_TIME_FACTOR, _MIN_START_SECONDS = 5.0, 10.0
-"""Time limit for a node's restart: `_START_TIME_FACTOR` times its own start time, plus
+"""Time limit in seconds for a node's restart: `_START_TIME_FACTOR` times its first start, plus
 `_MIN_START_SECONDS` or, if shorter, `stall_timeout`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Death:
-    """The end of a node that was still needed."""
+    """The unplanned end of a node's process that was still needed."""
 
     node: str
     cause: str
-    """One line for humans: the signal, the exit status, or an actor's exception."""
+    """Cause in one line of text: the signal, the exit status, or an actor's exception."""
     is_evidence: bool
-    """True if the node's own work may have caused the death: no other process killed the node, and
-    it was denied no resource."""
+    """True if the node's own work may have caused the death. False if another process killed the
+    node or the machine was out of a resource."""
 
     def __str__(self) -> str:
-        """Return the node's name and the cause of death."""
+        """Return the node's name with the cause in parentheses."""
         return f"{self.node} ({self.cause})"
 
 
 class RestartBudget:
-    """Budget of restarts within a time window. The first restart is not delayed; each later one is
-    delayed twice as long as the one before, up to a limit."""
+    """Limit on the number of restarts within a time window. The first restart is immediate. Each
+    later one waits twice as long as the one before, at most 5 seconds."""
 
     def __init__(self, limit: int, window: float) -> None:
-        """Create a budget of `limit` restarts in `window` seconds."""
+        """Allow `limit` restarts within `window` seconds."""
         self._limit, self._window = limit, window
         self._deaths: deque[float] = deque()
 
     def spend(self, now: float) -> bool:
-        """Record a death at `now`, in seconds; return False if it exceeds the budget."""
+        """Record a death at time `now`, in seconds. Return False, without recording it, if the
+        budget is exhausted."""
         while self._deaths and self._deaths[0] <= now - self._window:
             self._deaths.popleft()
         if len(self._deaths) >= self._limit:
@@ -56,8 +58,8 @@ class RestartBudget:
         return True
 
     def refund(self, limit: int) -> int:
-        """Remove up to `limit` of the latest deaths from the budget, as their cause is gone; return
-        the number removed."""
+        """Remove up to `limit` of the latest deaths from the budget because their cause is gone.
+        Return the number removed."""
         count = min(limit, len(self._deaths))
         for _ in range(count):
             self._deaths.pop()
@@ -65,33 +67,37 @@ class RestartBudget:
 
     @property
     def spent(self) -> int:
-        """Return the number of deaths in the window that ended with the latest death."""
+        """Number of recorded deaths in the window that ended with the latest death."""
         return len(self._deaths)
 
     def delay(self) -> float:
-        """Return the delay before the next start, in seconds."""
+        """Return the delay before the next restart, in seconds."""
         if len(self._deaths) < 2:
             return 0.0
         return min(_FIRST_DELAY * 2.0 ** (len(self._deaths) - 2), _MAX_DELAY)
 
 
 class Deaths:
-    """The deaths of a system's nodes: those to recover from, those to report, and the remaining
-    budget."""
+    """The node deaths of a system: errors of nodes to replace, deaths to report, and the remaining
+    restart budget."""
 
     def __init__(self, limit: int, window: float) -> None:
-        """Create the budgets; see `RestartBudget`."""
+        """Allow `limit` unexpected deaths, and eight times as many expected ones, within `window`
+        seconds."""
         self._budget = RestartBudget(limit, window)
         self._expected = RestartBudget(_EXPECTED_BUDGET_FACTOR * limit, window)
         self.victims: dict[str, BaseException] = {}
-        """Errors of the nodes that have died and are not replaced yet, by node."""
+        """Errors of the nodes that have died and have not been replaced yet, by node name."""
         self._unreported: list[Death] = []
         self.restarts: Counter[str] = Counter()
-        """Number of times that each node was replaced."""
+        """Number of times that each node was replaced, by node name."""
 
     def record(self, death: Death, error: BaseException, now: float, *, expected: bool) -> bool:
-        """Record a death at `now`, in seconds; return False if it exceeds the budget. `expected` is
-        True if the cause of the deaths is being searched for."""
+        """Record a death at time `now`, in seconds. Return False if it exceeds the budget.
+
+        `expected` is True if an actor is searching for the request that kills nodes. Such deaths
+        have a larger budget of their own.
+        """
         if not (self._expected if expected else self._budget).spend(now):
             return False
         self.victims[death.node] = error
@@ -99,19 +105,19 @@ class Deaths:
         return True
 
     def report(self, on_cut: Callable[[Sequence[Death]], int]) -> None:
-        """Report the deaths that were not reported yet to `on_cut`, and refund as many as it
-        returns, as their cause is gone."""
+        """Pass all unreported deaths to `on_cut`. Refund as many deaths as it returns, because
+        their cause is gone."""
         deaths, self._unreported = self._unreported, []
         explained = on_cut(deaths)
         self._budget.refund(explained - self._expected.refund(explained))
 
     def delay(self) -> float:
-        """Return the delay before the next start, in seconds."""
+        """Return the delay before the next restart, in seconds."""
         return self._budget.delay()
 
     def pop_victims(self) -> dict[str, BaseException]:
-        """Return the errors of the nodes that have died so far, by node; log each death and count a
-        restart for it."""
+        """Return and clear the errors of the nodes that have died, by node name. Log each death and
+        count a restart of its node."""
         victims, self.victims = self.victims, {}
         for name, error in victims.items():
             log.warning(DIED + "%s", name, error, details(error))
@@ -120,14 +126,18 @@ class Deaths:
 
 
 def details(error: BaseException) -> str:
-    """Return the tracebacks from other processes that are attached to an error, for the log."""
+    """Return the tracebacks from other processes that are attached to an error as notes, for the
+    log."""
     notes = [*getattr(error, "__notes__", ()), *getattr(error.__cause__, "__notes__", ())]
     return "".join(f"\n{note}" for note in notes)
 
 
 def start_limit(own_start: float, stall_timeout: float | None) -> float:
-    """Return the time limit, in seconds, for a node to restart without computing, given that its
-    first start took `own_start` seconds."""
+    """Return the time in seconds within which a node must restart.
+
+    The first start of the node took `own_start` seconds. `StartWatch` counts only part of the time
+    in which the node computes.
+    """
     minimum = (
         _MIN_START_SECONDS if stall_timeout is None else min(stall_timeout, _MIN_START_SECONDS)
     )
@@ -135,23 +145,23 @@ def start_limit(own_start: float, stall_timeout: float | None) -> float:
 
 
 class StartWatch:
-    """Limits the time that nodes may take to restart. Time in which a node computes counts less, as
-    in `StallDetector`: on a busy machine a node is slow, but a node that hangs does not compute."""
+    """Time limits for restarting nodes. Time in which a node uses its CPU counts only a tenth, as
+    in `StallDetector`: a node on a busy machine is slow, but a hanging node does not compute."""
 
     def __init__(self, limits: Mapping[str, float]) -> None:
-        """`limits` holds the time limit of each node in seconds."""
+        """`limits` is the time limit of each node in seconds, by node name."""
         self._limits = dict(limits)
         self._waited = dict.fromkeys(limits, 0.0)
         self._cpu: dict[str, float] = {}
 
     @property
     def interval(self) -> float:
-        """Return the number of seconds between calls to `tick`."""
+        """Time in seconds between two calls of `tick`."""
         return max(0.05, min(self._limits.values(), default=1.0) / 10)
 
     def tick(self, passed: float, cpu_seconds: Mapping[str, float]) -> list[str]:
-        """Advance time by `passed` seconds. `cpu_seconds` holds the total CPU time of each node
-        that is not ready. Returns the nodes that have exceeded their limit, each only once."""
+        """Advance time by `passed` seconds and return the nodes that have exceeded their limits,
+        each only once. `cpu_seconds` is the total CPU time of each node that is not ready."""
         passed = min(passed, 2 * self.interval)  # a longer time means that we were paused
         late = []
         for node, cpu in cpu_seconds.items():

@@ -1,16 +1,17 @@
-"""The Linux transport: one writer, one or more readers, records in anonymous shared memory.
+"""The Linux transport: a ring of records in anonymous shared memory, with one writer and one or
+more readers.
 
-Shared memory is not used for synchronization. The writer stores a record and then adds one to each
-reader's *items* eventfd; a reader takes the count from there and reads exactly that many records.
-The reader adds the number of bytes that it has consumed to its *space* eventfd; the writer reuses
-only bytes that every reader has credited. The kernel's own locking inside these system calls orders
-the stores, on every processor architecture. Nothing has a name, so names cannot collide, and
-nothing remains when processes are killed.
+Shared memory itself is not used for synchronization. The writer stores a record and then adds one
+to each reader's *items* eventfd. A reader reads the count from its eventfd and then exactly that
+many records. It adds the number of bytes that it no longer needs to its *space* eventfd: it credits
+them. The writer reuses only bytes that every reader has credited. The kernel's locking inside these
+system calls orders the stores on every processor architecture. No resource has a name, so names
+cannot collide, and nothing remains when processes are killed.
 
 A record is contiguous. If it does not fit before the end of the ring, a padding record fills the
-rest. As a record is at most half the ring, padding and record together always fit into an empty
-ring. A reader credits everything that it has consumed whenever it has drained the ring: with lazy
-crediting, the next record might never fit even if the ring is empty.
+rest. A record is at most half the ring, so padding and record together always fit into an empty
+ring. A reader credits everything that it has consumed whenever it has drained the ring. If it
+credited lazily, the next record might never fit even though the ring is empty.
 """
 
 from __future__ import annotations
@@ -44,14 +45,15 @@ MIN_CAPACITY = 4096
 
 
 def ring_capacity(largest_record: int) -> int:
-    """Return the smallest capacity, a power of two, of a ring for records of up to `largest_record`
-    bytes."""
+    """Return the smallest valid capacity in bytes, a power of two, of a ring for records of up to
+    `largest_record` bytes."""
     return max(MIN_CAPACITY, 1 << (2 * largest_record - 1).bit_length())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RingSenderEnd:
-    """The writing end: the memory, and a pair of eventfds for each reader."""
+    """The writing end of a ring before a process opens it: the memory, and an (items, space) pair
+    of eventfds for each reader; picklable."""
 
     memory: int
     events: tuple[tuple[int, int], ...]
@@ -60,7 +62,7 @@ class RingSenderEnd:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """The memory's descriptor and every reader's items and space eventfds."""
+        """File descriptors of the memory and of every reader's items and space eventfds."""
         return (self.memory, *(fd for pair in self.events for fd in pair))
 
     def remapped(self, mapping: Mapping[int, int]) -> RingSenderEnd:
@@ -69,13 +71,14 @@ class RingSenderEnd:
         return dataclasses.replace(self, memory=mapping[self.memory], events=events)
 
     def open(self) -> RingSender:
-        """Map the memory; the sender takes over the descriptors."""
+        """Map the memory and return a sender that owns the descriptors."""
         return RingSender(self)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RingReceiverEnd:
-    """The reading end: the memory and this reader's own pair of eventfds."""
+    """The reading end of a ring before a process opens it: the memory and this reader's own
+    eventfds; picklable."""
 
     memory: int
     items: int
@@ -86,7 +89,7 @@ class RingReceiverEnd:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """The memory's descriptor and this reader's items and space eventfds."""
+        """File descriptors of the memory and of this reader's items and space eventfds."""
         return (self.memory, self.items, self.space)
 
     def remapped(self, mapping: Mapping[int, int]) -> RingReceiverEnd:
@@ -95,19 +98,19 @@ class RingReceiverEnd:
         return dataclasses.replace(self, memory=memory, items=items, space=space)
 
     def open(self) -> RingReceiver:
-        """Map the memory; the receiver takes over the descriptors."""
+        """Map the memory and return a receiver that owns the descriptors."""
         return RingReceiver(self)
 
 
 def create_ring(
     readers: int, capacity: int, debug: bool = False, spin_us: float = 0.0
 ) -> tuple[RingSenderEnd, list[RingReceiverEnd]]:
-    """Create a ring for one writer and `readers` readers; every end has descriptors of its own.
+    """Create a ring for one writer and `readers` readers. Each returned end owns its descriptors.
 
     `capacity` is in bytes, a power of two of at least 4096. `debug` adds a checksum to every record
     and overwrites released space. `spin_us` is the time in microseconds for which a reader that has
     drained its ring polls before it blocks. Raises `UnsupportedPlatform` if there is no memfd or
-    eventfd.
+    eventfd, and `ValueError` if the capacity is invalid.
     """
     if not hasattr(os, "memfd_create") or not hasattr(os, "eventfd"):
         raise UnsupportedPlatform("the ring needs Linux (memfd, eventfd); use transport='queue'")
@@ -127,7 +130,7 @@ def create_ring(
 
 
 class RingSender:
-    """Writes records, and tracks how much space each reader has credited."""
+    """Writes records into the ring, and tracks how much space each reader has credited."""
 
     def __init__(self, end: RingSenderEnd) -> None:
         self.statistics = EdgeStatistics()
@@ -141,17 +144,18 @@ class RingSender:
         self._written = 0
         self._credited = [0] * len(end.events)
         self._reusable = self._capacity
-        """End position of the writable space: the slowest reader's credit plus the capacity."""
+        """Position up to which the writer may write: the credit of the slowest reader plus the
+        capacity."""
         self._sequence = 0
         self._waiting: tuple[asyncio.AbstractEventLoop, Callable[[], None]] | None = None
 
     @property
     def max_record(self) -> int:
-        """Half the ring's capacity in bytes."""
+        """Maximum size of a record in bytes: half the ring's capacity."""
         return self._capacity // 2
 
     def try_send(self, encoded: Encoded) -> bool:
-        """Write one record and notify every reader; return False if the slowest reader leaves no
+        """Write one record and notify every reader. Return False if the slowest reader leaves no
         room for it.
 
         Raises `RecordTooLarge` if the record is larger than half the ring.
@@ -185,7 +189,7 @@ class RingSender:
         return True
 
     def _collect_credits(self) -> None:
-        """Collect the readers' credits; in debug mode, overwrite the space that has become
+        """Read the credits of all readers. In debug mode, overwrite the space that has become
         reusable."""
         for index, space in enumerate(self._spaces):
             with contextlib.suppress(BlockingIOError):
@@ -203,13 +207,13 @@ class RingSender:
             start += size
 
     def has_unread(self) -> bool:
-        """Return True if some reader has not yet credited all records."""
+        """Return True if some reader has not credited all records yet."""
         if min(self._credited) < self._written:
             self._collect_credits()
         return min(self._credited) < self._written
 
     def when_writable(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
-        """Call `callback` once when a reader has credited space."""
+        """Call `callback` once, on the loop, after a reader has credited space."""
         if self._waiting is None:
             self._waiting = (loop, callback)
             for space in self._spaces:
@@ -231,7 +235,8 @@ class RingSender:
         return callback
 
     def close(self) -> None:
-        """Release memory and descriptors; readers can still read unread records."""
+        """Release the memory and the descriptors. Readers can still read the records that are in
+        the ring."""
         self._stop_waiting()
         self._view = memoryview(b"")
         _close_all(self._end.descriptors)
@@ -239,7 +244,7 @@ class RingSender:
 
 
 class RingReceiver:
-    """Reads records in place and credits their space back in order."""
+    """Reads records in place, and credits their space to the writer in order."""
 
     def __init__(self, end: RingReceiverEnd) -> None:
         self.statistics = EdgeStatistics()
@@ -250,12 +255,11 @@ class RingReceiver:
         self._position = 0
         self._sequence = 0
         self._unread_records = 0
-        """Number of records that the writer has published and that have not been read yet."""
+        """Number of records that the writer has announced and that have not been read yet."""
         self._held: deque[list[int]] = deque()
-        """[end position, 1 once released, else 0] of each record whose space is not credited
-        yet."""
+        """[end position, 1 if released else 0] of each record whose space is not credited yet."""
         self._released_until = 0
-        """Position up to which no record is held."""
+        """Position up to which all records have been released."""
         self._credited = 0
         self._drain_callbacks: list[Callable[[], None]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -269,16 +273,17 @@ class RingReceiver:
 
     @property
     def backlog(self) -> int:
-        """Number of records that are published and not read yet."""
+        """Number of records that were announced and have not been read yet."""
         return self._unread_records
 
     def when_drained(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once the backlog is read."""
+        """Call `callback` once, after the backlog has been read."""
         if callback not in self._drain_callbacks:
             self._drain_callbacks.append(callback)
 
     def _on_items(self) -> None:
-        """Drain the ring. An exception is reported as fatal, because the loop would only log it."""
+        """Read all available records. An exception is passed to `fatal`, because the loop would
+        only log it."""
         try:
             self.statistics.waits += 1
             self._read_count()
@@ -342,7 +347,8 @@ class RingReceiver:
             self._credit()
 
     def _consume(self) -> None:
-        """Mark as consumed a record that was not read in place."""
+        """Mark the record that was just read as released. It was copied, so no lease refers to
+        it."""
         if self._held:
             self._held.append([self._position, 1])
         else:
@@ -360,10 +366,11 @@ class RingReceiver:
             lease.release()
 
     def _buffer(self, at: int, nbytes: int) -> Any:
-        """Return a buffer object for this record only, to which every view of the record refers.
+        """Return a new buffer object that covers one record. All views of the record refer to it,
+        so its reference count shows whether a view is still alive.
 
-        ctypes creates a type for each size; rounding sizes up to powers of two limits the number of
-        types.
+        ctypes creates a type for each size. Sizes are rounded up to powers of two to limit the
+        number of types.
         """
         size = 1 << (nbytes - 1).bit_length()
         return (ctypes.c_char * size).from_buffer(self._memory, at)
@@ -374,7 +381,7 @@ class RingReceiver:
             self._credit()
 
     def _credit(self) -> None:
-        """Credit the writer with all space up to the first record that is still held."""
+        """Credit the writer with all space up to the first record that is not released."""
         credited = self._released_until
         while self._held and self._held[0][1]:
             credited = self._released_until = self._held.popleft()[0]
@@ -383,9 +390,9 @@ class RingReceiver:
             self._credited = credited
 
     def close(self) -> None:
-        """Stop delivering; release memory and descriptors.
+        """Stop delivering, and release the memory and the descriptors.
 
-        The memory itself stays mapped as long as a view of it exists.
+        The memory stays mapped as long as a view of it exists.
         """
         if self._loop is not None:
             self._loop.remove_reader(self._end.items)

@@ -1,14 +1,14 @@
-"""Stall detection for the watchdog: decides which node has stalled. Pure logic: time and CPU time
-are passed in.
+"""Detection of stalled nodes from ping replies. This is pure logic: time and CPU time are passed
+in.
 
-A node is alive while its loop answers pings. Work outside its loop (on a device, for example) is
-reported by its actors as `Progress` and is judged by that.
+A node is alive while its loop answers pings. Work outside its loop, on a device for example, is
+judged by the `Progress` that its actors report.
 
 A false alarm ends a healthy engine, so a node counts as alive in cases of doubt. Time counts only
-while the watchdog itself runs: after a pause of the whole machine or process group, or while the
-user's program blocks the loop, nothing can be concluded about other nodes. A node that uses its CPU
-while it is silent, or during work on its own CPU (compiling, or tokenizing a book), is allowed ten
-times as long.
+while the watchdog itself runs. After a pause of the machine or process group, or while the user's
+program blocks the loop, nothing can be concluded about other nodes. A node may be silent ten times
+as long while it uses its CPU. The same applies to reported work on the node's own CPU, such as
+compiling or tokenizing a book.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from collections.abc import Iterable, Mapping
 from nanoactor.runtime.actor import Progress
 
 _TICKS = 10
-"""Number of checks per timeout."""
+"""Number of checks per stall timeout."""
 _SILENT_FRACTION = 0.7
-"""Fraction of the timeout that may pass in silence; the rest is for reporting what happened."""
+"""Fraction of the timeout after which a silent node has stalled. The rest is left for reporting."""
 _MAX_PROGRESS_AGE = 2
-"""Number of checks after which a node's reported progress is out of date."""
+"""Number of checks after which a node's reported progress is ignored as outdated."""
 _COMPUTING_FACTOR = 10.0
-"""Factor by which a node that is computing may be silent for longer."""
+"""Factor by which a computing node may be silent for longer."""
 _COMPUTING_CPU_SHARE = 0.05
-"""Fraction of a CPU above which a node counts as computing."""
+"""Share of one CPU (0 to 1) above which a node counts as computing."""
 
 
 def is_computing(used: float, passed: float) -> bool:
-    """Return True if a process that used `used` seconds of CPU time in `passed` seconds is
-    computing."""
+    """Return True if a process that used `used` seconds of CPU time within `passed` seconds counts
+    as computing."""
     return used > _COMPUTING_CPU_SHARE * passed
 
 
 def silence_divisor(computes: bool) -> float:
-    """Return the number by which a node's silent time is divided before it is counted."""
+    """Return the divisor for silent time: time counts only a tenth while a node computes."""
     return _COMPUTING_FACTOR if computes else 1.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stall:
-    """A stall: the stalled node and the symptom."""
+    """A stalled node and what was observed of it, in words."""
 
     node: str
     symptom: str
@@ -51,38 +51,39 @@ class Stall:
 
 @dataclasses.dataclass(slots=True)
 class _Work:
-    """A piece of work that an actor has reported."""
+    """A piece of work that an actor has reported as its progress."""
 
     progress: Progress
     seconds: float = 0.0
-    """Seconds, as counted by `tick`, for which it has been the same piece of work."""
+    """Counted seconds since this piece of work was first reported."""
 
 
 class StallDetector:
-    """Detects stalled nodes while the system has work."""
+    """Detects stalled nodes while the system has work. The caller pings all nodes and calls `tick`
+    at intervals."""
 
     def __init__(self, nodes: Iterable[str], timeout: float) -> None:
-        """`timeout` is the maximum time in seconds from a node's last sign of activity until it is
+        """`timeout` is the time in seconds after which a node that shows no activity must have been
         reported as stalled."""
         self.interval = timeout / _TICKS
-        """Seconds between two calls of `tick`."""
+        """Time in seconds between two calls of `tick`."""
         self._limit = _SILENT_FRACTION * timeout
         self._silence = dict.fromkeys(nodes, 0.0)
         self._work: dict[str, dict[str, _Work]] = {}
         self._progress_age: dict[str, int] = {}
-        """Number of checks since each node last reported its work."""
+        """Number of checks since each node last reported its progress, by node name."""
         self._cpu: dict[str, float] = {}
         self._last_tick: float | None = None
 
     def reset(self) -> None:
-        """Discard all observations, as there is no work."""
+        """Discard all observations, because the system has no work."""
         self._silence = dict.fromkeys(self._silence, 0.0)
         self._work.clear()
         self._cpu.clear()
         self._last_tick = None
 
     def record_reply(self, node: str, progress: Mapping[str, Progress]) -> None:
-        """Record an answer to a ping: a node's progress, by actor."""
+        """Record a node's answer to a ping: the progress of its work, by actor name."""
         self._silence[node], self._progress_age[node] = 0.0, 0
         before = self._work.get(node, {})
         self._work[node] = {
@@ -93,8 +94,11 @@ class StallDetector:
         }
 
     def tick(self, now: float, cpu_seconds: Mapping[str, float]) -> Stall | None:
-        """Advance time to `now`, in seconds; the caller pings every node afterwards. `cpu_seconds`
-        holds the CPU times of the nodes' processes. Returns a `Stall` if a node has stalled."""
+        """Advance time to `now`, in seconds, and return a `Stall` if a node has stalled, else None.
+
+        `cpu_seconds` is the CPU time of each node's process. The caller pings every node
+        afterwards.
+        """
         # More than two intervals mean that this process was paused.
         since = now if self._last_tick is None else self._last_tick
         passed = min(now - since, 2 * self.interval)

@@ -1,7 +1,8 @@
-"""The supervisor, which starts the nodes of a topology, detects their deaths, and ends them.
+"""The supervisor, which starts the nodes of a topology, detects and recovers from their deaths, and
+ends them.
 
-It runs in the user's process and on the user's event loop, where a pidfd reports a child's death.
-It installs no signal handlers.
+It runs in the user's process and on the user's event loop, where a pidfd becomes readable when a
+child has died. It installs no signal handlers.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ from nanoactor.runtime.wiring import Options, wire
 log = logging.getLogger("nanoactor.system")
 
 _LATE_WARNING_SECONDS = 30.0
-"""Seconds after which a warning lists the nodes that startup still waits for."""
+"""Seconds of startup after which a warning lists the nodes that are not ready."""
 _RESTART_FACTOR, _DEFAULT_STALL_SECONDS = 2.0, 60.0
-"""A surviving node may take `_RESTART_FACTOR` times `stall_timeout` to restart;
-`_DEFAULT_STALL_SECONDS` replaces a `stall_timeout` of None."""
+"""A surviving node may take `_RESTART_FACTOR` times `stall_timeout` to restart. If `stall_timeout`
+is None, `_DEFAULT_STALL_SECONDS` is used instead."""
 _KILL_SECONDS = 5.0
-"""Seconds that a killed process may take to end."""
+"""Seconds within which a killed process must have ended."""
 
 
 class System:
-    """A running topology. Use it only in the process and on the event loop in which it was
+    """A running topology. It may be used only in the process and on the event loop in which it was
     started."""
 
     def __init__(
@@ -56,12 +57,12 @@ class System:
         before_restart: Callable[[Collection[str]], Awaitable[None]] | None = None,
     ) -> None:
         """`on_death` is called once, on the loop, when the running system has become unusable.
-        While `has_work` returns True, nodes are watched for stalls, with the options'
-        `stall_timeout`.
+        Nodes are watched for stalls, with the options' `stall_timeout`, while `has_work` returns
+        True.
 
-        When the system recovers from a death, `on_cut` is called with the deaths that were not
-        reported to it yet, once or several times, and then `on_recovered` is called. Between the
-        two calls nothing can be sent, and earlier messages that were not handled are lost. `on_cut`
+        When the system recovers from a death, `on_cut` is called, possibly several times, with the
+        deaths that were not reported to it yet. `on_recovered` is called last. Between the two
+        calls no message can be sent, and earlier messages that were not handled are lost. `on_cut`
         returns the number of latest deaths whose cause is gone; they no longer count against the
         restart budget. `before_restart` is awaited with the names of the nodes that are about to be
         restarted. If any of these three callbacks raises, the system dies of that error.
@@ -75,15 +76,15 @@ class System:
         self._before_restart = before_restart
         self._deaths = Deaths(options.max_restarts, options.restart_window)
         self.restarts: Mapping[str, int] = self._deaths.restarts
-        """Number of times that each node was replaced."""
+        """Number of times that each node was replaced, by node name."""
         self._start_seconds: dict[str, float] = {}
-        """Longest time in seconds that each node took to become ready."""
+        """Longest time in seconds that each node took to become ready, by node name."""
         self._recovery: asyncio.Task[None] | None = None
         self.recovering: tuple[str, float] | None = None
-        """Names of the dead nodes and the monotonic start time of the recovery, while a recovery is
-        in progress."""
+        """(names of the dead nodes, monotonic start time in seconds) of the current recovery; None
+        if there is none."""
         self.restart_seconds = 0.0
-        """Total time in seconds spent on recoveries."""
+        """Total time in seconds that was spent on recoveries."""
         self._is_running = False
         self._watchdog: Watchdog | None = None
         self._children = Children(self._on_message)
@@ -96,14 +97,14 @@ class System:
         self._closed: asyncio.Future[None] | None = None
         """Future that resolves when the system has closed; None until `close` is called."""
         self.ready: dict[str, ReadyInfo] = {}
-        """Record that each actor published when it became ready, by actor."""
+        """Record that each actor published when it became ready, by actor name."""
 
     async def start(self) -> None:
         """Start every node and wait until all of them are ready.
 
-        If the setup of an actor fails, raises the actor's exception if its class is `picklable`, or
-        else `StartupFailed` with the name of the actor or node and the traceback. In either case,
-        no process is left running.
+        If an actor's setup fails, raises the actor's exception if its class is `picklable`,
+        otherwise `StartupFailed` with the name of the actor or node and the traceback. In either
+        case, all processes have ended by then.
         """
         if self._loop is not None:
             raise RuntimeFault("a system can start only once; create a new one")
@@ -140,7 +141,8 @@ class System:
             )
 
     def _describe_pending(self) -> str:
-        """Describe the nodes that are not ready, each with the state of its process."""
+        """Return the names of the nodes that startup waits for, each with the state of its
+        process."""
         late = self._children.pending()
         return ", ".join(f"{child.name} ({child.condition()})" for child in late)
 
@@ -165,7 +167,8 @@ class System:
         await self._begin_flow()
 
     def set_topology(self, topology: Topology) -> None:
-        """Use another topology of the same shape for nodes started from now on."""
+        """Replace the topology that is used for nodes started from now on. Nodes, actors and edges
+        must have the same names as before."""
         self._topology = topology
 
     @property
@@ -173,7 +176,7 @@ class System:
         return {node.name: node for node in self._topology.nodes}
 
     async def _begin_flow(self) -> None:
-        """Wait until all nodes are ready, and start the message flow."""
+        """Wait until all nodes are ready, then start the message flow."""
         assert self._loop is not None
         waiting = list(self._children)
         reports = await asyncio.gather(*(child.ready for child in waiting))
@@ -191,7 +194,8 @@ class System:
     # -- deaths ---------------------------------------------------------------------------
 
     async def _recover(self) -> None:
-        """Replace dead nodes until none is left; all nodes restart on new edges."""
+        """Replace dead nodes until none is left. Each attempt restarts all nodes with new channels
+        between them."""
         begin = time.monotonic()
         while self._deaths.victims and self._dead is None and not self._closing:
             self.recovering = ", ".join(self._deaths.victims), begin
@@ -223,16 +227,19 @@ class System:
                 self._die(resource_error(error) if isinstance(error, OSError) else error)
 
     async def _call_before_restart(self) -> None:
-        """Await `before_restart` for all victims, including those that die in the meantime."""
+        """Await `before_restart` with the names of all victims, including nodes that die in the
+        meantime."""
         notified: set[str] = set()
         while self._before_restart is not None and (new := self._deaths.victims.keys() - notified):
             notified |= new
             await self._before_restart(new)
 
     async def _kill_all_late(self, can_continue: bool) -> None:
-        """Kill the nodes that are not ready when the restart timeout expires, so that they are
-        replaced like any dead node. The system dies if `can_continue` is False or one of them
-        does not end."""
+        """Kill the nodes that are not ready when the restart timeout expires. They are then
+        replaced like any dead node.
+
+        The system dies if `can_continue` is False or if one of these nodes does not end.
+        """
         late, limit = self._children.pending(), self._options.start_timeout
         message = (
             f"not ready again after {limit:.0f} s: the engine waited for node(s) "
@@ -244,8 +251,8 @@ class System:
             self._die(StartupFailed(message))
 
     def _run_callback(self, callback: Callable[[], None]) -> bool:
-        """Call a callback of the system's user and return True. If it raises, the system dies and
-        False is returned."""
+        """Call a callback of the system's owner and return True. If the callback raises, the system
+        dies of that error, and the result is False."""
         try:
             callback()
         except Exception as error:
@@ -275,8 +282,7 @@ class System:
             watch.cancel()
 
     def _kill_hung(self, child: ChildProcess, reason: str) -> None:
-        """Kill a node that hangs; its death is reported as a hang and handled like any other
-        death."""
+        """Kill a node that hangs. Its death is reported as a hang and handled like any other."""
         log.error("%s", reason)
         child.hang_description = reason
         child.kill()
@@ -286,7 +292,8 @@ class System:
             self._loop.remove_reader(child.pidfd)
 
     def _stalled(self, error: BaseException, node: str) -> None:
-        """Handle the watchdog's report that a node has stalled."""
+        """Handle the watchdog's report that a node has stalled: kill the node or, if it cannot be
+        replaced, end the system."""
         child = self._children.by_name.get(node)
         if child is None or not self._options.max_restarts:
             self._die(error)
@@ -294,8 +301,8 @@ class System:
             self._kill_hung(child, str(error))
 
     def _try_recover(self, child: ChildProcess, error: BaseException) -> bool:
-        """Record a death and start a recovery; return False if the system cannot recover from the
-        death."""
+        """Record a death and start a recovery. Return False if the system is not running yet or the
+        restart budget is exhausted."""
         expected, now = self._running_node.expects_death(), time.monotonic()
         if not self._is_running or not self._deaths.record(
             child.death(), error, now, expected=expected
@@ -308,8 +315,9 @@ class System:
         return True
 
     def _kill_groups(self, dead: ChildProcess) -> None:
-        """Kill all nodes that belong to a group, whichever node has died: they may wait for one
-        another and could not stop by themselves. They are not at fault."""
+        """Kill all nodes that belong to a group, whichever node has died. They may be waiting for
+        one another and could not stop by themselves, so their ends do not count as failures of
+        their own."""
         for child in self._children:
             if child.group and not child.has_ended:
                 child.is_collateral = True
@@ -322,7 +330,7 @@ class System:
                 self._deaths.victims.setdefault(child.name, error)
 
     def actor(self, name: str) -> Actor:
-        """Return an actor of the local node."""
+        """Return an actor of the node that runs in this process, by name."""
         return self._running_node.actors[name]
 
     @property
@@ -331,7 +339,8 @@ class System:
         return self._node
 
     def check_usable(self) -> None:
-        """Raise `NotUsableHere` in a forked process or on another event loop."""
+        """Raise `NotUsableHere` in another process or on another event loop than the one in which
+        the system was started."""
         if os.getpid() != self._pid:
             raise NotUsableHere(
                 "the engine was started in another process; start an engine after the fork, not "
@@ -345,19 +354,18 @@ class System:
 
     @property
     def is_ours(self) -> bool:
-        """Return True if this process started the system itself, as opposed to being forked from
-        the process that did."""
+        """True if this process started the system. False in a process forked from it."""
         return os.getpid() == self._pid
 
     @property
     def is_here(self) -> bool:
-        """Return True if the running loop is the one on which the system was started."""
+        """True if the running event loop is the one on which the system was started."""
         return os.getpid() == self._pid and asyncio.get_running_loop() is self._loop
 
     @property
     def running_elsewhere(self) -> asyncio.AbstractEventLoop | None:
-        """Return the loop on which the system was started, if it is a different loop that is still
-        running."""
+        """The loop on which the system was started, if it is not the current one and still runs in
+        another thread; otherwise None."""
         loop = self._loop
         if loop is None or os.getpid() != self._pid or self.is_here or not loop.is_running():
             return None
@@ -365,31 +373,38 @@ class System:
 
     @property
     def dead(self) -> BaseException | None:
-        """Return the error that made the system unusable, if there was one."""
+        """The error that made the system unusable; None while it is usable."""
         return self._dead
 
     @property
     def pids(self) -> dict[str, int]:
-        """Return the process ids of the child processes that have been started, by node."""
+        """Process ids of the child processes that have been started, by node name."""
         return {child.name: child.pid for child in self._children if child.pid}
 
     async def statistics(self) -> dict[str, dict[str, Any]]:
-        """Return the statistics of every actor, by actor. A node that does not answer within one
-        second is left out."""
+        """Return the statistics of every actor, by actor name. Nodes that do not answer within one
+        second are left out."""
         figures = dict(self._running_node.statistics())
         for answer in await self._ask(control.Query("statistics"), 1.0):
             figures |= answer
         return figures
 
     async def trace(self, since: int = 0) -> list[NodeTrace]:
-        """Collect the actors' spans that ended after `since`, in ns of the monotonic clock, as far
-        back as they are kept. A node that does not answer within 5 s is left out."""
+        """Collect the actors' spans that ended after `since`, in ns of the monotonic clock.
+
+        Each track keeps only its latest spans. Nodes that do not answer within 5 seconds are left
+        out.
+        """
         ours = self._running_node.trace(since)
         return [ours, *await self._ask(control.Query("trace", (since,)), 5.0)]
 
     async def activity(self, begin: int, width: int, bins: int) -> dict[str, NDArray[np.float32]]:
-        """Return, for each track, the fraction of time that it was busy in each of `bins` intervals
-        of `width` ns from `begin` on. A node that does not answer within one second is left out."""
+        """Return the busy fraction (0 to 1) of each track in each of `bins` intervals, by track
+        name.
+
+        The intervals start at `begin` and are `width` long, both in ns of the monotonic clock.
+        Nodes that do not answer within one second are left out.
+        """
         shares = self._running_node.activity(begin, width, bins)
         for answer in await self._ask(control.Query("activity", (begin, width, bins)), 1.0):
             shares |= answer
@@ -404,7 +419,8 @@ class System:
         return [answer.result() for answer in answers if answer.done()]
 
     def _on_message(self, child: ChildProcess, message: Any) -> None:
-        """Handle a control message from a child. Runs on the event loop."""
+        """Handle a control message from a child, or None if its channel is closed. Runs on the
+        event loop."""
         match message:
             case _ if self._children.by_name.get(child.name) is not child:
                 pass  # the child was replaced
@@ -425,7 +441,7 @@ class System:
             self._die(error)
 
     def _child_died(self, child: ChildProcess) -> None:
-        """Handle a readable pidfd: the process has exited, perhaps with a last message still in its
+        """Handle a readable pidfd: the process has exited, but its last message may still be in its
         channel."""
         self._stop_watching_pid(child)
         if not self._closing and self._loop is not None:
@@ -450,10 +466,10 @@ class System:
         self._on_death(error)
 
     async def close(self) -> None:
-        """End every node, in reverse order of their start, and wait until none is left.
+        """Stop every node, in reverse order of their start, and wait until all have ended.
 
-        A concurrent call waits for the first one to finish. In a process forked from the one that
-        started the system, this does nothing.
+        Concurrent calls wait for the same shutdown. In a process forked from the one that started
+        the system, this does nothing.
         """
         if self._loop is None or os.getpid() != self._pid:
             return
@@ -469,8 +485,8 @@ class System:
         await asyncio.shield(self._closed)
 
     def end(self) -> None:
-        """End every node without the event loop, which no longer runs. Blocks until no node is
-        left."""
+        """Stop every node without the event loop, which no longer runs. Blocks until all have
+        ended."""
         is_closing_elsewhere = self._closing and self._closed is None
         if os.getpid() != self._pid or is_closing_elsewhere or self._stopped:
             return
@@ -480,7 +496,7 @@ class System:
         self._stop_node()
 
     def abandon(self) -> None:
-        """End every node without waiting for them. May be called from any thread."""
+        """Kill every node without waiting for the end. May be called from any thread."""
         if self._loop is None or os.getpid() != self._pid or self._closed is not None:
             return
         self._children.kill()
@@ -515,8 +531,8 @@ class System:
 async def run_on(
     loop: asyncio.AbstractEventLoop, function: Callable[[], Coroutine[Any, Any, None]]
 ) -> bool:
-    """Run a coroutine function to completion on another thread's loop; return False if that loop
-    stops first."""
+    """Run a coroutine function to completion on the loop of another thread. Return False if that
+    loop stops first."""
     future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(function(), loop))
     while not (await asyncio.wait((future,), timeout=0.1))[0]:
         if not loop.is_running():

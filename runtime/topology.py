@@ -1,9 +1,9 @@
 """The declared structure of a system: actors, the nodes in which they run, and the edges between
 them.
 
-Everything is declared and checked before anything starts. Each edge has one writer, and the edges
-whose traffic is not bounded by a protocol form no cycle, so no chain of full outboxes can grow
-without end.
+Everything is declared and validated before anything starts. Each edge has one writer. Edges whose
+traffic is not bounded by a protocol must not form a cycle, so no cycle of full outboxes can grow
+without limit.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from nanoactor.runtime.errors import TopologyError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ActorSpec:
-    """One actor: its name, the class that is imported where the actor runs, and its
-    configuration."""
+    """Specification of one actor: its name, its class, which is imported in the actor's process,
+    and its configuration."""
 
     name: str
     factory: str
-    """"package.module:Class", a subclass of `Actor`; called with `config`."""
+    """Subclass of `Actor` as "package.module:Class"; called with `config`."""
     config: Any
-    """Picklable configuration, sent once, at start."""
+    """Picklable configuration, which is sent to the actor's process at start."""
 
     def create(self) -> Actor:
-        """Import the class and create the actor, which is not set up yet."""
+        """Import the class and return an actor that is not set up yet. Raises `TopologyError` if it
+        is no `Actor` class."""
         module, _, name = self.factory.partition(":")
         factory = getattr(importlib.import_module(module), name, None)
         if not (isinstance(factory, type) and issubclass(factory, Actor)):
@@ -40,30 +41,34 @@ class ActorSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NodeSpec:
-    """One process with one event loop, and the actors that run in it."""
+    """Specification of one process: its actors, which share one event loop, and its environment."""
 
     name: str
     actors: tuple[str, ...]
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Environment variables that are set before the process starts, for this node only."""
+    """Environment variables that are set for this process only, before it starts."""
     blocked_modules: tuple[str, ...] = ()
-    """Top-level modules that cannot be imported here, so that no heavy import slips into a light
-    process."""
+    """Top-level packages that cannot be imported in this process, to keep light processes free of
+    heavy imports."""
     descriptors: tuple[int, ...] = ()
-    """Additional descriptors that the child process inherits; the parent's copies still belong to
-    the caller."""
+    """Additional file descriptors that the child process inherits. The caller still owns the
+    parent's copies."""
     nice: int = 0
     """Niceness of the process, as in `os.nice`."""
     wakes_early: bool = False
-    """True if the node can be woken ahead of work, and then stays awake for a moment."""
+    """True if other nodes may wake this node ahead of work. It then polls for a moment before it
+    sleeps."""
     group: str = ""
-    """Name of the group; empty if there is none. Nodes of a group wait for one another without
-    messages. When any node has died, they cannot be asked to stop, so all of them are replaced."""
+    """Name of the node's group; empty if it belongs to none.
+
+    Nodes of a group wait for one another by other means than messages. After any node's death they
+    cannot be asked to stop, so all of them are replaced.
+    """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EdgeSpec:
-    """A one-way channel from one actor to another, or to several that each receive every
+    """A one-way channel from one actor to one or more others. Each target receives every
     message."""
 
     source: str
@@ -71,33 +76,37 @@ class EdgeSpec:
     capacity: int = 1 << 16
     """Capacity in bytes: a power of two, at least twice the size of the largest record."""
     bound: int | None = None
-    """Maximum number of unsent messages that the protocol allows; None if it is unbounded."""
+    """Maximum number of queued messages that the protocol allows; None if the protocol sets no
+    bound."""
     paced: bool = False
-    """True if the outbox is ready only once everything sent was read and the source has handled
-    everything that arrived. A source that merges messages (see `Outbox.ready`) then merges whenever
-    its reader or the source itself lags."""
+    """True if the outbox counts as ready only once the targets have read everything and the source
+    has no unread messages.
+
+    A source that merges messages (see `Outbox.ready`) then merges whenever a target or the source
+    itself lags.
+    """
     name: str = ""
-    """Name by which the source addresses the edge; empty for the target's name, if there is only
-    one target."""
+    """Name by which the source addresses the edge. If empty, the name of the only target is
+    used."""
 
     @property
     def label(self) -> str:
-        """Return the name by which the source addresses the edge."""
+        """Name by which the source addresses the edge."""
         return self.name or next(iter(self.targets), "nobody")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Topology:
-    """The whole system. Nodes start together and stop in reverse order."""
+    """All actors, nodes and edges of a system. Nodes start together and stop in reverse order."""
 
     actors: tuple[ActorSpec, ...]
     nodes: tuple[NodeSpec, ...]
     edges: tuple[EdgeSpec, ...]
     local: str
-    """Name of the node that runs in the caller's process and on its event loop."""
+    """Name of the node that runs in the caller's process, on its event loop."""
 
     def validate(self) -> None:
-        """Raise a `TopologyError` that names the first error, if there is one."""
+        """Raise a `TopologyError` that describes the first mistake found, if there is one."""
         names = [actor.name for actor in self.actors]
         _check_unique("actor", names)
         _check_unique("node", [node.name for node in self.nodes])
@@ -116,8 +125,8 @@ class Topology:
         self._check_cycles()
 
     def _check_targets_on_one_side(self, edge: EdgeSpec) -> None:
-        """Check that the targets of an edge are either all in the source's node or all in other
-        nodes: a mixed edge would need two outboxes."""
+        """Raise `TopologyError` if an edge has targets both in the source's node and in other
+        nodes, as such an edge would need two outboxes."""
         remote = [target for target in edge.targets if self.crosses_nodes(edge.source, target)]
         if remote and len(remote) < len(edge.targets):
             raise TopologyError(

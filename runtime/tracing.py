@@ -1,9 +1,10 @@
-"""Spans, which record what an actor did and when, in a bounded buffer that costs a fraction of a
-microsecond per span.
+"""Recording of spans: what an actor did, and from when to when. A span costs a fraction of a
+microsecond.
 
 A track is one row of a timeline: an actor, or a device or thread that works for it. A span is five
-int64 values in the track's ring buffer. Nothing is allocated per span, and the oldest spans are
-overwritten. Names are kept in a separate table and are looked up only when a trace is taken.
+int64 values in the track's ring buffer, where the newest spans overwrite the oldest. Nothing is
+allocated per span. Names are stored in a separate table and are read only when a trace is
+collected.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 _SPAN = struct.Struct("=5q")
 CAPACITY = 1 << 15
-"""Number of spans that a track keeps: three seconds' worth at ten spans per step and a thousand
+"""Number of spans that a track keeps: about three seconds at ten spans per step and a thousand
 steps per second."""
 SPAN_DTYPE = np.dtype(
     [(name, np.int64) for name in ("kind", "number", "sent", "begin", "end")], align=False
@@ -27,47 +28,47 @@ SPAN_DTYPE = np.dtype(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kind:
-    """Properties shared by all spans of one kind."""
+    """Properties that all spans of one kind share."""
 
     name: str
     by: str = ""
-    """Message field from which a span's `number` is read; spans with the same number belong
-    together."""
+    """Name of the message field from which a span's `number` is read. Spans with the same field and
+    number belong together."""
     source: str = ""
-    """Name of the track that sent the handled message; empty if the span does not handle a
+    """Name of the track from which the handled message came; empty if the span handles no
     message."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrackTrace:
-    """Snapshot of one track."""
+    """Snapshot of one track's spans."""
 
     track: str
     node: str
     kinds: list[Kind]
     spans: NDArray[np.void]
-    """Array of `SPAN_DTYPE`, in the order in which the spans ended; times are in ns of the
-    monotonic clock. `kind` is an index into `kinds`; `sent` is the send time of the handled
+    """Array of `SPAN_DTYPE`, in the order in which the spans ended. Times are in ns of the
+    monotonic clock. `kind` is an index into `kinds`. `sent` is the send time of the handled
     message, or 0."""
     lost: int
-    """Number of older spans that were overwritten."""
+    """Number of older spans that were overwritten and are missing."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NodeTrace:
-    """Snapshot of all tracks of a node, and the CPU time of its process."""
+    """Snapshot of all tracks of one node, and the CPU time of its process."""
 
     node: str
     tracks: list[TrackTrace]
     cpu_seconds: float
     """CPU time of the process in seconds since its actors were started."""
     taken_at: int
-    """Time of the snapshot, in ns of the monotonic clock."""
+    """Time at which the snapshot was taken, in ns of the monotonic clock."""
 
 
 class Track:
-    """Buffer in which spans are recorded: one for each actor, and more if the actor requests
-    them."""
+    """Ring buffer of spans. Every actor has one; a device or thread that works for the actor may
+    have another."""
 
     def __init__(self, name: str, capacity: int = CAPACITY) -> None:
         self.name = name
@@ -80,7 +81,8 @@ class Track:
         self._wraps = 0
 
     def kind(self, name: str, by: str = "", source: str = "") -> int:
-        """Register a kind of span and return its number, which callers should store."""
+        """Register a kind of span and return its number. Callers should store the number instead of
+        calling this for every span."""
         kind = Kind(name, by, source)
         if kind not in self._numbers:
             self._numbers[kind] = len(self._kinds)
@@ -88,8 +90,11 @@ class Track:
         return self._numbers[kind]
 
     def add(self, kind: int, number: int, begin: int, end: int, sent: int = 0) -> None:
-        """Record a span, with times from `time.monotonic_ns()`. Must always be called from the same
-        thread."""
+        """Record a span. Must always be called from the same thread.
+
+        `kind` is a number from `kind()`. `begin`, `end` and `sent` are times from
+        `time.monotonic_ns()`.
+        """
         at = self._at
         self._pack(self._buffer, at, kind, number, sent, begin, end)
         at += 40
@@ -99,11 +104,12 @@ class Track:
         self._at = at
 
     def close(self) -> None:
-        """Drop all spans and free the memory; spans recorded later are lost."""
+        """Drop all spans and free the memory. Spans that are recorded afterwards are lost."""
         self._buffer, self._size, self._at = bytearray(_SPAN.size), _SPAN.size, 0
 
     def spans(self, since: int = 0) -> NDArray[np.void]:
-        """Return a copy of the recorded spans that ended after `since`, oldest first."""
+        """Return a copy of the recorded spans that ended after `since` (ns), oldest first, as an
+        array of `SPAN_DTYPE`."""
         spans = np.frombuffer(self._buffer, SPAN_DTYPE)
         next_index = self._at // _SPAN.size
         older = spans[next_index:] if self._wraps else spans[:0]
@@ -112,7 +118,7 @@ class Track:
         return np.concatenate([p[np.searchsorted(p["end"], since, "right") :] for p in parts])
 
     def trace(self, node: str, since: int = 0) -> TrackTrace:
-        """Return a snapshot of the spans that ended after `since`."""
+        """Return a snapshot of the spans that ended after `since`, in ns of the monotonic clock."""
         spans = self.spans(since)
         capacity, next_index = self._size // _SPAN.size, self._at // _SPAN.size
         lost = 0
@@ -121,8 +127,10 @@ class Track:
         return TrackTrace(self.name, node, list(self._kinds), spans, lost)
 
     def activity(self, begin: int, width: int, bins: int) -> NDArray[np.float32]:
-        """Return the fraction of time that was busy in each of `bins` intervals of `width` ns from
-        `begin` on."""
+        """Return the busy fraction (0 to 1) of the track in each of `bins` intervals, as float32.
+
+        The intervals start at `begin` and are `width` long, both in ns of the monotonic clock.
+        """
         spans = self.spans(begin)
         edges = begin + width * np.arange(bins + 1, dtype=np.int64)
         covered = IntervalSet(spans["begin"], spans["end"]).covered_before(edges)
@@ -130,7 +138,7 @@ class Track:
 
 
 class IntervalSet:
-    """Union of time intervals."""
+    """Union of time intervals, stored as sorted, disjoint intervals in ns."""
 
     def __init__(self, begins: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
         order = np.argsort(begins, kind="stable")
@@ -147,29 +155,30 @@ class IntervalSet:
 
     @property
     def length(self) -> int:
-        """Return the total length."""
+        """Total length of the intervals, in ns; overlaps count once."""
         return int(self._covered[-1]) if len(self._covered) else 0
 
     def covered_before(self, times: Any) -> NDArray[np.float64]:
-        """Return the total length covered before each of `times`."""
+        """Return, for each of `times`, the length in ns that the set covers before it."""
         if not len(self._boundaries):
             return np.zeros(np.shape(times))
         values: NDArray[np.float64] = np.interp(times, self._boundaries, self._covered)
         return values
 
     def overlap(self, other: IntervalSet) -> float:
-        """Return the length of the intersection with another set."""
+        """Return the length of the intersection with another set, in ns."""
         return float((self.covered_before(other.ends) - self.covered_before(other.begins)).sum())
 
     def clip(self, begin: int, end: int) -> IntervalSet:
-        """Return the part of the set between two times."""
+        """Return the part of the set between two times, in ns."""
         begins, ends = self.begins.clip(begin, end), self.ends.clip(begin, end)
         kept = ends > begins
         return IntervalSet(begins[kept], ends[kept])
 
 
 def nanoseconds_per_span(repetitions: int = 200_000) -> float:
-    """Return the measured cost of a span on this machine, in ns: two clock reads and the record."""
+    """Return the average cost of recording a span on this machine, in ns: two clock reads and one
+    `Track.add`."""
     track = Track("measured")
     kind, clock = track.kind("span"), time.monotonic_ns
     begin = clock()

@@ -1,9 +1,8 @@
 """The interface between transports and the outboxes and mailboxes that use them.
 
-A transport carries records from one writer to one or more readers; each reader receives every
-record once, in order. The parts are created in the supervisor's process as *ends*: plain
-descriptions of inherited file descriptors, which any process can open as a `Sender` or a
-`Receiver`.
+A transport carries records from one writer to one or more readers. Each reader receives every
+record once, in order. The supervisor's process creates *ends*: picklable descriptions of inherited
+file descriptors, which another process opens as a `Sender` or a `Receiver`.
 """
 
 from __future__ import annotations
@@ -17,104 +16,106 @@ from nanoactor.runtime.codec import Encoded
 from nanoactor.runtime.lease import Lease
 
 Deliver = Callable[[Any, Lease | None, int], bool]
-"""Called with each message in order, the lease under which it is read (None if it needs none), and
-its send time in ns of the host's monotonic clock.
+"""Function that handles one message. Its arguments are the message, the lease under which the
+message is read (None if it owns its memory), and its send time in ns of the monotonic clock.
 
-Returns True if the callee keeps the lease; otherwise the receiver releases it at once.
+It returns True if the handler keeps the lease. If it returns False, the receiver releases the lease
+at once.
 """
 
 Fatal = Callable[[BaseException], None]
-"""Called with the error if reading or handling a message failed and the node cannot continue."""
+"""Function that is called with an exception after which the node cannot continue."""
 
 
 @dataclasses.dataclass(slots=True)
 class EdgeStatistics:
-    """Counters of one end of an edge since the end was opened."""
+    """Counters of one end of a channel since that end was opened."""
 
     messages: int = 0
     bytes: int = 0
     waits: int = 0
-    """Writer: number of sends that found no room. Reader: number of wake-ups."""
+    """Writer: number of sends that found no room. Reader: number of wake-ups of the loop."""
     spins: int = 0
-    """Reader: number of wake-ups avoided because a record arrived during the bounded spin."""
+    """Reader: number of wake-ups avoided because a record arrived while the reader was polling."""
     waiting_ns: int = 0
-    """Reader: time in ns between send and delivery, summed over all messages."""
+    """Reader: time in ns between sending and delivery, summed over all messages."""
 
 
 class Sender(Protocol):
-    """The writing end of an edge."""
+    """The opened writing end of a channel between actors."""
 
     statistics: EdgeStatistics
     sent_ns: int
-    """Send time of the latest record, in ns of the host's monotonic clock."""
+    """Send time of the latest record, in ns of the monotonic clock."""
     inline: int
-    """Largest size in bytes of arrays that are sent inside the msgpack part; 0 in debug mode, where
-    every array is read in place, so that escapes from a lease are caught."""
+    """Largest size in bytes of arrays that are sent inside the msgpack part. It is 0 in debug mode,
+    so that every array is read in place and an escape from a lease is detected."""
 
     @property
     def max_record(self) -> int:
-        """Size in bytes of the largest record that can ever be sent."""
+        """Maximum size of a record in bytes."""
 
     def try_send(self, encoded: Encoded) -> bool:
-        """Write and publish one record; return False if there is no room for it now.
+        """Write and publish one record. Return False if there is no room for it now.
 
-        Raises `RecordTooLarge` if there can never be room for it.
+        Raises `RecordTooLarge` if the record is larger than `max_record`.
         """
 
     def has_unread(self) -> bool:
         """Return True if some reader has not read all records that were sent."""
 
     def when_writable(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
-        """Call `callback` once, on the loop, when there may be room again."""
+        """Call `callback` once, on the loop, when there may be room for another record."""
 
     def close(self) -> None:
-        """Release memory and descriptors."""
+        """Release the memory and the descriptors."""
 
 
 class Receiver(Protocol):
-    """The reading end of an edge."""
+    """The opened reading end of a channel between actors."""
 
     statistics: EdgeStatistics
 
     @property
     def backlog(self) -> int:
-        """Number of records that have arrived and will be delivered before the loop does anything
-        else."""
+        """Number of records that have arrived and have not been delivered yet. They are delivered
+        before the loop runs anything else."""
 
     def when_drained(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once when the backlog is empty. Must be called only while there is a
+        """Call `callback` once, when the backlog is empty. May be called only while there is a
         backlog."""
 
     def start(self, loop: asyncio.AbstractEventLoop, deliver: Deliver, fatal: Fatal) -> None:
-        """Deliver every record on the loop from now on."""
+        """Decode and deliver every record on the loop from now on. `fatal` is called with
+        errors."""
 
     def close(self) -> None:
-        """Stop delivering; release memory and descriptors."""
+        """Stop delivering messages, and release the memory and the descriptors."""
 
 
 class SenderEnd(Protocol):
-    """A writing end before it is opened; picklable."""
+    """The writing end of a channel before a process opens it; picklable."""
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """The file descriptors that the opening process must inherit."""
+        """File descriptors that the opening process must inherit."""
 
     def remapped(self, mapping: Mapping[int, int]) -> SenderEnd:
         """Return a copy for another process, in which descriptor n has the number `mapping[n]`."""
 
     def open(self) -> Sender:
-        """Open the end in this process, which takes over the descriptors."""
+        """Open the end in this process. The returned sender owns the descriptors."""
 
 
 class ReceiverEnd(Protocol):
-    """A reading end before it is opened; picklable."""
+    """The reading end of a channel before a process opens it; picklable."""
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """The file descriptors that the opening process must inherit."""
+        """File descriptors that the opening process must inherit."""
 
     def remapped(self, mapping: Mapping[int, int]) -> ReceiverEnd:
         """Return a copy for another process, in which descriptor n has the number `mapping[n]`."""
 
     def open(self) -> Receiver:
-        """Open the end in this process, which takes over the descriptors."""
+        """Open the end in this process. The returned receiver owns the descriptors."""

@@ -1,6 +1,6 @@
-"""The watchdog, which pings every node at intervals and gives up on a stalled one.
+"""The watchdog, which pings every node at intervals and reports a stalled one.
 
-`runtime.stall` decides whether a node has stalled.
+The decision whether a node has stalled is in `runtime.stall`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ from nanoactor.runtime.stall import Stall, StallDetector
 log = logging.getLogger("nanoactor.system")
 
 _STACKS_FRACTION = 0.25
-"""Fraction of the stall timeout that the stacks of all nodes may take to arrive."""
+"""Fraction of the stall timeout that the nodes have for logging their stacks."""
 
 
 async def kill_late(
     children: Children, limits: Mapping[str, float], give_up: Callable[[ChildProcess, str], None]
 ) -> None:
-    """Give up on nodes that do not restart within their limits (`StartWatch`): they hang, and
-    nothing else watches them during a restart. Runs until it is cancelled."""
+    """Call `give_up` for each node that does not restart within its limit, in seconds (see
+    `StartWatch`). Such a node hangs, and nothing else watches it during a restart.
+
+    Runs until it is cancelled.
+    """
     watch, before = StartWatch(limits), time.monotonic()
     while True:
         await asyncio.sleep(watch.interval)
@@ -41,7 +44,8 @@ async def kill_late(
 
 
 class Watchdog:
-    """Watches the nodes, on the running loop, from its creation until `stop` is called."""
+    """Periodic check of all nodes, on the running loop, from its creation until `stop` is
+    called."""
 
     def __init__(
         self,
@@ -51,11 +55,11 @@ class Watchdog:
         has_work: Callable[[], bool],
         give_up: Callable[[NodeStalled, str], None],
     ) -> None:
-        """`node` is this process's own node. `timeout` is in seconds. Stalls count only while
+        """`node` is this process's own node. `timeout` is in seconds. Nodes are checked only while
         `has_work` returns True.
 
-        `give_up` is called once, after the stacks of all nodes have had time to reach the log, with
-        the error and the name of the stalled node, which is empty for this process's own node.
+        `give_up` is called once, with the error and the name of the stalled node; the name is empty
+        for this process's own node. Before the call, all nodes have had time to log their stacks.
         """
         self._children = children
         self._node = node
@@ -67,11 +71,11 @@ class Watchdog:
         self._check()
 
     def stop(self) -> None:
-        """Stop watching the event loop."""
+        """Cancel the periodic checks."""
         self._timer.cancel()
 
     def record_reply(self, node: str, progress: Mapping[str, Progress]) -> None:
-        """Record a node's reply to a ping: its progress, by actor."""
+        """Record a node's reply to a ping: the progress of its work, by actor name."""
         self._detector.record_reply(node, progress)
 
     def _check(self) -> None:
@@ -88,7 +92,8 @@ class Watchdog:
             self._timer = self._loop.call_later(delay, self._give_up, error, stall.node)
 
     def _judge(self) -> Stall | None:
-        """Check the replies so far for a stall; if there is none, ping again."""
+        """Return the stall that the replies so far show. If there is none, ping all nodes and
+        return None."""
         if self._children.is_blocked(self._detector.interval) or not self._has_work():
             self._detector.reset()
             return None
@@ -101,7 +106,7 @@ class Watchdog:
         return stall
 
     def _report(self, stall: Stall) -> NodeStalled:
-        """Log the state and the stacks of all nodes; return the error that describes the stall."""
+        """Log the state and the stacks of all nodes. Return the error that describes the stall."""
         culprit = self._children.by_name.get(stall.node)
         where = f"node {stall.node} ({culprit.condition()})" if culprit else "this process"
         error = NodeStalled(f"{where} has stalled: {stall.symptom}")

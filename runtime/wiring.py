@@ -1,4 +1,4 @@
-"""Create a topology's rings and queues, and determine which ends each node must open."""
+"""Creation of a topology's rings and queues, and their assignment to the nodes that open them."""
 
 from __future__ import annotations
 
@@ -17,40 +17,41 @@ from nanoactor.runtime.transport import ReceiverEnd, SenderEnd
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Options:
-    """Options of a system other than its topology."""
+    """Options of a system that are independent of its topology."""
 
     transport: Literal["ring", "queue"] = "ring"
     """Transport that carries messages between nodes."""
     debug: bool = False
-    """True if records have checksums and released space is overwritten."""
+    """True if records have checksums, arrays are always read in place, and released space is
+    overwritten."""
     debug_delay_ms: float = 0.0
-    """Maximum random delay in milliseconds of each message on each edge; the order on an edge is
-    kept."""
+    """Upper limit of the random delay, in milliseconds, of each message on each edge. The order of
+    messages on an edge is kept."""
     record_dir: str | None = None
-    """Directory in which every actor's messages are recorded, for `recording.replay`; None to
-    record nothing."""
+    """Directory in which every actor's messages are recorded for `recording.replay`; None if
+    nothing is recorded."""
     spin_us: float = 0.0
-    """Time in microseconds for which a ring's reader polls before it blocks; useful only with idle
-    cores."""
+    """Time in microseconds for which a ring's reader polls before it blocks. Useful only if cores
+    are idle."""
     awake_seconds: float = 0.0
-    """Seconds for which woken nodes poll for messages before they sleep; useful only with spare
-    cores."""
+    """Time in seconds for which a woken node polls for messages before it sleeps. Useful only if
+    cores are idle."""
     start_timeout: float = 600.0
-    """Seconds within which every node must be ready."""
+    """Seconds within which every node must be ready after the start."""
     stop_timeout: float = 5.0
-    """Seconds that a node may take to end before it is killed."""
+    """Seconds within which a node must stop before it is killed."""
     stall_timeout: float | None = None
     """Seconds without a sign of activity, while there is work, after which a node counts as
     stalled; None to disable the check."""
     max_restarts: int = 0
-    """Maximum number of node deaths within `restart_window` seconds to recover from; with 0, the
-    first death ends the system."""
+    """Maximum number of node deaths within `restart_window` seconds from which the system recovers.
+    With 0, the first death ends the system."""
     restart_window: float = 300.0
 
 
 def wire(topology: Topology, options: Options) -> dict[str, NodePlan]:
-    """Create the transport of every edge that crosses nodes; return the plan of each node, by
-    name."""
+    """Create the channels of every edge between different nodes, and return the plan of each node,
+    by node name."""
     actors = {actor.name: actor for actor in topology.actors}
     alarms = _create_alarms(topology, options)
     plans = {

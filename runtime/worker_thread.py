@@ -1,4 +1,5 @@
-"""A thread for work that would block an event loop, in libraries that release the GIL."""
+"""A worker thread for calls into libraries that release the GIL, which would otherwise block an
+event loop."""
 
 from __future__ import annotations
 
@@ -10,11 +11,11 @@ from typing import Any
 from nanoactor.runtime.native import native_calls
 
 _LAST_WORK = 1.0
-"""Seconds that `close` waits for the current work."""
+"""Seconds for which `close` waits for the current work item."""
 
 
 class WorkerThread:
-    """Runs work items in order on one thread, which starts with the first item."""
+    """Executes work items in order on one thread, which starts with the first item."""
 
     def __init__(self, name: str) -> None:
         """`name` is the name of the thread."""
@@ -25,8 +26,11 @@ class WorkerThread:
         self._stopping = False
 
     def put(self, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
-        """Queue `work`; `done` is called on the thread with its result or the `Exception` that it
-        raises. Raises `RuntimeError` if no thread can be started."""
+        """Queue `work`. The thread calls it and then calls `done` with its result, or with the
+        `Exception` that it raised.
+
+        Raises `RuntimeError` if the thread cannot be started.
+        """
         if self._thread is None:
             thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             thread.start()
@@ -45,7 +49,8 @@ class WorkerThread:
                 done(result)
 
     def close(self) -> None:
-        """End the thread after its current work and discard the result."""
+        """End the thread after the current work item, whose result is discarded. Waits up to one
+        second."""
         self._stopping = True
         self._work.put(None)
         if self._thread is not None:

@@ -1,1 +1,1 @@
-"""The demo model: a small Qwen3, its tokenizer and the script that trained it."""
+"""The demo model: a small Qwen3, its tokenizer, and the script that trains it."""

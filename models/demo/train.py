@@ -51,8 +51,8 @@ CHAT_TEMPLATE = """\
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
 """
 CONTEXT = 40_960
-"""Maximum context in tokens, large enough for an agent's tools and files, although the model was
-never trained on anything longer than a training window."""
+"""Maximum context length in tokens. It leaves room for an agent's tools and files, although the
+model was trained only on windows of `--length` tokens."""
 CONFIG = {
     "vocab_size": 2048,
     "hidden_size": 256,
@@ -69,14 +69,15 @@ HELD_OUT = 0.1
 
 
 def read_corpus() -> tuple[str, str]:
-    """Return the corpus as (training text, held-out text): the last tenth is held out."""
+    """Return (training text, held-out text). The last tenth of the corpus is held out."""
     text = lzma.decompress((Path(__file__).parent / "tinyshakespeare.txt.xz").read_bytes()).decode()
     split = text.index("\n\n", int(len(text) * (1 - HELD_OUT))) + 2
     return text[:split], text[split:]
 
 
 def train_tokenizer(text: str) -> Tokenizer:
-    """Train a byte-level BPE tokenizer, which encodes any text and decodes to the same bytes."""
+    """Train a byte-level BPE tokenizer. It can encode any text and decodes to exactly the same
+    bytes."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -91,7 +92,8 @@ def train_tokenizer(text: str) -> Tokenizer:
 
 
 def chat_stream(text: str, tokenizer: Tokenizer, rng: random.Random) -> list[int]:
-    """Return the token ids of the plays as conversations: each speech answers the previous one."""
+    """Return token ids of the plays formatted as conversations, in which each speech answers the
+    previous one."""
     speeches = text.split("\n\n")
     ids: list[int] = []
     start = 0
@@ -111,7 +113,8 @@ def chat_stream(text: str, tokenizer: Tokenizer, rng: random.Random) -> list[int
 def sample_batch(
     text: torch.Tensor, chat: torch.Tensor, size: int, length: int, rng: torch.Generator
 ) -> torch.Tensor:
-    """Return one batch of token ids, (size, length): 2/3 running text, 1/3 conversations."""
+    """Return a batch of token ids, (size, length): two thirds running text, one third
+    conversations."""
     rows = []
     for index in range(size):
         stream = chat if index % 3 == 2 else text
@@ -122,7 +125,8 @@ def sample_batch(
 
 @torch.no_grad()
 def held_out_loss(model: torch.nn.Module, ids: torch.Tensor, length: int, device: str) -> float:
-    """Return the mean cross-entropy over the whole held-out text, in nats per token."""
+    """Return the mean cross-entropy of the model on the held-out text, in nats per token. The text
+    is split into windows of `length` tokens."""
     model.eval()
     windows = ids[: len(ids) // length * length].view(-1, length).to(device)
     total = 0.0
@@ -136,7 +140,8 @@ def held_out_loss(model: torch.nn.Module, ids: torch.Tensor, length: int, device
 
 
 def add_dropout(model: torch.nn.Module, probability: float) -> None:
-    """Add residual dropout, which Qwen3 lacks but training on a megabyte of text needs."""
+    """Add residual dropout to the model. Qwen3 has none, but a model trained on one megabyte of
+    text overfits without it."""
 
     def drop(module: torch.nn.Module, _inputs: object, output: torch.Tensor) -> torch.Tensor:
         return F.dropout(output, probability, module.training)
@@ -148,7 +153,8 @@ def add_dropout(model: torch.nn.Module, probability: float) -> None:
 
 
 def save(model: torch.nn.Module, tokenizer: Tokenizer, out: Path) -> None:
-    """Write a Hugging Face directory: bfloat16 weights, tokenizer, chat template and defaults."""
+    """Write a model directory in Hugging Face format: bfloat16 weights, tokenizer, chat template,
+    and generation defaults."""
     out.mkdir(parents=True, exist_ok=True)
     model.to(torch.bfloat16).save_pretrained(out)
     tokenizer.save(str(out / "tokenizer.json"))
@@ -177,7 +183,7 @@ def save(model: torch.nn.Module, tokenizer: Tokenizer, out: Path) -> None:
 
 
 def main() -> None:
-    """Train the model, and save the weights with the lowest held-out loss."""
+    """Train the model and save the weights that had the lowest held-out loss."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
     parser.add_argument("--steps", type=int, default=700)

@@ -33,7 +33,7 @@ SEED = HELD_OUT_SEED + 1
 
 
 def zero_level(model: Any, level: int) -> RemovableHandle:
-    """Zero a deepstack level's contribution until the handle is removed."""
+    """Replace the output of a deepstack level by zeros until the handle is removed."""
 
     def zero(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(output)
@@ -43,8 +43,8 @@ def zero_level(model: Any, level: int) -> RemovableHandle:
 
 
 def swap_positions(model: Any) -> RemovableHandle:
-    """Swap rows and columns in the decoder's positions, int64 (3, prompts, length), until the
-    handle is removed."""
+    """Swap the row and column components of the decoder's positions, int64 (3, prompts, length),
+    until the handle is removed."""
 
     def swap(module: torch.nn.Module, inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         x, positions = inputs
@@ -55,7 +55,7 @@ def swap_positions(model: Any) -> RemovableHandle:
 
 
 def exact(reader: Reader, groups: Sequence[Questions]) -> float:
-    """Return the share of answers that are exact."""
+    """Return the share of exact answers, from 0 to 1."""
     flags = []
     for group in groups:
         answers = reader(group.pictures, group.prompt)
@@ -64,8 +64,11 @@ def exact(reader: Reader, groups: Sequence[Questions]) -> float:
 
 
 def swap_pictures(reader: Reader, groups: Sequence[Questions]) -> dict[str, float]:
-    """Ask about two pictures before and after swapping them; return the share of answers that
-    changed, and the share of pairs with two exact answers."""
+    """Ask the same question about two pictures before and after swapping them.
+
+    Returns the share of answers that changed, and the share of pairs for which both answers are
+    exact. Pairs of equal pictures are skipped.
+    """
     changed, both_exact = [], []
     for group in groups:
         before = reader(group.pictures, group.prompt)
@@ -79,7 +82,8 @@ def swap_pictures(reader: Reader, groups: Sequence[Questions]) -> dict[str, floa
 
 
 def ablate(reader: Reader, device: str, count: int) -> dict[str, Any]:
-    """Measure all ablations on `count` pictures and `count` pairs of pictures."""
+    """Measure all ablations on `count` pictures and `count` pairs of pictures. Return the report as
+    a dict for JSON."""
     renderer = Renderer(SEED, device)
     groups = list(held_out(renderer, count))
     pairs = list(held_out_pairs(renderer, count))
@@ -95,7 +99,7 @@ def ablate(reader: Reader, device: str, count: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Load a checkpoint and print what its answers depend on, as JSON."""
+    """Load a checkpoint, measure all ablations, and print the report as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("checkpoint", type=Path, nargs="?", default=Path(__file__).parent)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -1,4 +1,4 @@
-"""Evaluate how well a checkpoint reads held-out pictures, using transformers."""
+"""Evaluation of a checkpoint: how well it reads held-out pictures when transformers runs it."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ from nanoactor.models.demo_vl.render import Pictures, Renderer
 
 
 def decode_answers(ids: torch.Tensor) -> list[str]:
-    """Decode generated ids, (rows, size), to text up to the end of each answer. `?` replaces tokens
-    that are not ASCII characters, and `…` marks an answer without an end."""
+    """Return the text of generated ids, (rows, size), up to the end of each answer.
+
+    `?` replaces tokens that are not ASCII characters. `…` is appended to an answer that does not
+    end.
+    """
     answers = []
     for row in ids.tolist():
         end = next((i for i, token in enumerate(row) if token in (TURN_END, END_OF_TEXT)), None)
@@ -40,7 +43,7 @@ def decode_answers(ids: torch.Tensor) -> list[str]:
 
 @torch.no_grad()
 def read_greedily(model: Model, pictures: Sequence[Pictures], prompt: Sequence[int]) -> list[str]:
-    """Return greedy answers, computed by the training code's forward pass."""
+    """Return greedy answers that are computed with the training code's forward pass."""
     count, device = len(pictures[0].digits), pictures[0].digits.device
     answers = torch.empty(count, 0, dtype=torch.int64, device=device)
     chosen = torch.zeros(count, dtype=torch.int64, device=device)
@@ -51,7 +54,7 @@ def read_greedily(model: Model, pictures: Sequence[Pictures], prompt: Sequence[i
 
 
 class Reader:
-    """A checkpoint that transformers runs in float32."""
+    """A checkpoint that transformers runs in float32 to answer questions about pictures."""
 
     def __init__(self, directory: Path, device: str) -> None:
         torch.backends.cudnn.allow_tf32 = False
@@ -64,8 +67,8 @@ class Reader:
 
     @torch.no_grad()
     def __call__(self, pictures: Sequence[Pictures], prompt: Sequence[int]) -> list[str]:
-        """Return greedy answers; `pictures[i]` holds the pictures for placeholder i, one per
-        row."""
+        """Return one greedy answer per row. `pictures[i]` contains the pictures for the prompt's
+        placeholder i, one per row."""
         device = self.model.device
         images = [i for row in zip(*(p.images() for p in pictures), strict=True) for i in row]
         inputs = self._processor(images, return_tensors="pt").to(device)
@@ -85,7 +88,7 @@ class Reader:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Questions:
-    """Pictures with a prompt, and the correct answers."""
+    """Pictures, a question about them, and the correct answers, one per row."""
 
     pictures: list[Pictures]
     prompt: tuple[int, ...]
@@ -100,14 +103,15 @@ def held_out(
     plain: bool = False,
     chat: bool = False,
 ) -> Iterator[Questions]:
-    """Yield questions about one picture, in groups of 25 pictures of equal size."""
+    """Yield `count` questions about one picture each, in groups of 25 pictures of equal size."""
     for _ in range(count // 25):
         pictures = renderer.draw(25, max_digits, plain=plain)
         yield Questions([pictures], encode_prompt(1, READ[0], chat), pictures.texts())
 
 
 def held_out_pairs(renderer: Renderer, count: int, chat: bool = False) -> Iterator[Questions]:
-    """Yield questions about the first or the second of two pictures, in groups of 25."""
+    """Yield `count` questions about two pictures, in groups of 25. The groups ask alternately about
+    the first and about the second picture."""
     for index in range(count // 25):
         pictures = [renderer.draw(25, MAX_DIGITS, plain=False) for _ in PAIR]
         asked_index = index % 2
@@ -116,18 +120,22 @@ def held_out_pairs(renderer: Renderer, count: int, chat: bool = False) -> Iterat
 
 
 def fraction_true(flags: Sequence[bool]) -> float:
-    """Return the share of true flags, rounded to four decimal places."""
+    """Return the share of True values, from 0 to 1, rounded to four decimal places."""
     return round(sum(flags) / max(len(flags), 1), 4)
 
 
 def evaluate(reader: Reader, device: str) -> dict[str, Any]:
-    """Measure the share of exact answers in transformers on held-out pictures, and how often the
-    training code's forward pass gives the same answers."""
+    """Measure how a checkpoint reads held-out pictures, and return the report as a dict for JSON.
+
+    It contains the shares of exact answers in transformers, and the share of answers that the
+    training code's forward pass reproduces.
+    """
     renderer = Renderer(HELD_OUT_SEED, device)
     same_answers: list[bool] = []
 
     def ask(groups: Iterator[Questions]) -> list[tuple[int, bool]]:
-        """Return the length of each answer, and whether it was exact."""
+        """Return, for each question, the length of the expected answer and whether the answer was
+        exact."""
         marks = []
         for group in groups:
             answers = reader(group.pictures, group.prompt)
@@ -161,7 +169,7 @@ def evaluate(reader: Reader, device: str) -> dict[str, Any]:
 
 
 def describe(device: str) -> str:
-    """Return a description of the training hardware."""
+    """Return the name of the training device, for the report."""
     if device == "cpu":
         return f"{torch.get_num_threads()} threads, {platform.machine()}"
     return torch.cuda.get_device_name(device)

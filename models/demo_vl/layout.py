@@ -1,4 +1,5 @@
-"""Sizes, tokens and pictures of the demo vision model, and the contents of its JSON files."""
+"""Constants of the demo vision model: sizes, token ids, properties of its pictures, and the
+contents of its JSON files."""
 
 from __future__ import annotations
 
@@ -79,7 +80,7 @@ VIDEO_PREPROCESSOR_CONFIG = {
     "max_frames": 32,
     "size": {"shortest_edge": 2048, "longest_edge": 262144},
 }
-"""`size` limits the total area of all frames, in pixels."""
+"""Settings of the video processor. `size` limits the total area of all frames, in pixels."""
 del VIDEO_PREPROCESSOR_CONFIG["image_processor_type"]
 PATCH, CELL = 16, 32
 VISION_THETA = 10000.0
@@ -93,4 +94,5 @@ IGNORED = -100
 READ, PAIR = ("read: ",), ("first: ", "second: ")
 HELD_OUT_SEED = 2**31
 Model: TypeAlias = Any
-"""A `Qwen3VLForConditionalGeneration`, whose modules are called one by one."""
+"""A `Qwen3VLForConditionalGeneration`. It is typed as Any because its modules are called one by
+one."""

@@ -1,4 +1,4 @@
-"""The forward pass for training, which processes batches of pictures of equal size."""
+"""The forward pass for training, on batches of pictures of equal size."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from nanoactor.models.demo_vl.render import merge_order
 
 @functools.cache
 def patch_coordinates(rows: int, columns: int, device: str) -> torch.Tensor:
-    """Return the row and column of each patch in merge order, float32 (patches, 2)."""
+    """Return the row and column of each patch, float32 (patches, 2), in the order of
+    `merge_order`."""
     coordinates = torch.cartesian_prod(torch.arange(float(rows)), torch.arange(float(columns)))
     return merge_order(coordinates.view(1, rows, columns, 2))[0].to(device)
 
 
 @functools.cache
 def table_weights(size: int, side: int, device: str) -> torch.Tensor:
-    """Return weights that interpolate a table linearly, corners aligned: float32 (size, side)."""
+    """Return a matrix that interpolates a table of `side` entries linearly to `size` entries, with
+    aligned corners, float32 (size, side)."""
     source = torch.linspace(0, side - 1, size)
     return (1 - (source[:, None] - torch.arange(side)).abs()).clamp(min=0).to(device)
 
@@ -32,24 +34,25 @@ def table_weights(size: int, side: int, device: str) -> torch.Tensor:
 def tower_rotation(
     rows: int, columns: int, head_size: int, device: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines, float32 (patches, head_size): half of each head is rotated by row,
-    half by column."""
+    """Return cosines and sines of the tower's rotary positions, float32 (patches, head_size) each.
+    Half of each head is rotated by row, the other half by column."""
     rates = VISION_THETA ** -(torch.arange(0, head_size // 2, 2, device=device) / (head_size // 2))
     angles = (patch_coordinates(rows, columns, device)[..., None] * rates).flatten(1).repeat(1, 2)
     return angles.cos(), angles.sin()
 
 
 def rotate(x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Rotate pairs of values, one from each half of the last dimension."""
+    """Apply a rotary embedding to the last dimension of `x`, whose halves contain the paired
+    values."""
     first, second = x.chunk(2, dim=-1)
     return x * rotation[0] + torch.cat((-second, first), dim=-1) * rotation[1]
 
 
 def embed_patches(visual: Any, pixels: torch.Tensor) -> torch.Tensor:
-    """Map pixels (pictures, height, width, 3) to embeddings, (pictures, patches, hidden).
+    """Return embeddings with positions, (pictures, patches, hidden), of pixels (pictures, height,
+    width, 3).
 
-    Position embeddings are included. Both frames of a patch are the same picture, so the weights
-    are summed over time.
+    Both frames of a patch are the same picture, so the weights are summed over time.
     """
     count, height, width, _ = pixels.shape
     rows, columns = height // PATCH, width // PATCH
@@ -64,9 +67,10 @@ def embed_patches(visual: Any, pixels: torch.Tensor) -> torch.Tensor:
 
 
 def run_tower(visual: Any, pixels: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Run the tower on pictures of equal size, with one attention call per block for all pictures.
+    """Run the vision tower on pictures of equal size. Each block makes one attention call for all
+    pictures.
 
-    Return the rows of the last block, (pictures, patches, hidden), and the features of the main
+    Returns the output of the last block, (pictures, patches, hidden), and the features of the main
     merger and of each deepstack level, (pictures, tokens, hidden) each.
     """
     count, height, width, _ = pixels.shape
@@ -92,8 +96,8 @@ def run_tower(visual: Any, pixels: torch.Tensor) -> tuple[torch.Tensor, list[tor
 
 
 def run_model(model: Model, batch: Batch) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return the logits, (prompts, length, vocabulary), and the rows of the tower's last block for
-    each placeholder, (prompts, patches, hidden)."""
+    """Return the logits, (prompts, length, vocabulary), and for each placeholder the output of the
+    tower's last block, (prompts, patches, hidden)."""
     text: Any = model.model.language_model
     towers = [run_tower(model.model.visual, pictures.pixels) for pictures in batch.pictures]
     x = text.embed_tokens(batch.ids)
@@ -113,7 +117,8 @@ def run_model(model: Model, batch: Batch) -> tuple[torch.Tensor, list[torch.Tens
 
 
 def losses(model: Model, head: torch.nn.Linear, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mean cross-entropy of the answers' tokens, and that of the patches' classes."""
+    """Return the mean cross-entropy of the answers' tokens, and that of the patches' classes as
+    predicted by the auxiliary `head`."""
     logits, rows = run_model(model, batch)
     answer_loss = F.cross_entropy(
         logits[:, :-1].flatten(0, 1), batch.targets[:, 1:].flatten(), ignore_index=IGNORED

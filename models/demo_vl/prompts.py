@@ -1,4 +1,4 @@
-"""Tokenization and layout of prompts about pictures."""
+"""Tokenization of prompts about pictures, and their layout in batches."""
 
 from __future__ import annotations
 
@@ -28,25 +28,26 @@ from nanoactor.models.demo_vl.render import Pictures, Renderer
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Phase:
-    """One part of the curriculum."""
+    """One phase of the training curriculum."""
 
     name: str
     max_digits: int
     """Maximum number of digits in a picture."""
     plain: float
-    """Share of batches with one white digit in each black cell of 32 pixels."""
+    """Share of batches whose pictures have one white digit in each black cell of 32 pixels."""
     until: float
-    """Share of the total time after which the phase ends in any case."""
+    """Share of the total training time at which the phase ends at the latest."""
     pass_loss: float
     """Mean loss per answer token below which the phase ends early."""
     pairs: float = 0.0
-    """Share of prompts with two pictures."""
+    """Share of batches whose prompts have two pictures."""
     chats: float = 0.0
-    """Share of prompts that are formatted with the chat template."""
+    """Share of batches whose prompts are formatted with the chat template."""
 
 
 def make_tokenizer() -> Tokenizer:
-    """Create a tokenizer with one token per byte, whose id is the byte, plus special tokens."""
+    """Create a tokenizer with one token per byte, whose id is the byte's value, and the special
+    tokens."""
     visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
     hidden = [byte for byte in range(256) if byte not in visible]
     characters = {byte: chr(byte) for byte in visible}
@@ -61,7 +62,8 @@ def make_tokenizer() -> Tokenizer:
 
 @functools.cache
 def encode_prompt(pictures: int, question: str, chat: bool) -> tuple[int, ...]:
-    """Return the token ids of a prompt with one placeholder for each picture."""
+    """Return the token ids of a prompt that has one placeholder for each of `pictures` pictures,
+    followed by the question."""
     if chat:
         content = [{"type": "image"}] * pictures + [{"type": "text", "text": question}]
         messages = [{"role": "user", "content": content}]
@@ -74,17 +76,17 @@ def encode_prompt(pictures: int, question: str, chat: bool) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layout:
-    """A prompt with a token for each merged square of its pictures."""
+    """A prompt in which each picture has one token per square of 2 x 2 patches."""
 
     ids: list[int]
     spans: list[slice]
-    """Token indices of each picture."""
+    """Range of token indices of each picture."""
     sizes: list[tuple[int, int]]
-    """Height and width of each picture in tokens."""
+    """(height, width) of each picture in tokens."""
 
     def positions(self, length: int) -> torch.Tensor:
-        """Return the positions in time, row and column of the first `length` tokens, int64
-        (3, length); text continues after the prompt."""
+        """Return the positions in time, row and column of the first `length` tokens, int64 (3,
+        length). Positions after the prompt are those of text."""
         positions = torch.empty(3, length, dtype=torch.int64)
         index = position = 0
         for span, (rows, columns) in zip(self.spans, self.sizes, strict=True):
@@ -99,7 +101,8 @@ class Layout:
 
 
 def lay_out(prompt: Sequence[int], sizes: Sequence[tuple[int, int]]) -> Layout:
-    """Expand a prompt's placeholders; `sizes` holds its pictures' heights and widths in pixels."""
+    """Expand the placeholders in a prompt. `sizes` contains (height, width) in pixels of each
+    picture."""
     grids = [(height // CELL, width // CELL) for height, width in sizes]
     ids: list[int] = []
     spans: list[slice] = []
@@ -113,17 +116,18 @@ def lay_out(prompt: Sequence[int], sizes: Sequence[tuple[int, int]]) -> Layout:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Batch:
-    """Prompts that differ in their pictures and in the text after them."""
+    """Training inputs: prompts of equal length that differ in their pictures and in the text after
+    them."""
 
     pictures: Sequence[Pictures]
     """For each placeholder, the pictures of all prompts."""
     spans: Sequence[slice]
     positions: torch.Tensor
-    """Positions in time, row and column, int64 (3, length)."""
+    """Positions in time, row and column, int64 (3, length); the same for all prompts."""
     ids: torch.Tensor
-    """Token ids, int64 (prompts, length)."""
+    """Token ids of prompts and answers, int64 (prompts, length)."""
     targets: torch.Tensor
-    """The answers' ids at their positions, `IGNORED` elsewhere: int64 (prompts, length)."""
+    """Token ids of the answers at their positions, `IGNORED` elsewhere, int64 (prompts, length)."""
 
 
 def make_batch(
@@ -132,9 +136,10 @@ def make_batch(
     chosen: torch.Tensor,
     answers: torch.Tensor,
 ) -> Batch:
-    """Append answers to prompts that are equal up to the last picture.
+    """Return a batch in which each row is one of `prompts` followed by an answer. The prompts must
+    be equal up to the last picture.
 
-    `chosen` is the index of each row's prompt, int64 (rows,). `answers` holds token ids, int64
+    `chosen` is the index of each row's prompt, int64 (rows,). `answers` contains token ids, int64
     (rows, size), padded with `IGNORED`.
     """
     device, count = answers.device, len(answers)
@@ -153,7 +158,8 @@ def make_batch(
 
 
 def answer_ids(digits: torch.Tensor) -> torch.Tensor:
-    """Return the token ids of digits, int64 (rows, 3), and of the end of turn: int64 (rows, 4)."""
+    """Return the token ids of digits, int64 (rows, 3), followed by the end of turn, as int64 (rows,
+    4). Unused entries are `IGNORED`."""
     end = (digits != NO_DIGIT).sum(1, keepdim=True)
     ids = torch.cat((digits + ord("0"), torch.zeros_like(end)), dim=1)
     column = torch.arange(ids.shape[1], device=digits.device)
@@ -161,7 +167,8 @@ def answer_ids(digits: torch.Tensor) -> torch.Tensor:
 
 
 def sample_batch(renderer: Renderer, phase: Phase, count: int) -> Batch:
-    """Draw a batch for a phase, with one or two pictures for each prompt."""
+    """Draw a random batch of `count` prompts for a phase. All of them have one picture, or all have
+    two."""
     has_pair = renderer.chance() < phase.pairs
     is_chat = renderer.chance() < phase.chats
     is_stripped = is_chat and renderer.chance() < 0.5

@@ -1,4 +1,4 @@
-"""Pictures of digits, drawn in batches."""
+"""Random pictures of digits, drawn in batches, with labels."""
 
 from __future__ import annotations
 
@@ -24,19 +24,22 @@ from nanoactor.models.demo_vl.layout import (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Glyphs:
-    """The ten digits in each font size, and an empty eleventh glyph."""
+    """Images of the ten digits in each font size, followed by an empty eleventh image."""
 
     masks: torch.Tensor
-    """Coverage from 0 to 255 of each glyph, aligned to the top left: (sizes, 11, side, side)."""
+    """Ink coverage (0 to 255) of each glyph, aligned to the top left, float32 (sizes, 11, side,
+    side)."""
     boxes: torch.Tensor
-    """Left, top, width and height of the ink relative to the pen: int64 (sizes, 11, 4)."""
+    """Left, top, width and height in pixels of the ink relative to the pen, int64 (sizes, 11,
+    4)."""
     advances: torch.Tensor
-    """Advance of the pen, int64 (sizes,): digits of the built-in font are equally wide."""
+    """Advance of the pen in pixels, int64 (sizes,). All digits of the built-in font are equally
+    wide."""
 
 
 @functools.cache
 def draw_glyphs() -> Glyphs:
-    """Draw all digits in Pillow's built-in font."""
+    """Draw all digits in Pillow's built-in font, in all font sizes."""
     side = max(FONT_SIZES)
     masks = torch.zeros(len(FONT_SIZES), 11, side, side)
     boxes = torch.zeros(len(FONT_SIZES), 11, 4, dtype=torch.int64)
@@ -58,18 +61,18 @@ def draw_glyphs() -> Glyphs:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pictures:
-    """Pictures of equal size."""
+    """A batch of pictures of equal size, with their labels."""
 
     digits: torch.Tensor
-    """Digits from left to right, `NO_DIGIT` after the last: int64 (pictures, 3)."""
+    """Digits from left to right, with `NO_DIGIT` after the last one, int64 (pictures, 3)."""
     pixels: torch.Tensor
-    """Integers from 0 to 255, float32 (pictures, height, width, 3)."""
+    """Integers from 0 to 255, as float32 (pictures, height, width, 3)."""
     classes: torch.Tensor
-    """The digit whose center is in each patch, or `NO_DIGIT`: int64 (pictures, patches)."""
+    """Digit whose center is in each patch, else `NO_DIGIT`, int64 (pictures, patches)."""
 
     @property
     def size(self) -> tuple[int, int]:
-        """Return the height and width in pixels."""
+        """(height, width) of the pictures in pixels."""
         return self.pixels.shape[1], self.pixels.shape[2]
 
     def images(self) -> list[Image.Image]:
@@ -77,12 +80,13 @@ class Pictures:
         return [Image.fromarray(pixels.numpy()) for pixels in self.pixels.byte().cpu()]
 
     def texts(self) -> list[str]:
-        """Return the digits of each picture as text."""
+        """Return the digits of each picture as a string."""
         return ["".join(str(d) for d in row if d != NO_DIGIT) for row in self.digits.tolist()]
 
 
 class Renderer:
-    """Draws random pictures. The CPU draws the random numbers, so they are equal on all devices."""
+    """Draws random pictures. All random numbers come from the CPU, so the pictures do not depend on
+    the device."""
 
     def __init__(self, seed: int, device: str) -> None:
         self._generator = torch.Generator().manual_seed(seed)
@@ -91,14 +95,14 @@ class Renderer:
         self._masks = self._glyphs.masks.to(device)
 
     def chance(self) -> float:
-        """Draw a random number from 0 to 1."""
+        """Return a random number between 0 and 1."""
         return float(self._rand())
 
     def draw(self, count: int, max_digits: int, *, plain: bool) -> Pictures:
-        """Draw pictures of one random size with up to `max_digits` digits; more digits are
-        likelier.
+        """Draw `count` pictures of the same random size, with 1 to `max_digits` digits each. More
+        digits are more likely.
 
-        `plain` pictures have one digit in each cell, white on black.
+        If `plain` is True, the pictures have one digit in each cell, white on black.
         """
         height, width = self._size(max_digits, plain)
         digits = self._digits(count, min(max_digits, width // CELL))
@@ -116,14 +120,15 @@ class Renderer:
         return torch.rand(shape, generator=self._generator)
 
     def _size(self, max_digits: int, plain: bool) -> tuple[int, int]:
-        """Choose the height and width in pixels."""
+        """Return a random (height, width) in pixels."""
         if plain:
             return CELL, CELL * max_digits
         width = torch.multinomial(torch.tensor(WIDTH_SHARES), 1, generator=self._generator)
         return HEIGHTS[int(self.chance() * len(HEIGHTS))], WIDTHS[int(width)]
 
     def _digits(self, count: int, max_digits: int) -> torch.Tensor:
-        """Draw each picture's digits, with `NO_DIGIT` after the last, int64 (count, 3)."""
+        """Return random digits for each picture, with `NO_DIGIT` after the last one, int64 (count,
+        3)."""
         weights = torch.arange(1.0, max_digits + 1)
         counts = 1 + torch.multinomial(weights, count, replacement=True, generator=self._generator)
         digits = torch.randint(10, (count, MAX_DIGITS), generator=self._generator)
@@ -132,7 +137,7 @@ class Renderer:
     def _in_cells(
         self, digits: torch.Tensor, height: int, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Put each digit near the middle of its own cell; return the same as `_anywhere`."""
+        """Place each digit near the middle of its own cell. Return the same as `_anywhere`."""
         count = len(digits)
         sizes = torch.full((count,), FONT_SIZES.index(PLAIN_FONT_SIZE))
         boxes = self._glyphs.boxes[sizes[:, None], digits]
@@ -146,8 +151,8 @@ class Renderer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Place a line of digits with random font size and spacing at a random position.
 
-        Return the index of the font size, int64 (count,), and the pen positions, int64 (count, 3,
-        2), x before y. Without extra spacing, Pillow would draw the same line.
+        Returns the index of the font size, int64 (count,), and the pen positions in pixels, int64
+        (count, 3, 2), x before y. Without the extra spacing, Pillow would draw the same line.
         """
         count, counts = len(digits), (digits != NO_DIGIT).sum(1)
         boxes, advances = self._glyphs.boxes[:, :NO_DIGIT], self._glyphs.advances
@@ -171,7 +176,8 @@ class Renderer:
         height: int,
         width: int,
     ) -> torch.Tensor:
-        """Draw glyphs at their corners; return the ink coverage, float32 (count, height, width)."""
+        """Draw glyphs with their ink at `corners`. Return the ink coverage (0 to 255), float32
+        (count, height, width)."""
         side = self._masks.shape[-1]
         sizes, digits, corners = (t.to(self._device) for t in (sizes, digits, corners))
         ink = torch.zeros(len(digits), height, width, device=self._device)
@@ -185,8 +191,10 @@ class Renderer:
         return ink
 
     def _colors(self, count: int, plain: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose the colors of ink and paper, float32 (count, 1, 1, 3) each. One picture in five is
-        white on black or black on white; plain pictures are white on black."""
+        """Choose random colors for ink and paper, float32 (count, 1, 1, 3) each.
+
+        One picture in five is white on black or black on white. Plain pictures are white on black.
+        """
         paper = (self._rand(count, 1, 3) * 256).floor()
         inks = (self._rand(count, 8, 3) * 256).floor()
         brightness = torch.tensor([0.299, 0.587, 0.114])
@@ -202,8 +210,11 @@ class Renderer:
 def patch_classes(
     digits: torch.Tensor, centers: torch.Tensor, height: int, width: int
 ) -> torch.Tensor:
-    """Return the digit whose center, in `centers` int64 (pictures, 3, 2), is in each patch, or
-    `NO_DIGIT`: int64 (pictures, patches). Of two digits in a patch, the first one counts."""
+    """Return the digit whose center is in each patch, else `NO_DIGIT`, int64 (pictures, patches).
+
+    `centers` is int64 (pictures, 3, 2), x before y. If two centers are in one patch, the first
+    digit counts.
+    """
     rows, columns = height // PATCH, width // PATCH
     classes = torch.full((len(digits), rows, columns), NO_DIGIT)
     picture = torch.arange(len(digits))
@@ -215,8 +226,8 @@ def patch_classes(
 
 
 def merge_order(grid: torch.Tensor) -> torch.Tensor:
-    """Reorder (pictures, rows, columns, size) to (pictures, patches, size): the four patches of a
-    merged token are consecutive."""
+    """Reorder (pictures, rows, columns, size) to (pictures, patches, size), such that the 2 x 2
+    patches of a merged token are consecutive."""
     count, rows, columns, size = grid.shape
     squares = grid.view(count, rows // 2, 2, columns // 2, 2, size)
     return squares.transpose(2, 3).reshape(count, rows * columns, size)

@@ -2,11 +2,11 @@
 
     python -m nanoactor.models.demo_vl.train --output models/demo_vl
 
-Takes minutes on a data-center GPU, about an hour on two CPU cores. Pictures hold one to three
-digits and are drawn on the fly. The curriculum goes from one white digit to three colored ones and
-prompts with two pictures; a phase ends when it is learned or its share of the time is spent. At the
-end the checkpoint is loaded in transformers and tested on pictures of another seed; the results are
-printed as JSON. Needs transformers (test extra).
+Takes minutes on a data-center GPU, about an hour on two CPU cores. Pictures contain one to three
+digits and are drawn during training. The curriculum goes from one white digit to three colored ones
+and prompts with two pictures. A phase ends when its target loss is reached or its share of the time
+is spent. At the end, transformers loads the checkpoint and answers questions about pictures from
+another seed. The results are printed as JSON. Needs transformers (test extra).
 """
 # ruff: noqa: T201
 
@@ -56,8 +56,11 @@ PHASES = (
 
 @torch.no_grad()
 def initialize(module: torch.nn.Module) -> None:
-    """Draw weights with variance 1 / fan-in: with transformers' standard deviation of 0.02, a model
-    of this width never leaves the plateau on which all digits are equally likely."""
+    """Draw weights with variance 1 / fan-in and set the biases of linear layers to 0.
+
+    With transformers' standard deviation of 0.02, a model of this width never leaves the plateau on
+    which all digits are equally likely.
+    """
     for parameter in module.parameters():
         if parameter.ndim > 1:
             parameter.normal_(std=parameter[0].numel() ** -0.5)
@@ -67,7 +70,8 @@ def initialize(module: torch.nn.Module) -> None:
 
 
 def make_model(device: str) -> tuple[Model, torch.nn.Linear]:
-    """Create a model, and an auxiliary training head that classifies patches."""
+    """Create a model with random weights, and an auxiliary head that classifies patches during
+    training."""
     config = Qwen3VLConfig(
         text_config=TEXT_CONFIG,
         vision_config=VISION_CONFIG,
@@ -85,7 +89,7 @@ def make_model(device: str) -> tuple[Model, torch.nn.Linear]:
 
 
 def make_optimizer(modules: Sequence[torch.nn.Module], rate: float) -> torch.optim.AdamW:
-    """Create an AdamW optimizer that applies weight decay only to matrices."""
+    """Create an AdamW optimizer that decays only matrices, not biases and norms."""
     parameters = [parameter for module in modules for parameter in module.parameters()]
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.05},
@@ -95,7 +99,7 @@ def make_optimizer(modules: Sequence[torch.nn.Module], rate: float) -> torch.opt
 
 
 class Trainer:
-    """Trains a model through the phases within a time limit."""
+    """Trains a new model through the phases of the curriculum within a time limit."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         torch.manual_seed(args.seed)
@@ -109,17 +113,18 @@ class Trainer:
 
     @property
     def spent(self) -> float:
-        """Return the elapsed share of the time limit, from 0 to 1."""
+        """Elapsed share of the time limit, from 0 to 1."""
         return (time.monotonic() - self._start_time) / (60 * float(self._args.minutes))
 
     def run(self) -> None:
-        """Train through all phases."""
+        """Train through all phases, in order."""
         for phase in self._phases:
             last = phase is self._phases[-1]
             self._run_phase(phase, 1.0 if last else phase.until, last)
 
     def _run_phase(self, phase: Phase, until: float, is_last: bool) -> None:
-        """Train until the phase is passed or its time is up; the last phase decays the rate."""
+        """Train until the phase is passed or its time is up. In the last phase, the learning rate
+        decays."""
         start = self.spent
         parameters = [*self.model.parameters(), *self._head.parameters()]
         window: list[torch.Tensor] = []
@@ -153,7 +158,8 @@ class Trainer:
 
 
 def save(model: Model, out: Path) -> None:
-    """Write a Hugging Face directory: bfloat16 weights, tokenizer, chat template and defaults."""
+    """Write a model directory in Hugging Face format: bfloat16 weights, tokenizer, chat template,
+    preprocessor settings, and generation defaults."""
     out.mkdir(parents=True, exist_ok=True)
     model.to(torch.bfloat16).save_pretrained(out)
     make_tokenizer().save(str(out / "tokenizer.json"))
@@ -179,7 +185,7 @@ def save(model: Model, out: Path) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Parse the command line."""
+    """Return the command line arguments, with defaults that depend on the device."""
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, default=Path(__file__).parent)
@@ -206,7 +212,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train a model, save it, and test the saved checkpoint."""
+    """Train a model, save it, evaluate the saved checkpoint, and print the report."""
     args = parse_arguments()
     torch.set_float32_matmul_precision("high")
     trainer = Trainer(args)

@@ -1,4 +1,4 @@
-"""Device backends: one package for each kind of device."""
+"""Device backends, in one package for each kind of device, and the function that opens a device."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ log = logging.getLogger("nanoactor.models.devices")
 
 
 def open_device(name: str, rank: int = 0, options: DeviceOptions | None = None) -> Device:
-    """Open a device by name: "cpu", "cuda" (the GPU with index `rank`), "cuda:N", "npu" (the NPU
-    with index `rank`), "npu:N", or "auto", which picks a GPU or NPU if one is available and the CPU
-    otherwise.
+    """Return the device with this name.
 
-    Raises `UnsupportedModel`, which lists the supported names, for any other name.
+    The names are "cpu", "cuda:N", "npu:N", "cuda" or "npu" (the device with index `rank`), and
+    "auto". "auto" chooses a GPU or NPU if one is available, and the CPU otherwise. Raises
+    `UnsupportedModel`, which lists the supported names, for any other name.
     """
     if name == "auto":
         name = _detect_device()
@@ -62,7 +62,7 @@ def _open_cpu() -> Device:
 
 
 def _detect_device() -> str:
-    """Return the fastest kind of device that this process can use."""
+    """Return the fastest available kind of device: "cuda", "npu" or "cpu"."""
     if torch.cuda.is_available():
         return "cuda"
     if importlib.util.find_spec("torch_npu") is None:

@@ -1,5 +1,5 @@
-"""Operators in plain PyTorch, for any device that PyTorch supports. They are also the reference for
-other devices' operators."""
+"""Operators in plain PyTorch for any device that PyTorch supports. They are also the reference for
+the operators of other devices."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from nanoactor.models.weights.whole_step import ModelWeights
 
 
 class HostEvent:
-    """An event of a device that runs all work in the calling thread."""
+    """An event of a device that does all work in the calling thread."""
 
     def __init__(self) -> None:
         self._at = 0
@@ -57,29 +57,30 @@ class HostEvent:
         self._at = time.monotonic_ns()
 
     def wait(self) -> None:
-        """Return immediately: there is nothing to wait for."""
+        """Return at once, because all work is already done."""
 
     def milliseconds_until(self, later: HostEvent) -> float:
-        """Return the milliseconds to `later` by the host's monotonic clock."""
+        """Return the time from this event to `later` in milliseconds, by the host's monotonic
+        clock."""
         return (later._at - self._at) * 1e-6
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PrefillRow:
-    """A chunk of one prompt, whose queries attend to the cached prefix and to the chunk itself."""
+    """A chunk of one prompt. Its queries attend to the cached prefix and to the chunk itself."""
 
     first: int
-    """Index of the chunk's first token in the step."""
+    """Index of the chunk's first token among the step's tokens."""
     tokens: int
     context: int
-    """Length of the sequence at the end of the chunk, all of which the last query sees."""
+    """Length of the sequence including the chunk. The last query attends to all of it."""
     blocks: torch.Tensor
-    """Blocks that hold the context, in order, int32 (blocks,)."""
+    """Numbers of the blocks that contain the context, in order, int32 (blocks,)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PortablePlan:
-    """The state that the attention of all layers of a step shares."""
+    """State that the attention of all layers of a step shares."""
 
     prefills: tuple[PrefillRow, ...]
     decodes: Any
@@ -87,8 +88,8 @@ class PortablePlan:
 
 
 class PortableOperators:
-    """The machine-independent part of a device: `Operators`, `BatchOperators`, and steps that run
-    operator by operator."""
+    """The part of a device that does not depend on the hardware: `Operators`, `BatchOperators`, and
+    steps that run operator by operator."""
 
     torch_device: torch.device
 
@@ -99,43 +100,45 @@ class PortableOperators:
         return torch.inference_mode()
 
     def run(self, forward: ForwardFunction, inputs: ForwardInputs) -> torch.Tensor:
-        """Run the step operator by operator."""
+        """Run the forward pass operator by operator and return the hidden states."""
         return forward(inputs)
 
     def capture(
         self, function: CapturedFunction, lengths: HostSeqLens, in_flight: int
     ) -> CapturedStep:
-        """Raise `RuntimeError`: capture is not supported."""
+        """Raise `RuntimeError`, because this device does not capture steps."""
         raise RuntimeError("this device runs steps operator by operator and does not capture them")
 
     def whole_steps(
         self, config: ModelConfig, weights: ModelWeights, sizes: Sequence[int], block_size: int
     ) -> WholeSteps | None:
-        """Return None: no operator runs a whole step."""
+        """Return None, because this device has no operator for whole steps."""
         return None
 
     def dummy_blocks(self, rows: int, block_size: int) -> int:
-        """Return 1: all rows may write to the same cache position."""
+        """Return 1. All padding rows may write to the same cache position."""
         return 1
 
     def tokens_per_program(self, heads: int, kv_heads: int) -> int:
-        """Return a number above any prompt's length: prompts are not divided among programs."""
+        """Return a number above the length of any prompt, because prompts are not divided among
+        programs."""
         return 1 << 30
 
     def scratch(self, rows: int, heads: int, kv_heads: int, head_dim: int, vocabulary: int) -> Any:
-        """Return None: the operators allocate their own memory."""
+        """Return None, because the operators allocate their workspace themselves."""
 
     def advance(
         self, tables: SlotTables, rows: DecodeRows, buffers: RowBuffers, ids: torch.Tensor
     ) -> None:
-        """Advance with small operators, none of which reads anything back to the host."""
+        """Compute the inputs of all decode rows with small operators. None of them reads anything
+        back to the host."""
         self._advance(tables, rows, buffers, ids)
 
     def _advance(
         self, tables: SlotTables, rows: DecodeRows, buffers: RowBuffers, ids: torch.Tensor
     ) -> torch.Tensor:
-        """Advance, and return the slot that each row writes to, int32 (rows,): the dummy slot if
-        the row is frozen."""
+        """Compute the inputs of all decode rows. Return the slot that each row writes to, int32
+        (rows,), which is the dummy slot for frozen rows."""
         slots, continues = rows.slots, rows.positions < 0
         if not len(slots):
             return slots
@@ -165,14 +168,16 @@ class PortableOperators:
         positions: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Fill `slot_mapping` with block * block_size + offset for each position."""
+        """Fill `slot_mapping` with the cache position of each token, block * block_size +
+        offset."""
         size, width = tables.block_size, tables.blocks.shape[1]
         table_indices = slots * width + torch.div(positions, size, rounding_mode="floor")
         blocks = tables.blocks.view(-1).index_select(0, table_indices)
         slot_mapping.copy_(blocks.long() * size + positions % size)
 
     def plan(self, scratch: Any, batch: AttentionBatch) -> AttentionBatch:
-        """Gather each row's blocks, using the lengths known on the host."""
+        """Return the batch with a plan that contains the cache blocks of each row, according to the
+        lengths known on the host."""
         lengths, size = batch.lengths, batch.block_size
         prefills, first = [], 0
         if lengths.prefill_tokens:
@@ -187,34 +192,35 @@ class PortableOperators:
         return dataclasses.replace(batch, plan=PortablePlan(tuple(prefills), decodes))
 
     def _plan_decodes(self, batch: AttentionBatch) -> Any:
-        """Return the decode rows' block tables, padded to the longest row with arbitrary table
-        entries."""
+        """Return the block tables of the decode rows, int32 (rows, blocks of the longest row).
+        Entries after the end of a row are arbitrary."""
         max_blocks = -(-max(batch.lengths.decode_contexts) // batch.block_size)
         return batch.tables[:, :max_blocks].index_select(0, batch.decode_slots)
 
     def sample_rows(self, inputs: FusedSamplingInputs) -> None:
-        """Do nothing: this device has no fused sampling."""
+        """Do nothing, because this device has no fused sampling."""
 
     def sample_masked_rows(self, inputs: FusedSamplingInputs, masks: torch.Tensor) -> None:
-        """Raise `NotImplementedError`: no logits are kept."""
+        """Raise `NotImplementedError`, because this device does not store logits by slot."""
         raise NotImplementedError(f"{type(self).__name__} does not keep logits")
 
     def publish(self, ids: torch.Tensor, ring: torch.Tensor, count: torch.Tensor) -> None:
-        """Raise `NotImplementedError`: ids are copied to the host instead."""
+        """Raise `NotImplementedError`, because this device's ids are copied to the host instead."""
         raise NotImplementedError(f"{type(self).__name__} does not publish token ids")
 
     # -- operators ------------------------------------------------------------------------
 
     def check(self, dtype: torch.dtype, block_size: int, head_dim: int) -> None:
-        """Accept every configuration: plain PyTorch has no restrictions."""
+        """Do nothing, because PyTorch's operators support every configuration."""
 
     def linear(self, weights: LinearWeights) -> LinearOperator:
-        """Use a dense weight as it is, and unpack any other."""
+        """Return a linear operator with these weights, which are unpacked if they are not dense."""
         dense = dense_of(weights)
         return Linear(dense.weight, dense.bias)
 
     def route(self, x: torch.Tensor, router: Router) -> tuple[torch.Tensor, torch.Tensor]:
-        """Route in float32 with a stable sort."""
+        """Return the ids and weights of each token's experts, computed in float32 with a stable
+        sort."""
         probabilities = F.linear(x.float(), router.weight).softmax(-1)
         topk_weights, ids = probabilities.sort(stable=True, dim=-1, descending=True)
         topk_weights, ids = topk_weights[:, : router.top_k], ids[:, : router.top_k]
@@ -223,8 +229,11 @@ class PortableOperators:
         return ids.int().contiguous(), topk_weights.to(x.dtype).float().contiguous()
 
     def experts(self, weights: ExpertWeights) -> ExpertsOperator:
-        """Run one expert after the other with unpacked weights. The number of tokens of each expert
-        is read back to the host."""
+        """Return a function that runs a layer's experts, one after the other.
+
+        Weights are unpacked when the function is created. The number of tokens per expert is read
+        back to the host.
+        """
         dense = dense_experts_of(weights)
         gates_and_ups, downs = (
             [Linear(matrix, None) for matrix in matrices]
@@ -235,7 +244,8 @@ class PortableOperators:
     def sequential_experts(
         self, gates_and_ups: Iterable[LinearOperator], downs: Iterable[LinearOperator]
     ) -> ExpertsOperator:
-        """Create a mixture-of-experts operator from the linear operators of each expert."""
+        """Return a function that runs a layer's experts, one after the other. The arguments are the
+        gate-and-up projection and the down projection of each expert."""
         gate_up_operators, down_operators = [*gates_and_ups], [*downs]
 
         def operator(
@@ -256,7 +266,8 @@ class PortableOperators:
         return operator
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Normalize in float32, as transformers does; the result has the dtype of `x`."""
+        """Return the RMS norm of `x`, computed in float32 as in transformers and rounded to the
+        dtype of `x`."""
         normed = x.float()
         normed = normed * torch.rsqrt(normed.pow(2).mean(-1, keepdim=True) + eps)
         if weight.dtype == x.dtype:
@@ -266,12 +277,13 @@ class PortableOperators:
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Round the sum to the dtype of `x` before normalizing it, as transformers does."""
+        """Return (RMS norm of x + residual, x + residual). The sum is rounded to the dtype of `x`
+        before it is normalized, as in transformers."""
         residual = residual + x
         return self.rms_norm(residual, weight, eps), residual
 
     def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Rotate each pair of dimensions (i, i + pairs)."""
+        """Return `x` with a rotary embedding applied to the pairs of dimensions (i, i + pairs)."""
         pairs, rest = x[..., : 2 * cos.shape[-1]], x[..., 2 * cos.shape[-1] :]
         first, second = pairs.chunk(2, dim=-1)
         cos, sin = cos[:, None], sin[:, None]
@@ -279,18 +291,18 @@ class PortableOperators:
         return torch.cat(rotated, dim=-1).to(x.dtype)
 
     def rotation(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tables unchanged."""
+        """Return cosines and sines unchanged."""
         return cos, sin
 
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """Compute silu(gate) * up."""
+        """Return SiLU(gate) * up, where `gate_up` is (..., 2 * inner) with the gates first."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
     def write_kv(
         self, keys: torch.Tensor, values: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor
     ) -> None:
-        """Scatter keys and values into the cache."""
+        """Store keys and values in the cache. Non-finite numbers are stored as 0."""
         for cached, new in ((cache.keys, keys), (cache.values, values)):
             finite = torch.nan_to_num(new, 0.0, 0.0, 0.0)
             cached.view(-1, *cached.shape[2:]).index_copy_(0, slot_mapping, finite)
@@ -302,7 +314,8 @@ class PortableOperators:
         cache: KVCache,
         slot_mapping: torch.Tensor,
     ) -> torch.Tensor:
-        """Run the individual operators one after the other."""
+        """Normalize and rotate queries and keys, store keys and values in the cache, and return the
+        queries. Each part is a separate operator."""
         kv_heads = cache.keys.shape[2]
         q, k, v = torch.split(qkv, [qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
         if transform.norms is not None:
@@ -317,8 +330,8 @@ class PortableOperators:
     def attention(
         self, queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float
     ) -> torch.Tensor:
-        """Compute attention for one prefill row at a time, and for all decode rows at once over
-        padded block tables."""
+        """Return the attention output of all rows. Each prefill row is computed separately; decode
+        rows are computed together over padded block tables."""
         plan: PortablePlan = batch.plan
         output = torch.empty_like(queries)
         for row in plan.prefills:
@@ -373,7 +386,8 @@ class PortableOperators:
     def segment_attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Sequence[int]
     ) -> torch.Tensor:
-        """Compute attention of consecutive segments of equal length in one call."""
+        """Return attention within each segment. Consecutive segments of equal length are computed
+        together."""
         parts, start = [], 0
         for length, equal in itertools.groupby(segments):
             count = len(list(equal))
@@ -386,5 +400,5 @@ class PortableOperators:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-        """Sample tokens; see `nanoactor.models.sampling.sampler`."""
+        """Return sampled token ids, int64 (rows,), from `nanoactor.models.sampling.sampler`."""
         return sample(logits, batch)

@@ -1,1 +1,1 @@
-"""Families of decoders; one file per family describes its layers."""
+"""Families of decoder models. Each file describes the layers and options of one family."""

@@ -1,4 +1,4 @@
-"""Description of how families of decoders differ; imports no torch."""
+"""The class that describes a family of decoder models. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from nanoactor.models.layers.kinds import AttentionSpec, LayerSpec, MLPSpec, Nor
 from nanoactor.models.model_config import ModelConfig
 
 Option = bool | str
-"""A fixed value for a family, or the name of a flag in `config.json`, which is false if missing."""
+"""A fixed value for all models of a family, or the key of a flag in `config.json`, which is false
+if missing."""
 
 LayerFactory = Callable[[ModelConfig], tuple[LayerSpec, ...]]
 
 
 def dense_layers(config: ModelConfig) -> tuple[LayerSpec, ...]:
-    """Return identical descriptions of layers with attention and SwiGLU."""
+    """Return the descriptions of a dense model's layers: identical layers of attention and
+    SwiGLU."""
     norm = NormSpec(config.rms_norm_eps)
     attention = AttentionSpec(
         qk_norm=norm if config.qk_norm else None,
@@ -31,41 +33,50 @@ def dense_layers(config: ModelConfig) -> tuple[LayerSpec, ...]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Family:
-    """Options of a family's models, as in transformers."""
+    """Description of a family of models: how its layers are built and which keys of `config.json`
+    it uses."""
 
     architecture: str
     """First entry of `architectures` in `config.json`."""
     layers: LayerFactory = dense_layers
-    """Function that describes the layers of a model."""
+    """Function that returns the descriptions of a model's layers."""
     head_dim: int | None = None
-    """Head size if the file omits it; None means hidden_size / num_attention_heads."""
+    """Head size if `config.json` omits it; None means hidden_size / num_attention_heads."""
     qk_norm: bool = False
     """True if each query and key head is normalized before rotation."""
     qkv_bias: Option = False
     output_bias: Option = False
-    """True if attention's output projection has a bias."""
+    """True if the output projection of attention has a bias."""
     mlp_bias: Option = False
     rope_theta: float = 10_000.0
-    """RoPE base if the file omits it."""
+    """RoPE base (theta) if `config.json` omits it."""
     embedding_scale: str | None = None
-    """Key of the factor on embeddings. For this key and the next three, a missing key means 1."""
+    """Key of the factor on embeddings. For this and the next three options, None or a missing key
+    means no scaling."""
     residual_scale: str | None = None
-    """Key of the factor on the output of each part of a layer."""
+    """Key of the factor on the output of each part of a layer, before it is added to the residual
+    stream."""
     attention_scale: str | None = None
-    """Key of the factor on the products of queries and keys; None means head_dim ** -0.5."""
+    """Key of the factor on the products of queries and keys; None means a factor of head_dim **
+    -0.5."""
     logits_divisor: str | None = None
-    """Key of the divisor of the logits."""
+    """Key of the number by which logits are divided."""
     sliding_window: str | None = None
-    """Key of the number of positions that a token attends to in every layer; null means all."""
+    """Key of the number of latest positions that a token attends to in every layer. A value of null
+    means all positions."""
     default_window: int | None = None
-    """Number of positions that a token attends to if the file lacks the key."""
+    """Number of latest positions that a token attends to if the key is missing."""
     read_options: Callable[[Mapping[str, Any], object], object] | None = None
-    """Function that reads the family's own options, used by `layers`, from the decoder's part of
-    `config.json`. Its second argument names the file in errors. It raises `ModelError`."""
+    """Function that reads options of this family only, which `layers` uses, from the decoder's part
+    of `config.json`.
+
+    Its second argument names the file in error messages. It raises `ModelError`.
+    """
     option_keys: frozenset[str] = frozenset()
-    """Keys that `read_options` reads, and other keys of the family that do not affect results."""
+    """Keys of this family that `read_options` reads, or that do not affect results."""
     text_config: str | None = None
-    """Key of the object in `config.json` with the decoder's sizes; None if they are at the top."""
+    """Key of the object in `config.json` that contains the decoder's sizes; None if they are at the
+    top level."""
     text_prefix: str = "model"
     """Prefix of the decoder's weight names."""
     vision_prefix: str | None = None

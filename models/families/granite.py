@@ -1,7 +1,7 @@
-"""Granite 3 and 4, dense: Llama with factors on embeddings, residuals, attention and logits.
+"""Granite 3 and 4, dense models: Llama with factors on embeddings, residuals, attention and logits.
 
-Source: "Power Scheduler", arXiv:2408.13359, for the factors, which are those of maximal update
-parametrization; options as in transformers' `GraniteConfig`.
+The factors are those of maximal update parametrization; source: "Power Scheduler",
+arXiv:2408.13359. The options are those of transformers' `GraniteConfig`.
 """
 
 from __future__ import annotations

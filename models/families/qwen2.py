@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5, dense: biases on queries, keys and values, and on nothing else.
+"""Qwen2 and Qwen2.5, dense models, which have biases on queries, keys and values only.
 
 Source: Qwen2.5 Technical Report, arXiv:2412.15115; options as in transformers' `Qwen2Config`.
 Models with sliding windows in some layers (`use_sliding_window`) are refused.

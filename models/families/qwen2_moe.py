@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE and Qwen2-MoE: Qwen2 with experts, one of which all tokens share.
+"""Qwen1.5-MoE and Qwen2-MoE: Qwen2 with routed experts and one expert that processes all tokens.
 
 Source: Qwen2 Technical Report, arXiv:2407.10671; options as in transformers' `Qwen2MoeConfig`.
 Models with sliding windows in some layers (`use_sliding_window`) are refused.

@@ -1,4 +1,4 @@
-"""Qwen3 with a mixture of experts in some layers, or in all.
+"""Qwen3 and Qwen3-VL with a mixture of experts in some or all layers.
 
 Source: Qwen3 Technical Report, arXiv:2505.09388; options as in transformers' `Qwen3MoeConfig`, and
 `Qwen3VLMoeTextConfig` for the vision model.
@@ -22,21 +22,24 @@ from nanoactor.models.model_config import ModelConfig
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExpertOptions:
-    """The options of `config.json` that concern experts."""
+    """Options of `config.json` that determine which layers have experts, and which experts."""
 
     spec: FeedForwardSpec
-    """Feed-forward part of the layers with experts."""
+    """Feed-forward part of the layers that have experts."""
     step: int
-    """Every `step`-th layer has experts, except those in `dense`."""
+    """Every `step`-th layer has experts, except the layers in `dense`."""
     dense: tuple[int, ...]
-    """Layers without experts."""
+    """Indices of layers without experts."""
 
 
 def read_expert_options(
     raw: Mapping[str, Any], origin: object, *, renormalize: bool, transposed: bool
 ) -> ExpertOptions:
-    """Read the options. `renormalize` is the default of `norm_topk_prob`; `transposed` is that of
-    `ExpertsSpec`. Raises `ModelError`."""
+    """Return the options about experts in `raw`, the decoder's part of `config.json`.
+
+    `renormalize` is the default of `norm_topk_prob`. `transposed` is passed on to `ExpertsSpec`.
+    Raises `ModelError` if values are invalid; `origin` names the file in the message.
+    """
     counts = [key for key in ("num_experts", "num_local_experts") if raw.get(key) is not None]
     if len({raw[key] for key in counts}) > 1:
         raise ModelError(f"{origin}: num_experts and num_local_experts contradict each other")
@@ -64,7 +67,7 @@ def read_expert_options(
 
 
 def make_sparse_layers(config: ModelConfig) -> tuple[LayerSpec, ...]:
-    """Return the descriptions of a model's layers, some of which have experts."""
+    """Return the descriptions of the layers of a model in which some layers have experts."""
     options = config.family_options
     assert isinstance(options, ExpertOptions)
     return tuple(

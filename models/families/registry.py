@@ -1,4 +1,4 @@
-"""The supported families; imports no torch."""
+"""The supported families of models, and their lookup by architecture name. Imports no torch."""
 
 from __future__ import annotations
 
@@ -36,12 +36,14 @@ HEADLESS_FAMILIES: dict[str, Family] = {
     for name, family in FAMILIES.items()
     if name.endswith(_HEAD_SUFFIX)
 }
-"""Families by the architecture name of decoders without a head, as saved by `AutoModel`."""
+"""Families by the architecture name of their decoders without a head, as `AutoModel` saves them."""
 
 
 def family_of(architecture: str) -> Family:
-    """Return the family of an architecture. Raises `UnsupportedModel`, which lists the supported
-    architectures, for any other."""
+    """Return the family of an architecture, as named in `config.json`.
+
+    Raises `UnsupportedModel`, which lists the supported architectures, for any other name.
+    """
     if architecture in HEADLESS_FAMILIES:
         return HEADLESS_FAMILIES[architecture]
     if architecture not in FAMILIES:
@@ -53,10 +55,10 @@ def family_of(architecture: str) -> Family:
 
 
 def layers_of(config: ModelConfig) -> tuple[LayerSpec, ...]:
-    """Return the descriptions of a model's layers."""
+    """Return the description of each layer of a model."""
     return family_of(config.architecture).layers(config)
 
 
 def keeps_slot_state(config: ModelConfig) -> bool:
-    """Return True if any layer keeps arrays for each sequence, whatever the other layers keep."""
+    """Return True if any layer of a model keeps per-sequence state outside the KV blocks."""
     return any(layer.mixer.keeps_slot_state for layer in layers_of(config))

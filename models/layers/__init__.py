@@ -1,1 +1,2 @@
-"""Building blocks of decoders: projections, norms, rotary embedding, attention, feed-forward."""
+"""Building blocks of decoders: projections, norms, rotary embeddings, attention and feed-forward
+layers."""

@@ -1,4 +1,4 @@
-"""Attention over the keys and values of a sequence."""
+"""The attention part of a layer, over the paged KV cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from nanoactor.models.weights.linear import Part, Projection
 
 
 class Attention:
-    """Projection, head norms (if any), rotation, KV cache write, attention, output projection."""
+    """Attention with its projections: query, key and value projection, optional head norms,
+    rotation, cache write, attention, and output projection."""
 
     def __init__(self, spec: AttentionSpec, context: LayerContext, prefix: str) -> None:
         config, shard, name = context.config, context.shard, f"{prefix}.{spec.name}"
@@ -48,7 +49,8 @@ class Attention:
         self.state = PagedKV(self._kv_heads, size, context.weights.dtype)
 
     def __call__(self, x: torch.Tensor, state: LayerState, step: LayerStep) -> torch.Tensor:
-        """Map (tokens, hidden) to the same shape, or to (final rows, hidden) if they are set."""
+        """Map hidden states (tokens, hidden) to the same shape, or to (final rows, hidden) if
+        `step.final_rows` is set."""
         assert isinstance(state, KVCache)
         batch, final_rows = step.batch, step.final_rows
         heads = self.qkv(x).view(len(x), self._heads + 2 * self._kv_heads, self._head_dim)
@@ -73,7 +75,7 @@ def _separate_parts(context: LayerContext, name: str) -> tuple[Part, ...]:
 
 
 def _fused_parts(spec: AttentionSpec, context: LayerContext, name: str) -> tuple[Part, ...]:
-    """Return the queries, keys and values as parts of one tensor."""
+    """Return the query, key and value projections as parts of one stored tensor."""
     config, shard, size = context.config, context.shard, context.config.head_dim
     heads, kv_heads = config.num_heads, config.num_kv_heads
     outputs, group = (heads + 2 * kv_heads) * size, heads // kv_heads

@@ -1,4 +1,4 @@
-"""A layer of a pre-norm decoder, assembled from its description."""
+"""One layer of a pre-norm decoder, assembled from its description."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from nanoactor.models.weights.whole_step import LayerWeights, Matrix
 
 
 class DecoderLayer:
-    """A mixer and a feed-forward part; each is preceded by a norm, and its output is added to the
-    residual stream."""
+    """A mixer (such as attention) and a feed-forward part. Each is preceded by a norm, and its
+    output is added to the residual stream."""
 
     def __init__(self, spec: LayerSpec, context: LayerContext, prefix: str) -> None:
         size = context.config.hidden_size
@@ -36,8 +36,12 @@ class DecoderLayer:
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, state: LayerState, step: LayerStep
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (output of the feed-forward part, residual stream before that output is added),
-        only for the final rows if the step has any."""
+        """Return (output of the feed-forward part, residual stream without that output), each
+        (tokens, hidden).
+
+        If `step.final_rows` is set, both contain only these rows. `residual` is None if `x` is
+        already the complete residual stream.
+        """
         if residual is None:
             x, residual = self._input_norm(x), x
         else:
@@ -54,8 +58,12 @@ class DecoderLayer:
         return x if self._residual_scale == 1.0 else x * self._residual_scale
 
     def weights(self) -> LayerWeights | None:
-        """Return the layer's tensors; None if `LayerWeights` cannot fully describe the layer: some
-        parts, device-specific layouts of matrices and some biases have no field there."""
+        """Return the layer's weight tensors, or None if `LayerWeights` cannot describe the layer
+        completely.
+
+        It has no fields for some kinds of parts, for device-specific layouts of matrices, and for
+        some biases.
+        """
         attention, feed_forward = self._mixer, self._feed_forward
         if not isinstance(attention, Attention) or not attention.is_plain or not self._is_plain:
             return None
@@ -80,7 +88,7 @@ class DecoderLayer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _ProjectionPair:
-    """The matrices of a mixer or a feed-forward part."""
+    """The two matrices of attention or of a feed-forward part."""
 
     first: Matrix
     second: Matrix
@@ -91,8 +99,11 @@ class _ProjectionPair:
 def _projections_of(
     first_layer: ColumnParallel, second_layer: RowParallel
 ) -> _ProjectionPair | None:
-    """Return the matrices of two consecutive projections and the bias of the first; None if either
-    matrix is not exposed or if the second projection has a bias."""
+    """Return the matrices of two consecutive projections and the bias of the first.
+
+    Returns None if the operators do not expose both matrices, or if the second projection has a
+    bias.
+    """
     first, second = first_layer.operator, second_layer.operator
     if not isinstance(first, HasMatrix) or not isinstance(second, HasMatrix):
         return None
@@ -103,7 +114,8 @@ def _projections_of(
 
 
 def _feed_forward_of(part: FeedForward) -> _ProjectionPair | None:
-    """Return the projections of a feed-forward part or of its experts, like `_projections_of`."""
+    """Return the matrices of a feed-forward part or of its experts, or None as in
+    `_projections_of`."""
     if isinstance(part, Experts):
         operator = part.operator
         matrices = operator.matrices() if isinstance(operator, HasExpertMatrices) else None

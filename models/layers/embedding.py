@@ -1,4 +1,4 @@
-"""Token embedding, divided over the ranks by vocabulary."""
+"""The token embedding, whose vocabulary is divided among tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nanoactor.models.layers.step import LayerContext
 
 
 class Embedding:
-    """The embedding table; each rank has the rows of its own token ids."""
+    """The embedding table. Each rank has the rows of its share of the vocabulary."""
 
     def __init__(self, context: LayerContext, name: str) -> None:
         config, shard, group = context.config, context.shard, context.group
@@ -18,7 +18,7 @@ class Embedding:
         self._start, self._group = shard.vocabulary.start, group
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Map token ids, (tokens,), to embeddings, (tokens, hidden)."""
+        """Return the embeddings, (tokens, hidden), of token ids, (tokens,)."""
         if self._group.size == 1:
             return F.embedding(token_ids, self.weight)
         local = token_ids - self._start

@@ -14,11 +14,14 @@ from nanoactor.models.weights.linear import Dense, ExpertWeights, Part, Projecti
 
 
 class Experts:
-    """A float32 router, followed by SwiGLU in each token's experts. Each rank has a part of every
-    expert's inner dimension, and the ranks' results are summed."""
+    """A float32 router, and SwiGLU experts, of which each token uses a few.
+
+    Each rank has a part of every expert's inner dimension, and the ranks' results are summed.
+    """
 
     def __init__(self, spec: ExpertsSpec, context: LayerContext, prefix: str) -> None:
-        """Load the experts. Raises `UnsupportedModel` if they are too small to be divided."""
+        """Load this rank's part of the experts. Raises `UnsupportedModel` if they are too small to
+        be divided among the ranks."""
         name, hidden = f"{prefix}.{spec.name}", context.config.hidden_size
         span = context.shard.part(spec.inner)
         if spec.inner < context.shard.ranks:
@@ -38,7 +41,7 @@ class Experts:
         self.operator = context.device.experts(experts)
 
     def __call__(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
-        """Map (tokens, hidden) to the same shape."""
+        """Map hidden states (tokens, hidden) to the same shape."""
         ids, topk_weights = self._device.route(x, self.router)
         return self._group.all_reduce(self.operator(x, ids, topk_weights))
 
@@ -46,7 +49,7 @@ class Experts:
 def _read_separate(
     spec: ExpertsSpec, weights: Weights, name: str, hidden: int, span: Span
 ) -> ExpertWeights:
-    """Read experts that are stored as one tensor for each projection of each expert."""
+    """Load experts that are stored as one tensor per projection and expert."""
     gate_ups, downs = [], []
     for expert in range(spec.experts):
         tensor_names = (f"{name}.{expert}.{kind}_proj" for kind in ("gate", "up"))
@@ -64,7 +67,8 @@ def _read_separate(
 def _read_fused(
     spec: ExpertsSpec, weights: Weights, name: str, hidden: int, rank_span: Span
 ) -> ExpertWeights:
-    """Read experts that are stored as one tensor of gates and ups, and one of down projections."""
+    """Load experts that are stored as one tensor for the gate and up projections of all experts,
+    and one for the down projections."""
     gate_up_name, down_name = f"{name}.gate_up_proj", f"{name}.down_proj"
     experts, inner, up_span = spec.experts, spec.inner, rank_span.shifted(spec.inner)
     shape, transposed_shape = (experts, 2 * inner, hidden), (experts, hidden, 2 * inner)

@@ -1,4 +1,5 @@
-"""Interfaces of the two parts of a layer, and functions that create them from descriptions."""
+"""The protocols of the two parts of a layer, and functions that create the parts from
+descriptions."""
 
 from __future__ import annotations
 
@@ -13,30 +14,34 @@ from nanoactor.models.layers.step import LayerContext, LayerStep
 
 
 class Mixer(Protocol):
-    """The part of a layer that passes information between the tokens of a sequence."""
+    """The part of a layer that passes information between the tokens of a sequence, such as
+    attention."""
 
     state: StateSpec
-    """Spec of the state that the mixer keeps for sequences."""
+    """Specification of the state that the mixer keeps between steps."""
 
     def __call__(self, x: torch.Tensor, state: LayerState, step: LayerStep) -> torch.Tensor:
-        """Map (tokens, hidden) to the same shape, or to (final rows, hidden) if they are set."""
+        """Map hidden states (tokens, hidden) to the same shape, or to (final rows, hidden) if
+        `step.final_rows` is set."""
 
 
 class FeedForward(Protocol):
     """The part of a layer that processes each token separately."""
 
     def __call__(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
-        """Map (tokens, hidden) to the same shape. The last layer may pass only the final rows."""
+        """Map hidden states (tokens, hidden) to the same shape. In the last layer, `x` may contain
+        only the final rows."""
 
 
 def make_mixer(spec: MixerSpec, context: LayerContext, prefix: str) -> Mixer:
-    """Create the mixer that `spec` describes, from the weights whose names start with `prefix`."""
+    """Create the mixer that `spec` describes. Its weights have names that start with `prefix`."""
     mixer: Mixer = _class_of(spec.implementation)(spec, context, prefix)
     return mixer
 
 
 def make_feed_forward(spec: FeedForwardSpec, context: LayerContext, prefix: str) -> FeedForward:
-    """Create the feed-forward part of `spec` from the weights whose names start with `prefix`."""
+    """Create the feed-forward part that `spec` describes. Its weights have names that start with
+    `prefix`."""
     part: FeedForward = _class_of(spec.implementation)(spec, context, prefix)
     return part
 

@@ -1,4 +1,4 @@
-"""Projections that are divided over the ranks."""
+"""Linear projections that are divided among tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -10,25 +10,27 @@ from nanoactor.models.weights.linear import Projection
 
 
 class ColumnParallel:
-    """y = x Wᵀ + b; each rank computes its own outputs.
+    """The projection y = x Wᵀ + b, of which each rank computes its own share of the outputs.
 
     Several projections of the same input are fused into one.
     """
 
     def __init__(self, context: LayerContext, projection: Projection) -> None:
-        """Load `projection`, this rank's part. Raises `WeightsError` if a tensor does not fit."""
+        """Load `projection`, which describes this rank's share. Raises `WeightsError` if a tensor
+        does not fit."""
         self.operator = context.device.linear(context.weights.linear(projection))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (tokens, inputs) to (tokens, this rank's outputs)."""
+        """Map (tokens, inputs) to (tokens, outputs of this rank)."""
         return self.operator(x)
 
 
 class RowParallel:
-    """y = x Wᵀ + b; each rank has a part of the inputs, and the ranks' products are summed."""
+    """The projection y = x Wᵀ + b, for which each rank has a share of the inputs. The ranks'
+    products are summed."""
 
     def __init__(self, context: LayerContext, projection: Projection) -> None:
-        """Load `projection`, whose columns are this rank's part of the inputs."""
+        """Load `projection`, whose columns are this rank's share of the inputs."""
         self._group = context.group
         weights = context.weights.linear(projection)
         self._bias = None
@@ -37,12 +39,12 @@ class RowParallel:
         self.operator = context.device.linear(weights)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (tokens, this rank's inputs) to (tokens, outputs)."""
+        """Map (tokens, inputs of this rank) to (tokens, outputs)."""
         y = self._group.all_reduce(self.operator(x))
         return y if self._bias is None else y + self._bias
 
 
 def columns_of_rank(inputs: int, span: Span) -> Span | None:
-    """Return the columns that a rank loads of a matrix with `inputs` columns; None if it loads
-    all."""
+    """Return the columns that a rank loads of a matrix with `inputs` columns, or None if it loads
+    all of them."""
     return None if span.size == inputs else span

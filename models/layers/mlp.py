@@ -1,4 +1,4 @@
-"""The feed-forward part of dense layers."""
+"""The SwiGLU feed-forward part of dense layers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nanoactor.models.weights.linear import Part, Projection
 
 
 class MLP:
-    """Gate and up projections in one product, SwiGLU, and the down projection."""
+    """SwiGLU feed-forward part. The gate and up projections are computed in one product."""
 
     def __init__(self, spec: MLPSpec, context: LayerContext, prefix: str) -> None:
         name, inner, hidden = f"{prefix}.{spec.name}", spec.inner, context.config.hidden_size
@@ -32,5 +32,5 @@ class MLP:
         self._device = context.device
 
     def __call__(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
-        """Map (tokens, hidden) to the same shape."""
+        """Map hidden states (tokens, hidden) to the same shape."""
         return self.down(self._device.swiglu(self.gate_up(x)))

@@ -1,4 +1,4 @@
-"""Root mean square normalization, with and without a residual."""
+"""Root mean square normalization, with and without residual addition."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ class RMSNorm:
         self._device = context.device
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x, normalized over its last dimension."""
+        """Return `x` normalized over its last dimension."""
         return self._device.rms_norm(x, self.weight, self._eps)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (norm of (x + residual), x + residual)."""
+        """Return (norm of x + residual, x + residual)."""
         return self._device.add_rms_norm(x, residual, self.weight, self._eps)
 
 
 def norm_weight(spec: NormSpec, context: LayerContext, name: str, size: int) -> torch.Tensor:
-    """Return the weight of the norm called `name`, (size,): the stored tensor, plus 1 if the norm
-    adds one."""
+    """Return the weight, (size,), of the norm called `name`. If the norm multiplies by 1 + w, the 1
+    is already added."""
     weights = context.weights
     # In a narrower type, 1 + w would lose bits of w.
     load_float32 = spec.in_float32 or spec.adds_one

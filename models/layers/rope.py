@@ -10,7 +10,7 @@ from nanoactor.models.model_config import RopeConfig
 
 
 class RotaryEmbedding:
-    """Cosines and sines for every position, computed once; all layers of a step share a lookup."""
+    """Table of cosines and sines for all positions. All layers of a step share one lookup."""
 
     def __init__(
         self,
@@ -27,15 +27,17 @@ class RotaryEmbedding:
             self._axes = interleaved_axes(config.sections, head_dim // 2)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> RotaryEmbedding:
-        """Move the tables, which are computed in float32, to a device and dtype."""
+        """Move the tables, which were computed in float32, to a device and dtype. Return self."""
         self.cos = self.cos.to(device, dtype)
         self.sin = self.sin.to(device, dtype)
         self._axes = None if self._axes is None else self._axes.to(device)
         return self
 
     def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (cos, sin), each (tokens, head_dim / 2), for integer positions (tokens,), or
-        (3, tokens) if the configuration has sections."""
+        """Return the cosines and sines, (tokens, head_dim / 2) each, of integer positions.
+
+        `positions` is (tokens,), or (3, tokens) if the configuration has M-RoPE sections.
+        """
         if positions.dim() == 1:
             return self.cos[positions], self.sin[positions]
         assert self._axes is not None
@@ -44,8 +46,10 @@ class RotaryEmbedding:
 
 
 def interleaved_axes(sections: tuple[int, int, int], frequencies: int) -> torch.Tensor:
-    """Return the position axis of each frequency, int64 (frequencies,): time, height and width
-    alternate, and time replaces an axis whose section has ended (Qwen3-VL, arXiv:2511.21631)."""
+    """Return the position axis (0 time, 1 height, 2 width) of each frequency, int64 (frequencies,).
+
+    The axes alternate. Time replaces an axis whose section has ended (Qwen3-VL, arXiv:2511.21631).
+    """
     axes = torch.zeros(frequencies, dtype=torch.int64)
     for axis in (1, 2):
         axes[axis : 3 * sections[axis] : 3] = axis
@@ -53,7 +57,7 @@ def interleaved_axes(sections: tuple[int, int, int], frequencies: int) -> torch.
 
 
 def _frequencies(config: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
-    """Return (frequency of each pair of dimensions, factor applied to cosines and sines)."""
+    """Return (frequency of each pair of dimensions, factor on cosines and sines)."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     frequencies = 1.0 / config.theta**exponents
     if config.kind == "linear":
@@ -66,8 +70,11 @@ def _frequencies(config: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float
 
 
 def _llama3(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
-    """Scale as in Llama 3.1 (arXiv:2407.21783): divide low frequencies by the factor, keep high
-    ones, and blend in between by the number of periods over the original length."""
+    """Return frequencies scaled as in Llama 3.1 (arXiv:2407.21783).
+
+    Low frequencies are divided by the factor, and high ones are kept. Those in between are blended
+    according to their number of periods over the original context length.
+    """
     periods = config.original_max_positions * frequencies / (2 * math.pi)
     width = config.high_freq_factor - config.low_freq_factor
     kept_fraction = ((periods - config.low_freq_factor) / width).clamp(0, 1)
@@ -77,7 +84,10 @@ def _llama3(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
 def _yarn(
     config: RopeConfig, head_dim: int, frequencies: torch.Tensor
 ) -> tuple[torch.Tensor, float]:
-    """Scale by YaRN (arXiv:2309.00071): divide low frequencies, keep high ones, blend the rest."""
+    """Return frequencies scaled by YaRN (arXiv:2309.00071), and the factor on cosines and sines.
+
+    Low frequencies are divided by the factor, and high ones are kept. Those in between are blended.
+    """
 
     def dimension(rotations: float) -> float:
         # The dimension whose pair makes `rotations` turns over the original length.

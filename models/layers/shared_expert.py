@@ -1,4 +1,4 @@
-"""A mixture of experts with one expert for all tokens as the feed-forward part of a layer."""
+"""A feed-forward part with routed experts and one shared expert, which processes all tokens."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from nanoactor.models.layers.step import LayerContext, LayerStep
 
 
 class SharedExpert:
-    """The sum of a mixture of experts and of one more expert, whose output is multiplied by the
-    sigmoid of a product of the input. Each rank computes that product."""
+    """The sum of routed experts and a shared expert. The shared expert's output is multiplied by a
+    gate, the sigmoid of a linear function of the input.
+
+    Every rank computes the gate.
+    """
 
     def __init__(self, spec: SharedExpertSpec, context: LayerContext, prefix: str) -> None:
-        """Load all experts. Raises `UnsupportedModel` if they are too small to be divided."""
+        """Load this rank's part of all experts. Raises `UnsupportedModel` if they are too small to
+        be divided among the ranks."""
         self._experts = make_feed_forward(spec.experts, context, prefix)
         name = f"{prefix}.{spec.name}"
         self._shared = MLP(MLPSpec(spec.inner, name="shared_expert"), context, name)
@@ -24,6 +28,6 @@ class SharedExpert:
         )
 
     def __call__(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
-        """Map (tokens, hidden) to the same shape."""
+        """Map hidden states (tokens, hidden) to the same shape."""
         share = torch.sigmoid(torch.nn.functional.linear(x, self._gate))
         return self._experts(x, step) + share * self._shared(x, step)

@@ -1,4 +1,4 @@
-"""Inputs of layers, at construction and at each step."""
+"""The inputs of layers, at construction and in each step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerContext:
-    """Inputs for the construction of a layer, other than its description."""
+    """Arguments that the constructors of all layers receive in addition to the layer's
+    description."""
 
     config: ModelConfig
     weights: Weights
@@ -29,11 +30,12 @@ class LayerContext:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerStep:
-    """Inputs of a layer at each step, other than hidden states and the layer's own state."""
+    """Arguments that a layer receives in each step in addition to hidden states and its own
+    state."""
 
     batch: AttentionBatch
-    """Rows of the step, their positions in the cache and their contexts."""
+    """Rows of the step with their cache positions and contexts."""
     rotation: Rotation
     """Cosines and sines of the tokens' positions, as returned by `Operators.rotation`."""
     final_rows: FinalRows | None = None
-    """Set in the last layer if the results of only some tokens are read."""
+    """Tokens whose results are needed. Set only in the last layer; None if all are needed."""

@@ -1,1 +1,1 @@
-"""Sampling of tokens from logits: rules, masks, truncation and random numbers."""
+"""Sampling of tokens from logits: rules, masks, truncation, and random numbers."""

@@ -1,7 +1,8 @@
-"""Columns of per-request sampling parameters: a single declaration for messages, the host's table,
-the state on the device and all views of it; imports no torch.
+"""The columns of per-request sampling parameters. Messages, the host's table, the state on the
+device and all views are derived from this one declaration. Imports no torch.
 
-A row is sent as packed bytes, stored as `WORDS` int32 words, and read by column name.
+The parameters of a request are sent as packed bytes, stored as `WORDS` int32 words, and read by
+column name.
 """
 
 from __future__ import annotations
@@ -15,59 +16,65 @@ T = TypeVar("T")
 
 
 def _column(dtype: str, neutral: float, fused: bool = True) -> dict[str, Any]:
-    """Describe a column. Devices' fused samplers read `fused` columns; a row with a non-neutral
-    value in another column is sampled by `nanoactor.models.sampling.sampler`."""
+    """Return the metadata of a column.
+
+    Devices' fused samplers read only `fused` columns. A row with a non-neutral value in another
+    column is sampled by `nanoactor.models.sampling.sampler`.
+    """
     return {"dtype": dtype, "neutral": neutral, "fused": fused}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SamplingColumns(Generic[T]):
-    """One value, array or tensor for each column, named as in `SamplingParams`."""
+    """One value, array or tensor for each sampling parameter. The names are those in
+    `SamplingParams`."""
 
     temperature: T = dataclasses.field(metadata=_column("float32", 1.0))
-    """Temperature; 0 means greedy decoding."""
+    """Temperature. 0 means greedy decoding."""
     top_k: T = dataclasses.field(metadata=_column("int32", 0))
-    """Top-k; 0 means no limit."""
+    """Number of most likely tokens to sample from. 0 means no limit."""
     top_p: T = dataclasses.field(metadata=_column("float32", 1.0))
     min_p: T = dataclasses.field(metadata=_column("float32", 0.0))
     presence_penalty: T = dataclasses.field(metadata=_column("float32", 0.0, fused=False))
     frequency_penalty: T = dataclasses.field(metadata=_column("float32", 0.0, fused=False))
     repetition_penalty: T = dataclasses.field(metadata=_column("float32", 1.0, fused=False))
     seed: T = dataclasses.field(metadata=_column("uint64", 0))
-    """Seed; arrays and tensors hold the low words, then the high words, (2, rows)."""
+    """Seed of the random numbers. Arrays and tensors are (2, rows): the low words, then the high
+    words."""
 
 
 _FORMATS = {"float32": "f", "int32": "i", "uint64": "Q"}
 _FIELDS = dataclasses.fields(SamplingColumns)
 _ROW = struct.Struct("<" + "".join(_FORMATS[field.metadata["dtype"]] for field in _FIELDS))
 WORDS = _ROW.size // 4
-"""Number of int32 words in a row."""
+"""Number of int32 words that the parameters of one request take."""
 NAMES = tuple(field.name for field in _FIELDS)
 NEUTRAL: dict[str, float] = {field.name: field.metadata["neutral"] for field in _FIELDS}
-"""For each column, the value that has no effect."""
+"""Value of each column that has no effect, by name."""
 DEFAULTS = {name: neutral for name, neutral in NEUTRAL.items() if name != "seed"}
 """Columns that a model's `generation_config.json` may set, with their neutral values."""
 UNFUSED = tuple(field.name for field in _FIELDS if not field.metadata["fused"])
 
 
 def pack(values: Mapping[str, float]) -> bytes:
-    """Pack a row into bytes; missing columns get their neutral values."""
+    """Return the parameters of one request as packed bytes. Missing columns get their neutral
+    values."""
     return _ROW.pack(*(values.get(name, neutral) for name, neutral in NEUTRAL.items()))
 
 
 def split_rows(packed: bytes) -> list[bytes]:
-    """Split the concatenated bytes of packed rows into rows."""
+    """Return the packed bytes of each request, given their concatenation."""
     return [packed[start : start + _ROW.size] for start in range(0, len(packed), _ROW.size)]
 
 
 def unpack(row: bytes) -> SamplingColumns[float]:
-    """Return the values of a packed row."""
+    """Return the parameters in one request's packed bytes."""
     return SamplingColumns(*_ROW.unpack(row))
 
 
 def column_views(words: T, float32: Any) -> SamplingColumns[T]:
-    """Return views of int32 words, (WORDS, rows), by column; `float32` is the dtype of that name in
-    NumPy or torch."""
+    """Return views of int32 words, (WORDS, rows), by column. `float32` is NumPy's or torch's dtype
+    of that name."""
     source: Any = words
     views, word = [], 0
     for field in _FIELDS:

@@ -1,9 +1,14 @@
 """Rules that requests apply to their logits before a token is chosen: allowed ids, bad words,
 biases and penalties. They are computed only for the rows that use them.
 
-The order is: allowed ids and bad words (minus infinity for excluded ids), biases (added),
-repetition penalty (logits above 0 divided by it, others multiplied; arXiv:1909.05858), frequency
-penalty (subtracted for each occurrence in the output), presence penalty (subtracted once).
+The rules are applied in this order:
+
+- allowed ids and bad words: excluded ids get minus infinity
+- biases: added
+- repetition penalty: logits above 0 divided by it, others multiplied (arXiv:1909.05858)
+- frequency penalty: subtracted once per occurrence in the output
+- presence penalty: subtracted once
+
 `min_tokens` excludes ids after these rules, which has the same effect.
 
 Penalties count the ids of a sequence in `TokenIds`, so only the logits themselves are as wide as
@@ -24,21 +29,26 @@ from nanoactor.models.sampling.rows import LogitRules
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenIds:
-    """Token ids of all sequences, stored at the same cache positions as their keys and values, so
-    that sequences that share a block also share its ids."""
+    """Token ids of all sequences on the device.
+
+    They are stored at the same cache positions as the keys and values, so sequences that share a
+    block also share its ids.
+    """
 
     ids: torch.Tensor
-    """Token ids, int32 (blocks * block_size,)."""
+    """Token ids by cache position, int32 (blocks * block_size,)."""
     prompt_lengths: torch.Tensor
-    """Number of prompt tokens in each slot, int32 (slots,); the output starts after them."""
+    """Number of prompt tokens of each slot, int32 (slots,). The output starts after them."""
     tables: SlotTables
 
     def write(self, slot_mapping: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Store a step's token ids, int32, at their cache positions, int64."""
+        """Store the token ids of a step, int32 (tokens,), at the cache positions `slot_mapping`,
+        int64 (tokens,)."""
         self.ids.index_copy_(0, slot_mapping, token_ids)
 
     def gather(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return the token ids, int64 (rows, n), at positions (rows, n) of slots (rows,)."""
+        """Return the token ids, int64 (rows, n), at `positions`, (rows, n), in the sequences of
+        `slots`, (rows,)."""
         size = self.tables.block_size
         blocks = self.tables.blocks[slots[:, None], positions // size].long()
         return self.ids[blocks * size + positions % size].long()
@@ -46,7 +56,7 @@ class TokenIds:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _LocalVocabulary:
-    """A rank's part of the vocabulary, and one more column for all other ids."""
+    """A rank's share of the vocabulary, followed by one column that stands for all other ids."""
 
     start: int
     width: int
@@ -65,8 +75,11 @@ def apply_rules(
     tokens: TokenIds,
     start: int = 0,
 ) -> torch.Tensor:
-    """Return the logits with their rules applied, float32 (rows, ids). The rows belong to `slots`,
-    int64 (rows,), with the parameters in `sampling`; the first id is `start`."""
+    """Return the logits after the requests' rules, float32 (rows, ids).
+
+    `slots`, int64 (rows,), and `sampling` are the rows' slots and parameters. The first column of
+    `logits` is token id `start`.
+    """
     width = logits.shape[-1]
     local = _LocalVocabulary(start, width)
     logits = F.pad(logits.float(), (0, 1))
@@ -118,7 +131,8 @@ def _penalize(
     tokens: TokenIds,
     local: _LocalVocabulary,
 ) -> torch.Tensor:
-    """Return `logits`, whose rows are `rules.penalized` and belong to `slots`, with penalties."""
+    """Return `logits` with penalties applied. Its rows are those in `rules.penalized`, and belong
+    to `slots`."""
 
     def column(values: torch.Tensor) -> torch.Tensor:
         return values[rules.penalized][:, None]
@@ -140,9 +154,8 @@ def _penalize(
 
 
 def _counts(ids: torch.Tensor, is_counted: torch.Tensor) -> torch.Tensor:
-    """Count the occurrences of each of `ids`, (rows, n), in its row, at the counted positions.
-
-    `is_counted` is bool (rows, n)."""
+    """Return how often each of `ids`, (rows, n), occurs in its row, int64 (rows, n). Only positions
+    where `is_counted`, bool (rows, n), is True are counted."""
     sorted_ids = torch.where(is_counted, ids, torch.iinfo(torch.int64).max).sort(-1).values
     end = torch.searchsorted(sorted_ids, ids, right=True)
     return end - torch.searchsorted(sorted_ids, ids)

@@ -1,7 +1,8 @@
-"""Philox 4x32-10 in integer tensor operations: random bits from a counter and a key.
+"""Philox 4x32-10, a random number generator, in integer tensor operations.
 
-J. K. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. The same
-(seed, position, token id) gives the same bits on every device and in every batch.
+It computes random bits from a counter and a key, so the same (seed, position, token id) gives the
+same bits on every device and in every batch. Source: J. K. Salmon et al., "Parallel random numbers:
+as easy as 1, 2, 3", SC 2011.
 """
 
 from __future__ import annotations
@@ -17,17 +18,18 @@ Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _multiply(multiplier: int, word: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the (high, low) halves of a 32 x 32 bit product.
+    """Return the (high, low) 32-bit halves of a product of two 32-bit words.
 
-    The product may overflow int64; two's complement keeps its 64 bits, and the masks extract
-    the halves.
+    The product may overflow int64. Two's complement keeps its 64 bits, and the masks extract the
+    halves.
     """
     product = word * multiplier
     return (product >> 32) & _MASK, product & _MASK
 
 
 def philox(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
-    """Return four random 32-bit words (int64 tensors) for each broadcast counter and key."""
+    """Return four random 32-bit words, as int64 tensors, for each counter and key. The arguments
+    are broadcast."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -39,7 +41,8 @@ def philox(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
 
 
 def _gumbel(words: torch.Tensor) -> torch.Tensor:
-    """Return standard Gumbel noise, float32, from 32-bit words: 23 bits make a number in (0, 1)."""
+    """Return standard Gumbel noise, float32, computed from 32-bit words. 23 of the bits form a
+    number between 0 and 1."""
     uniform = ((words >> 9).to(torch.float32) + 0.5) * 2.0**-23
     return -torch.log(-torch.log(uniform))
 
@@ -49,7 +52,8 @@ def _key(seeds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """Return the noise of every token id, float32 (rows, vocabulary)."""
+    """Return the Gumbel noise of every token id, float32 (rows, vocabulary). `seeds` and
+    `positions` are int64 (rows,)."""
     groups = torch.arange((vocabulary + 3) // 4, device=seeds.device)[None]
     position = positions[:, None]
     zero = torch.zeros_like(position)
@@ -61,7 +65,8 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocabulary: int) 
 def gumbel_noise_at(
     seeds: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor
 ) -> torch.Tensor:
-    """Return the same noise for some token ids only: (rows, candidates), float32 of that shape."""
+    """Return the noise of `gumbel_noise` for some token ids only, in the shape of `ids`, (rows,
+    candidates)."""
     position = positions[:, None]
     zero = torch.zeros_like(position)
     words = philox((ids >> 2, position & _MASK, position >> 32, zero), _key(seeds))

@@ -1,4 +1,4 @@
-"""Sampling parameters of rows: NumPy arrays on the host, tensors on the device."""
+"""Sampling parameters of the rows of a step: NumPy arrays on the host, tensors on the device."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SamplingGroups(Generic[T]):
-    """Rows grouped by sampling method. Indices are prepared on the host, so that no step waits for
-    the device; all are int64."""
+    """Indices of rows by sampling method, int64. The host prepares them, so that no step waits for
+    the device."""
 
     greedy: T
-    """Rows with temperature 0."""
+    """Rows with a temperature of 0."""
     plain: T
     """Rows that sample from the whole vocabulary."""
     limited: T
@@ -22,33 +22,33 @@ class SamplingGroups(Generic[T]):
     unlimited: T
     """Rows with a top-k above `limits.CANDIDATES`."""
     nucleus: T
-    """Rows with top-p or min-p, but without top-k."""
+    """Rows with top-p or min-p but without top-k."""
     masked_rows: T
-    """The row of each id in `masked_ids`, which must not be chosen (`min_tokens`)."""
+    """Row of each id in `masked_ids`. These ids must not be chosen (`min_tokens`)."""
     masked_ids: T
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogitRules(Generic[T]):
-    """The rules of some rows of logits. Indices are prepared on the host; all fields but `biases`
-    and `longest` are int64."""
+    """The logit rules of some rows. The host prepares the indices. All fields are int64 except
+    `biases` and `longest`."""
 
     penalized: T
-    """Rows with a penalty."""
+    """Rows that have a penalty."""
     allowed: T
-    """Rows that may choose only the ids in `allowed_ids`."""
+    """Rows that may choose only ids in `allowed_ids`."""
     allowed_rows: T
-    """The row of each id in `allowed_ids`."""
+    """Row of each id in `allowed_ids`."""
     allowed_ids: T
     biased_rows: T
-    """The row of each id in `biased_ids`."""
+    """Row of each id in `biased_ids`."""
     biased_ids: T
     biases: T
-    """Bias added to the logit of each id in `biased_ids`, float32."""
+    """Bias that is added to the logit of each id in `biased_ids`, float32."""
     word_rows: T
-    """The row of each bad word."""
+    """Row of each bad word in `words`."""
     words: T
-    """Token ids of each bad word, (words, tokens of the longest), padded with -1 on the left. The
-    last id is excluded if the output ends with the ids before it."""
+    """Token ids of each bad word, (words, tokens of the longest word), padded with -1 on the left.
+    The last id of a word is excluded if the output ends with the ids before it."""
     longest: int = 0
-    """Upper bound on the sequence lengths of the rows in `penalized`."""
+    """Upper limit of the sequence lengths of the rows in `penalized`."""

@@ -1,8 +1,8 @@
-"""Choice of tokens: greedy, or by the Gumbel-max trick with noise keyed by (seed, position).
+"""Choice of tokens: greedy, or by the Gumbel-max trick with noise keyed by seed and position.
 
-The argmax of score + Gumbel noise is a sample from softmax(score). Because the noise depends only
-on (seed, position, token id), a sampled token does not depend on the other rows of the batch.
-Truncation is that of transformers: temperature, top-k, top-p, min-p, in this order.
+The argmax of score + Gumbel noise is a sample from softmax(score). The noise depends only on (seed,
+position, token id), so a sampled token does not depend on the other rows of the batch. Truncation
+is that of transformers: temperature, top-k, top-p, min-p, in this order.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ _ID_MASK = 0xFFFFFFFF
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """Return ids, int64 (rows,), chosen from logits (rows, vocabulary) of any floating type.
+    """Return the chosen ids, int64 (rows,), of logits (rows, vocabulary) of any floating-point
+    dtype.
 
-    A row with a NaN or infinite highest logit gets `limits.NO_TOKEN`.
+    A row whose highest logit is NaN or infinite gets `limits.NO_TOKEN`. Float32 logits may be
+    overwritten.
     """
     logits, groups = logits.float(), batch.groups
     if groups.masked_rows.numel():
@@ -39,12 +41,14 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
 
 
 def mask_non_finite(highest: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Return the chosen ids of rows with a finite highest logit, `limits.NO_TOKEN` for others."""
+    """Return the chosen ids, with `limits.NO_TOKEN` for rows whose highest logit is NaN or
+    infinite."""
     return torch.where(highest.isfinite(), chosen, NO_TOKEN)
 
 
 def scores_of(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """Return (logits - maximum) / temperature, which is at most 0, whatever the temperature."""
+    """Return (logits - maximum) / temperature, (rows, ids). All scores are at most 0, even if the
+    temperature is very low."""
     return (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]
 
 
@@ -64,10 +68,11 @@ def _sample_truncated(
 
 
 def sort_keys(scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Return int64 keys whose descending order is that of float32 scores, then of ascending ids.
+    """Return int64 keys that sort by descending float32 score first, and by ascending id second.
 
-    `topk` alone orders equal scores arbitrarily, and bfloat16 logits have many. A float's bits,
-    read as an integer, keep the order of positive floats and reverse the order of negative ones.
+    Sort the keys in descending order. `topk` alone orders equal scores arbitrarily, and bfloat16
+    logits contain many. The bits of a float, read as an integer, keep the order of positive floats
+    and reverse the order of negative ones.
     """
     bits = (scores + 0.0).view(torch.int32)  # the addition makes -0.0 equal 0.0
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
@@ -75,7 +80,7 @@ def sort_keys(scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 def from_keys(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the (scores, ids) from which `sort_keys` made the keys."""
+    """Return the (scores, ids) from which `sort_keys` computed the keys."""
     ordered = (keys >> 32).int()
     bits = torch.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered)
     return bits.view(torch.float32), _ID_MASK - (keys & _ID_MASK)
@@ -84,7 +89,11 @@ def from_keys(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def sample_truncated_rows(
     scores: torch.Tensor, ids: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor
 ) -> torch.Tensor:
-    """Choose ids (rows,) from the highest scores (rows, candidates), descending, and their ids."""
+    """Return the chosen ids, (rows,), among the candidates.
+
+    `scores`, (rows, candidates), are in descending order, and `ids` are their token ids. `rows` are
+    the rows' indices in `batch`.
+    """
     params = batch.sampling
     mask = truncation_mask(scores, params.top_k[rows], params.top_p[rows], params.min_p[rows])
     noise = gumbel_noise_at(batch.seeds[rows], batch.positions[rows], ids)
@@ -95,7 +104,8 @@ def sample_truncated_rows(
 def truncation_mask(
     scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
-    """Return which scores (rows, candidates), sorted descending, are kept: bool, same shape."""
+    """Return a mask of the scores that truncation keeps, bool (rows, candidates). `scores` are in
+    descending order."""
     order = torch.arange(scores.shape[-1], device=scores.device)[None]
     limit = torch.where(top_k > 0, top_k, scores.shape[-1])[:, None]
     keep = order < limit

@@ -1,10 +1,12 @@
-"""Choice of tokens when each rank has the logits of a part of the vocabulary.
+"""Choice of tokens if each rank has the logits of only a part of the vocabulary.
 
-Every rank reduces its part to a few numbers, the ranks exchange them, and each rank chooses from
-the same bits; ties go to the lower id. The tokens are those that `models/sampling/sampler.py`
-would choose. If a device's fused sampler is part of a captured step, the ranks gather the logits of
-the whole vocabulary for it instead: a few hundred kilobytes per row, in one collective that is
-independent of the sampling parameters.
+Each rank reduces its part to a few numbers, the ranks exchange them, and each rank chooses from the
+same bits. Of equal scores, the lower id wins. The tokens are those that
+`models/sampling/sampler.py` would choose.
+
+If a device's fused sampler is part of a captured step, the ranks gather the logits of the whole
+vocabulary for it instead. This takes one collective of a few hundred kilobytes per row, which does
+not depend on the sampling parameters.
 """
 
 from __future__ import annotations
@@ -25,22 +27,25 @@ from nanoactor.models.sampling.sampler import (
 
 
 def gather_logits(group: Group, logits: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """Gather the logits of all ranks, (rows, ids) each, into (rows, vocabulary)."""
+    """Return the logits of the whole vocabulary, (rows, vocabulary), given each rank's part, (rows,
+    ids)."""
     return group.all_gather(logits).permute(1, 0, 2).flatten(1)[:, :vocabulary]
 
 
 class ShardedSampler:
-    """Sampler of one rank of a group; all ranks call it with the same rows at the same time."""
+    """Samples tokens on one tensor-parallel rank, which has a part of the logits. All ranks must
+    call it with the same rows, in the same order."""
 
     def __init__(self, group: Group, start: int, vocabulary: int) -> None:
-        """`start` is this rank's first token id, `vocabulary` the size of the whole vocabulary."""
+        """`start` is the first token id of this rank. `vocabulary` is the size of the whole
+        vocabulary."""
         self._group = group
         self._start = start
         self._vocabulary = vocabulary
 
     def __call__(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-        """Return ids, int64 (rows,), chosen from this rank's logits (rows, ids), which may be
-        overwritten."""
+        """Return the chosen ids, int64 (rows,). `logits` are this rank's part, (rows, ids), and may
+        be overwritten."""
         logits = self._mask_excluded(logits.float(), batch)
         best, chosen = self._global_argmax(
             logits, torch.arange(logits.shape[-1], device=logits.device)
@@ -60,7 +65,7 @@ class ShardedSampler:
         return mask_non_finite(best, chosen)
 
     def _mask_excluded(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-        """Set the logits of padding and of ids excluded by `min_tokens` to minus infinity."""
+        """Set the logits of padding, and of ids that `min_tokens` excludes, to minus infinity."""
         valid = max(0, min(logits.shape[-1], self._vocabulary - self._start))
         logits[:, valid:] = float("-inf")
         masked_rows, masked_ids = batch.groups.masked_rows, batch.groups.masked_ids
@@ -76,7 +81,8 @@ class ShardedSampler:
     def _global_argmax(
         self, scores: torch.Tensor, local_ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (the highest score of each row over all ranks, the lowest id that has it)."""
+        """Return the highest score of each row over all ranks, and the lowest id that has this
+        score."""
         values, local_indices = scores.max(-1)
         # One collective with one integer for both score and id; NPUs have no float64.
         keys = self._group.all_gather(sort_keys(values, local_ids[local_indices] + self._start))
@@ -105,7 +111,8 @@ class ShardedSampler:
         rows: torch.Tensor,
         candidates: int,
     ) -> torch.Tensor:
-        """Choose from all ranks' best candidates, which include the best of all ids."""
+        """Choose ids among the best candidates of all ranks, which include the best ids of the
+        whole vocabulary."""
         scores = self._scores(logits, best, batch.sampling.temperature[rows])
         ids = torch.arange(scores.shape[-1], device=scores.device) + self._start
         local_keys = sort_keys(scores, ids).topk(min(candidates, len(ids))).values

@@ -1,4 +1,4 @@
-"""Masks of allowed token ids, one bit per id, as produced by a grammar."""
+"""Masks of allowed token ids, one bit per id, as a grammar produces them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ BITS = 32
 
 
 class TokenMasks:
-    """Applies masks on one device.
+    """Applies masks of allowed token ids on one device.
 
-    A constant of 32 powers of two extracts each word's bits: a shift of one tensor by another has a
-    kernel on fewer devices (Huawei documents none for NPUs before the A2).
+    Bits are extracted with a constant tensor of 32 powers of two. Fewer devices have a kernel that
+    shifts one tensor by another (Huawei documents none for NPUs before the A2).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -19,10 +19,10 @@ class TokenMasks:
         self._bits = torch.tensor([*bits, -1 << (BITS - 1)], dtype=torch.int32, device=device)
 
     def apply(self, logits: torch.Tensor, masks: torch.Tensor, start: int = 0) -> torch.Tensor:
-        """Return logits, float32 (rows, ids), with minus infinity for ids that are not allowed.
+        """Return float32 logits (rows, ids) in which ids that are not allowed have minus infinity.
 
-        `masks` are int32 (rows, words): bit t % 32 of word t // 32 is set if id t may be chosen.
-        The first logit is that of id `start`.
+        `masks` is int32 (rows, words): bit t % 32 of word t // 32 is set if id t may be chosen. The
+        first column of `logits` is token id `start`.
         """
         first, ids = start // BITS, logits.shape[-1]
         words = masks[:, first : -(-(start + ids) // BITS)]

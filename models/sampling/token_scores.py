@@ -1,7 +1,7 @@
 """Log-probabilities of tokens: the log-softmax of the model's raw logits.
 
-Each rank of a group has the logits of a part of the vocabulary; the ranks exchange a few numbers
-per row, and all get the same result.
+With tensor parallelism, each rank has the logits of a part of the vocabulary. The ranks exchange a
+few numbers per row, and all of them get the same result.
 """
 
 from __future__ import annotations
@@ -16,21 +16,24 @@ FIXED_WORDS = 2
 
 
 class TokenScorer:
-    """Scorer of one rank of a group; all ranks call it with the same rows at the same time."""
+    """Computes log-probabilities on one tensor-parallel rank, which has a part of the logits. All
+    ranks must call it with the same rows, in the same order."""
 
     def __init__(self, group: Group, start: int, vocabulary: int) -> None:
-        """`start` is this rank's first token id, `vocabulary` the size of the whole vocabulary."""
+        """`start` is the first token id of this rank. `vocabulary` is the size of the whole
+        vocabulary."""
         self._group = group
         self._start = start
         self._vocabulary = vocabulary
 
     def __call__(self, logits: torch.Tensor, targets: torch.Tensor, num_top: int) -> torch.Tensor:
-        """Score targets, int64 (rows,), with this rank's logits (rows, ids), which are overwritten.
+        """Score `targets`, int64 (rows,), with this rank's logits, (rows, ids), which are
+        overwritten.
 
-        Returns int32 (rows, 2 + 2 * most): the bits of the target's float32 log-probability, its
-        rank starting at 1, the ids of the `num_top` most likely tokens, and the bits of their
-        log-probabilities. Of equal logits, the lower id comes first; which of them are cut off at
-        the end is unspecified.
+        Returns int32 (rows, 2 + 2 * most likely tokens): the bits of the target's float32
+        log-probability, its rank starting at 1, the ids of the `num_top` most likely tokens, and
+        the bits of their log-probabilities. Of equal logits, the lower id comes first. If equal
+        logits do not all fit, which of them are returned is unspecified.
         """
         logits = logits.float()
         valid = max(0, min(logits.shape[-1], self._vocabulary - self._start))
@@ -48,7 +51,7 @@ class TokenScorer:
         return torch.cat([_as_int32(column) for column in columns], dim=1)
 
     def _log_sum(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the log-sum-exp of all ranks' logits, (rows,)."""
+        """Return the log-sum-exp over the whole vocabulary, (rows,)."""
         parts = self._group.all_gather(logits.logsumexp(-1))
         return parts.logsumexp(0) if len(parts) > 1 else parts[0]
 
@@ -59,7 +62,8 @@ class TokenScorer:
         return self._group.all_gather(torch.where(is_local, local_logits, float("-inf"))).amax(0)
 
     def _top_logits(self, logits: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the highest logits of all ranks, (rows, most), and their ids."""
+        """Return the `num_top` highest logits over the whole vocabulary, (rows, num_top), and their
+        ids."""
         values, local_ids = logits.topk(min(num_top, logits.shape[-1]))
         keys = self._group.all_gather(sort_keys(values, local_ids + self._start))
         # (ranks, rows, candidates) to (rows, candidates of all ranks).

@@ -1,1 +1,2 @@
-"""Parts of vision models other than the decoder: patches, positions and the tower."""
+"""The parts of vision models other than the decoder: configuration, patches, positions, and the
+vision tower."""

@@ -1,4 +1,4 @@
-"""The configuration of a vision tower, read from `config.json`; imports no torch."""
+"""The configuration of a vision tower, read from `config.json`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _KEY = "vision_config"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VisionConfig:
-    """Sizes of Qwen3-VL's vision tower, and the ids of its special tokens in a prompt."""
+    """Sizes of Qwen3-VL's vision tower, and the ids of the special tokens for pictures and
+    videos."""
 
     depth: int
     hidden_size: int
@@ -23,17 +24,21 @@ class VisionConfig:
     num_heads: int
     channels: int
     patch_size: int
-    """Side of a patch, in pixels."""
+    """Side of a patch in pixels."""
     temporal_patch_size: int
-    """Number of frames in a patch; a picture is repeated that many times."""
+    """Number of frames in a patch. A picture is repeated this many times."""
     merge_size: int
-    """Side, in patches, of a square that is merged into one token."""
+    """Side, in patches, of the square that is merged into one token."""
     out_hidden_size: int
     table_side: int
-    """Side of the learned position table, a square that is resampled to each picture's grid."""
+    """Side of the square table of learned position embeddings, which is resampled to each picture's
+    grid."""
     deepstack_layers: tuple[int, ...]
-    """Indices of the blocks whose outputs go through a merger each, and are then added after the
-    decoder's first layers. Empty for a tower without deepstack; its configuration lacks the key."""
+    """Indices of the blocks whose outputs are added after the decoder's first layers (deepstack).
+    Each goes through a merger of its own first.
+
+    Empty for a tower without deepstack, whose configuration lacks the key.
+    """
     rope_theta: float
     image_token_id: int
     video_token_id: int
@@ -42,20 +47,20 @@ class VisionConfig:
 
     @property
     def patch_values(self) -> int:
-        """Return the number of values in a patch: channels x frames x side x side."""
+        """Number of values in a patch: channels x frames x side x side."""
         return self.channels * self.temporal_patch_size * self.patch_size**2
 
     @property
     def feature_size(self) -> int:
-        """Return the number of values per token: embedding and features of all deepstack levels."""
+        """Number of values per token: the embedding, and the features of all deepstack levels."""
         return self.out_hidden_size * (1 + len(self.deepstack_layers))
 
 
 def parse_vision(raw: Mapping[str, Any], origin: object) -> VisionConfig:
-    """Parse a tower's configuration from the whole file's JSON; defaults are transformers' own.
+    """Return the tower's configuration, given the parsed JSON of the whole `config.json`.
 
-    Raises `ModelError` for an invalid configuration, and `UnsupportedModel` for one that is not
-    implemented.
+    Defaults are those of transformers. Raises `ModelError` for an invalid configuration, and
+    `UnsupportedModel` for one that is not implemented.
     """
     section = raw.get(_KEY)
     if not isinstance(section, dict):

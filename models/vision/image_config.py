@@ -1,5 +1,5 @@
-"""Resizing of pictures and normalization of their pixels, as configured by a checkpoint; imports
-no torch."""
+"""Resizing of pictures and normalization of their pixels, as configured by a checkpoint. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from nanoactor.models.fields import (
 from nanoactor.models.vision.config import VisionConfig
 
 MAX_ASPECT_RATIO = 200
-"""Maximum ratio of a picture's longer side to its shorter one, as in transformers."""
+"""Maximum ratio of a picture's longer side to its shorter side, as in transformers."""
 _FILE = "preprocessor_config.json"
 _BICUBIC = 3
 _MAX_PIXELS = 1 << 40
@@ -31,23 +31,24 @@ _MAX_PIXELS = 1 << 40
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ImageConfig:
-    """A checkpoint's preprocessing of pictures."""
+    """A checkpoint's settings for resizing and normalizing pictures."""
 
     min_pixels: int
-    """Minimum area in pixels; smaller pictures are enlarged."""
+    """Minimum area in pixels. Smaller pictures are enlarged."""
     max_pixels: int
-    """Maximum area in pixels; larger pictures are reduced."""
+    """Maximum area in pixels. Larger pictures are reduced."""
     factor: int
-    """Side of a token in pixels; sides of resized pictures are multiples of it."""
+    """Side of a token in pixels. The sides of resized pictures are multiples of it."""
     rescale: float
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
     def fit(self, height: int, width: int) -> tuple[int, int]:
-        """Return the height and width to which a picture is resized (`smart_resize` of
-        transformers): multiples of `factor` with about the picture's aspect ratio.
+        """Return the height and width in pixels to which a picture is resized.
 
-        Raises ValueError if one side is more than `MAX_ASPECT_RATIO` times the other.
+        They are multiples of `factor` with about the picture's aspect ratio, as in `smart_resize`
+        of transformers. Raises `ValueError` if one side is more than `MAX_ASPECT_RATIO` times the
+        other.
         """
         longer, shorter = max(height, width), min(height, width)
         if shorter < 1 or longer > MAX_ASPECT_RATIO * shorter:
@@ -67,9 +68,12 @@ class ImageConfig:
         return rounded[0], rounded[1]
 
     def pixel_table(self) -> NDArray[np.float32]:
-        """Return the normalized form of each of the 256 values of a channel, (channels, 256). The
-        float64 and float32 rounding is that of transformers' NumPy backend, so that the results are
-        bit-identical on any device."""
+        """Return the normalized value of each of the 256 values of each channel, float32 (channels,
+        256).
+
+        Rounding is that of transformers' NumPy backend, so the results are bit-identical on any
+        device.
+        """
         scaled = (np.arange(256, dtype=np.float64) * self.rescale).astype(np.float32)
         mean, std = np.array(self.mean, np.float32), np.array(self.std, np.float32)
         table: NDArray[np.float32] = (scaled[None] - mean[:, None]) / std[:, None]
@@ -77,7 +81,8 @@ class ImageConfig:
 
 
 def read_image_config(directory: Path, vision: VisionConfig) -> ImageConfig:
-    """Read `processor_config.json` or `preprocessor_config.json`, in transformers' order.
+    """Read `processor_config.json` or `preprocessor_config.json`, in the order in which
+    transformers looks for them.
 
     Raises `ModelError` if both files are missing or one is invalid, and `UnsupportedModel` if a
     setting is not implemented.
@@ -94,7 +99,8 @@ def read_image_config(directory: Path, vision: VisionConfig) -> ImageConfig:
 def parse_image_config(
     raw: Mapping[str, Any], vision: VisionConfig, origin: object = "image config"
 ) -> ImageConfig:
-    """Parse the configuration from a dictionary; `origin` names the dictionary in errors."""
+    """Return the configuration in `raw`, the parsed JSON object. `origin` names its source in error
+    messages. Raises the same errors as `read_image_config`."""
     size = raw.get("size") or {}
     if not isinstance(size, dict):
         raise ModelError(f"{origin}: size must be an object, got {size!r}")
@@ -133,8 +139,8 @@ def parse_image_config(
 
 
 def _read_area(override: Any, size: Mapping[str, Any], name: str, origin: object) -> int:
-    """Return an area in pixels; `override`, min_pixels or max_pixels, takes precedence over
-    `size`."""
+    """Return an area in pixels: `override` (min_pixels or max_pixels) if it is not None, else the
+    value called `name` in `size`."""
     value = size.get(name) if override is None else override
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < _MAX_PIXELS:
         raise ModelError(f"{origin}: {name} must be a positive integer, got {value!r}")

@@ -1,5 +1,7 @@
-"""Rotary positions of text, pictures and video frames in one prompt (Qwen3-VL's interleaved M-RoPE,
-arXiv:2511.21631); needs only NumPy."""
+"""Rotary positions of the text, pictures and video frames in a prompt. Needs only NumPy.
+
+The scheme is Qwen3-VL's interleaved M-RoPE, arXiv:2511.21631.
+"""
 
 from __future__ import annotations
 
@@ -12,26 +14,29 @@ from numpy.typing import NDArray
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VisualSpan:
-    """The tokens of a picture, or of one temporal patch of a video, row by row in a prompt."""
+    """The tokens of a picture, or of one temporal patch of a video, in a prompt. They form a grid
+    that is stored row by row."""
 
     start: int
-    """Index of the first token."""
+    """Index of the first token in the prompt."""
     height: int
     """Height of the grid in tokens."""
     width: int
 
     @property
     def stop(self) -> int:
-        """Return the index after the last token."""
+        """Index after the last token in the prompt."""
         return self.start + self.height * self.width
 
 
 def rope_positions(length: int, spans: Sequence[VisualSpan]) -> tuple[NDArray[np.int32], int]:
-    """Return (positions for time, height and width, int32 (3, length); delta of later tokens).
+    """Return the positions in time, height and width, int32 (3, length), of a prompt of `length`
+    tokens, and an offset for later tokens.
 
-    Each text token advances all three by one. The tokens of a span share one time, and their height
-    and width follow their row and column; text continues after the longer side. A token at index i
-    after the prompt has position i + delta in all three. Spans must be in order and not overlap.
+    Each text token advances all three by one. The tokens of a span share one time; their height and
+    width follow from their row and column. Text continues after the span's longer side. A token at
+    index i after the prompt has position i + offset in all three. Raises `ValueError` if spans are
+    out of order, overlap, or extend past the prompt.
     """
     positions = np.empty((3, length), np.int32)
     index = position = 0

@@ -1,5 +1,8 @@
-"""Conversion of pixels to the tower's input rows. It runs on the device because uint8 pixels are an
-eighth of the size of the rows: float32, with each picture repeated for two frames."""
+"""Conversion of pixels to the input rows of the vision tower, on the device.
+
+Copying uint8 pixels to the device takes an eighth of the bytes of the rows, which are float32 and
+repeat each picture for two frames.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ from nanoactor.models.vision.tower import Grid
 
 
 class PatchMaker:
-    """Rescales, normalizes and reorders pixels; results match transformers' bit for bit."""
+    """Rescales, normalizes and reorders pixels. The results match those of transformers bit for
+    bit."""
 
     def __init__(self, vision: VisionConfig, images: ImageConfig, device: torch.device) -> None:
         self._vision = vision
@@ -23,9 +27,12 @@ class PatchMaker:
         )
 
     def __call__(self, pixels: torch.Tensor) -> tuple[torch.Tensor, Grid]:
-        """Map pixels, uint8 (frames, height, width, channels), to rows, float32 (patches,
-        patch_values), in the order of the merged squares; return the grid as well. A picture is one
-        frame. If the frames do not fill a temporal patch, the last frame is repeated."""
+        """Return the tower's input rows, float32 (patches, patch_values), and their grid.
+
+        `pixels` is uint8 (frames, height, width, channels); a picture is one frame. Patches that
+        are merged into one token are consecutive. If the frames do not fill a temporal patch, the
+        last frame is repeated.
+        """
         config = self._vision
         frames_per_patch, merge = config.temporal_patch_size, config.merge_size
         side = config.patch_size

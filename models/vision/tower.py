@@ -1,7 +1,8 @@
-"""The vision tower of Qwen3-VL (arXiv:2511.21631), which maps patches to rows for the decoder.
+"""The vision tower of Qwen3-VL (arXiv:2511.21631), which maps patches of pixels to the decoder's
+input rows.
 
-Patches are in the order of the squares that are merged into one token. They attend to all patches
-of the same picture, or of the same temporal patch of a video.
+Patches that are merged into one token are consecutive. A patch attends to all patches of the same
+picture, or of the same temporal patch of a video.
 """
 
 from __future__ import annotations
@@ -23,39 +24,41 @@ _EPS = 1e-6
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Grid:
-    """The grid of patches of a picture or a video."""
+    """Size of the grid of patches of a picture or a video."""
 
     frames: int
-    """Number of temporal patches."""
+    """Number of temporal patches; 1 for a picture."""
     height: int
     width: int
 
     @property
     def patches(self) -> int:
-        """Return the total number of patches."""
+        """Total number of patches."""
         return self.frames * self.height * self.width
 
 
 @dataclasses.dataclass(slots=True)
 class TowerState:
-    """Intermediate state of pictures that the tower is encoding."""
+    """Intermediate state of pictures that are being encoded, between `begin` and `finish`."""
 
     x: torch.Tensor
     """Hidden states, (patches, hidden)."""
     rotation: Rotation
     segments: list[int]
-    """Numbers of consecutive patches that attend to each other."""
+    """Number of patches in each group of consecutive patches that attend to one another."""
     deepstack_features: list[torch.Tensor] = dataclasses.field(default_factory=list)
-    """Features of the deepstack levels that have been computed so far."""
+    """Features of the deepstack levels computed so far, (tokens, out_hidden_size) each."""
 
 
 class VisionTower:
-    """Patch embedding, blocks, and a merger for the embedding and for each deepstack level."""
+    """The patch embedding, the blocks, the merger of the last block's output, and one merger for
+    each deepstack level."""
 
     def __init__(
         self, config: VisionConfig, weights: Weights, device: Operators, prefix: str
     ) -> None:
-        """Load all weights; every rank has the whole tower. Raises `WeightsError` like `load`."""
+        """Load all weights. Every rank has the whole tower. Raises `WeightsError` if a tensor is
+        missing or does not fit."""
         self._config = config
         self._patch = _patch_embedding(config, weights, device, f"{prefix}.patch_embed.proj")
         shape = config.table_side**2, config.hidden_size
@@ -73,32 +76,38 @@ class VisionTower:
         }
 
     def __call__(self, patches: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
-        """Map the patches of consecutive grids, (patches, patch_values), to (tokens, feature_size):
-        the embedding, then the features of the deepstack levels in the order of their blocks."""
+        """Return features, (tokens, feature_size), of the patches of consecutive grids, (patches,
+        patch_values).
+
+        Each row is the embedding, followed by the features of the deepstack levels in the order of
+        their blocks.
+        """
         state = self.begin(patches, grids)
         self.run(state, range(len(self._blocks)))
         return self.finish(state)
 
     def begin(self, patches: torch.Tensor, grids: Sequence[Grid]) -> TowerState:
-        """Embed patches. Call `run` next, for all blocks in order, and then `finish`."""
+        """Embed the patches and return the state before the first block. Call `run` next, for all
+        blocks in order, and then `finish`."""
         coordinates = torch.cat([self._patch_coordinates(grid) for grid in grids])
         x = self._patch(patches) + self._positions(coordinates, grids).to(patches.dtype)
         segments = [grid.height * grid.width for grid in grids for _ in range(grid.frames)]
         return TowerState(x, self._rotation(coordinates), segments)
 
     def run(self, state: TowerState, blocks: range) -> None:
-        """Run the pictures through some of the blocks."""
+        """Run the tower's blocks with these indices, updating `state` in place."""
         for index in blocks:
             state.x = self._blocks[index](state.x, state.rotation, state.segments)
             if index in self._deepstack_mergers:
                 state.deepstack_features.append(self._deepstack_mergers[index](state.x))
 
     def finish(self, state: TowerState) -> torch.Tensor:
-        """Merge patches after the last block, and return the rows, (tokens, feature_size)."""
+        """Merge patches after the last block, and return the features, (tokens, feature_size)."""
         return torch.cat((self._merger(state.x), *state.deepstack_features), dim=1)
 
     def _patch_coordinates(self, grid: Grid) -> torch.Tensor:
-        """Return the row and column of each patch, int64 (patches, 2), grouped by merged square."""
+        """Return the row and column of each patch, int64 (patches, 2). Patches of a merged square
+        are consecutive."""
         merge, device = self._config.merge_size, self._table.device
         rows = torch.arange(grid.height, device=device).view(-1, 1, merge, 1)
         columns = torch.arange(grid.width, device=device).view(1, -1, 1, merge)
@@ -107,8 +116,8 @@ class VisionTower:
         return coordinates.repeat(grid.frames, 1)
 
     def _positions(self, coordinates: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
-        """Return position embeddings, (patches, hidden): the table, bilinearly interpolated with
-        aligned corners."""
+        """Return the position embeddings, (patches, hidden), interpolated bilinearly in the learned
+        table with aligned corners."""
         side = self._config.table_side
         counts = [grid.patches for grid in grids]
         neighbors, weights = [], []
@@ -128,7 +137,8 @@ class VisionTower:
         return (F.embedding(index, self._table) * weight[:, :, None]).sum(1)
 
     def _rotation(self, coordinates: torch.Tensor) -> Rotation:
-        """Return (cos, sin), float32 (patches, head_dim / 2): for rows first, then for columns."""
+        """Return (cos, sin) of the patches' rotary positions, float32 (patches, head_dim / 2) each:
+        rows first, then columns."""
         config = self._config
         size = config.hidden_size // config.num_heads // 2
         exponents = torch.arange(0, size, 2, dtype=torch.float32, device=coordinates.device) / size
@@ -140,7 +150,8 @@ class VisionTower:
 def _patch_embedding(
     config: VisionConfig, weights: Weights, device: Operators, name: str
 ) -> LinearOperator:
-    """Return a convolution whose stride is its kernel size: one product over whole patches."""
+    """Return the patch embedding. It is a convolution whose stride equals its kernel size, so it is
+    computed as one matrix product."""
     sides = config.temporal_patch_size, config.patch_size, config.patch_size
     weight = weights.load(f"{name}.weight", config.hidden_size, config.channels, *sides)
     bias = weights.load(f"{name}.bias", config.hidden_size)
@@ -166,8 +177,8 @@ class _LayerNorm:
 
 
 class _Block:
-    """Attention and an MLP. Each is preceded by a norm, and its output is added to the residual
-    stream."""
+    """One block of the tower: attention and an MLP. Each is preceded by a norm, and its output is
+    added to the residual stream."""
 
     def __init__(
         self, config: VisionConfig, weights: Weights, device: Operators, prefix: str
@@ -192,7 +203,7 @@ class _Block:
 
 
 class _Merger:
-    """Merges a square of patches into one token of the decoder's size."""
+    """Merges the features of a square of patches into one token of the decoder's hidden size."""
 
     def __init__(
         self,
@@ -203,7 +214,8 @@ class _Merger:
         *,
         norm_merged: bool,
     ) -> None:
-        """`norm_merged` normalizes whole squares, as deepstack levels do, instead of patches."""
+        """If `norm_merged` is True, as in deepstack levels, whole squares are normalized instead of
+        single patches."""
         merged = config.hidden_size * config.merge_size**2
         self._merged, self._norm_merged = merged, norm_merged
         size = merged if norm_merged else config.hidden_size

@@ -1,4 +1,4 @@
-"""Resizing of video frames, as configured by a checkpoint; imports no torch."""
+"""Resizing of video frames, as configured by a checkpoint. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,31 +19,34 @@ _FILE = "video_preprocessor_config.json"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VideoConfig:
-    """A checkpoint's preprocessing of video frames."""
+    """A checkpoint's settings for resizing video frames."""
 
     min_pixels: int
-    """Minimum total area of the frames in pixels; smaller videos are enlarged."""
+    """Minimum total area of all frames in pixels. Smaller videos are enlarged."""
     max_pixels: int
-    """Maximum total area of the frames in pixels; larger videos are reduced."""
+    """Maximum total area of all frames in pixels. Larger videos are reduced."""
     factor: int
-    """Side of a token in pixels; sides of resized frames are multiples of it."""
+    """Side of a token in pixels. The sides of resized frames are multiples of it."""
     temporal_patch_size: int
-    """Number of frames in a temporal patch."""
+    """Number of frames in a temporal patch, which becomes one grid of tokens."""
     max_frames: int
     max_frame_tokens: int | None = None
-    """Maximum number of tokens of a frame; None if only the total area is limited."""
+    """Maximum number of tokens of one frame; None if only the total area is limited."""
 
     @property
     def max_tokens_per_patch(self) -> int:
-        """Return the maximum number of tokens of a temporal patch."""
+        """Maximum number of tokens of a temporal patch."""
         if self.max_frame_tokens is None:
             return self.max_pixels // self.temporal_patch_size // self.factor**2
         return int(self.max_pixels * 1.05) // self.factor**2  # 5 percent: see `_max_area`
 
     def fit(self, frames: int, height: int, width: int) -> tuple[int, int]:
-        """Return the height and width to which frames are resized (`smart_resize` of transformers'
-        `Qwen3VLVideoProcessor`). Raises ValueError if there are too few or too many frames, or if
-        one side is more than `MAX_ASPECT_RATIO` times the other."""
+        """Return the height and width in pixels to which each of a video's frames is resized.
+
+        This is `smart_resize` of transformers' `Qwen3VLVideoProcessor`. Raises `ValueError` if
+        there are too few or too many frames, or if one side is more than `MAX_ASPECT_RATIO` times
+        the other.
+        """
         if not self.temporal_patch_size <= frames <= self.max_frames:
             raise ValueError(
                 f"a video must have {self.temporal_patch_size} to {self.max_frames} frames, but "
@@ -80,8 +83,8 @@ class VideoConfig:
 def read_video_config(
     directory: Path, vision: VisionConfig, images: ImageConfig
 ) -> VideoConfig | None:
-    """Read `processor_config.json` or `video_preprocessor_config.json`, in transformers' order;
-    return None if neither covers videos.
+    """Read `processor_config.json` or `video_preprocessor_config.json`, in the order in which
+    transformers looks for them. Return None if neither contains video settings.
 
     Raises `ModelError` if a file is invalid, and `UnsupportedModel` if a setting is not
     implemented.
@@ -101,7 +104,8 @@ def parse_video_config(
     images: ImageConfig,
     origin: object = "video config",
 ) -> VideoConfig:
-    """Parse the configuration from a dictionary; `origin` names the dictionary in errors."""
+    """Return the configuration in `raw`, the parsed JSON object. `origin` names its source in error
+    messages. Raises the same errors as `read_video_config`."""
     areas = parse_image_config(raw, vision, origin)
     if (areas.rescale, areas.mean, areas.std) != (images.rescale, images.mean, images.std):
         raise UnsupportedModel(

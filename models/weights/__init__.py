@@ -1,1 +1,2 @@
-"""Weights of a checkpoint: reading, formats, and the forms in which devices use them."""
+"""The weights of a checkpoint: reading them, their formats, and the forms in which devices use
+them."""

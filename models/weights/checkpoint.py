@@ -1,4 +1,5 @@
-"""Reads tensors from one or more safetensors files, with or without an index."""
+"""Access to the tensors of a checkpoint, which consists of one or more safetensors files with or
+without an index."""
 
 from __future__ import annotations
 
@@ -24,11 +25,11 @@ log = logging.getLogger("nanoactor.weights")
 
 INDEX = "model.safetensors.index.json"
 _FLOAT_TYPES = ("F64", "F32", "BF16", "F16")
-"""Safetensors types of unpacked weights."""
+"""Safetensors dtypes of weights that are not packed."""
 _INTEGER_SIZES = {"I32": 4, "I64": 8, "I16": 2, "U16": 2, "U32": 4, "U64": 8}
-"""Sizes in bytes of the other multi-byte types."""
+"""Sizes in bytes of the integer dtypes that take more than one byte."""
 _UNUSED_SUFFIXES = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
-"""Name suffixes of unused buffers in older checkpoints."""
+"""Suffixes of the names of buffers that older checkpoints contain and the model does not use."""
 _MAX_LISTED_NAMES = 5
 _STORED_TYPE_NAMES = {
     torch.float8_e4m3fn: "F8_E4M3",
@@ -39,25 +40,28 @@ _STORED_TYPE_NAMES = {
     torch.float16: "F16",
     torch.bfloat16: "BF16",
 }
-"""Safetensors names of the types that packed weights and their scales may have."""
+"""Safetensors names of the dtypes that packed weights and their scales may have."""
 
 Rows = Span | Sequence[Span]
 
 
 class Format(Protocol):
-    """Reader of packed weights, created from a `Quantization`; it refuses unknown options."""
+    """Reader of packed weights, created from a `Quantization`. The constructor refuses unknown
+    options."""
 
     def is_quantized(self, projection: Projection) -> bool:
-        """Return True if a projection is quantized; other projections are read unchanged."""
+        """Return True if the weights of a projection are packed. Other projections are read as they
+        are."""
 
     def read(self, weights: Weights, projection: Projection) -> LinearWeights:
-        """Return this rank's part of a projection. Raises `WeightsError` if tensors do not fit."""
+        """Return this rank's share of a projection. Raises `WeightsError` if tensors do not fit."""
 
 
 class Weights:
-    """Tensors of a checkpoint by name, each converted and moved to the device when it is loaded.
+    """The tensors of a checkpoint, by name. Each tensor is converted and moved to the device when
+    it is loaded.
 
-    Use it as a context manager: files stay open and mapped until the context ends, and loaded
+    Use it as a context manager. The files stay open and mapped until the context ends; loaded
     tensors do not refer to them.
     """
 
@@ -70,9 +74,12 @@ class Weights:
         *,
         packed: Format | None = None,
     ) -> None:
-        """Open the files. `check` verifies that all loaded values are finite. `packed` reads packed
-        weights, if there are any. Raises `WeightsError` if files are missing, damaged, or hold the
-        same tensor twice."""
+        """Open the files in `directory`. Tensors are converted to `dtype` and loaded to `device`.
+
+        If `check` is True, loaded values are checked to be finite. `packed` reads packed weights,
+        if the checkpoint has any. Raises `WeightsError` if files are missing or damaged, or if two
+        of them contain the same tensor.
+        """
         self.dtype = dtype
         self.device = device
         self._check = check
@@ -84,7 +91,7 @@ class Weights:
         self._file_of = self._read_index() if (directory / INDEX).exists() else self._scan()
 
     def __enter__(self) -> Weights:
-        """Return self: the files are already open."""
+        """Return self. The files are already open."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -168,15 +175,17 @@ class Weights:
         dtype: torch.dtype | None = None,
         stored: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """Return one tensor, or a part of it, on the device.
+        """Return a tensor, or a part of it, on the device.
 
-        `shape` is the shape of the whole tensor, but only the requested part is read from the file.
-        `rows` is one span of rows, or several in order; rows of a single span past the end are
-        zero. `columns` is a span of columns, and `spans` has a span for each dimension, or None for
-        all of it. The result has type `dtype`, by default the model's. A packed tensor must have
-        the type `stored`, and keeps it.
+        `shape` is the shape of the whole tensor; only the requested part is read from the file.
+        `rows` is a span of rows, or several spans in the order of the result. If a single span
+        extends past the last row, the additional rows are zero. `columns` is a span of columns.
+        `spans` is a span for each dimension, where None means all. The result has the dtype
+        `dtype`, by default that of the model. A packed tensor must have the dtype `stored` in the
+        file, and keeps it.
 
-        Raises `WeightsError` if the tensor is missing, has another shape or type, or is unreadable.
+        Raises `WeightsError` if the tensor is missing, has another shape or dtype, or cannot be
+        read.
         """
         file_name = self._file_of.get(name)
         if file_name is None:
@@ -214,7 +223,7 @@ class Weights:
         return converted.clone() if converted.data_ptr() == tensor.data_ptr() else converted
 
     def _check_values(self, tensor: torch.Tensor, dtype: torch.dtype, origin: str) -> None:
-        """Raise `WeightsError` if a value is not finite, or is too large for `dtype`."""
+        """Raise `WeightsError` if a value is not finite or is too large for `dtype`."""
         if not tensor.numel():
             return
         if tensor.dtype.itemsize == 1:  # aminmax is not implemented for one-byte types
@@ -233,8 +242,12 @@ class Weights:
             )
 
     def warn_about_unused(self, ignored: Collection[str] = ()) -> None:
-        """Log a warning if tensors were never loaded: the checkpoint may belong to another model.
-        Names in `ignored` are exempt; a name that ends with a dot exempts a whole module."""
+        """Log a warning if the checkpoint has tensors that were never loaded, because it may belong
+        to another model.
+
+        Names in `ignored` are exempt. A name that ends with a dot exempts all tensors of that
+        module.
+        """
         modules = tuple(name for name in ignored if name.endswith("."))
         ignored = {
             name
@@ -279,9 +292,8 @@ class Weights:
         return tensor
 
     def linear(self, projection: Projection) -> LinearWeights:
-        """Return the weights of a projection, in the checkpoint's format.
-
-        Raises `WeightsError` as `load` does."""
+        """Return the weights of a projection in the checkpoint's format. Raises `WeightsError` as
+        `load` does."""
         if self._format is not None and self._format.is_quantized(projection):
             return self._format.read(self, projection)
         matrices = [
@@ -296,7 +308,7 @@ class Weights:
         return Dense(_concatenate(matrices), self.load_bias(projection))
 
     def load_bias(self, projection: Projection) -> torch.Tensor | None:
-        """Return the bias of a projection's outputs; None if the projection has no bias."""
+        """Return the bias of a projection's outputs, or None if it has no bias."""
         if not projection.bias:
             return None
         parts = projection.parts
@@ -307,10 +319,12 @@ class Weights:
         projections: Sequence[Projection],
     ) -> LinearWeights:
         """Return the matrices of equally shaped projections as one stack, (projections, outputs,
-        inputs). Each is copied to its place as soon as it is read, so that there is never a second
-        copy of the whole stack.
+        inputs).
 
-        Raises `WeightsError` as `load` does, and if the projections have different formats."""
+        Each matrix is copied into the stack as soon as it is read, so no second copy of the whole
+        stack ever exists. Raises `WeightsError` as `load` does, and if the projections have
+        different formats.
+        """
         stack: LinearWeights | None = None
         for index, projection in enumerate(projections):
             weights = self.linear(projection)
@@ -326,8 +340,11 @@ class Weights:
         return stack
 
     def min_bytes(self, ignored: Collection[str] = ()) -> int:
-        """Return the minimum size of all ranks' weights in bytes: unpacked tensors in the model's
-        type, packed ones as stored. Tensors named in `ignored` are not counted."""
+        """Return a lower bound of the size in bytes of all ranks' weights.
+
+        Packed tensors count as stored, all others with the size of the model's dtype. Tensors named
+        in `ignored` do not count.
+        """
         own_size = torch.empty(0, dtype=self.dtype).element_size()
         total = 0
         for name, file_name in self._file_of.items():
@@ -342,7 +359,7 @@ class Weights:
         return total
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """Return the shape of an existing tensor."""
+        """Return the shape of a tensor, which must exist."""
         return tuple(self._files[self._file_of[name]].get_slice(name).get_shape())
 
 
@@ -351,8 +368,8 @@ def _concatenate(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def format_of(quantization: Quantization | None) -> Format | None:
-    """Return the reader of packed weights; None if nothing is packed. Raises `ModelError` for an
-    invalid or unsupported configuration."""
+    """Return the reader of the checkpoint's packed weights, or None if there are none. Raises
+    `ModelError` if the configuration is invalid or not supported."""
     if quantization is None:
         return None
     module, _, name = FORMATS[quantization.method].partition(":")
@@ -361,15 +378,15 @@ def format_of(quantization: Quantization | None) -> Format | None:
 
 
 def _list_names(names: set[str]) -> str:
-    """Return the first few names in sorted order, as one string."""
+    """Return the first few names in sorted order, separated by commas."""
     listed = ", ".join(sorted(names)[:_MAX_LISTED_NAMES])
     return listed + ", ..." * (len(names) > _MAX_LISTED_NAMES)
 
 
 class RandomWeights(Weights):
-    """Weights of the requested shapes, drawn at random on the device.
+    """Random weights of any requested shape, created on the device. No checkpoint is needed.
 
-    For benchmarks: the time of a step does not depend on the values of the weights.
+    They are for benchmarks, as the duration of a step does not depend on the values of weights.
     """
 
     def __init__(
@@ -381,23 +398,25 @@ class RandomWeights(Weights):
         *,
         packed: Format | None = None,
     ) -> None:
-        """Seed the generator; no files are read."""
+        """Seed the random numbers. No files are read."""
         self.dtype, self.device, self._format = dtype, device, packed
         self._generator = torch.Generator(device).manual_seed(0)
 
     def __exit__(self, *_: object) -> None:
-        """Do nothing: no file is open."""
+        """Do nothing, because no file is open."""
 
     def warn_about_unused(self, ignored: Collection[str] = ()) -> None:
-        """Do nothing: there are no unused tensors."""
+        """Do nothing, because every tensor that exists was requested."""
 
     def min_bytes(self, ignored: Collection[str] = ()) -> int:
-        """Return 0: without files the size is unknown."""
+        """Return 0, because the size is unknown without files."""
         return 0
 
     def __contains__(self, name: str) -> bool:
-        """Return False for the head, so that tied weights have no separate one, and for fused
-        experts, so that experts have separate tensors; True for all other names."""
+        """Return True except for the name of the language-modeling head and names of fused experts.
+
+        Tied weights therefore have no separate head, and experts have separate tensors.
+        """
         return name != "lm_head.weight" and not name.endswith("experts.gate_up_proj")
 
     def load(
@@ -410,8 +429,8 @@ class RandomWeights(Weights):
         dtype: torch.dtype | None = None,
         stored: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """Draw normally distributed values with a standard deviation of 0.02, as in model
-        initialization, or 20 for integer types; norm weights are ones."""
+        """Return normally distributed values with a standard deviation of 0.02, as in model
+        initialization, or of 20 for integer dtypes. Weights of norms are ones."""
         sizes = list(shape)
         if rows is not None:
             sizes[0] = rows.size if isinstance(rows, Span) else sum(span.size for span in rows)

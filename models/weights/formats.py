@@ -1,7 +1,8 @@
-"""Formats of packed weights, by `quant_method` of a `quantization_config`; imports no torch."""
+"""The formats of packed weights, by the `quant_method` in a `quantization_config`. Imports no
+torch."""
 
 from __future__ import annotations
 
 FORMATS: dict[str, str] = {"fp8": "nanoactor.models.weights.fp8:Fp8Format"}
-"""The class that reads each format, as "module:name": a
+"""Class that reads each format, as "module:name". It follows the protocol
 `nanoactor.models.weights.checkpoint.Format`."""

@@ -1,9 +1,10 @@
-"""Block-scaled FP8, as published by Qwen and DeepSeek: e4m3, and a scale for each block.
+"""FP8 weights with block scales, as published by Qwen and DeepSeek: e4m3 numbers, and one scale for
+each block of them.
 
 Source: DeepSeek-V3 Technical Report, arXiv:2412.19437, section 3.3.2. The keys of
 `quantization_config` have the names and meanings of transformers' `FineGrainedFP8Config`. In
-published checkpoints a block has 128 x 128 numbers, and `weight_scale_inv` is the factor by which
-they are multiplied.
+published checkpoints a block has 128 x 128 numbers, which are to be multiplied by the block's
+`weight_scale_inv`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from nanoactor.models.weights.linear import Part, Projection
 
 E4M3 = torch.float8_e4m3fn
 _OUTPUTS_AT_ONCE = 1024
-"""Number of outputs that are unpacked together, to bound the float32 memory."""
+"""Number of outputs that are unpacked at a time, which limits the memory for float32 values."""
 _SUPPORTED_OPTIONS = {
     "quant_method": ("fp8",),
     "activation_scheme": ("dynamic",),
@@ -29,29 +30,29 @@ _SUPPORTED_OPTIONS = {
     "dequantize": (False,),
     "scale_fmt": ("float",),
 }
-"""Supported values of optional keys."""
+"""Supported values of keys other than the block size and the list of excluded modules."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fp8Blocks:
-    """A matrix in e4m3 with block scales, or a stack of such matrices."""
+    """A matrix of e4m3 numbers with block scales, or a stack of such matrices."""
 
     weight: torch.Tensor
     """float8_e4m3fn (outputs, inputs), or (matrices, outputs, inputs)."""
     scales: torch.Tensor
-    """float32 (..., groups, blocks): scale of each group of outputs in each block of inputs."""
+    """Scale of each group of outputs in each block of inputs, float32 (..., groups, blocks)."""
     block: int
     """Number of inputs in a block."""
     offset: int
-    """Number of inputs in the first block that belong to another rank."""
+    """Number of inputs in the first block that belong to another rank and are not stored here."""
     dtype: torch.dtype
-    """Data type of the model."""
+    """Dtype of the model, to which numbers are unpacked."""
     group: int = 1
     """Number of outputs in a group; the last group may have fewer."""
     bias: torch.Tensor | None = None
 
     def dequantize(self) -> torch.Tensor:
-        """Return the matrix in the model's type."""
+        """Return the unpacked matrix in the dtype of the model."""
         unpacked = torch.empty(self.weight.shape, dtype=self.dtype, device=self.weight.device)
         packed, scales = self.weight.flatten(0, -2), self.scales_of_outputs().flatten(0, -2)
         for start in range(0, len(packed), _OUTPUTS_AT_ONCE):
@@ -62,7 +63,8 @@ class Fp8Blocks:
         return unpacked
 
     def scales_of_outputs(self) -> torch.Tensor:
-        """Return the scales of each output, float32 (..., outputs, blocks)."""
+        """Return the scale of each output in each block of inputs, float32 (..., outputs,
+        blocks)."""
         scales = self.scales.repeat_interleave(self.group, -2)
         return scales[..., : self.weight.shape[-2], :]
 
@@ -71,29 +73,31 @@ class Fp8Blocks:
         return dataclasses.replace(self, bias=None)
 
     def empty_stack(self, count: int) -> Fp8Blocks:
-        """Allocate memory for `count` matrices of this shape, without biases."""
+        """Return a stack with uninitialized memory for `count` matrices of this shape, without
+        biases."""
         weight = self.weight.new_empty(count, *self.weight.shape)
         scales = self.scales.new_empty(count, *self.scales.shape)
         return dataclasses.replace(self, weight=weight, scales=scales, bias=None)
 
     def copy_into(self, index: int, matrix: Fp8Blocks) -> None:
-        """Copy a matrix into the stack, at `index`."""
+        """Copy a matrix to position `index` of this stack."""
         self.weight[index].copy_(matrix.weight)
         self.scales[index].copy_(matrix.scales)
 
 
 def iter_experts(weights: Fp8Blocks) -> Iterator[Fp8Blocks]:
-    """Yield each matrix of a stack."""
+    """Yield the matrices of a stack as views."""
     for weight, scales in zip(weights.weight, weights.scales, strict=True):
         yield dataclasses.replace(weights, weight=weight, scales=scales)
 
 
 class Fp8Format:
-    """Reader of FP8 checkpoints with block scales."""
+    """Reader of FP8 checkpoints with block scales; a
+    `nanoactor.models.weights.checkpoint.Format`."""
 
     def __init__(self, quantization: Quantization) -> None:
-        """Check the options. Raises `UnsupportedModel` for unsupported options and `ModelError` for
-        invalid ones."""
+        """Check the options. Raises `UnsupportedModel` if they are not supported, and `ModelError`
+        if they are invalid."""
         raw = quantization.raw
         for key, value in raw.items():
             if key in ("weight_block_size", "modules_to_not_convert") or value is None:
@@ -124,8 +128,11 @@ class Fp8Format:
         self._unquantized_names = tuple(unquantized_names)
 
     def is_quantized(self, projection: Projection) -> bool:
-        """Return True if a projection is quantized. Raises `ModelError` if only some of its parts
-        are quantized, since they are computed as one matrix product."""
+        """Return True if the weights of a projection are in FP8.
+
+        Raises `ModelError` if this is true of only some of its parts, because the parts are
+        computed as one matrix product.
+        """
         quantized_parts = {part.name: not self._is_excluded(part.name) for part in projection.parts}
         if len({*quantized_parts.values()}) > 1:
             excluded = ", ".join(
@@ -144,7 +151,7 @@ class Fp8Format:
         )
 
     def read(self, weights: Weights, projection: Projection) -> Fp8Blocks:
-        """Return this rank's part of a projection. Raises `WeightsError` if tensors do not fit."""
+        """Return this rank's share of a projection. Raises `WeightsError` if tensors do not fit."""
         inputs, columns = projection.inputs, projection.columns or Span(0, projection.inputs)
         first, last = columns.start // self._block_columns, -(-columns.stop // self._block_columns)
         parts, scales, scale_indices, scale_rows = [], [], [], 0
@@ -181,15 +188,18 @@ class Fp8Format:
 
 
 def _output_indices(part: Part, device: torch.device) -> torch.Tensor:
-    """Return the indices of the wanted outputs of a part, as an int64 tensor."""
+    """Return the indices of the requested outputs of a part, int64 (outputs,)."""
     spans = part.rows or (Span(0, part.outputs),)
     return torch.cat([torch.arange(span.start, span.stop, device=device) for span in spans])
 
 
 def _largest_group(rows: torch.Tensor, block_rows: int) -> int:
-    """Return the largest size of groups of consecutive outputs that share their scales:
-    `block_rows`, or `block_rows` halved repeatedly. `rows` holds the index of each output's
-    scales."""
+    """Return the largest size of groups of consecutive outputs such that all outputs of a group
+    have the same scales.
+
+    The size is `block_rows`, or `block_rows` halved repeatedly. `rows` is the index of each
+    output's scales.
+    """
     sizes = (block_rows >> shift for shift in range(block_rows.bit_length()))
     matching = (
         size

@@ -1,4 +1,5 @@
-"""Weights of a projection, in the format of the checkpoint."""
+"""The weights of linear projections and of experts, in a checkpoint's format, and their
+unpacking."""
 
 from __future__ import annotations
 
@@ -16,59 +17,65 @@ log = logging.getLogger("nanoactor.weights")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
-    """Selected outputs of one matrix of a checkpoint."""
+    """Selected outputs (rows) of one matrix in a checkpoint."""
 
     name: str
-    """Name of the matrix's tensor, without the `.weight` suffix."""
+    """Name of the matrix's tensor without the suffix `.weight`."""
     outputs: int
-    """Total number of outputs of the matrix."""
+    """Total number of outputs of the matrix in the checkpoint."""
     rows: tuple[Span, ...] | None = None
-    """Spans of the wanted outputs, in this order; None means all outputs."""
+    """Spans of the requested outputs, in the order of the result; None means all outputs."""
 
     @property
     def size(self) -> int:
-        """Return the number of wanted outputs."""
+        """Number of requested outputs."""
         return self.outputs if self.rows is None else sum(span.size for span in self.rows)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Projection:
-    """Definition of a linear operator, y = x Wᵀ + b, with the outputs of all parts in order."""
+    """Definition of a linear operator, y = x Wᵀ + b, whose outputs are those of all parts, in
+    order."""
 
     parts: tuple[Part, ...]
     inputs: int
-    """Total number of inputs of the matrices."""
+    """Total number of inputs of the matrices in the checkpoint."""
     columns: Span | None = None
     """The inputs to load; None means all inputs."""
     bias: bool = False
-    """True if the checkpoint has biases for all outputs of the parts."""
+    """True if the checkpoint has a bias for each output of the parts."""
 
 
 class LinearWeights(Protocol):
-    """Weights in one of the formats: `Dense`, or one listed in `nanoactor.models.weights.formats`.
-    Devices with an operator for a format use it unchanged; others use the result of
-    `dequantize`."""
+    """The weights of a projection in one format: `Dense`, or a class in
+    `nanoactor.models.weights.formats`.
+
+    A device that has an operator for a format uses the weights unchanged. Other devices unpack them
+    with `dequantize`.
+    """
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """Return the bias, (outputs,), if there is one."""
+        """Bias, (outputs,), or None if there is none."""
 
     def dequantize(self) -> torch.Tensor:
-        """Return the matrix, (outputs, inputs), in the model's type."""
+        """Return the unpacked matrix, (outputs, inputs), in the dtype of the model."""
 
     def without_bias(self) -> LinearWeights:
         """Return the same matrix without its bias."""
 
     def empty_stack(self, count: int) -> Self:
-        """Allocate memory for `count` matrices of this shape, without biases."""
+        """Return a stack with uninitialized memory for `count` matrices of this shape, without
+        biases."""
 
     def copy_into(self, index: int, matrix: Self) -> None:
-        """Copy a matrix into the stack, at `index`."""
+        """Copy a matrix to position `index` of this stack."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Dense:
-    """A matrix in the compute type, or a stack of matrices."""
+    """A matrix that is not packed, or a stack of such matrices, in the dtype in which the model
+    computes."""
 
     weight: torch.Tensor
     """(outputs, inputs), or (matrices, outputs, inputs)."""
@@ -83,27 +90,29 @@ class Dense:
         return Dense(self.weight)
 
     def empty_stack(self, count: int) -> Dense:
-        """Allocate memory for `count` matrices of this shape, without biases."""
+        """Return a stack with uninitialized memory for `count` matrices of this shape, without
+        biases."""
         return Dense(self.weight.new_empty(count, *self.weight.shape))
 
     def copy_into(self, index: int, matrix: Dense) -> None:
-        """Copy a matrix into the stack, at `index`."""
+        """Copy a matrix to position `index` of this stack."""
         self.weight[index].copy_(matrix.weight)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DenseExperts:
-    """The matrices of all experts of a layer, in the compute type."""
+    """The matrices of all experts of a layer, not packed, in the dtype in which the model
+    computes."""
 
     gate_up: torch.Tensor
-    """Gate projections, then up projections, (experts, 2 * inner, hidden)."""
+    """Gate projections followed by up projections, (experts, 2 * inner, hidden)."""
     down: torch.Tensor
     """Down projections, (experts, hidden, inner)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """The matrices of all experts of a layer, in a checkpoint's format; the shapes are those of
+    """The matrices of all experts of a layer, in the checkpoint's format. The shapes are those in
     `DenseExperts`."""
 
     gate_up: LinearWeights
@@ -112,18 +121,23 @@ class ExpertWeights:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Router:
-    """Top-k routing: each token goes to the experts with the highest softmax scores."""
+    """Weights and options of top-k routing, which assigns each token to the experts with the
+    highest softmax scores."""
 
     weight: torch.Tensor
     """Router weights, float32 (experts, hidden)."""
     top_k: int
     """Number of experts chosen for each token."""
     renormalize: bool
-    """True if the weights of a token's experts are scaled to a sum of 1."""
+    """True if the routing weights of a token's experts are scaled to a sum of 1."""
 
 
 def dense_of(weights: LinearWeights, reason: str | None = None) -> Dense:
-    """Unpack a matrix of any format. Log once why it is unpacked: `reason`, or a default."""
+    """Return the unpacked weights of a projection, in any format.
+
+    Log the reason for unpacking, once: `reason`, or by default that the device has no operator for
+    the format.
+    """
     if isinstance(weights, Dense):
         return weights
     _log_once(
@@ -135,7 +149,8 @@ def dense_of(weights: LinearWeights, reason: str | None = None) -> Dense:
 
 
 def dense_experts_of(weights: ExpertWeights, reason: str | None = None) -> DenseExperts:
-    """Unpack the experts' matrices of any format. Log once why: `reason`, or a default."""
+    """Return the unpacked matrices of all experts of a layer. The reason is logged as in
+    `dense_of`."""
     gate_up, down = (dense_of(projection, reason) for projection in (weights.gate_up, weights.down))
     return DenseExperts(gate_up.weight, down.weight)
 

@@ -1,1 +1,2 @@
-"""The actors: thin shells that receive messages, call the pure logic, and send messages."""
+"""The actors: thin shells that receive messages, call the logic of other packages, and send the
+resulting messages."""

@@ -1,4 +1,4 @@
-"""Actor around the block manager."""
+"""The block manager's actor."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ from nanoactor.setup.actors import ActorConfig, RunnerReady, encoder_limits
 _MAX_CHANGES = 4096
 """Maximum number of index changes in one message."""
 _MIN_CHANGES = 64
-"""Minimum number of index changes in one message; fewer are sent only when a sequence ends, when
-the index is cleared, or when the edge has room again."""
+"""Minimum number of index changes in one message. Fewer are sent only when a sequence ends, when
+the index is cleared, or when the outbox has room again."""
 
 
 class BlockManagerActor(Actor):
-    """Turns plans into steps for the runners, and answers the scheduler. Answers are merged while
-    the edge to the scheduler has no room."""
+    """Receives turns from the scheduler, sends steps to the runners, and answers the scheduler.
+    Answers are merged while the outbox to the scheduler has no room."""
 
     def __init__(self, config: ActorConfig) -> None:
         self._config = config
         self._step_at = 0
         self._caches: list[int] = []
-        """By rank: identifier of the KV cache whose contents the manager tracks."""
+        """For each rank, the identifier of the KV cache whose contents the manager tracks."""
         self._manager: BlockManager
 
     def reset(self) -> None:
-        """Keep the manager: if the runners survive, so do the contents of their caches."""
+        """Keep the block manager: if the runners survive a restart, so do the contents of their
+        caches."""
 
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
-        """Create the block manager for the cache that the runners have allocated, or keep the
-        existing one if the cache has not changed."""
+        """Create the block manager for the KV cache that the runners have allocated, or keep the
+        existing one if the runners still have the same cache."""
         super().start(context, ready)
         cache_ids = [
             of_rank.cache for of_rank in ready.values() if isinstance(of_rank, RunnerReady)
@@ -63,15 +64,15 @@ class BlockManagerActor(Actor):
         )
 
     def handlers(self) -> Mapping[type, Handler]:
-        """Handle turns, which arrive in the order of the events that caused them."""
+        """Return the handler of turns, which arrive in the order of the events that caused them."""
         return {Turn: self._on_turn}
 
     def span_names(self) -> Mapping[type, str]:
-        """Name the spans that bind blocks to a step; the step waits for them."""
+        """Return the trace span name for the handling of turns; steps wait for it."""
         return {Turn: "bind"}
 
     def _on_turn(self, turn: Turn) -> None:
-        """Process a turn, and send its step first: a device may be waiting for it."""
+        """Process a turn. Its step is sent first, since a device may be waiting for it."""
         turn = self.context.owned_copy(turn)
         if (step := self._manager.apply_turn(turn)) is not None:
             self._runners.send(step)
@@ -88,7 +89,7 @@ class BlockManagerActor(Actor):
             self._scheduler.send(answer)
 
     def _publish_index(self, at_least: int = 1) -> None:
-        """Publish index changes if there are at least `at_least` of them; they are not urgent."""
+        """Publish index changes if there are at least `at_least` of them; this is not urgent."""
         changes = self._manager.pool.changes
         if changes is None or len(changes) < at_least:
             return
@@ -96,14 +97,15 @@ class BlockManagerActor(Actor):
             self._frontend.send(events)
 
     def on_ready(self, outbox: Any) -> None:
-        """Handle an edge that has room again: send what was merged meanwhile."""
+        """Send what was merged while the outbox had no room."""
         self._send_answer()
         self._publish_index()
 
     def statistics(self) -> dict[str, Any]:
-        """Return the number of available blocks, and counts of cache hits and evictions.
+        """Return the number of available blocks, and counts of cache hits and evictions since the
+        start.
 
-        `hit_tokens` is the number of prompt tokens that did not have to be computed; `step_at` is
+        `hit_tokens` is the number of prompt tokens that did not have to be computed. `step_at` is
         the time at which the latest step was sent, in ns of the monotonic clock.
         """
         manager = self._manager

@@ -1,4 +1,5 @@
-"""Orders to the scheduler: pause planning, clear the prefix index. Sent again after a restart."""
+"""Control orders from the user to the scheduler, which are sent again after a restart: pausing, and
+clearing the prefix index."""
 
 from __future__ import annotations
 
@@ -8,33 +9,34 @@ from nanoactor.messages.orders import ForgetIndex, Pause
 
 
 class EngineControl:
-    """Sends orders to the scheduler at once, or once all processes have restarted."""
+    """Sends control orders to the scheduler. While processes restart, orders are held back."""
 
     def __init__(self) -> None:
         self.is_paused = False
-        """True if no steps are planned, so that requests wait where they are."""
+        """True if planning is paused: no steps are planned, and requests wait where they are."""
         self._forget_number = 0
-        """Number of orders so far to forget the prefix index."""
+        """Number of orders to clear the prefix index so far."""
         self._scheduler: Any = None
 
     def pause(self, paused: bool) -> None:
-        """Pause or resume the planning of steps."""
+        """Pause the planning of steps if `paused` is True; otherwise resume it."""
         self.is_paused = paused
         if self._scheduler is not None:
             self._scheduler.send(Pause(paused))
 
     def forget_index(self) -> None:
-        """Invalidate the prefix cache for later requests."""
+        """Clear the prefix index, so that later requests reuse no earlier results."""
         self._forget_number += 1
         if self._scheduler is not None:
             self._scheduler.send(ForgetIndex(self._forget_number))
 
     def detach(self) -> None:
-        """Hold back orders until all processes have restarted."""
+        """Hold back orders from now on, because processes are restarting."""
         self._scheduler = None
 
     def attach(self, scheduler: Any) -> None:
-        """Send the orders that still apply to a restarted scheduler, before any request."""
+        """Send the orders that are still in force to a restarted scheduler. Call before any request
+        is sent to it."""
         self._scheduler = scheduler
         if self.is_paused:
             scheduler.send(Pause(True))

@@ -1,4 +1,4 @@
-"""Actor around the detokenizer: sends output when the frontend has room, and merges it until
+"""The detokenizer's actor. It sends output when the frontend has room, and merges output until
 then."""
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _dummy_messages = functools.cache(text_messages)
 
 
 class DetokenizerActor(Actor):
-    """Turns tokens into chunks of output for the frontend, and stops sequences at stop strings."""
+    """Receives tokens from the scheduler, sends text to the frontend, and ends sequences whose text
+    contains a stop string."""
 
     def __init__(self, config: ActorConfig) -> None:
         self._directory = config.files.tokenizer_directory
@@ -29,7 +30,7 @@ class DetokenizerActor(Actor):
         self._step_at = 0
 
     def setup(self) -> None:
-        """Load the tokenizer and build its decoding tables."""
+        """Load the tokenizer and build the tables for decoding tokens to text."""
         self._decoders = None
         if self._directory is not None:
             from nanoactor.text.decoding import DecoderFactory
@@ -39,22 +40,22 @@ class DetokenizerActor(Actor):
         self.reset()
 
     def reset(self) -> None:
-        """Reset the state but keep the tables."""
+        """Drop the state of all requests, but keep the decoding tables."""
         self._detokenizer = Detokenizer(self._decoders)
         self._rehearsal_detokenizer = Detokenizer(self._decoders)
 
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
-        """Look up the outgoing edges."""
+        """Look up the outboxes to the other actors."""
         super().start(context, ready)
         self._frontend = context.outbox("frontend")
         self._scheduler = context.outbox("scheduler")
 
     def handlers(self) -> Mapping[type, Handler]:
-        """Handle new requests, and their tokens."""
+        """Return the handlers of new requests and of their tokens."""
         return {Open: self._on_open, Tokens: self._on_tokens}
 
     def span_names(self) -> Mapping[type, str]:
-        """Name the spans that process a step's tokens."""
+        """Return the trace span names for handling new requests and tokens."""
         return {Open: "open", Tokens: "detokenize"}
 
     def _on_open(self, event: Open) -> None:
@@ -67,8 +68,8 @@ class DetokenizerActor(Actor):
         self._report()
 
     def _report(self) -> None:
-        """Send stops to the scheduler and output to the frontend, as far as their edges have
-        room."""
+        """Send ended sequences to the scheduler and output to the frontend, as far as the outboxes
+        have room."""
         stopped = self._detokenizer.stopped
         if stopped and self._scheduler.ready:
             self._scheduler.send(Stop(np.array(stopped, np.int64)))
@@ -76,18 +77,20 @@ class DetokenizerActor(Actor):
         self._flush()
 
     def _flush(self) -> None:
-        # Asking an edge that is not ready requests a callback: ask only if there is output to send.
+        # Calling `ready` on an outbox without room requests a callback, so call it only if there is
+        # output.
         while self._detokenizer.pending and self._frontend.ready:
             chunk = self._detokenizer.pop_delta(self._delta_bytes)
             if chunk is not None:
                 self._frontend.send(chunk)
 
     def on_ready(self, outbox: Any) -> None:
-        """Handle an edge that has room again."""
+        """Send output that waited because the outbox had no room."""
         self._report()
 
     def rehearse(self) -> Iterator[object]:
-        """Process a dummy request with a single token, from its prompt to its text."""
+        """Process a dummy request with one output token, to warm up the CPU caches before a request
+        arrives."""
         for message in _dummy_messages():
             if isinstance(message, Open):
                 self._rehearsal_detokenizer.open(message)
@@ -97,8 +100,9 @@ class DetokenizerActor(Actor):
             yield message
 
     def statistics(self) -> dict[str, Any]:
-        """Return the numbers of requests with decoding state and with pending output, and the time
-        at which the latest step's tokens arrived, in ns of the monotonic clock."""
+        """Return the number of requests with decoding state (`entries`) and with unsent output
+        (`pending`). `step_at` is the time at which the latest tokens arrived, in ns of the
+        monotonic clock."""
         return {
             "entries": self._detokenizer.entries,
             "pending": self._detokenizer.pending,

@@ -1,4 +1,5 @@
-"""The frontend: the request journal, in the user's process and on the user's event loop."""
+"""The frontend actor, which runs in the user's process and on the user's event loop. It keeps the
+journal of all live requests."""
 
 from __future__ import annotations
 
@@ -37,12 +38,13 @@ from nanoactor.text.scores import ReportedRun, reported_runs
 
 log = logging.getLogger("nanoactor.engine")
 
-# If there are several tokenizers, the first one gets no prompts longer than this.
+# If there are several tokenizers, the first one gets no prompts longer than this, in bytes.
 _LONG_PROMPT_BYTES = 64 * 1024
 
 
 class FrontendActor(Actor):
-    """Keeps the request journal. The engine's public API calls this actor, which never blocks."""
+    """Keeps the request journal, submits requests to the other actors, and delivers their output.
+    The engine's public API calls its methods, which never block."""
 
     def __init__(self, config: ActorConfig) -> None:
         self._config, self._files, self._salt = config.engine, config.files, config.salt
@@ -50,12 +52,13 @@ class FrontendActor(Actor):
         self._vocabulary = config.files.config.vocab_size
         self._entries: dict[int, Entry] = {}
         self._by_id: dict[str, Entry] = {}
-        """Entries by request id."""
+        """Entries by request id, for requests that have not ended for their reader."""
         self._waiting_requests: set[int] = set()
         """Uids of sequences that wait for their first token."""
         self._waiting_tokens = self._waiting_media_bytes = 0
         self._untokenized: dict[int, tuple[int, int]] = {}
-        """By uid of each request that no tokenizer has answered: (tokenizer, charge)."""
+        """(index of the tokenizer, charge) of each request that no tokenizer has processed yet, by
+        uid. The charge is the request's size as it counts towards the limits."""
         self._load = [0] * self._config.num_tokenizers
         self._next_uid = 0
         self._is_restarting = False
@@ -63,16 +66,17 @@ class FrontendActor(Actor):
         self._readmission = Readmission(config.engine.max_num_seqs)
         self.control = EngineControl()
         self._num_direct = 0
-        """Number of requests that were admitted without a tokenizer."""
+        """Number of requests admitted without a tokenizer since the start."""
         self._step_at = 0
         self._media = MediaSender(())
         self.index = IndexFeed()
         self._progress: asyncio.Event | None = None
-        """Event that is set, and dropped, when a request stops waiting; None if no caller waits for
-        that."""
+        """Event that is set, and then dropped, when a request stops waiting; None if no caller
+        waits for it."""
 
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
-        """Look up the outgoing edges, and prepare admission for the cache of the runners."""
+        """Look up the outboxes to the other actors, and prepare the admission of requests for the
+        runners' KV cache."""
         super().start(context, ready)
         self._tokenizers = [
             context.outbox(f"tokenizer.{index}") for index in range(self._config.num_tokenizers)
@@ -90,7 +94,7 @@ class FrontendActor(Actor):
 
     def begin_restart(self, deaths: Sequence[Death]) -> int:
         """Hold back new requests while all processes restart. If a request is found to have caused
-        deaths, end it and return the number of these deaths; otherwise return 0."""
+        deaths, end the request and return the number of these deaths; otherwise return 0."""
         if self._is_restarting:  # nothing has run since the last death
             return 0
         self._is_restarting = True
@@ -112,7 +116,8 @@ class FrontendActor(Actor):
         return explained
 
     def _may_run_on(self, entry: Entry, node: str) -> bool:
-        """Return True if a request may have been running on a node when the node died."""
+        """Return True if a request may have been running on a node (a process) when that node
+        died."""
         kind, _, number = node.partition(".")
         if kind == "tokenizer":
             index = int(number)
@@ -122,15 +127,16 @@ class FrontendActor(Actor):
         return kind != "grammar" or bool(entry.submit.spec.grammar)
 
     def reset(self) -> None:
-        """Reset the state but keep the journal."""
+        """Forget which requests are at the tokenizers, but keep the journal."""
         self._untokenized, self._load = {}, [0] * self._config.num_tokenizers
 
     def expects_death(self) -> bool:
-        """Return True if a running request is suspected of crashing a process."""
+        """Return True if a request that may crash a process is running in a trial."""
         return self._readmission.is_trial
 
     def finish_restart(self) -> None:
-        """Send all unfinished requests again, now that all processes have restarted."""
+        """Send all unfinished requests again after all processes have restarted. Held requests
+        fail."""
         self._is_restarting = False
         for entry in self._unique_entries():
             if entry.aborted:
@@ -147,7 +153,8 @@ class FrontendActor(Actor):
         return list({id(entry): entry for entry in self._entries.values()}.values())
 
     def _readmit(self, entries: Sequence[Entry]) -> None:
-        """Send these requests again; a trial ends after `TRIAL_SECONDS` at the latest."""
+        """Send these requests again. If they form a trial, it ends after `TRIAL_SECONDS` at the
+        latest."""
         for entry in entries:
             self._send_again(entry)
         if self._readmission.is_trial:
@@ -155,7 +162,7 @@ class FrontendActor(Actor):
             self.context.call_later(TRIAL_SECONDS, end)
 
     def _send_again(self, entry: Entry) -> None:
-        """Send the unfinished sequences of a request again, to resume after the output that their
+        """Send the unfinished sequences of a request again. They resume after the output that their
         reader has received."""
         for submit in resume_submits(entry):
             # Sequences with output resume at once; requests without output go to the tokenizers.
@@ -170,7 +177,7 @@ class FrontendActor(Actor):
             self._readmit(self._readmission.admit_next(self.context.now()))
 
     def _end_aborted(self, entry: Entry) -> None:
-        """End an aborted request here, as no other process has it any more."""
+        """End an aborted request here, since no other process has it any more."""
         for uid in [uid for uid in entry.uids if self._entries.get(uid) is entry]:
             self._on_terminal(local_terminal(entry, uid, "abort"))
 
@@ -180,7 +187,8 @@ class FrontendActor(Actor):
             self._on_terminal(local_terminal(entry, uid, "failed", LOST))
 
     def handlers(self) -> Mapping[type, Handler]:
-        """Handle output, requests to resend media, and changes of the prefix index."""
+        """Return the handlers of output, of requests to resend media, and of changes of the prefix
+        index."""
         return {
             OutputDelta: self._deliver,
             ResendMedia: self._resend,
@@ -188,7 +196,8 @@ class FrontendActor(Actor):
         }
 
     def span_names(self) -> Mapping[type, str]:
-        """Name the spans that deliver output to readers; they exclude the readers' own time."""
+        """Return the trace span name for delivering output to readers, which excludes the readers'
+        own time."""
         return {OutputDelta: "deliver"}
 
     # -- from the user --------------------------------------------------------------------
@@ -220,20 +229,24 @@ class FrontendActor(Actor):
             )
 
     def announce(self) -> None:
-        """Announce that a request is about to be submitted, so that the other processes wake up
-        while it is checked. If requests are already waiting, these processes are awake or busy."""
+        """Wake the other processes, because a request is about to be submitted. They wake up while
+        the request is checked. If requests are already waiting, those processes are awake or busy,
+        and nothing is done."""
         if not self._waiting_requests:
             self.context.wake_others()
 
     def submit(self, make: Callable[[int], Entry]) -> Entry:
-        """Create a request with the next uid, add it to the journal, and dispatch it.
+        """Create a request with the next uid, add it to the journal, and send it to the other
+        actors. `make` creates the journal entry, given the uid.
 
-        A rejected request uses no uid: the scheduler relies on uids without gaps.
+        Raises `EngineOverloaded` if there is no room. A rejected request uses no uid, because the
+        scheduler relies on uids without gaps.
         """
         return self.submit_all([make])[0]
 
     def submit_all(self, factories: Sequence[Callable[[int], Entry]]) -> list[Entry]:
-        """Submit several requests: all of them, or none if there is no room for all."""
+        """Submit several requests, or none of them if there is no room for all. Each factory
+        creates a journal entry, given its first uid."""
         entries, uid = [], self._next_uid
         for make in factories:
             entries.append(make(uid))
@@ -247,8 +260,8 @@ class FrontendActor(Actor):
     def _send(self, entry: Entry) -> None:
         uid, begin = entry.submit.uid, time.monotonic_ns()
         if not self._is_restarting and not self._readmission.defer(entry):
-            # If requests are waiting, another hop costs nothing, and the tokenizers have more time
-            # than the user's event loop.
+            # If requests are waiting, the detour over a tokenizer costs nothing, and tokenizers
+            # have more time than the user's event loop.
             self._dispatch(entry, entry.submit, direct=not self._waiting_requests)
         self._next_uid = entry.uids.stop
         self._entries |= dict.fromkeys(entry.uids, entry)
@@ -259,8 +272,8 @@ class FrontendActor(Actor):
         self.context.track.add(self._submit_kind, uid, begin, time.monotonic_ns())
 
     def _dispatch(self, entry: Entry, submit: Submit, direct: bool) -> None:
-        """Send a new or resumed request to a tokenizer or, if `direct` and it needs no tokenizer,
-        to the scheduler."""
+        """Send a new or resumed request to a tokenizer, or to the scheduler if `direct` is True and
+        the request needs no tokenizer."""
         admit = self._admission.direct(submit) if direct else None
         if admit is not None:
             self._num_direct += 1
@@ -277,33 +290,35 @@ class FrontendActor(Actor):
         self._untokenized[uid] = (tokenizer, entry.charge)
 
     def _resend(self, event: ResendMedia) -> None:
-        """Resend media that a vision worker has dropped, unless their request has finished."""
+        """Send media again that a vision worker has dropped, unless the request has finished."""
         for uid, item in zip(event.uids.tolist(), event.items.tolist(), strict=True):
             entry = self._entries.get(uid)
             if entry is not None and not self._media.is_sending(uid, item):
                 self._media.send(entry, uid, item, -1)
 
     def on_ready(self, outbox: Any) -> None:
-        """Handle an edge that has room again."""
+        """Continue sending media through an outbox that has room again."""
         self._media.on_ready(outbox)
 
     # -- the queue ------------------------------------------------------------------------
 
     async def wait_for_capacity(self) -> None:
-        """Wait until a waiting request has its first token or has finished; return at once if none
-        is waiting."""
+        """Wait until any waiting request receives its first token or finishes. Return at once if no
+        request is waiting."""
         if self._waiting_requests:
             self._progress = self._progress or asyncio.Event()
             await self._progress.wait()
 
     def _choose_tokenizer(self, size: int) -> int:
-        """Return the index of the least loaded tokenizer. If there are several, the first one gets
-        no long prompts, so that short prompts need not wait for them."""
+        """Return the index of the least loaded tokenizer for a prompt of `size` bytes or tokens. If
+        there are several tokenizers, the first one gets no long prompts, so that short prompts need
+        not wait for long ones."""
         first = 1 if size > _LONG_PROMPT_BYTES and len(self._load) > 1 else 0
         return min(range(first, len(self._load)), key=self._load.__getitem__)
 
     def abort(self, entry: Entry) -> None:
-        """Abort a request; its entry is kept until terminals confirm the abort."""
+        """Abort a request. Its entry is kept until the other actors have confirmed the end of all
+        its sequences."""
         if entry.aborted:
             return
         if not self._is_restarting and self._readmission.remove_deferred(entry):
@@ -321,8 +336,8 @@ class FrontendActor(Actor):
                 self._tokenizers[self._untokenized[uid][0]].send(Abort(uid))
 
     def end_for_reader(self, entry: Entry) -> None:
-        """End an aborted request for its reader now. Its entry is kept, and counts, until the
-        engine has released the request."""
+        """End an aborted request for its reader at once. Its entry is kept, and counts towards the
+        limits, until the engine has released the request."""
         for uid in entry.uids:
             if entry.answer(uid).terminal is None:
                 self._note_end(entry, local_terminal(entry, uid, "abort"))
@@ -333,9 +348,9 @@ class FrontendActor(Actor):
             del self._by_id[entry.request_id]
 
     def resume_held(self, entry: Entry, parents: Sequence[int], tokens: Sequence[int]) -> None:
-        """Resume a paused request. Sequence i becomes a copy of sequence `parents[i]` and continues
-        with `tokens[i]`; if its parent is -1, it ends. Raises the error that ended the request, or
-        `InvalidRequest` if the request cannot resume."""
+        """Resume the paused sequences of a request. Sequence i becomes a copy of sequence
+        `parents[i]` and continues with token id `tokens[i]`; if `parents[i]` is -1, it ends. Raises
+        the error that ended the request, or `InvalidRequest` if the request cannot be resumed."""
         entry.raise_error()
         if self._is_restarting:
             self._fail_lost(entry)
@@ -368,7 +383,7 @@ class FrontendActor(Actor):
             )
 
     def fail_all(self, error: NanoactorError) -> None:
-        """End every unfinished request with an error, because the engine is gone."""
+        """End every unfinished request with `error`, because the engine is gone."""
         for entry in self._unique_entries():
             if not entry.is_over:
                 entry.error = error
@@ -382,12 +397,12 @@ class FrontendActor(Actor):
         self.index.end(error)
 
     def entry_of(self, request_id: str) -> Entry | None:
-        """Return the live request with this id, or None."""
+        """Return the journal entry of the live request with this id; None if there is none."""
         return self._by_id.get(request_id)
 
     @property
     def has_work(self) -> bool:
-        """Return True if there are unfinished requests and the engine is not paused."""
+        """True if there are unfinished requests and the engine is not paused."""
         return bool(self._entries) and not self.control.is_paused
 
     # -- from the detokenizer -------------------------------------------------------------
@@ -438,8 +453,8 @@ class FrontendActor(Actor):
         self._load[tokenizer] -= size
 
     def _unfinished_entry(self, uid: int) -> Entry | None:
-        """Return the entry of a sequence, or None if the sequence has already ended for its reader:
-        the engine may emit output for a while after that."""
+        """Return the entry of a sequence; None if the sequence has already ended for its reader.
+        The engine may still emit output of it for a while."""
         entry = self._entries.get(uid)
         return entry if entry is not None and entry.answer(uid).terminal is None else None
 
@@ -462,7 +477,8 @@ class FrontendActor(Actor):
         entry.wake()
 
     def _leave_queue(self, entry: Entry, uid: int) -> None:
-        """Stop counting a sequence as waiting, and with the request's first sequence its prompt."""
+        """Stop counting a sequence as waiting. With the first sequence of a request, also stop
+        counting its prompt."""
         self._waiting_requests.discard(uid)
         if not entry.has_left_queue:
             entry.has_left_queue = True
@@ -501,11 +517,12 @@ class FrontendActor(Actor):
     def statistics(self) -> dict[str, Any]:
         """Return the sizes of the journal and of its queues.
 
-        `entries` counts unfinished sequences. The `waiting_*` figures cover those without a first
-        token: their number, prompt tokens and media bytes. `kept` counts requests that wait for a
-        trial to end, `untokenized` those that no tokenizer has answered, `direct` those that needed
-        no tokenizer, and `media_sending` the media items in transit. `step_at` is the time of the
-        latest output in ns of the monotonic clock.
+        `entries` is the number of unfinished sequences. `waiting_*` are the number of those without
+        a first token, and their prompt tokens and media bytes. `kept` is the number of requests
+        that wait for a trial to end. `untokenized` is the number of requests that no tokenizer has
+        processed, and `direct` the number of those that needed none. `media_sending` is the number
+        of media items in transit. `step_at` is the time of the latest output, in ns of the
+        monotonic clock.
         """
         return {
             "entries": len(self._entries),

@@ -1,4 +1,5 @@
-"""The grammar actor: turns tokens into masks, and compiles grammars on threads."""
+"""The grammar actor, which computes token masks for constrained sequences and compiles grammars on
+worker threads."""
 
 from __future__ import annotations
 
@@ -25,17 +26,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("nanoactor.grammar")
 
-# Number of latest masks with recorded times.
+# Maximum number of recent masks whose times are recorded.
 _MAX_TIMES = 4096
-# Number of masks that the parser's threads compute at once.
+# Number of masks that the parser's threads compute in one batch.
 _BATCH = 16
-# Maximum length, in characters, of a small grammar; others are compiled on a separate thread.
+# Maximum length of a small grammar, in characters. Longer ones are compiled on a separate thread.
 _SMALL_GRAMMAR = 16 * 1024
 _FAILED = "the grammar could not be parsed; the log has the parser's error"
 
 
 def _make_compiler(config: ActorConfig) -> GrammarCompiler | InvalidRequest:
-    """Return a grammar compiler, or the error that explains why there is none."""
+    """Return a grammar compiler; if it cannot be created, return the error with which grammars are
+    rejected."""
     try:
         with native_calls():
             from nanoactor.grammar.compiling import GrammarCompiler
@@ -51,20 +53,22 @@ def _make_compiler(config: ActorConfig) -> GrammarCompiler | InvalidRequest:
 
 
 class GrammarActor(Actor):
-    """Keeps no irreplaceable state: a sequence's state follows from its grammar and its tokens."""
+    """Opens grammars for constrained sequences, and sends their masks to the runners. All of its
+    state can be rebuilt after a restart from the grammars and tokens of the sequences."""
 
     def __init__(self, config: ActorConfig) -> None:
         self._config = config
         self._book = self._new_book()
-        # Large grammars take long to compile: small ones must not wait for them.
+        # Large grammars take long to compile, and small ones must not wait for them.
         self._small = WorkerThread("compile")
         self._large = WorkerThread("compile large")
         self._compiler: GrammarCompiler | InvalidRequest | None = None
-        """Created by the first thread that needs it; if it is an error, every grammar is rejected
-        with that error."""
+        """Compiler, created by the first thread that needs it. If it is an error, every grammar is
+        rejected with that error."""
         self._compiler_lock = threading.Lock()
         self._has_started_reading = self._is_turn_scheduled = False
-        """True if reading the vocabulary has been started; whether another turn is scheduled."""
+        """True if reading of the vocabulary has begun, and True if another call of `_turn` is
+        scheduled."""
         self._num_masks = 0
         self._mask_times: deque[int] = deque(maxlen=_MAX_TIMES)
         self._num_compiled = 0
@@ -75,13 +79,14 @@ class GrammarActor(Actor):
         return GrammarBook(-(-files.config.vocab_size // 32), files.eos_token_ids)
 
     def reset(self) -> None:
-        """Keep the compiler, with the vocabulary and compiled grammars; forget all sequences."""
+        """Forget all sequences, but keep the compiler with its vocabulary and compiled grammars."""
         before, self._book = self._book, self._new_book()
         self._book.fill, self._book.batch = before.fill, before.batch
         self._is_turn_scheduled = False
 
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
-        """Look up the outgoing edges, and start reading the vocabulary."""
+        """Look up the outboxes to the other actors, and begin to read the vocabulary on a worker
+        thread."""
         super().start(context, ready)
         self._runners = context.outbox("runners")
         self._scheduler = context.outbox("scheduler")
@@ -93,7 +98,7 @@ class GrammarActor(Actor):
             self._small.put(self._read_vocabulary, lambda result: None)
 
     def _read_vocabulary(self) -> None:
-        """Read the vocabulary on a worker thread."""
+        """Create the compiler, which reads the vocabulary. Runs on a worker thread."""
         with self._compiler_lock:
             if self._compiler is None:
                 self._compiler = _make_compiler(self._config)
@@ -101,12 +106,13 @@ class GrammarActor(Actor):
                     self._set_fill(self._compiler.parallel_fill(len(os.sched_getaffinity(0))))
 
     def _set_fill(self, fill: FillMasks | None) -> None:
-        """Compute several masks in parallel with `fill`, if it is available."""
+        """Use `fill` to compute several masks in parallel, unless it is None."""
         if fill is not None:
             self._book.batch, self._book.fill = _BATCH, fill
 
     def handlers(self) -> Mapping[type, Handler]:
-        """Handle the start, progress and end of constrained sequences."""
+        """Return the handlers for the beginning, the tokens and the end of constrained
+        sequences."""
         return {
             OpenGrammar: self._on_open,
             BeginGrammar: self._on_begin,
@@ -115,7 +121,7 @@ class GrammarActor(Actor):
         }
 
     def span_names(self) -> Mapping[type, str]:
-        """Name the spans; other actors wait for the masks."""
+        """Return the trace span names of all handlers; sampling waits for their masks."""
         return {
             OpenGrammar: "open grammar",
             BeginGrammar: "begin grammar",
@@ -149,13 +155,14 @@ class GrammarActor(Actor):
     # -- turns ----------------------------------------------------------------------------
 
     def _turn_unless_scheduled(self) -> None:
-        """Make masks now, unless a turn is already scheduled, which will make them."""
+        """Compute masks now, unless a call of `_turn`, which will compute them, is already
+        scheduled."""
         if not self._is_turn_scheduled:
             self._turn()
 
     def _turn(self) -> None:
-        """Make a bounded number of masks. If more are due, schedule another turn, so that messages
-        are handled in between."""
+        """Compute a bounded number of masks. If more are due, schedule another call, so that
+        messages are handled in between."""
         begin = time.monotonic_ns()
         count = self._book.advance()
         if count:
@@ -169,8 +176,8 @@ class GrammarActor(Actor):
     # -- the threads ----------------------------------------------------------------------
 
     def _compile(self, book: GrammarBook, text: str) -> tuple[SequenceMatcher | MatcherError, int]:
-        """Compile a grammar on a worker thread. The parser releases the GIL meanwhile, so that
-        masks of other sequences are made. Return the matcher, or the error, and the time in ns."""
+        """Compile a grammar on a worker thread. The parser releases the GIL, so masks of other
+        sequences are computed meanwhile. Return (matcher or error, time taken in ns)."""
         begin = time.monotonic_ns()
         found: SequenceMatcher | MatcherError
         try:
@@ -203,8 +210,8 @@ class GrammarActor(Actor):
     # -- the edges ------------------------------------------------------------------------
 
     def _report(self) -> None:
-        """Send masks to the runners, and forced tokens and failures to the scheduler, as far as
-        their edges have room."""
+        """Send masks to the runners, and forced tokens and failures to the scheduler, as far as the
+        outboxes have room."""
         while self._runners.ready:
             if (masks := self._book.pop_masks(MAX_MASKS_PER_MESSAGE)) is None:
                 break
@@ -215,7 +222,7 @@ class GrammarActor(Actor):
             self._scheduler.send(failed)
 
     def on_ready(self, outbox: Any) -> None:
-        """Handle an edge that has room again."""
+        """Send what waited because the outbox had no room."""
         self._report()
 
     def stop(self) -> None:
@@ -227,7 +234,8 @@ class GrammarActor(Actor):
         """Return the number of open sequences, and the counts and times of grammars and masks.
 
         `mask_us_p50` and `mask_us_p99` are percentiles over the latest masks, in microseconds. The
-        time of a turn is divided equally among its masks.
+        time of a batch is divided equally among its masks. `grammar_seconds` is the total time
+        spent on compiling.
         """
         times = sorted(self._mask_times) or [0]
         return {

@@ -1,4 +1,4 @@
-"""Changes of the prefix index, for any number of readers in the user's process."""
+"""Distribution of prefix index changes to any number of readers in the user's process."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from nanoactor.kv.index_events import IndexEvents
 
 
 class IndexFeed:
-    """Sends each reader the whole index first, then its changes, which are merged while the reader
-    is busy."""
+    """Sends each reader the whole index first, and then its changes. Changes are merged while a
+    reader is busy."""
 
     def __init__(self) -> None:
         self._copy = IndexCopy()
@@ -20,7 +20,7 @@ class IndexFeed:
         self._error: NanoactorError | None = None
 
     def forward(self, events: IndexEvents) -> None:
-        """Forward changes from the block manager to all readers."""
+        """Pass on changes from the block manager to all readers."""
         self._copy.apply(events)
         for changes, news in self._readers.items():
             if events.cleared:
@@ -32,14 +32,14 @@ class IndexFeed:
             news.set()
 
     def end(self, error: NanoactorError) -> None:
-        """Raise an error in all readers, because the engine is gone."""
+        """End all readers with `error`, because the engine is gone."""
         self._error = error
         for news in self._readers.values():
             news.set()
 
     async def read(self) -> AsyncGenerator[IndexEvents, None]:
-        """Yield the index and then its changes, until the engine is gone. Raises the error that was
-        passed to `end`."""
+        """Yield the whole index and then its changes. Raises the error passed to `end` once the
+        engine is gone."""
         changes, news = IndexChanges(), asyncio.Event()
         changes.republish(self._copy.contents)
         self._readers[changes] = news

@@ -1,4 +1,4 @@
-"""Transfer of pictures from the journal to the vision workers, in pieces."""
+"""Transfer of pictures and videos from the frontend to the vision workers, in pieces."""
 
 from __future__ import annotations
 
@@ -16,27 +16,29 @@ from nanoactor.vision.media import PIECE_BYTES
 
 
 class MediaSender:
-    """Sends the bytes of pictures as the workers' edges have room for them."""
+    """Sends the bytes of pictures and videos to vision workers, as far as the outboxes have
+    room."""
 
     def __init__(self, workers: Sequence[Outbox]) -> None:
-        """`workers` are the outboxes of the edges to the vision workers."""
+        """`workers` are the outboxes to the vision workers, by worker index."""
         self._workers = workers
         self._sending: dict[int, deque[MediaPiece]] = {}
-        """By worker: the next piece of each item in transit, without its data."""
+        """The next piece of each item in transit, without its data, by worker index."""
         self._data: dict[tuple[int, int], memoryview] = {}
-        """By (uid, item): all bytes of each item in transit."""
+        """All bytes of each item in transit, by (uid, index of the item)."""
 
     def __len__(self) -> int:
-        """Return the number of items in transit."""
+        """Return the number of pictures and videos that are still being sent."""
         return len(self._data)
 
     def is_sending(self, uid: int, item: int) -> bool:
-        """Return True if an item of a request is in transit."""
+        """Return True if this item of a request (a picture or video) is still being sent."""
         return (uid, item) in self._data
 
     def send(self, entry: Entry, uid: int, item: int, tokenizer: int) -> None:
-        """Send a picture to a worker, the same one for all sequences of the request. The worker
-        reports the picture's key and grid to `tokenizer`, or to none if that is -1."""
+        """Queue an item of a request for its vision worker, which is the same for all sequences of
+        the request. The worker reports the item's key and grid to the tokenizer with index
+        `tokenizer`; -1 means to none."""
         media = entry.media[item]
         worker = entry.submit.uid % len(self._workers)
         data = memoryview(media.data).cast("B")
@@ -57,7 +59,7 @@ class MediaSender:
         self._send_pieces(worker)
 
     def on_ready(self, outbox: Any) -> None:
-        """Handle an edge that has room again."""
+        """Continue sending through an outbox that has room again."""
         for worker, own in enumerate(self._workers):
             if own is outbox:
                 self._send_pieces(worker)
@@ -75,6 +77,6 @@ class MediaSender:
                 del self._data[item_id]
 
     def forget(self) -> None:
-        """Cancel all transfers, and drop their data."""
+        """Cancel all transfers and drop their data."""
         self._sending.clear()
         self._data.clear()

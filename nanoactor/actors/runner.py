@@ -1,4 +1,5 @@
-"""The runner actor: prepares step N+1 on the node's event loop while the device computes step N."""
+"""The runner actor, which prepares step N+1 on its node's event loop while the device computes step
+N."""
 
 from __future__ import annotations
 
@@ -31,14 +32,16 @@ if TYPE_CHECKING:
     from nanoactor.runner.protocol import Executor, LaunchedStep, StepResult
 
 DEVICE = "device"
-"""Name of the trace track that shows what the device computes, and when it is idle."""
+"""Name of the trace track that shows when the device is busy and with what."""
 
 _POLL_SECONDS = 0.1
-"""Seconds between checks for a failed device thread during a wait for it."""
+"""Interval, in seconds, at which a thread that waits for a device thread checks whether that thread
+has failed."""
 
 
 class DrainMarker:
-    """Marker that passes through a runner's threads after all launched steps."""
+    """Marker that is queued behind all launched steps and passes through a runner's threads. It
+    shows when these steps are done."""
 
     def __init__(self) -> None:
         self.collected, self.done = threading.Event(), threading.Event()
@@ -46,11 +49,11 @@ class DrainMarker:
 
 
 class RunnerActor(Actor):
-    """One tensor-parallel rank. Only rank 0 reports the tokens that it sampled."""
+    """Actor of one tensor-parallel rank. Only rank 0 reports sampled tokens to the scheduler."""
 
     def __init__(self, config: RankConfig) -> None:
         self._config = config
-        # Whether this rank requests each step from the scheduler.
+        # True if this rank requests each step from the scheduler.
         self._requests_steps = config.rank == 0 and config.engine.plan_lead == "late"
         self._prepared: queue.SimpleQueue[tuple[int, Any] | DrainMarker | None] = (
             queue.SimpleQueue()
@@ -61,7 +64,7 @@ class RunnerActor(Actor):
         self._threads: list[threading.Thread] = []
         self._stopping = self._discards = False
         self._thread_error: BaseException | None = None
-        """The error that ended one of the device's threads."""
+        """The error that ended one of the device threads; None while all are running."""
         self._deadline = StepDeadline()
         self._cache = secrets.randbits(62)
         self._ahead = 0
@@ -70,25 +73,26 @@ class RunnerActor(Actor):
         self._reset_steps()
 
     def _reset_steps(self) -> None:
-        """Reset the state of all steps, pixels and masks."""
+        """Drop the state of all steps, pixels and masks."""
         self._first_token_steps: set[int] = set()
-        """Steps that sample after prompt tokens, perhaps a sequence's first token."""
+        """Numbers of the steps that sample right after prompt tokens, possibly a sequence's first
+        token."""
         self._queued_tokens: deque[int] = deque()
-        """Number of tokens of each step that is queued or running; if the step encodes pictures,
-        the encoder's token budget is included."""
+        """Number of tokens of each step that is queued or running. For a step that encodes
+        pictures, the encoder's token budget is added."""
         self._received = self._completed = 0
         self._requests.reset()
         self._pixels = PixelStore()
         self._ready: list[int] = []
-        """Numbers of the items whose pixels have arrived but are not reported to the scheduler
-        yet."""
+        """Numbers of pixels that have arrived but were not reported to the scheduler yet."""
         self._masks = MaskStore()
         self._masks_ready: tuple[list[int], list[int]] = [], []
-        """Uids and positions of masks that have arrived but are not reported to the scheduler
+        """Uids and positions of masks that have arrived but were not reported to the scheduler
         yet."""
 
     def setup(self) -> RunnerReady:
-        """Load the model; return the size of the KV cache, for all actors."""
+        """Load the model. Return the properties of the runner that all actors need, such as the
+        size of the KV cache."""
         self._executor = self._open_on_thread()
         for tokens, seconds in self._executor.warmed_up:
             self._deadline.note(tokens, seconds)
@@ -106,8 +110,9 @@ class RunnerActor(Actor):
         )
 
     def reset(self) -> RunnerReady:
-        """Keep the model and the KV cache's memory. Return once the device is idle and the executor
-        has dropped the state of all sequences."""
+        """Wait until the device is idle and the executor has dropped the state of all sequences.
+        The model and the memory of the KV cache are kept. Return the same information as
+        `setup`."""
         self._discards = True
         marker = DrainMarker()
         self._prepared.put(marker)
@@ -119,18 +124,19 @@ class RunnerActor(Actor):
         return self._ready_info()
 
     def _wait_for(self, event: threading.Event) -> None:
-        """Wait for an event that a device thread sets. Raises the error that ended such a
-        thread."""
+        """Wait for an event that a device thread sets. Raises the error if a device thread has
+        failed."""
         while not event.wait(_POLL_SECONDS):
             if self._thread_error is not None:
                 raise self._thread_error
 
     def _open_on_thread(self) -> Executor:
-        """Start the device thread, on which the model is loaded and steps are launched.
+        """Start the device thread, which loads the model and launches steps; return the executor.
 
-        OpenMP keeps a thread pool for each thread that computes. With a second pool, created by
-        loading, there would be more threads than cores, and OpenMP would no longer spin between
-        operators: on two cores, a normalization of 64 rows would take 300 us instead of 40.
+        Loading runs on the same thread as the steps, because OpenMP keeps a thread pool for each
+        thread that computes. A second pool would mean more threads than cores, and OpenMP would no
+        longer spin between operators. On two cores, a normalization of 64 rows would then take 300
+        us instead of 40 us.
         """
         from nanoactor.runner.open import open_executor
 
@@ -157,7 +163,7 @@ class RunnerActor(Actor):
         thread.start()
 
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
-        """Create the trace tracks; steps may arrive from now on."""
+        """Create the trace tracks. From now on, steps may arrive."""
         super().start(context, ready)
         self._open_tracks()
 
@@ -168,7 +174,8 @@ class RunnerActor(Actor):
         self._report_kind = self.context.track.kind("report", "step")
 
     def handlers(self) -> Mapping[type, Handler]:
-        """Handle steps, in order, and pixels and masks, which arrive on separate edges."""
+        """Return the handlers of steps, which arrive in order, and of pixels and masks, which
+        arrive independently of steps."""
         return {
             Step: self._on_step,
             Pixels: self._on_pixels,
@@ -179,12 +186,13 @@ class RunnerActor(Actor):
         }
 
     def span_names(self) -> Mapping[type, str]:
-        """Name the spans that prepare a step's inputs and hand them to the device."""
+        """Return the trace span name for preparing a step's inputs and passing them to the
+        device."""
         return {Step: "prepare"}
 
     def _on_step(self, step: Step) -> None:
-        """Prepare a step, perhaps while the previous one is still running, and launch or queue
-        it."""
+        """Prepare a step, possibly while the previous one is still running, and launch it or queue
+        it for the device thread."""
         self._ahead += bool(self._queued_tokens)
         pixels, masks = self._pixels.consume(step, self._units_of), self._masks.pop_masks(step)
         prepared = self._executor.prepare(step, pixels, masks)
@@ -199,14 +207,14 @@ class RunnerActor(Actor):
             self._first_token_steps.add(step.step)
         self.context.allow_sleep()  # from here on, other threads need the GIL
         if len(self._queued_tokens) == 1 and self._executor.allows_any_thread:
-            # All earlier steps are done, so the device thread sleeps and the device is idle:
-            # waking the thread would only add a delay.
+            # All earlier steps are done, so the device is idle and the device thread sleeps. Waking
+            # the thread would only add a delay.
             self._launch_step(self._executor, step.step, prepared)
         else:
             self._prepared.put((step.step, prepared))
 
     def _units_of(self, pixels: NDArray[np.uint8]) -> int:
-        """Return the number of units in which an item with these pixels is encoded."""
+        """Return the number of units in which an item with pixels of this shape is encoded."""
         files, budget = self._config.files, self._config.engine.max_num_batched_tokens
         assert files.images is not None
         assert files.config.vision is not None
@@ -246,12 +254,12 @@ class RunnerActor(Actor):
             self._masks_ready = [], []
 
     def on_ready(self, outbox: Any) -> None:
-        """Handle the scheduler's edge, which has room again."""
+        """Report pixels and masks that waited because the outbox to the scheduler had no room."""
         self._report_ready()
 
     def _launch(self, executor: Executor) -> None:
-        """Run the device thread: launch steps on the device, or compute them if the device is the
-        host."""
+        """Run the device thread, which launches prepared steps on the device, or computes them
+        itself if the device is the CPU."""
         while (prepared := self._prepared.get()) is not None and not self._stopping:
             if isinstance(prepared, DrainMarker):
                 self._drain(executor, prepared)
@@ -271,7 +279,7 @@ class RunnerActor(Actor):
         marker.done.set()
 
     def _launch_step(self, executor: Executor, step: int, inputs: Any) -> bool:
-        """Hand a step to the device; return False if that fails."""
+        """Launch a step on the device. Return False, after reporting the error, if that fails."""
         if not executor.asynchronous:
             self._report_begin(step)
         try:
@@ -286,7 +294,8 @@ class RunnerActor(Actor):
         return True
 
     def _collect(self) -> None:
-        """Run the results thread: wait for each launched step of an asynchronous device."""
+        """Run the results thread of an asynchronous device, which waits for launched steps in
+        order."""
         while (launched := self._launched.get()) is not None and not self._stopping:
             if isinstance(launched, DrainMarker):
                 launched.collected.set()
@@ -300,7 +309,8 @@ class RunnerActor(Actor):
             self.context.call_soon(self._on_begun, step)
 
     def _report_done(self, step: int, launched: LaunchedStep) -> bool:
-        """Wait for a step and report its result; return False if the step has failed."""
+        """Wait for a launched step and report its result. Return False, after reporting the error,
+        if the step has failed."""
         try:
             computed = launched.wait()
         except BaseException as error:
@@ -315,7 +325,7 @@ class RunnerActor(Actor):
         return True
 
     def _on_begun(self, step: int) -> None:
-        """Handle the start of a step: ask for the next one shortly before this one is expected to
+        """React to the start of a step: request the next one shortly before this one is expected to
         end."""
         if (wait := self._requests.delay) > 0:
             self.context.call_later(wait, lambda: self._request_step(step + 1))
@@ -330,7 +340,7 @@ class RunnerActor(Actor):
         begin, seconds = time.monotonic_ns(), (computed.end - computed.begin) * 1e-9
         if self._config.rank == 0:  # the other ranks have sampled the same tokens
             self._send_done(step, computed, seconds)
-        # Report the tokens before the bookkeeping.
+        # Report the tokens before doing the bookkeeping.
         self._trace_device(step, computed)
         tokens = self._queued_tokens.popleft()
         self._completed = step
@@ -352,7 +362,8 @@ class RunnerActor(Actor):
         self.context.outbox("scheduler").send(done)
 
     def _trace_device(self, step: int, computed: StepResult) -> None:
-        """Add trace spans for the device's work, with the times that the device reported."""
+        """Add trace spans for the parts of a step on the device, at the times that the device
+        reported."""
         times = (
             computed.begin,
             computed.encoded or computed.begin,
@@ -369,20 +380,21 @@ class RunnerActor(Actor):
         return not self._queued_tokens
 
     def rehearse(self) -> Iterator[object]:
-        """Prepare a dummy step, unless real steps are queued or running."""
+        """Prepare a dummy step to warm up the CPU caches, unless real steps are queued or
+        running."""
         return self._executor.rehearse() if not self._queued_tokens else iter(())
 
     def progress(self) -> Progress | None:
-        """Return the number of the last finished step, and the seconds that the running step may
-        take; None if no step is queued or running."""
+        """Return (number of the last finished step, time limit of the current step in seconds,
+        whether this process computes it); None if no step is queued or running."""
         if not self._queued_tokens:
             return None
-        # An asynchronous device computes while this process waits, or spins.
+        # While an asynchronous device computes, this process only waits or spins.
         computes_here = not self._executor.asynchronous
         return self._completed, self._deadline.seconds(self._queued_tokens[0]), computes_here
 
     def stop(self) -> None:
-        """Stop the threads once the current step is done."""
+        """Stop the threads once the current step is done; wait at most 1 s for each."""
         self._stopping = True
         self._prepared.put(None)
         self._launched.put(None)
@@ -390,12 +402,14 @@ class RunnerActor(Actor):
             thread.join(timeout=1.0)
 
     def statistics(self) -> dict[str, Any]:
-        """Return counters of steps, pixels and masks, and the device's busy and idle time.
+        """Return counters of steps, pixels and masks, and the device's busy and idle time in
+        seconds.
 
-        `ahead` counts steps that were prepared while the device was busy with an earlier one,
-        `steps_uncaptured` and `steps_too_large` those launched operator by operator. `queued` is
-        the number of steps queued or running, `step_may_take` the time limit of the first of them
-        in seconds, and `step_at` the end of the latest step in ns of the monotonic clock.
+        `ahead` counts the steps that were prepared while the device was busy with an earlier one.
+        `steps_uncaptured` and `steps_too_large` count those launched operator by operator instead
+        of as a graph. `queued` is the number of steps queued or running, and `step_may_take` is the
+        time limit of the first of these, in seconds. `step_at` is the end of the latest step, in ns
+        of the monotonic clock.
         """
         may_take = (self.progress() or (0, 0.0))[1]
         return {

@@ -1,4 +1,4 @@
-"""Actor around the scheduler."""
+"""The scheduler's actor."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from nanoactor.scheduling.rehearsal import Rehearsal
 from nanoactor.scheduling.scheduler import Scheduler
 from nanoactor.setup.actors import ActorConfig, RunnerReady, encoder_limits
 
-# Iterations of the event loop from a plan to the sending of its step.
+# Number of event loop iterations from the planning of a step to the sending of it.
 _HOPS = 4
 LOAD, ENTERS, LEAVES, ENCODES = "load", "enters", "leaves", "encodes"
-"""Names of the trace track that shows when requests are live, and of its spans for requests that
-enter, requests that leave and pictures that are encoded. The spans' field `sent` is the step."""
+"""Name of the trace track that shows when requests are live, and names of its spans: requests that
+enter, requests that leave, and pictures that are encoded. The field `sent` of these spans is the
+step's number."""
 
 
 class SchedulerActor(Actor):
-    """Passes events to the scheduler, and sends the scheduler's messages to their edges."""
+    """Passes events to the `Scheduler`, and sends the resulting messages to the other actors."""
 
     def __init__(self, config: ActorConfig) -> None:
         self._config = config
 
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
-        """Create the scheduler for the cache that the runners have allocated."""
+        """Create a new scheduler for the KV cache that the runners have allocated."""
         super().start(context, ready)
         self._load_track = context.new_track(LOAD)
         self._busy_kind = self._load_track.kind("requests")
@@ -40,19 +41,19 @@ class SchedulerActor(Actor):
         self._busy_since = 0
         self._live_since = self._load_ns = self._step_at = self._tokens_at = 0
         self._mask_clock_runs = False
-        """True if a `MaskClock` tick is pending, by which late masks are detected."""
+        """True if a `MaskClock` timer is running, which detects masks that are overdue."""
         self._hold_clock_runs = False
-        """True if a `HoldClock` tick is pending, by which late callers of held sequences are
-        detected."""
+        """True if a `HoldClock` timer is running, which detects callers that do not continue their
+        held sequences."""
         self._scheduler = Scheduler(_scheduler_config(self._config, RunnerReady.find(ready)))
         self._block_size = RunnerReady.find(ready).block_size
 
     def handlers(self) -> Mapping[type, Handler]:
-        """Handle all events by passing them to the scheduler."""
+        """Return the handlers of all events; every event is passed to the scheduler."""
         return dict.fromkeys(Scheduler.EVENTS, self._handle)
 
     def span_names(self) -> Mapping[type, str]:
-        """Name the spans; the result of a step leads to the next plan."""
+        """Return the trace span names of the events that matter most for latency."""
         return {
             messages.StepDone: "schedule",
             messages.StepWanted: "schedule early",
@@ -80,8 +81,8 @@ class SchedulerActor(Actor):
         self._note_load()
 
     def _link_requests(self, message: Any) -> None:
-        """Record the steps in which requests enter and leave and pictures are encoded, so that
-        traces can follow them."""
+        """Record in the trace the steps in which requests enter or leave and pictures are
+        encoded."""
         if isinstance(message, messages.Turn):
             if (plan := message.plan) is not None:
                 for uid in plan.admissions.uids.tolist():
@@ -98,7 +99,8 @@ class SchedulerActor(Actor):
         self._load_track.add(kind, uid, now, now, step)
 
     def _note_load(self) -> None:
-        """Record the times in which there was work: a device's idle time counts only then."""
+        """Record the periods in which there was work, because only then does a device's idle time
+        count."""
         if self._scheduler.live and not self._busy_since:
             self._busy_since = self._live_since = time.monotonic_ns()
         elif self._busy_since and not self._scheduler.live:
@@ -110,21 +112,22 @@ class SchedulerActor(Actor):
         self._load_ns += now - self._busy_since
 
     def before_trace(self) -> None:
-        """Record the current period of load up to now, if there is one."""
+        """Record the current period of work up to now, if there is one."""
         if self._busy_since:
             now = time.monotonic_ns()
             self._add_load(now)
             self._busy_since = now
 
     def progress(self) -> Progress | None:
-        """Return the number of planned steps if there are sequences but nothing that they wait for
-        is in flight, otherwise None."""
+        """Return (number of planned steps, 0.0) if live sequences wait although nothing is in
+        flight, so that the watchdog notices a stalled scheduler; otherwise None."""
         scheduler = self._scheduler
         return (scheduler.statistics.steps, 0.0) if scheduler.is_stalled else None
 
     def rehearse(self) -> Iterator[object]:
-        """Rehearse the path of a request through a scheduler and a block manager. It starts only
-        after the next step has been planned, because there is too little time before that step."""
+        """Process a dummy request in a copy of the scheduler and the block manager, to warm up the
+        CPU caches. Begins only after the next step has been planned, because too little time is
+        left before it."""
         before = self._scheduler.statistics.steps
         while self._scheduler.statistics.steps == before:
             yield None
@@ -136,11 +139,12 @@ class SchedulerActor(Actor):
         return Rehearsal(self._block_size)
 
     def statistics(self) -> dict[str, Any]:
-        """Return the scheduler's figures, and the seconds in which there was work.
+        """Return the scheduler's figures, and the total time in which there was work, in seconds
+        (`load_seconds`).
 
-        In ns of the monotonic clock, `live_since` is the start of the current work, `step_at` the
-        arrival of the latest step's result, and `tokens_at` the time at which the latest tokens
-        were sent to the detokenizer.
+        `live_since` is the start of the current period of work, `step_at` is the arrival of the
+        latest result, and `tokens_at` is when tokens were last sent to the detokenizer. All three
+        are in ns of the monotonic clock.
         """
         scheduler = self._scheduler
         scheduler.check_idle()
@@ -155,7 +159,7 @@ class SchedulerActor(Actor):
 
 
 def _scheduler_config(config: ActorConfig, cache: RunnerReady) -> SchedulerConfig:
-    """Return the scheduler's limits for the cache that the runners have allocated."""
+    """Return the scheduler's configuration for the KV cache that the runners have allocated."""
     engine = config.engine
     return SchedulerConfig(
         blocks=cache.num_blocks,

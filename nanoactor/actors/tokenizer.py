@@ -1,4 +1,5 @@
-"""The tokenizer actor: turns prompts into token ids and block hashes, or rejects them."""
+"""The tokenizer actor, which converts prompts to token ids and block hashes, or rejects
+requests."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("nanoactor.tokenizer")
 
-# Maximum length of the reason for a rejection; a template's error may quote the prompt.
+# Maximum length of a rejection's reason, in characters; a chat template's error may quote the
+# prompt.
 _MAX_REASON_CHARS = 2000
 _DUMMY_TEXT = (
     "Speak the speech, I pray you, as I pronounced it to you, trippingly on the tongue. " * 8
@@ -45,7 +47,7 @@ _DUMMY_TEXT = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Encoded:
-    """Token ids of a prompt, and of the spellings of its request's bad words."""
+    """Token ids of a request's prompt and, by spelling, of its bad words."""
 
     prompt: Int32
     words: Mapping[str, Sequence[int]]
@@ -60,29 +62,31 @@ def _result_of(work: Callable[[], Encoded]) -> Encoded | Exception:
 
 
 class TokenizerActor(Actor):
-    """Keeps no irreplaceable state: an unanswered request can be sent again."""
+    """Tokenizes submitted requests and sends them to the scheduler. After a restart, requests that
+    it has not answered are sent to it again."""
 
     def __init__(self, config: ActorConfig) -> None:
         self._config = config
         self._requests = 0
         self._tokens = 0
         self._restarts = 0
-        """Number of restarts."""
+        """Number of restarts since the process started."""
         self._templates: RenderQueue | None = None
         self._facts: TemplateFacts | None = None
-        """Facts about the chat template; None if it is broken."""
+        """Properties of the chat template; None if there is no usable template."""
         self._items = ItemCollector()
         self._tags: dict[str, int | None] = {}
-        """Token ids of the tags around free text that were looked up so far; None for a tag that is
+        """Token ids of the tags around free text that have been looked up; None for a tag that is
         not a single token."""
         self._awaiting_items: dict[int, tuple[Submit, Encoded | Exception]] = {}
-        """Requests that wait for the keys and sizes of their pictures."""
+        """Encoded requests that wait for the keys and sizes of their pictures, by uid."""
         self._long_texts = WorkerThread("long texts")
         self._workers: dict[int, int] = {}
-        """By request: the vision worker that has its pictures."""
+        """Index of the vision worker that has each request's pictures, by uid."""
 
     def setup(self) -> None:
-        """Load the tokenizer and the chat template, so that a broken one is detected at startup."""
+        """Load the tokenizer and the chat template at startup, so that broken ones are detected
+        early."""
         directory = self._config.files.tokenizer_directory
         if directory is not None:
             from nanoactor.text.tokenizer import TextEncoder
@@ -103,20 +107,20 @@ class TokenizerActor(Actor):
             log.warning("%s", templates.note)
 
     def reset(self) -> None:
-        """Keep the tokenizer and the template process; forget all requests."""
+        """Forget all requests, but keep the tokenizer and the template process."""
         if self._templates is not None:
             self._templates.cancel_all()
         self._items, self._awaiting_items, self._workers = ItemCollector(), {}, {}
         self._restarts += 1
 
     def _queue_number(self, uid: int) -> int:
-        """Return a request's number in the template queue, unique across restarts: the queue may
-        still have requests from before a restart."""
+        """Return a request's number in the template queue. The number is unique across restarts,
+        because the queue may still contain requests from before a restart."""
         return self._restarts << 48 | uid
 
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
-        """Set up admission and the encoder's limits for the cache that the runners have
-        allocated."""
+        """Prepare the admission of requests and the limits on pictures for the cache that the
+        runners have allocated."""
         super().start(context, ready)
         cache = RunnerReady.find(ready)
         files, salt = self._config.files.fit_to_cache(cache.capacity_tokens), self._config.salt
@@ -125,11 +129,11 @@ class TokenizerActor(Actor):
         self._limits = encoder_limits(self._config, cache)
 
     def handlers(self) -> Mapping[type, Handler]:
-        """Handle requests, aborts, and the keys and sizes of pictures."""
+        """Return the handlers of requests, of aborts, and of the keys and sizes of pictures."""
         return {Submit: self._on_submit, Abort: self._on_abort, ItemsRead: self._on_items_read}
 
     def span_names(self) -> Mapping[type, str]:
-        """Name the spans that process a prompt."""
+        """Return the trace span name for processing a prompt."""
         return {Submit: "tokenize"}
 
     def _on_submit(self, event: Submit) -> None:
@@ -149,7 +153,7 @@ class TokenizerActor(Actor):
         self._templates.render(self._queue_number(event.uid), chat, options, done)
 
     def _check_options(self, options: str) -> None:
-        """Raise `InvalidRequest` if there are options that the template does not read."""
+        """Raise `InvalidRequest` if the chat template does not read some of the options."""
         try:
             decoded = json.loads(options)
         except RecursionError:  # the user's process may have a higher limit
@@ -188,9 +192,9 @@ class TokenizerActor(Actor):
     # -- encoding -------------------------------------------------------------------------
 
     def _encode_text(self, event: Submit, text: str | None) -> None:
-        """Encode a request's prompt, unless it consists of token ids, and its bad words. Short
-        texts are encoded here, and long ones on a thread; if the tokenizer's run time is not
-        bounded, all texts are encoded in a disposable process."""
+        """Encode the prompt and the bad words of a request; a prompt of token ids is used as it is.
+        Short texts are encoded at once, and long ones on a worker thread. If the tokenizer's run
+        time is not bounded, all texts are encoded in a disposable process."""
         own_ids = event.token_ids.copy()
         if text is None and not event.bad_words:  # there may be no tokenizer at all
             self._finish(event, Encoded(own_ids, {}))
@@ -229,8 +233,8 @@ class TokenizerActor(Actor):
             self._finish(event, error)
 
     def _callback(self, event: Submit, convert: Callable[[Any], Encoded]) -> Callable[[Any], None]:
-        """Return a callback for another thread, which passes a result to the event loop, where it
-        is handled."""
+        """Return a callback for another thread, which passes the thread's result to this actor's
+        event loop."""
         own = self.context.owned_copy(event)
 
         def answer(result: Any) -> None:
@@ -240,7 +244,7 @@ class TokenizerActor(Actor):
         return functools.partial(self.context.call_soon, answer)
 
     def _refuse(self, event: Submit, error: Exception | None = None) -> None:
-        """Reject a request because of an error, or because it was aborted if `error` is None."""
+        """Reject a request with `error`, or end it as aborted if `error` is None."""
         self._forget_items(event)
         if error is not None and is_out_of_resources(error):
             error = out_of_resources(error)
@@ -288,10 +292,13 @@ class TokenizerActor(Actor):
         return self._admission.admit(event, spec, tokens, items, free)
 
     def _split_free_text(self, grammar: str) -> tuple[str, FreeText | None]:
-        """Return a grammar without its leading free text, and the tokens that delimit that text. If
-        layers keep states, the grammar is returned unchanged and free text is sampled under masks:
-        to reject the end of free text, a sequence would have to go back to a position that the
-        device has already computed, and its state would include that position twice."""
+        """Return a grammar without its leading free text, and the tokens that delimit that text.
+
+        If layers keep slot states, the grammar is returned unchanged, and free text is sampled
+        under masks. Otherwise, a sequence that rejects the end of free text would return to a
+        position that the device has already computed. Its state would then include that position
+        twice.
+        """
         if not grammar or self._config.files.has_slot_state:
             return grammar, None
         return split_free_text(grammar, self._id_of)
@@ -308,8 +315,8 @@ class TokenizerActor(Actor):
         return self._tags[tag]
 
     def _rules(self, event: Submit, words: Mapping[str, Sequence[int]]) -> TokenRules | None:
-        """Return a request's token rules, with the ids of its bad words, or None if it has none.
-        Raises `InvalidRequest` if the rules leave no choice for the first token."""
+        """Return the token rules of a request, including the ids of its bad words; None if it has
+        no rules. Raises `InvalidRequest` if the rules leave no choice for the first token."""
         if event.spec.rules is None:
             return None
         rules = with_bad_words(event.spec.rules, event.bad_words, words.__getitem__)
@@ -317,8 +324,8 @@ class TokenizerActor(Actor):
         return rules
 
     def _place_items(self, event: Submit, tokens: Int32) -> tuple[Int32, Items | None]:
-        """Return the prompt with one token for each row of its pictures, and the places of the
-        pictures; None instead of the places if there are no pictures."""
+        """Return the prompt with one token for each row of its pictures, and the `Items` message
+        that describes them; None instead of the message if there are no pictures."""
         vision = self._config.files.config.vision
         if vision is None:
             return tokens, None
@@ -337,7 +344,8 @@ class TokenizerActor(Actor):
         return prompt.token_ids, items
 
     def _check_room(self, visual: list[VisualItem], tokens: int) -> None:
-        """Raise `InvalidRequest` if the pictures are too many or too large to be placed."""
+        """Raise `InvalidRequest` if the pictures and videos have too many tokens for the context or
+        the encoder cache. `tokens` is the length of the rest of the prompt."""
         rows, limit = sum(item.tokens for item in visual), self._config.files.max_model_len
         if rows + tokens > 2 * limit:  # otherwise a later error states the whole prompt's length
             raise InvalidRequest(
@@ -358,7 +366,7 @@ class TokenizerActor(Actor):
         return ids
 
     def rehearse(self) -> Iterator[object]:
-        """Tokenize a dummy text, and hash dummy blocks."""
+        """Tokenize a dummy text and hash dummy blocks, to warm up the CPU caches."""
         if self._config.files.tokenizer_directory is not None:
             yield self._encoder.encode_text(_DUMMY_TEXT)
         yield block_hashes(np.zeros(512, np.int32), self._admission.block_size, bytes(16))
@@ -370,8 +378,8 @@ class TokenizerActor(Actor):
             self._templates.close()
 
     def statistics(self) -> dict[str, Any]:
-        """Return the numbers of prompts and of tokens so far, and of requests that wait for
-        pictures (`held`)."""
+        """Return the numbers of prompts and tokens since the start, and the number of requests that
+        wait for pictures (`held`)."""
         return {
             "requests": self._requests,
             "tokens": self._tokens,

@@ -1,4 +1,5 @@
-"""The vision worker actor: computes the keys of pictures at once, and decodes them on request."""
+"""The vision worker actor, which computes the keys of pictures on arrival and decodes them on
+request."""
 
 from __future__ import annotations
 
@@ -36,26 +37,27 @@ T = TypeVar("T")
 _MAX_PER_MESSAGE = 256
 _MAX_REASON_CHARS = 300
 _MAX_DECODE_SECONDS = 120.0
-"""Maximum seconds for decoding a picture, or one frame of a video."""
-# Maximum bytes of undecoded items that a worker keeps; it requests dropped items again.
+"""Time limit, in seconds, for decoding a picture or one frame of a video."""
+# Maximum total size, in bytes, of the undecoded items that a worker keeps. It requests dropped
+# items again when they are needed.
 STORE_BYTES = 256 << 20
 
 
 @dataclasses.dataclass(slots=True)
 class _Arriving:
-    """An item of which some bytes have arrived."""
+    """An item of which only some bytes have arrived."""
 
     data: bytearray
     first: MediaPiece
 
 
 class _Cancelled(Exception):
-    """The item being decoded is no longer wanted."""
+    """Raised if the pixels being decoded are no longer needed."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Counts:
-    """Counts since the start."""
+    """Counts since the actor started."""
 
     items: int = 0
     decoded: int = 0
@@ -63,37 +65,39 @@ class _Counts:
 
 
 class VisionActor(Actor):
-    """Keeps no irreplaceable state: everything that it loses can be sent again."""
+    """Identifies pictures and videos, and decodes them to pixels for the runners. After a restart,
+    everything that was lost is sent to it again."""
 
     def __init__(self, config: ActorConfig) -> None:
         self._config = config
         self._arriving: dict[tuple[int, int], _Arriving] = {}
         self._store = MediaStore(STORE_BYTES)
         self._pixel_requests: dict[int, WantPixels] = {}
-        """By number: requests for pixels that are not fully sent to the runners."""
+        """Requests for pixels that have not been sent completely, by their number."""
         self._waiting: dict[tuple[int, int], list[int]] = {}
-        """By (request, item): numbers of the pixels that wait for the item's bytes."""
+        """Numbers of the pixel requests that wait for an item's bytes, by (uid, index of the
+        item)."""
         self._resends: list[tuple[int, int]] = []
         self._unreported: dict[int, list[tuple[int, int, ReadItem | Unusable]]] = {}
-        """By tokenizer: (request, item, result) of each item to report to it; the result is what
-        the item is or why it cannot be used."""
+        """(uid, index of the item, result) of each item to report, by index of the tokenizer. The
+        result is the item's key and grid, or why it cannot be used."""
         self._failed: list[tuple[int, Unusable]] = []
         self._absent: list[int] = []
-        """Numbers of pixels that will not be sent, which is not reported to the runners yet."""
+        """Numbers of pixels that will not be sent; the runners have yet to be informed."""
         self._sending: deque[tuple[int, NDArray[np.uint8]]] = deque()
         self._sent = 0
-        """Number of bytes already sent of the first entry of `_sending`."""
+        """Number of bytes of the first entry in `_sending` that were already sent."""
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._videos_to_read = 0
-        """Number of videos whose headers the thread has to read."""
+        """Number of videos whose headers the decoding thread has yet to read."""
         self._frames = 0
-        """Number of frames that were examined or that the thread has started to decode."""
+        """Number of frames that were examined or whose decoding has begun."""
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._counts = _Counts()
 
     def setup(self) -> None:
-        """Import Pillow, and start the decoding thread."""
+        """Import Pillow and start the decoding thread."""
         files = self._config.files
         assert files.images is not None
         salt, max_pixels = self._config.salt, self._config.engine.max_image_pixels
@@ -102,7 +106,7 @@ class VisionActor(Actor):
         self._thread.start()
 
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
-        """Look up the outgoing edges."""
+        """Look up the outboxes to the other actors, and create the trace track."""
         super().start(context, ready)
         self._number = int(context.name.rpartition(".")[2])
         self._decode_track = context.new_track("decode")
@@ -114,7 +118,8 @@ class VisionActor(Actor):
         self._runners = context.outbox("runners")
 
     def handlers(self) -> Mapping[type, Handler]:
-        """Handle media bytes, which arrive unrequested, and requests for pixels."""
+        """Return the handlers of media bytes, which arrive unrequested, and of requests for
+        pixels."""
         return {
             MediaPiece: self._on_piece,
             WantPixels: self._on_want,
@@ -122,8 +127,8 @@ class VisionActor(Actor):
         }
 
     def span_names(self) -> Mapping[type, str]:
-        """Name the spans that process media bytes. They are named for computing an item's key,
-        which happens when its last bytes arrive."""
+        """Return the trace span name for media bytes. It refers to computing an item's key, which
+        happens when the last bytes arrive."""
         return {MediaPiece: "name picture"}
 
     # -- media bytes ----------------------------------------------------------------------
@@ -203,7 +208,7 @@ class VisionActor(Actor):
         self._work.put(functools.partial(self._decode_item, number, media))
 
     def _run_thread(self) -> None:
-        """Run the decoding thread. Pillow releases the GIL while it works."""
+        """Run the decoding thread. Pillow releases the GIL while it decodes."""
         while (work := self._work.get()) is not None and not self._stopping:
             work()
 
@@ -224,12 +229,12 @@ class VisionActor(Actor):
         self.context.call_soon(self._on_decoded, number, result)
 
     def _note_header(self) -> None:
-        """Record progress. Called before each frame of a video is examined."""
+        """Record progress for the watchdog. Called before each frame of a video is examined."""
         self._frames += 1
 
     def _note_frame(self, number: int) -> None:
-        """Count a frame to decode. Raises `_Cancelled` if its pixels are no longer wanted; the
-        event loop then informs the runners."""
+        """Count a frame that is about to be decoded. Raises `_Cancelled` if its pixels are no
+        longer needed."""
         if self._stopping or number not in self._pixel_requests:
             raise _Cancelled
         self._frames += 1
@@ -269,11 +274,12 @@ class VisionActor(Actor):
     # -- reports --------------------------------------------------------------------------
 
     def on_ready(self, outbox: Any) -> None:
-        """Handle an edge that has room again."""
+        """Send what waited because the outbox had no room."""
         self._report()
 
     def _report(self) -> None:
-        """Send as much as the edges have room for; the rest waits, and is merged."""
+        """Send reports and pixels as far as the outboxes have room. The rest is merged and sent
+        later."""
         for tokenizer, found in self._unreported.items():
             while found and self._tokenizers[tokenizer].ready:
                 self._tokenizers[tokenizer].send(self._items_read(_pop_batch(found)))
@@ -317,13 +323,13 @@ class VisionActor(Actor):
                 del self._pixel_requests[number]
 
     def progress(self) -> Progress | None:
-        """Return the number of pictures and frames processed so far while there is work, otherwise
-        None; a large picture takes seconds."""
+        """Return (number of pictures and frames processed, time limit for the next one in seconds);
+        None if there is no work."""
         done = self._counts.decoded + self._frames + self._counts.items
         return (done, _MAX_DECODE_SECONDS) if self._pixel_requests or self._videos_to_read else None
 
     def stop(self) -> None:
-        """Stop the thread once the current picture is done."""
+        """Stop the decoding thread after the current picture; wait at most 1 s."""
         self._stopping = True
         self._work.put(None)
         if self._thread is not None:
@@ -332,8 +338,8 @@ class VisionActor(Actor):
     def statistics(self) -> dict[str, Any]:
         """Return counts of items and frames, the seconds spent on decoding, and the bytes kept.
 
-        `wants` is the number of unanswered requests for pixels, `unread` the number of items not
-        reported to a tokenizer yet, and `waiting` the number of items whose bytes or headers are
+        `wants` is the number of unanswered requests for pixels. `unread` is the number of items not
+        reported to a tokenizer yet. `waiting` is the number of items whose bytes or headers are
         still missing.
         """
         return {
@@ -349,14 +355,15 @@ class VisionActor(Actor):
 
 
 def _pop_batch(entries: list[T]) -> list[T]:
-    """Remove and return as many entries as fit in one message, the oldest first."""
+    """Remove and return as many entries as fit into one message, oldest first."""
     batch = entries[:_MAX_PER_MESSAGE]
     del entries[:_MAX_PER_MESSAGE]
     return batch
 
 
 def _unusable(error: Exception) -> Unusable:
-    """Return the reason why a picture cannot be used; no picture may crash the engine."""
+    """Convert an error to the reason why a picture cannot be used. No picture may crash the
+    engine."""
     if isinstance(error, MemoryError):
         return Unusable("there is not enough memory to decode the picture", is_machine_fault=True)
     known = isinstance(error, InvalidRequest)

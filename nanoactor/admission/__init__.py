@@ -1,1 +1,1 @@
-"""Processing of a user's request, up to the message that admits it."""
+"""Checking of users' requests, and building of the messages that submit and admit them."""

@@ -1,4 +1,4 @@
-"""Admission of tokenized requests: checks them, and builds the messages that admit them."""
+"""Admission of tokenized requests: checks, and the messages that admit them to the scheduler."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from nanoactor.messages.vision import Items
 from nanoactor.model_files.files import ModelFiles
 
 DIRECT_TOKENS = 4096
-"""Maximum number of tokens of a request that the frontend admits itself: hashing more would block
-the user's event loop for too long."""
+"""Maximum number of tokens of a request that the frontend admits without the tokenizer process.
+Hashing more would block the user's event loop for too long."""
 _NO_TOKENS = np.empty(0, np.int32)
 
 
 class Admission:
-    """Turns `Submit` messages into `Admit` messages, for one engine."""
+    """Converts `Submit` messages to `Admit` messages, after checking the request. Used by the
+    frontend and the tokenizers."""
 
     def __init__(self, files: ModelFiles, salt: bytes, block_size: int) -> None:
         self._limit, self._vocabulary = files.max_model_len, files.config.vocab_size
@@ -29,8 +30,8 @@ class Admission:
         self._salt, self.block_size = salt, block_size
 
     def direct(self, submit: Submit) -> Admit | None:
-        """Return the `Admit` message of a request that needs no tokenizer, or None if it needs one,
-        even if only to report an error."""
+        """Return the `Admit` message of a request that can skip the tokenizer process; None if it
+        cannot. A request with an error is also sent to the tokenizer, which reports it."""
         tokens, spec = submit.token_ids, submit.spec
         if submit.text is not None or submit.chat is not None or spec.grammar:
             return None
@@ -54,8 +55,8 @@ class Admission:
         items: Items | None = None,
         free: FreeText | None = None,
     ) -> Admit:
-        """Return the `Admit` message of a request with these prompt tokens, which `check` has
-        accepted."""
+        """Return the `Admit` message of a request. `tokens` are its prompt tokens (int32), and
+        `spec` is what `check` returned for them."""
         extras = block_extras(items, self.block_size) if items else {}
         return Admit(
             uid=submit.uid,
@@ -68,8 +69,9 @@ class Admission:
         )
 
     def check(self, tokens: Int32, submit: Submit) -> RequestSpec:
-        """Return the options of a request with these prompt tokens, with `max_tokens` filled in.
-        Raises `InvalidRequest` if the prompt, or the output emitted so far, violates a limit."""
+        """Return the options of a request with these prompt tokens. `max_tokens` is filled in if it
+        is 0, and reduced to what fits if `clamp_max_tokens` is True. Raises `InvalidRequest` if the
+        prompt, or the output emitted so far, violates a limit."""
         limit, stopping = self._limit, submit.spec.stopping
         if not len(tokens):
             raise InvalidRequest("the prompt is empty: it must have at least one token")
@@ -102,8 +104,8 @@ class Admission:
 
 
 def check_length(tokens: int, limit: int, *, pools: bool) -> None:
-    """Raise `InvalidRequest` if a prompt is too long. Unless the request `pools`, there must be
-    room for one output token."""
+    """Raise `InvalidRequest` if a prompt of `tokens` tokens exceeds `limit`. Unless the request
+    pools, there must also be room for one output token."""
     if tokens + (not pools) <= limit:
         return
     max_length = f"{limit}" if pools else f"{limit - 1}, to leave room for one output token"
@@ -114,5 +116,5 @@ def check_length(tokens: int, limit: int, *, pools: bool) -> None:
 
 
 def _resumed_tokens(submit: Submit) -> Int32:
-    """Return the output tokens of a resumed sequence that its reader has already received."""
+    """Return the output tokens after which a request resumes (int32); empty for a new request."""
     return _NO_TOKENS if submit.output is None else submit.output.token_ids

@@ -1,4 +1,4 @@
-"""A running request, with more details than its output iterator gives."""
+"""A running request as its caller sees it: output, prompt, metrics and held sequences."""
 
 from __future__ import annotations
 
@@ -15,26 +15,28 @@ from nanoactor.requests.params import DefaultTokens
 log = logging.getLogger("nanoactor.engine")
 
 _WARNED: list[str] = []
-"""Id of the request for which the warning was logged; at most one."""
+"""Id of the request for which the warning about the default `max_tokens` was logged; empty until
+then."""
 
 
 class RequestOwner(Protocol):
-    """The owner of a request's journal entry: an engine's frontend, or an ingress of several
-    engines."""
+    """The owner of a request's journal entry: the frontend of an engine, or the ingress in front of
+    several engines."""
 
     def abort(self, entry: Entry) -> None:
-        """Abort a request that is no longer read."""
+        """Abort a request whose caller no longer reads its output."""
 
     def resume_held(self, entry: Entry, parents: Sequence[int], tokens: Sequence[int]) -> None:
-        """Resume a request's paused sequences with these parents and tokens."""
+        """Resume the paused sequences of a request; the arguments are those of
+        `Request.resume_held`."""
 
 
 class Request:
-    """A request from `AsyncLLM.submit`: an async iterator of outputs. Close it unless it is read to
-    the end."""
+    """A request returned by `AsyncLLM.submit`: an async iterator of outputs. Unless all outputs are
+    read, `close` must be called."""
 
     def __init__(self, frontend: RequestOwner, entry: Entry, engine: object) -> None:
-        """`engine` is kept alive as long as the request."""
+        """`engine` is only referenced, to keep it alive as long as the request."""
         self._engine = engine
         self._frontend = frontend
         self._entry = entry
@@ -42,39 +44,40 @@ class Request:
 
     @property
     def request_id(self) -> str:
-        """Return the request's id, chosen by the caller or the engine."""
+        """The request's id, chosen by the caller or else by the engine."""
         return self._entry.request_id
 
     @property
     def cached_tokens(self) -> int:
-        """Return the number of prompt tokens found in the prefix cache; 0 until the first sequence
-        has ended."""
+        """Number of prompt tokens found in the prefix cache; 0 until the first sequence has
+        ended."""
         terminal = self._entry.answers[0].terminal
         return terminal.cached_tokens if terminal else 0
 
     @property
     def metrics(self) -> RequestMetrics:
-        """Return the times of the request's events."""
+        """Times of the request's events: arrival, start, first and last token, and end."""
         return self._entry.metrics
 
     def metrics_of(self, index: int) -> RequestMetrics:
-        """Return the times of the events of sequence `index`."""
+        """Return the times of the events of one sequence; `index` counts the request's sequences
+        from 0."""
         return self._entry.answers[index].metrics
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """Return the prompt's token ids; those of a text prompt are known once the request is
-        accepted."""
+        """Token ids of the prompt. For a text prompt, they are available once `accepted` has
+        returned."""
         return self._entry.prompt_token_ids
 
     async def accepted(self) -> None:
-        """Wait until the request is tokenized and queued. Raises the error that rejects it."""
+        """Wait until the request is tokenized and queued. Raises the error if it is rejected."""
         await self._entry.accepted.wait()
         self._entry.raise_error()
 
     async def wait_for_output(self) -> None:
-        """Wait until there is an output to read. Raises the error that ended the request, for
-        example if its grammar cannot be compiled."""
+        """Wait until there is output to read, without reading it. Raises the error that ended the
+        request, for example if its grammar cannot be compiled."""
         await self._entry.wait_for_news()
         self._entry.raise_error()
 
@@ -83,7 +86,7 @@ class Request:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        """Return the next output. Raises the errors of `AsyncLLM.generate`."""
+        """Wait for the next output and return it. Raises the same errors as `AsyncLLM.generate`."""
         if self._is_exhausted:
             raise StopAsyncIteration
         output = await self._entry.next()
@@ -93,7 +96,8 @@ class Request:
         return output
 
     def _warn_if_default_cut(self, output: RequestOutput) -> None:
-        """Log a warning, only once, if an output was cut off by the default of `max_tokens`."""
+        """Log a warning if the default of `max_tokens` cut off an output. Logs only once per
+        process."""
         max_tokens = self._entry.submit.spec.stopping.max_tokens
         was_cut = any(answer.finish_reason == "length" for answer in output.outputs)
         if was_cut and isinstance(max_tokens, DefaultTokens) and not _WARNED:
@@ -106,14 +110,15 @@ class Request:
             )
 
     async def held(self) -> list[Logprobs]:
-        """Wait until all sequences are paused; return the log-probabilities of the likely next
-        tokens of each sequence. Raises the error that ended the request."""
+        """Wait until all sequences are paused. Return, for each sequence, the log-probabilities of
+        its most likely next tokens. Raises the error that ended the request."""
         await self._entry.wait_until_held()
         return [answer.logprobs[-1] for answer in self._entry.answers if answer.logprobs]
 
     async def vector(self) -> Float32:
-        """Wait for the result of a pooling request, as the device returned it. Raises the error
-        that ended the request, or `RequestAborted` if it was aborted."""
+        """Wait for the result of a pooling request and return it as the device computed it
+        (float32). Raises the error that ended the request, or `RequestAborted` if it was
+        aborted."""
         await self._entry.ended.wait()
         self._entry.raise_error()
         if (vector := self._entry.answers[0].vector) is None:
@@ -122,16 +127,17 @@ class Request:
 
     @property
     def vector_so_far(self) -> Float32 | None:
-        """Return the result of a pooling request without waiting; None if it has not arrived."""
+        """The result of a pooling request (float32); None if it has not arrived yet."""
         return self._entry.answers[0].vector
 
     def resume_held(self, parents: Sequence[int], tokens: Sequence[int]) -> None:
-        """Resume the paused sequences. Sequence i becomes a copy of sequence `parents[i]`, which
-        may be itself, and continues with `tokens[i]`; if its parent is -1, it ends. Raises the
-        errors of `held`, and `InvalidRequest` if the request cannot resume."""
+        """Resume the paused sequences of the request. Sequence i becomes a copy of sequence
+        `parents[i]`, possibly itself, and continues with token id `tokens[i]`; if `parents[i]` is
+        -1, it ends. Raises the same errors as `held`, and `InvalidRequest` if the request cannot be
+        resumed."""
         self._frontend.resume_held(self._entry, parents, tokens)
 
     def close(self) -> None:
-        """Abort the request unless it is finished."""
+        """Abort the request unless it has finished."""
         if not self._entry.is_over:
             self._frontend.abort(self._entry)

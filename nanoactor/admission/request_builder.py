@@ -1,4 +1,4 @@
-"""Checks of user requests, and their translation into `Submit` messages."""
+"""Checks of users' requests, and their conversion to `Submit` messages."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ log = logging.getLogger("nanoactor")
 
 _NO_TOKENS = np.empty(0, np.int32)
 _RESUMED_PRIORITY_OFFSET = 2**32
-"""Subtracted from the priority of a request that is resumed from another engine. It exceeds the
-range of priorities, so such requests run before all others."""
+"""Amount subtracted from the priority of a request that resumes from another engine. It exceeds the
+range of priorities, so that such requests run before all others."""
 
 
 def check_request_id(request_id: object) -> None:
@@ -52,16 +52,16 @@ def check_request_id(request_id: object) -> None:
 
 
 def check_uint63(**values: object) -> None:
-    """Raise `InvalidRequest` unless all values are integers from 0 to 2^63 - 1, which can be sent
-    to other processes."""
+    """Raise `InvalidRequest` unless all values are integers from 0 to 2^63 - 1, the range that
+    messages between processes can contain. The argument names are used in the error message."""
     for name, value in values.items():
         if not isinstance(value, int) or not 0 <= value < 2**63:
             raise InvalidRequest(f"{name} must be an integer of at least 0, got {value!r:.100}")
 
 
 def as_held(params: SamplingParams, submit: Submit, media: Sequence[Media]) -> Submit:
-    """Return the request with sequences that pause after each token. Raises `InvalidRequest` if its
-    parameters are incompatible with that."""
+    """Return `submit` changed such that its sequences pause after each token. Raises
+    `InvalidRequest` if its parameters are incompatible with that."""
     if params.logprobs is None or params.max_tokens is None:
         raise InvalidRequest("held answers require logprobs and max_tokens to be set")
     spec = submit.spec
@@ -74,15 +74,15 @@ def as_held(params: SamplingParams, submit: Submit, media: Sequence[Media]) -> S
 
 
 class RequestBuilder:
-    """Builds requests for one engine. Every method raises `InvalidRequest`, with the reason, if its
-    input is invalid.
+    """Builds the `Submit` messages of one engine. All methods raise `InvalidRequest`, with the
+    reason, if their input is invalid.
 
     Checks that need a tokenizer, such as the number of tokens in a text, are left to the tokenizer
     actor.
     """
 
     def __init__(self, config: EngineConfig, files: ModelFiles, seeds: random.Random) -> None:
-        """`seeds` generates the seeds of requests that have none."""
+        """`seeds` generates the seeds of requests that specify none."""
         self._max_logprobs = config.max_logprobs
         self._skip_tokenizer_init = config.skip_tokenizer_init
         self._files = files
@@ -90,8 +90,8 @@ class RequestBuilder:
         self._media = MediaExtractor(config, files, encoder_pages(config, files))
 
     def fit_to_cache(self, tokens: int) -> ModelFiles:
-        """If `max_model_len` is "auto", lower it to `tokens`, the capacity of the KV cache. Return
-        the model files with the resulting `max_model_len`."""
+        """If `max_model_len` is "auto", lower it to `tokens`, the capacity of the KV cache in
+        tokens. Return the model files with the resulting `max_model_len`."""
         files = self._files.fit_to_cache(tokens)
         if files is not self._files:
             log.warning(
@@ -112,9 +112,10 @@ class RequestBuilder:
         media: tuple[Media, ...] | None = None,
         so_far: Any = None,
     ) -> tuple[Submit, tuple[Media, ...]]:
-        """Return the request, with uid 0 until the frontend numbers it, and its media. `media` is
-        what `extract_media` has returned with the prompt, or None if `extract_media` is still to be
-        called; `so_far` is the output emitted so far."""
+        """Return the `Submit` message of a request, whose uid is 0 until the frontend assigns one,
+        and the request's media. `media` is what `extract_media` has returned together with
+        `prompt`; if it is None, `build` calls `extract_media` itself. `so_far` is the output after
+        which the request resumes."""
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"sampling_params must be SamplingParams, got {params!r}")
         if not self._files.generates:
@@ -159,7 +160,8 @@ class RequestBuilder:
     def build_pooled(
         self, prompt: Any, params: Any, priority: Any = 0, *, scores: bool = False
     ) -> Submit:
-        """Return a pooling request, with uid 0: for a score if `scores`, otherwise for a vector."""
+        """Return the `Submit` message of a pooling request, with uid 0. The request is for a score
+        of a text pair if `scores` is True, otherwise for a vector."""
         files = self._files
         pooling = check_pooling(params, files.pooling, files.config.hidden_size)
         if pooling.returns_scores is not scores:
@@ -180,7 +182,8 @@ class RequestBuilder:
         return Submit(0, spec, text, None, "{}", token_ids, keep_last=keep_last)
 
     def _with_output(self, submit: Submit, params: SamplingParams, so_far: Any) -> Submit:
-        """Return the request, changed to resume after `so_far` and to run before new requests."""
+        """Return the request, changed to resume after `so_far` and to run before all new
+        requests."""
         if not isinstance(so_far, OutputSoFar):
             raise InvalidRequest(f"so_far must be OutputSoFar or None, got {so_far!r:.100}")
         if params.n != 1:
@@ -208,22 +211,21 @@ class RequestBuilder:
         return dataclasses.replace(submit, spec=spec, output=output)
 
     def params_or_default(self, params: SamplingParams | None) -> SamplingParams:
-        """Return a request's sampling parameters, or those that the model recommends if they are
-        None."""
+        """Return `params`, or the model's recommended sampling parameters if it is None."""
         return SamplingParams.for_model() if params is None else params
 
     def with_seed(self, params: Any) -> Any:
-        """Return sampling parameters, with a new random seed if they have none. If a request is
-        built later, call this method on its arrival, so that requests get the same seeds in each
-        run."""
+        """Return sampling parameters with a seed, which is generated if `params` has none. If a
+        request is built some time after its arrival, call this on arrival, so that requests get the
+        same seeds in each run."""
         if not isinstance(params, SamplingParams) or params.seed is not None:
             return params
         return dataclasses.replace(params, seed=self._seeds.getrandbits(64))
 
     def extract_media(self, prompt: Any) -> tuple[Any, tuple[Media, ...]]:
-        """Return the prompt without its media, and the media. This reads files, and decodes images
-        that Pillow has not decoded yet: on an event loop, call it in a thread if `needs_opening`
-        returns True."""
+        """Return the prompt without its pictures and videos, and these as a tuple. This reads files
+        and decodes images that Pillow has not decoded yet. If `needs_opening` returns True, do not
+        call it on an event loop but in a thread."""
         if isinstance(prompt, Mapping):
             prompt = dict(prompt)
             given = prompt.pop("multi_modal_data", None)
@@ -234,7 +236,7 @@ class RequestBuilder:
         return prompt, ()
 
     def _keep_last(self, params: SamplingParams, media: tuple[Media, ...]) -> int:
-        """Return the number of prompt tokens to keep, counted from the end; 0 to keep all."""
+        """Return the number of prompt tokens to keep, counted from the end; 0 keeps all of them."""
         requested, limit = params.truncate_prompt_tokens, self._files.max_model_len
         if requested is None:
             return 0
@@ -254,7 +256,8 @@ class RequestBuilder:
     def _read_prompt(
         self, prompt: Any, keep_last: int, *, pools: bool = False
     ) -> tuple[str | None, str | None, Int32]:
-        """Return (text, messages as JSON, token ids), only one of which is set."""
+        """Return (text, messages as JSON, token ids) of a prompt. Only one of them is set: the
+        others are None or an empty array."""
         if isinstance(prompt, Mapping):
             keys = set(prompt)
             if keys == {"prompt_token_ids"}:
@@ -337,7 +340,8 @@ class RequestBuilder:
                 )
 
     def _grammar(self, params: SamplingParams) -> str:
-        """Return the text of the requested `GrammarSpec`; empty if there is none."""
+        """Return the requested grammar as `GrammarSpec` text; empty if the output is
+        unconstrained."""
         constraint = params.structured_outputs
         if constraint is None:
             return ""
@@ -364,7 +368,7 @@ class RequestBuilder:
             params.max_tokens, DefaultTokens
         )
         return Stopping(
-            # 0 means as many as fit; it is replaced once the prompt's length is known.
+            # 0 means as many tokens as fit; it is replaced once the length of the prompt is known.
             max_tokens=params.max_tokens
             or (max(recommended, params.min_tokens) if recommended else 0),
             min_tokens=params.min_tokens,
@@ -408,8 +412,8 @@ def _check_priority(priority: Any) -> int:
 
 
 def _token_rules(params: SamplingParams) -> TokenRules | None:
-    """Return the rules for the logits, or None if there are none. The tokenizer adds the ids of the
-    bad words."""
+    """Return the rules on token ids, without bad words, whose token ids the tokenizer adds; None if
+    there are no rules."""
     biases = params.logit_bias or {}
     if not (biases or params.allowed_token_ids or params.bad_words):
         return None

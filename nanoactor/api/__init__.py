@@ -1,1 +1,1 @@
-"""The public classes of the engine."""
+"""The public classes of the engine: `AsyncLLM`, `LLM` and their shared base classes."""

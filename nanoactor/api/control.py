@@ -1,4 +1,4 @@
-"""The part of `AsyncLLM` that pauses the engine and resets its cache."""
+"""Methods of `AsyncLLM` that pause the engine and reset its prefix cache."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from nanoactor.errors import InvalidRequest, public
 
 
 class ControlCalls(abc.ABC):
-    """An engine that can be paused, as vLLM's `AsyncLLM` can."""
+    """Base class of engines that can be paused. The methods have the names of vLLM's `AsyncLLM`."""
 
     @abc.abstractmethod
     def _require_frontend(self) -> FrontendActor:
-        """Return the frontend. Raises if the engine is not running or cannot be used from here."""
+        """Return the frontend actor, which runs in the caller's process. Raises `EngineClosed`,
+        `EngineDead` or `NotUsableHere` if the engine cannot be used."""
 
     @public
     async def pause_generation(self, *, mode: str = "keep") -> None:
-        """Stop planning steps: all requests, including new ones, wait until `resume_generation`.
-        Steps in flight finish. A second call has no effect.
+        """Stop scheduling: all requests, including new ones, wait until `resume_generation`.
 
-        Raises `InvalidRequest` for any other `mode`; use `abort` to end individual requests.
+        Steps already in flight finish. Pausing a paused engine has no effect. Raises
+        `InvalidRequest` unless `mode` is "keep". To end individual requests, use `abort`.
         """
         if mode != "keep":
             raise InvalidRequest(
@@ -30,7 +31,7 @@ class ControlCalls(abc.ABC):
 
     @public
     async def resume_generation(self) -> None:
-        """Resume planning steps, after `pause_generation`."""
+        """Resume scheduling after `pause_generation`."""
         self._require_frontend().control.pause(False)
 
     @public
@@ -40,7 +41,7 @@ class ControlCalls(abc.ABC):
 
     @public
     async def reset_prefix_cache(self) -> bool:
-        """Invalidate the prefix cache: later requests reuse nothing that was computed before this
-        call or by requests that are running now. Returns True."""
+        """Invalidate the prefix cache: later requests reuse no KV blocks of earlier or running
+        requests. Always returns True."""
         self._require_frontend().control.forget_index()
         return True

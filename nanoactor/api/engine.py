@@ -71,12 +71,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("nanoactor.engine")
 
 Prompt = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
-"""Text, `{"prompt": text}`, `{"prompt_token_ids": [...]}`, or a list of chat messages. A dict may
+"""A text, `{"prompt": text}`, `{"prompt_token_ids": [...]}`, or a list of chat messages. A dict may
 have `"multi_modal_data": {"image": [...]}`; messages may have image content parts."""
 
 
 class AsyncLLM(ControlCalls, PoolingCalls):
-    """An engine that runs in separate processes, used from one event loop.
+    """An engine whose actors run in separate processes. Use it from a single event loop.
 
     Use it in an `async with` statement, or call `start` and `close`:
 
@@ -87,11 +87,11 @@ class AsyncLLM(ControlCalls, PoolingCalls):
 
     @public
     def __init__(self, model: str | EngineConfig, **options: Any) -> None:
-        """Prepare an engine without starting it. `options` are the fields of `EngineConfig`. If the
-        model has no tokenizer.json, its tokenizer is converted, once.
+        """Read the model's configuration, without starting the engine. `options` are fields of
+        `EngineConfig`. If the model has no tokenizer.json, convert its tokenizer once.
 
-        Raises `InvalidConfig` for an unknown or invalid option, `ModelError` if the model's files
-        are missing or malformed.
+        Raises `InvalidConfig` for an unknown or invalid option, and `ModelError` if the model's
+        files are missing or malformed.
         """
         if isinstance(model, EngineConfig):
             if options:
@@ -119,14 +119,15 @@ class AsyncLLM(ControlCalls, PoolingCalls):
         self._requests = RequestBuilder(self.config, self.files, seeds)
         self._beams = BeamSearcher(self.config, self.files)
         self._opening_media: dict[str, asyncio.Future[None]] = {}
-        """Futures, by request id, of the requests whose images are being opened. A future is set
-        when its request is aborted."""
+        """Futures of the requests whose images are being opened, by request id. A future is done
+        once its request is aborted."""
         self._pretrained = LazyTokenizer()
-        self._id_prefix = f"request-{secrets.token_hex(4)}"  # no caller's id can equal one of ours
+        self._id_prefix = f"request-{secrets.token_hex(4)}"  # keeps our ids distinct from callers'
         self._died = asyncio.Event()
         self._started = False
         self._closed = False
-        # The loop and a thread reference the system, which must not keep a dropped engine alive.
+        # The event loop and a thread hold references to the system, which must not keep a dropped
+        # engine alive.
         on_death, engine_ref = weakref.WeakMethod(self._on_death), weakref.ref(self)
         on_cut, on_recovered = weakref.WeakMethod(self._on_cut), weakref.WeakMethod(self._resume)
         check = weakref.WeakMethod(self._before_restart)
@@ -148,7 +149,7 @@ class AsyncLLM(ControlCalls, PoolingCalls):
         return engine_topology(shared, self._rendezvous)
 
     def __del__(self) -> None:
-        """End the processes of an engine that was not closed, with a `ResourceWarning`."""
+        """End the processes of an engine that was not closed, and emit a `ResourceWarning`."""
         system: System | None = self.__dict__.get("_system")
         if system is None or not self._started or self._closed or not system.is_ours:
             return
@@ -165,8 +166,8 @@ class AsyncLLM(ControlCalls, PoolingCalls):
 
     @public
     async def start(self) -> AsyncLLM:
-        """Start all processes, load the model and warm up. The engine is bound to the running event
-        loop."""
+        """Start all processes, load the model and warm up. Afterwards, the engine can be used only
+        in the current event loop."""
         if self._started or self._closed:
             raise EngineClosed("an engine can start only once; create a new one")
         self._started = True
@@ -206,10 +207,10 @@ class AsyncLLM(ControlCalls, PoolingCalls):
 
     @public
     async def close(self) -> None:
-        """End all processes; unfinished requests raise `EngineClosed`.
+        """End all processes. Unfinished requests raise `EngineClosed`.
 
-        May be called from another event loop while the engine's own loop is running. If the
-        engine's loop has ended, there is no reader to notify, and only the processes are ended.
+        May be called from another event loop while the engine's own loop is running. If that loop
+        has ended, no request can be notified, and only the processes are ended.
         """
         self._closed = True
         loop = self._system.running_elsewhere
@@ -245,19 +246,18 @@ class AsyncLLM(ControlCalls, PoolingCalls):
 
     @property
     def recovering(self) -> tuple[str, float] | None:
-        """Return the names of the processes that have died and the monotonic time of death, while
-        the processes are being replaced and requests wait; otherwise None."""
+        """Names of the processes that have died and `time.monotonic()` at their death, while they
+        are being replaced and requests wait. Otherwise None."""
         return self._system.recovering
 
     @property
     def restarts(self) -> tuple[Mapping[str, int], float]:
-        """Return the number of restarts of each process, and the total time of all restarts in
-        seconds."""
+        """Number of restarts by process name, and the total duration of all restarts in seconds."""
         return dict(self._system.restarts), self._system.restart_seconds
 
     @property
     def dead(self) -> EngineDead | None:
-        """Return the error that killed the engine; None if the engine is alive."""
+        """Error that killed the engine; None if the engine is alive."""
         return None if self._system.dead is None else engine_dead(self._system.dead)
 
     async def death(self) -> EngineDead:
@@ -268,7 +268,8 @@ class AsyncLLM(ControlCalls, PoolingCalls):
         return self.dead
 
     def _require_frontend(self) -> FrontendActor:
-        """Return the frontend. Raises if the engine is not running or cannot be used from here."""
+        """Return the frontend actor, which runs in this process. Raises `EngineClosed`,
+        `EngineDead` or `NotUsableHere` if the engine cannot be used."""
         if self._closed or self._frontend is None:
             raise EngineClosed(
                 "the engine was closed" if self._closed else "start the engine first"
@@ -295,21 +296,21 @@ class AsyncLLM(ControlCalls, PoolingCalls):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield outputs as they arrive, in the form that `sampling_params.output_kind` selects.
 
-        Raises `InvalidRequest` immediately for errors that can be detected here. Other errors (a
-        prompt that is too long, say, or anything about images, which are opened on a thread) are
-        raised when the iterator is first awaited, as are `EngineOverloaded`, `EngineDead` and
-        `EngineClosed`. Closing or canceling the iterator aborts the request. Requests with lower
-        values of `priority` run first.
+        Invalid arguments raise `InvalidRequest` immediately. Errors that are found later are raised
+        when the iterator is first awaited: prompts that are too long, invalid images (which are
+        opened on a thread), `EngineOverloaded`, `EngineDead` and `EngineClosed`. Closing or
+        canceling the iterator aborts the request. Requests with lower values of `priority` run
+        first.
 
         `so_far` continues a sequence that another engine with the same model has partly emitted.
-        The result is the same as if that engine had finished the sequence. The prompt and the
-        parameters must be the same, except that the seed is the sequence's own (`derived_seed` for
-        all but the first) and n is 1. Outputs contain only the new part; limits, penalties and
-        offsets count the whole sequence. The request runs before all requests that start here, and
-        a full queue does not reject it.
+        The result is the same as if that engine had finished the sequence. Prompt and parameters
+        must be the same, with two exceptions: n is 1, and the seed is the sequence's own
+        (`derived_seed` for all but the first). Outputs contain only the new part; limits, penalties
+        and offsets count the whole sequence. Continued requests run before all requests that start
+        here, even if the queue is full.
 
         `trace_headers` are the W3C headers `traceparent` and `tracestate` of the caller's span,
-        which becomes the parent of the request's. They have no effect without
+        which becomes the parent of the request's span. They have no effect without
         `otlp_traces_endpoint`.
         """
         origin = origin_of(trace_headers)
@@ -337,7 +338,7 @@ class AsyncLLM(ControlCalls, PoolingCalls):
         *,
         origin: Origin,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Read files and decode images on a thread, then stream as `generate` does."""
+        """Read files and decode images on a thread, and then stream outputs like `generate`."""
         self._check_request_id(self._require_frontend(), request_id)
         opening = asyncio.get_running_loop().create_future()
         if request_id is not None:
@@ -371,11 +372,11 @@ class AsyncLLM(ControlCalls, PoolingCalls):
         so_far: OutputSoFar | None = None,
         trace_headers: Mapping[str, str] | None = None,
     ) -> list[Request]:
-        """Queue several prompts with the same parameters now, either all of them or none. Images
-        are opened in the calling thread. `so_far` and `trace_headers` are as for `generate`.
+        """Queue several prompts with the same parameters immediately: either all of them or none.
 
-        Raises `InvalidRequest` and `EngineOverloaded` immediately. A given seed applies to each
-        prompt.
+        Images are opened in the calling thread. A seed in `sampling_params` applies to each prompt.
+        `so_far` and `trace_headers` have the same meaning as in `generate`. Raises `InvalidRequest`
+        and `EngineOverloaded` immediately.
         """
         frontend, origin = self._require_frontend(), origin_of(trace_headers)
         frontend.announce()
@@ -395,10 +396,12 @@ class AsyncLLM(ControlCalls, PoolingCalls):
         priority: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Request:
-        """Queue a prompt whose sequences pause after each token; see `Request.held`. It counts as
-        one waiting request. This method is the building block for searches on top of the engine.
+        """Queue a prompt whose sequences pause after each token; `Request.held` describes how to
+        resume them.
 
-        `sampling_params` must have `logprobs` and `max_tokens`. Raises as `submit` does.
+        A search algorithm on top of the engine can use this method. The request counts as one
+        waiting request. `sampling_params` must have `logprobs` and `max_tokens`. Raises the same
+        errors as `submit`.
         """
         frontend = self._require_frontend()
         submit, media = self._requests.build(
@@ -420,7 +423,8 @@ class AsyncLLM(ControlCalls, PoolingCalls):
         scores: bool = False,
         trace_headers: Mapping[str, str] | None = None,
     ) -> Request:
-        """Queue a text to be pooled; see `PoolingCalls.submit_pooled`."""
+        """Queue a text for pooling; `PoolingCalls.submit_pooled` describes parameters and
+        errors."""
         frontend, origin = self._require_frontend(), origin_of(trace_headers)
         self._check_request_id(frontend, request_id)
         frontend.announce()
@@ -442,13 +446,13 @@ class AsyncLLM(ControlCalls, PoolingCalls):
         priority: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> BeamSearchOutput:
-        """Return likely continuations of one prompt, best first, using a request with one sequence
-        per beam. docs/sampling.md has the definition and the cost.
+        """Return the likeliest continuations found for a prompt, best first. Each beam is a
+        sequence of one request. docs/sampling.md defines the algorithm and its cost.
 
-        Raises `InvalidRequest` for invalid arguments, for images, and if `max_logprobs` is less
-        than `beam_width` needs; `EngineOverloaded` if the queue is full at the start; `HoldExpired`
-        if the event loop is blocked for `hold_timeout` seconds. Canceling the search leaves nothing
-        in the engine.
+        Raises `InvalidRequest` for invalid arguments, for images, and if `max_logprobs` is too low
+        for `beam_width`. Raises `EngineOverloaded` if the queue is full at the start, and
+        `HoldExpired` if the event loop is blocked for `hold_timeout` seconds. Canceling the search
+        aborts its request.
         """
         return await self._beams.search(self, prompt, params, priority, chat_template_kwargs)
 
@@ -461,7 +465,8 @@ class AsyncLLM(ControlCalls, PoolingCalls):
         request_id: str | None = None,
         so_far: OutputSoFar | None = None,
     ) -> Callable[[int], Entry]:
-        """Check a request; return a function that makes the request's entry from its uid."""
+        """Check a request and return a function that creates its `Entry` from a request number
+        (uid)."""
         params = self._requests.params_or_default(sampling_params)
         built = self._requests.build(prompt, params, priority, chat_template_kwargs, so_far=so_far)
         return entry_maker(built, params, request_id, self._id_prefix, so_far is not None)
@@ -500,11 +505,11 @@ class AsyncLLM(ControlCalls, PoolingCalls):
 
     @public
     async def abort(self, request_id: str) -> None:
-        """Abort a request; unknown ids are ignored.
+        """Abort a request. Unknown ids are ignored.
 
-        The request's iterator immediately yields a last output with finish_reason "abort", whatever
-        the engine is doing. The engine releases the request within one more step than may be in
-        flight.
+        The request's iterator immediately yields a last output with finish_reason "abort". The
+        engine releases the request's resources a few steps later, at most one step more than may be
+        in flight.
         """
         check_request_id(request_id)
         frontend = self._require_frontend()
@@ -518,14 +523,17 @@ class AsyncLLM(ControlCalls, PoolingCalls):
 
     @public
     async def wait_for_capacity(self) -> None:
-        """After `EngineOverloaded`, wait until the queue may accept another request."""
+        """Wait until the queue may accept another request. Call this after `EngineOverloaded`."""
         await self._require_frontend().wait_for_capacity()
 
     @public
     def index_events(self) -> AsyncGenerator[IndexEvents, None]:
-        """Yield the prefix index, as hashes of full KV blocks keyed by `prefix_salt`: first the
-        whole index, then changes, which are slightly delayed and are merged while unread. Raises
-        `InvalidRequest` without `prefix_salt`, `EngineDead` and `EngineClosed`.
+        """Yield the contents of the prefix index as hashes of full KV blocks, keyed by
+        `prefix_salt`.
+
+        The first item has the whole index, later ones the changes since the previous item. Changes
+        arrive slightly delayed and are merged until they are read. Raises `InvalidRequest` without
+        `prefix_salt`, `EngineDead` and `EngineClosed`.
         """
         if self.config.prefix_salt is None:
             raise InvalidRequest("index_events requires an engine whose prefix_salt is set")
@@ -533,23 +541,26 @@ class AsyncLLM(ControlCalls, PoolingCalls):
 
     @public
     async def statistics(self) -> dict[str, dict[str, Any]]:
-        """Return the statistics of every actor, its mailbox and its edges."""
+        """Return statistics by actor name, including those of the actor's mailbox and edges."""
         self._require_frontend()
         return await self._system.statistics()
 
     @public
     async def activity(self, begin: int, width: int, bins: int) -> dict[str, NDArray[np.float32]]:
-        """Return, by track, the fraction of time that actors and devices were busy in each of
-        `bins` intervals of `width` ns from `begin` (ns on the monotonic clock). Unfinished spans
-        are left out."""
+        """Return the fraction of time, from 0 to 1, that each actor and device was busy, by track
+        name.
+
+        The array has `bins` elements, one for each interval of `width` ns from `begin` (ns on the
+        monotonic clock). Unfinished spans are left out.
+        """
         check_uint63(begin=begin, width=width, bins=bins)
         self._require_frontend()
         return await self._system.activity(begin, width, bins)
 
     @public
     async def trace(self, since: int = 0) -> Trace:
-        """Return a trace of all actors from `since` (ns on the monotonic clock), limited to the
-        last few seconds that the actors have kept."""
+        """Return a trace of all actors from `since` (ns on the monotonic clock). Actors keep only
+        the last few seconds."""
         check_uint63(since=since)
         self._require_frontend()
         nodes = await self._system.trace(since)
@@ -561,9 +572,9 @@ class AsyncLLM(ControlCalls, PoolingCalls):
     async def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the model's tokenizer as transformers loads it, the same object each time.
 
-        The engine need not be running. The first call imports transformers into this process, which
-        imports torch if that is installed; this takes some seconds, on another thread. Raises
-        `InvalidRequest` if the engine has no tokenizer (skip_tokenizer_init), `ModelError` if
+        The engine need not be running. The first call takes some seconds on another thread: it
+        imports transformers into this process, and torch if that is installed. Raises
+        `InvalidRequest` if the engine has no tokenizer (skip_tokenizer_init), and `ModelError` if
         transformers cannot load it.
         """
         if self.config.skip_tokenizer_init:
@@ -573,12 +584,12 @@ class AsyncLLM(ControlCalls, PoolingCalls):
 
     @property
     def pids(self) -> dict[str, int]:
-        """Return the process ids of the engine's processes, by name."""
+        """Process ids of the engine's processes, by process name."""
         return self._system.pids
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return the properties of the engine that the runner has reported, such as the dtype and
-        the number and size of KV blocks."""
+        """Properties that the runner reported at startup, such as the dtype and the number and size
+        of KV blocks. Empty before startup."""
         ready = self._system.ready
         return dataclasses.asdict(RunnerReady.find(ready)) if "runner.0" in ready else {}

@@ -32,11 +32,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 P = TypeVar("P", EmbeddingRequestOutput, ScoringRequestOutput)
 _MAX_CONCURRENT_TEXTS = 4096
-"""Maximum number of texts that are pooled at once."""
+"""Maximum number of texts in flight in one call of `embed` or `score`."""
 
 
 class LLM:
-    """A blocking interface with its own event loop thread; it also works inside a running loop.
+    """A blocking interface to the engine, which runs its own event loop on a thread. It can also be
+    used while another event loop is running, as in notebooks.
 
     Use it in a `with` statement, or call `close`:
 
@@ -65,7 +66,7 @@ class LLM:
             raise
 
     def __del__(self) -> None:
-        """If the engine was not closed, end its processes and emit a `ResourceWarning`."""
+        """End the processes of an engine that was not closed, and emit a `ResourceWarning`."""
         if self.__dict__.get("_closed") is not False or sys.is_finalizing():
             return
         if os.getpid() != self._pid:
@@ -106,7 +107,7 @@ class LLM:
             raise EngineClosed("the engine was closed")
 
     def __enter__(self) -> LLM:
-        """Return the engine, which has already been started."""
+        """Return the engine. The constructor has already started it."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -115,7 +116,7 @@ class LLM:
 
     @public
     def close(self) -> None:
-        """End all processes. Concurrent calls wait until the processes have ended."""
+        """End all processes. Every caller waits until they have ended."""
         if os.getpid() != self._pid:
             return
         with self._closing:
@@ -126,7 +127,7 @@ class LLM:
                 self._thread.join()
 
     async def _close_and_cancel(self) -> None:
-        """Close the engine, then cancel the calls that are still running and wait for them."""
+        """Close the engine, and then cancel calls that are still running and wait for them."""
         await self._llm.close()
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
@@ -140,11 +141,11 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Return the completed outputs in the order of the prompts.
+        """Return the finished outputs in the order of the prompts.
 
-        A prompt is a text, or a dict with `prompt` or `prompt_token_ids`. `sampling_params` are one
-        set for all prompts, or a list with one set for each. The first invalid request raises its
-        error and ends the others. For conversations, see `chat`.
+        A prompt is a text, or a dict with `prompt` or `prompt_token_ids`. For conversations, use
+        `chat`. `sampling_params` is one object for all prompts, or a list with one for each prompt.
+        The first invalid request raises its error and aborts the others.
         """
         prompt_list = _as_list(prompts, "prompts", "a string, a dict, or a list of them")
         return self._call(self._generate(prompt_list, sampling_params, use_tqdm, None))
@@ -161,9 +162,10 @@ class LLM:
         continue_final_message: bool | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[RequestOutput]:
-        """Return the outputs for one conversation (a list of messages) or for several.
+        """Return the outputs for one conversation (a list of messages) or for several, in order.
 
-        The last three parameters are passed to the template; `chat_template_kwargs` overrides them.
+        `add_generation_prompt`, `continue_final_message` and `tools` are passed to the chat
+        template. Values in `chat_template_kwargs` override them.
         """
         prompt_list = _as_list(messages, "messages", "a list of messages, or a list of such lists")
         if prompt_list and isinstance(prompt_list[0], Mapping):
@@ -187,12 +189,12 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Return the completed outputs of requests with images and videos, in the order of the
+        """Return the finished outputs of requests with images and videos, in the order of the
         requests.
 
-        A request is `{"text": ..., "images": [...], "videos": [...]}`, with a placeholder in the
-        text for each image and video, or `{"messages": [...]}`, with images and videos in content
-        parts. Raises `InvalidRequest`.
+        A request is either `{"text": ..., "images": [...], "videos": [...]}`, with a placeholder in
+        the text for each image and video, or `{"messages": [...]}`, with images and videos as
+        content parts. Raises `InvalidRequest` for any other form.
         """
         prompt_list = _as_list(requests, "requests", "a list of dicts")
         prompts = [_multimodal(request) for request in prompt_list]
@@ -207,10 +209,10 @@ class LLM:
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """Return likely continuations of each prompt; see `AsyncLLM.beam_search`.
+        """Return the likeliest continuations found for each prompt, as `AsyncLLM.beam_search` does.
 
-        Runs all prompts at once, or at most `concurrency_limit` of them. The first invalid prompt
-        raises its error and ends the others.
+        At most `concurrency_limit` searches run at once; None sets no limit. The first invalid
+        prompt raises its error and ends the other searches.
         """
         prompt_list = _as_list(prompts, "prompts", "a string, a dict, or a list of them")
         limit = concurrency_limit
@@ -227,9 +229,9 @@ class LLM:
         pooling_params: PoolingParams | None = None,
         use_tqdm: bool = True,
     ) -> list[EmbeddingRequestOutput]:
-        """Return the vectors of one or more texts, in order; see `AsyncLLM.embed`.
+        """Return the embedding vectors of one or more texts, in order, as `AsyncLLM.embed` does.
 
-        The first invalid text raises its error and ends the others.
+        The first invalid text raises its error and aborts the others.
         """
         prompt_list = _as_list(prompts, "prompts", "a string, a dict, or a list of them")
         calls = (functools.partial(self._llm.embed, one, pooling_params) for one in prompt_list)
@@ -245,8 +247,8 @@ class LLM:
         pooling_params: PoolingParams | None = None,
         use_tqdm: bool = True,
     ) -> list[ScoringRequestOutput]:
-        """Score how well documents match queries; see `AsyncLLM.score`. `queries` is one query per
-        document, or one for all documents."""
+        """Score how well documents match queries, as `AsyncLLM.score` does. `queries` is one query
+        for all documents, or one for each."""
         query_list = _as_list(queries, "queries", "a text, or a list of them")
         document_list = _as_list(documents, "documents", "a text, or a list of them")
         if len(query_list) == 1:
@@ -267,12 +269,13 @@ class LLM:
 
     @public
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return parameters with the model's recommended values, the default for requests."""
+        """Return the default sampling parameters of requests: the values that the model
+        recommends."""
         return SamplingParams.for_model()
 
     @public
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Return the model's tokenizer as transformers loads it; see `AsyncLLM.get_tokenizer`."""
+        """Return the model's tokenizer as transformers loads it, the same object each time."""
         return self._call(self._llm.get_tokenizer())
 
     async def _generate(
@@ -341,7 +344,8 @@ class LLM:
             progress.close()
 
     async def _retry_while_full(self, make: Callable[[], Awaitable[T]]) -> T:
-        """Run a request, waiting while the queue is full: a batch may be larger than the queue."""
+        """Run a request. If the queue is full, wait and try again, because a batch may be larger
+        than the queue."""
         while True:
             try:
                 return await make()
@@ -355,7 +359,8 @@ class LLM:
         progress: Progress,
         template: Mapping[str, Any] | None,
     ) -> RequestOutput:
-        """Return the last output of a request, and count its tokens as they arrive."""
+        """Run a request to its end and return its last output. Report tokens to `progress` as they
+        arrive."""
         counted = 0
         final: RequestOutput | None = None
         stream = self._llm.generate(
@@ -378,8 +383,8 @@ def _is_sequence(value: object) -> bool:
 
 
 def _as_list(given: Any, name: str, what: str) -> list[Any]:
-    """Return `given` as a list, even if it is a single item. Raises `InvalidRequest` for other
-    types."""
+    """Return a sequence as a list, and a single item as a list of one. Raises `InvalidRequest` for
+    other types. `what` describes the allowed types in the error."""
     if isinstance(given, str | Mapping):
         return [given]
     if isinstance(given, bytes) or not _is_sequence(given):
@@ -388,7 +393,7 @@ def _as_list(given: Any, name: str, what: str) -> list[Any]:
 
 
 def _multimodal(request: Mapping[str, Any]) -> Any:
-    """Convert a request of `generate_multimodal` to a prompt."""
+    """Convert a request of `generate_multimodal` to a prompt of `generate`."""
     keys = set(request) if isinstance(request, Mapping) else set()
     if keys == {"messages"}:
         return request["messages"]

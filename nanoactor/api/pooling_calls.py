@@ -1,4 +1,4 @@
-"""Methods that return vectors and scores, for one engine or several."""
+"""Methods that return embedding vectors and scores, shared by single engines and fleets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DEFAULT = PoolingParams()
 
 
 class PoolingCalls(abc.ABC):
-    """An engine that returns vectors and scores."""
+    """Base class of engines, and fleets of engines, that return embedding vectors and scores."""
 
     files: ModelFiles
 
@@ -43,7 +43,8 @@ class PoolingCalls(abc.ABC):
         scores: bool = False,
         trace_headers: Mapping[str, str] | None = None,
     ) -> Request:
-        """Queue a text to be pooled, or, with `scores`, to be scored; see `Request.vector`.
+        """Queue a text for pooling: an embedding vector is computed, or, with `scores`, the logits
+        of a reranker. `Request.vector` returns the result.
         `trace_headers` are as for `AsyncLLM.generate`.
 
         Raises `InvalidRequest` and `EngineOverloaded` immediately.
@@ -59,10 +60,10 @@ class PoolingCalls(abc.ABC):
         priority: int = 0,
         trace_headers: Mapping[str, str] | None = None,
     ) -> EmbeddingRequestOutput:
-        """Return the vector of a text, or of `{"prompt_token_ids": [...]}`.
+        """Return the embedding vector of a text, or of `{"prompt_token_ids": [...]}`.
 
-        Raises `InvalidRequest` for a model that returns no vectors, `RequestAborted` after `abort`,
-        and otherwise the errors of `AsyncLLM.generate`. Canceling the call aborts the request.
+        Raises `InvalidRequest` if the model returns no vectors, `RequestAborted` after `abort`, and
+        the errors of `AsyncLLM.generate`. Canceling the call aborts the request.
         """
         params = _DEFAULT if pooling_params is None else pooling_params
         request = self.submit_pooled(
@@ -93,9 +94,12 @@ class PoolingCalls(abc.ABC):
         priority: int = 0,
         trace_headers: Mapping[str, str] | None = None,
     ) -> ScoringRequestOutput:
-        """Score how well a document matches a query. A reranker judges the pair, using
-        `instruction`, if given, instead of its default one. For embedding models, the score is the
-        cosine of the two vectors. Raises the errors of `embed`."""
+        """Score how well a document matches a query.
+
+        A reranker returns the probability of a match. `instruction` replaces the reranker's default
+        instruction. For embedding models, the score is the cosine of the two vectors, and
+        `instruction` is rejected. Raises the errors of `embed`.
+        """
         for name, value in (("query", query), ("document", document), ("instruction", instruction)):
             if not isinstance(value, str) and (name != "instruction" or value is not None):
                 raise InvalidRequest(f"{name} must be a string, got {value!r:.100}")

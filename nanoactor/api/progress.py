@@ -1,4 +1,4 @@
-"""A progress bar for requests that shows prompt and output tokens per second."""
+"""A progress bar that counts requests and shows prompt and output tokens per second."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Progress:
-    """The progress bar of one call; does nothing unless enabled."""
+    """The progress bar of one call. If it is disabled, all methods do nothing."""
 
     def __init__(self, requests: int, enabled: bool) -> None:
         self._bar: Any = None
@@ -19,7 +19,7 @@ class Progress:
             self._bar = tqdm(total=requests, desc="Requests", unit="req", dynamic_ncols=True)
 
     def add_tokens(self, prompt: int, output: int) -> None:
-        """Add prompt and output tokens to the counts."""
+        """Add newly processed prompt tokens and output tokens to the counts."""
         self._prompt += prompt
         self._output += output
         if self._bar is not None:
@@ -31,11 +31,11 @@ class Progress:
             )
 
     def count_finished(self) -> None:
-        """Count a request as finished."""
+        """Count one more request as finished."""
         if self._bar is not None:
             self._bar.update(1)
 
     def close(self) -> None:
-        """Close the bar, leaving it on the screen as it is."""
+        """Close the bar. It stays on the screen."""
         if self._bar is not None:
             self._bar.close()

@@ -1,4 +1,4 @@
-"""The version, with the commit of a checkout."""
+"""The version of the package, including the commit of a git checkout."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _SHORT_HASH_DIGITS = 9
 
 
 def version() -> str:
-    """Return the release, for instance "0.2.0"; in a git checkout "0.2.0+g" and the first digits of
-    the commit follow. Changes that are not committed do not show."""
+    """Return the release, for instance "0.2.0". In a git checkout, "+g" and the first digits of the
+    commit's hash follow. Uncommitted changes are not shown."""
     commit = commit_of(Path(__file__).resolve().parents[2])
     return f"{RELEASE}+g{commit[:_SHORT_HASH_DIGITS]}" if commit else RELEASE
 
 
 def commit_of(folder: Path) -> str | None:
-    """Return the hash of the commit that is checked out in this folder, or None if it is not the
-    root of a git checkout. Only files are read; git need not be installed."""
+    """Return the hash of the commit that is checked out in `folder`, or None if it is not the root
+    of a git checkout. Reads files only, so git need not be installed."""
     try:
         root = _git_folder(folder / ".git")
         head = (root / "HEAD").read_text().strip()
@@ -32,16 +32,17 @@ def commit_of(folder: Path) -> str | None:
 
 
 def _git_folder(path: Path) -> Path:
-    """Return the folder of a checkout's HEAD: `.git` itself or, in a worktree, the folder that the
-    file `.git` names."""
+    """Return the folder that contains HEAD: `.git` itself or, in a worktree, the folder named in
+    the file `.git`."""
     if path.is_dir():
         return path
     return path.parent / path.read_text().strip().removeprefix("gitdir: ")
 
 
 def _resolve(root: Path, name: str) -> str | None:
-    """Return the hash of a reference, which has a file of its own or a line in `packed-refs`. Those
-    of a worktree are in the folder that `commondir` names."""
+    """Return the hash of a git reference, or None if it does not exist. References have their own
+    file or a line in `packed-refs`. In a worktree, they are in the folder that `commondir`
+    names."""
     commondir = root / "commondir"
     for folder in (root, root / commondir.read_text().strip() if commondir.exists() else root):
         if (folder / name).is_file():

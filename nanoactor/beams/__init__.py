@@ -1,1 +1,1 @@
-"""Beam search on top of the engine."""
+"""Beam search on top of the engine's held requests."""

@@ -1,4 +1,5 @@
-"""Beam search on top of the engine, with requests whose sequences pause after each token."""
+"""Beam search on top of the engine: each search is one request whose sequences pause after each
+token."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Requests(Protocol):
-    """Subset of `AsyncLLM` that a beam search uses."""
+    """The part of `AsyncLLM` that a beam search uses."""
 
     def submit_held(
         self,
@@ -30,20 +31,20 @@ class Requests(Protocol):
         priority: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Request:
-        """Queue a prompt whose sequences pause after each token."""
+        """Submit a prompt whose sequences pause after each token until they are resumed."""
 
 
 class BeamSearcher:
-    """Runner of beam searches on one engine. Each search is one request with one sequence per beam;
-    each sequence pauses after every token until the search supplies its next token."""
+    """Runs beam searches on one engine. Each search is one request with one sequence per beam. Each
+    sequence pauses after every token until the search supplies its next token."""
 
     def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
         self._config = config
         self._files = files
         vision = files.config.vision
         self._placeholders = (vision.image_token_id, vision.video_token_id) if vision else ()
-        """Token ids that no beam may choose: a beam becomes the prompt of the next step, in which
-        these ids would be image or video placeholders."""
+        """Token ids that no beam may contain. A beam becomes part of the next step's prompt, in
+        which these ids would stand for images or videos."""
         self._tokenizer: Tokenizer | None = None
         self._tokenizer_lock = threading.Lock()
 
@@ -55,8 +56,8 @@ class BeamSearcher:
         priority: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> BeamSearchOutput:
-        """Run a search. Raises the same errors as `AsyncLLM.beam_search`. Canceling the search ends
-        its request."""
+        """Run a beam search and return its result. Raises the same errors as
+        `AsyncLLM.beam_search`. Canceling the call aborts the request."""
         request = engine.submit_held(
             prompt,
             self._check(prompt, params),
@@ -73,10 +74,11 @@ class BeamSearcher:
         return result
 
     async def _search(self, request: Request, params: BeamSearchParams) -> BeamSearch:
-        """Run the search until its result is final, then end the request."""
+        """Run the search until no step can change its result, then end all sequences of the
+        request."""
         logprobs = await request.held()
         search = BeamSearch(request.prompt_token_ids, params, self._files.eos_token_ids)
-        # All sequences have the same candidates.
+        # At the first step all sequences are equal, so they have the same candidates.
         search.advance([self._without_placeholders(logprobs[0])])
         assignment = BeamAssignment(params.beam_width)
         while not search.is_over:
@@ -96,8 +98,8 @@ class BeamSearcher:
         return search
 
     def _check(self, prompt: Any, params: Any) -> SamplingParams:
-        """Return the sampling parameters of the search's request. Raises `InvalidRequest` if the
-        search is not supported."""
+        """Return the sampling parameters of the request for this search. Raises `InvalidRequest` if
+        the prompt or the parameters are not supported."""
         if not isinstance(params, BeamSearchParams):
             raise InvalidRequest(f"params must be BeamSearchParams, got {type(params).__name__}")
         if _has_media(prompt):
@@ -141,7 +143,7 @@ class BeamSearcher:
             sequence.text = tokenizer.decode(tokens, skip_special_tokens=False)
 
     def _load_tokenizer(self) -> Tokenizer:
-        # Imported here because most user processes do not need the library.
+        # Imported here because most user processes do not need this library.
         from nanoactor.text.tokenizer import load_tokenizer
 
         directory = self._files.tokenizer_directory
@@ -153,18 +155,19 @@ class BeamSearcher:
 
 
 class BeamAssignment:
-    """Assignment of beams to the sequences of a request. The best child of a beam takes over the
-    parent's sequence, so that only one position is computed for it."""
+    """Assignment of beams to the sequences of a request. The best child of a beam continues in its
+    parent's sequence, so that only one new position is computed for it; the other children become
+    copies."""
 
     def __init__(self, answers: int) -> None:
         self._answers = answers
         self.sequence_of: list[int] = []
-        """Sequence index of each live beam; empty before the first step."""
+        """Index of the sequence of each live beam; empty before the first step."""
 
     def assign(self, parents: Sequence[int]) -> list[int]:
-        """Assign sequences to the new beams; `parents` contains, for each new beam, the index of
+        """Assign sequences to the new beams. `parents` contains, for each new beam, the index of
         the current beam that it extends. Return, for each sequence, the index of the sequence that
-        it becomes a copy of; for spare sequences, this is their own index."""
+        it becomes a copy of. Sequences that stay in place or are unused have their own index."""
         before, sources = self.sequence_of, list(range(self._answers))
         if not before:  # all sequences are identical
             self.sequence_of = sources[: len(parents)]
@@ -184,7 +187,7 @@ class BeamAssignment:
 
 
 def _has_media(prompt: Any) -> bool:
-    """Return True if a prompt contains anything that is not text."""
+    """Return True if a prompt contains pictures, videos or other content that is not text."""
     if isinstance(prompt, Mapping):
         return prompt.get("multi_modal_data") is not None
     if not isinstance(prompt, list | tuple):

@@ -1,4 +1,5 @@
-"""Beam search over one prompt as pure logic: log-probabilities in, sequences out."""
+"""The logic of a beam search over one prompt. It takes log-probabilities and yields sequences,
+without any I/O."""
 
 from __future__ import annotations
 
@@ -11,15 +12,17 @@ from nanoactor.requests.params import BeamSearchParams
 
 
 def candidates_per_beam(params: BeamSearchParams, eos_token_ids: Collection[int]) -> int:
-    """Return the number of most likely tokens by which each beam is extended: twice `beam_width`,
-    or more if needed to leave `beam_width` tokens when all end-of-sequence ids are among them."""
+    """Return the number of most likely tokens by which each beam is extended. This is twice
+    `beam_width`, or more if `beam_width` tokens would not remain without the end-of-sequence
+    ids."""
     ends = 0 if params.ignore_eos else len(set(eos_token_ids))
     return max(2 * params.beam_width, params.beam_width + ends)
 
 
 def beam_score(cum_logprob: float, length: int, length_penalty: float) -> float:
-    """Return the score by which sequences are ranked. `length` counts the prompt but not the
-    end-of-sequence token that ended the sequence; it is at least 1."""
+    """Return the score by which sequences are ranked: `cum_logprob / length**length_penalty`.
+    `length` counts the prompt, but not the end-of-sequence token that ended the sequence; it is at
+    least 1."""
     return float(cum_logprob / length**length_penalty)
 
 
@@ -27,35 +30,38 @@ class BeamSearch:
     """The beams of one prompt.
 
     Each step extends every live beam by its most likely tokens. An end-of-sequence token finishes a
-    sequence. Of the other sequences, the `beam_width` most likely stay live. Ties go to the better
-    beam, then to the lower token id.
+    sequence. Of the other extended sequences, the `beam_width` most likely stay live. In a tie, the
+    sequence from the better beam wins, then the one with the lower token id.
     """
 
     def __init__(
         self, prompt: Sequence[int], params: BeamSearchParams, eos_token_ids: Collection[int]
     ) -> None:
-        """`prompt` contains at least one token id."""
+        """`prompt` contains the prompt's token ids, at least one."""
         self.live = [BeamSearchSequence(tokens=list(prompt))]
-        """The sequences that the next step extends, most likely first."""
+        """Sequences that the next step extends, most likely first."""
         self.parents: list[int] = []
-        """For each live sequence, the index of the previous live sequence that it extends."""
+        """For each live sequence, the index of the sequence that it extends in the previous list of
+        live ones."""
         self._params = params
         self._eos = frozenset(() if params.ignore_eos else eos_token_ids)
         self._count = candidates_per_beam(params, eos_token_ids)
         self._final_length = len(prompt) + params.max_tokens
         self._steps_left = params.max_tokens
         self._ended: list[BeamSearchSequence] = []
-        """The best finished sequences so far, best first; at most `beam_width`."""
+        """The best finished sequences so far, at most `beam_width`, best first."""
 
     @property
     def is_over(self) -> bool:
-        """Return True if no further step can change the result."""
+        """True if no further step can change the result."""
         return not (self._steps_left and self.live) or self._cannot_improve()
 
     def _cannot_improve(self) -> bool:
         """Return True if no continuation of a live beam can beat the finished sequences.
-        Log-probabilities are never positive, so their sums never rise; the bound assumes the most
-        favorable length."""
+
+        Log-probabilities are at most 0, so their sums never increase. The bound assumes the most
+        favorable length.
+        """
         if len(self._ended) < self._params.beam_width:
             return False
         best, penalty = self.live[0], self._params.length_penalty
@@ -63,9 +69,8 @@ class BeamSearch:
         return self._score(self._ended[-1]) >= beam_score(best.cum_logprob, length, penalty)
 
     def advance(self, likeliest: Sequence[Logprobs]) -> None:
-        """Extend all live beams by one token. `likeliest` contains the most likely next tokens of
-        each live beam, in order: at least `candidates_per_beam` of them, or the whole
-        vocabulary."""
+        """Extend all live beams by one token. `likeliest` contains, for each live beam, its most
+        likely next tokens: at least `candidates_per_beam` of them, or the whole vocabulary."""
         ended: list[BeamSearchSequence] = []
         extended: list[tuple[float, int, int]] = []
         for index, (beam, logprobs) in enumerate(zip(self.live, likeliest, strict=True)):
@@ -86,7 +91,7 @@ class BeamSearch:
         self._steps_left -= 1
 
     def _candidates(self, logprobs: Logprobs) -> list[tuple[int, float]]:
-        """Return the most likely tokens with their log-probabilities, most likely first."""
+        """Return (token id, log-probability) of the most likely tokens, most likely first."""
 
         def rank(item: tuple[int, Logprob]) -> tuple[float, int]:
             return -item[1].logprob, item[0]
@@ -99,13 +104,13 @@ class BeamSearch:
         return beam_score(sequence.cum_logprob, length, self._params.length_penalty)
 
     def _best(self, sequences: list[BeamSearchSequence]) -> list[BeamSearchSequence]:
-        """Return the best sequences, best first, at most `beam_width`; ties go to the earlier
-        sequence."""
+        """Return the best sequences, at most `beam_width`, best first. In a tie, the earlier
+        sequence wins."""
         return heapq.nlargest(self._params.beam_width, sequences, key=self._score)
 
     def result(self) -> BeamSearchOutput:
-        """Return the best sequences, without text; fewer than `beam_width` if there are not enough.
-        Live sequences finish here, with the finish reason "length"."""
+        """Return the best sequences, at most `beam_width`, without text. Live sequences end here,
+        with finish reason "length". Call once the search is over."""
         for beam in self.live:
             beam.finish_reason = "length"
         return BeamSearchOutput(self._best([*self._ended, *self.live]))

@@ -31,13 +31,13 @@ from nanoactor.server.config import ServerConfig
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line. Exits with status 1 and a one-line message for an error, and with
-    status 2 for wrong arguments."""
+    """Run the command line. After an error, print a one-line message and exit with status 1. Exit
+    with status 2 for invalid arguments."""
     _use_utf8()
     args = _parse(sys.argv[1:] if arguments is None else arguments)
     level = {0: logging.WARNING, 1: logging.INFO}.get(args.verbose, logging.DEBUG)
     logging.basicConfig(level=level, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    if args.command is not run_server:  # the server logs them itself
+    if args.command is not run_server:  # the server logs its notes itself
         for note in getattr(args, NOTES, ()):
             print(f"nanoactor: {note}", file=sys.stderr)
     try:
@@ -47,20 +47,20 @@ def main(arguments: list[str] | None = None) -> None:
     except (NanoactorError, ModelError, RuntimeFault) as error:
         print(f"nanoactor: {error}", file=sys.stderr)
         sys.exit(1)
-    except BrokenPipeError:  # the reader of the output is gone
+    except BrokenPipeError:  # the reader of the output has exited
         sys.stderr.close()
         sys.exit(1)
 
 
 def _use_utf8() -> None:
-    """Read and write UTF-8 even if the locale (such as POSIX) supports only ASCII."""
+    """Use UTF-8 for the standard streams even if the locale (such as POSIX) supports only ASCII."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name == "ascii":
             stream.reconfigure(encoding="utf-8", errors="surrogateescape")
 
 
 def _decode_as_utf8(argument: str) -> str:
-    """Decode as UTF-8 an argument that Python has decoded as ASCII."""
+    """Decode an argument as UTF-8 that Python has decoded as ASCII."""
     with contextlib.suppress(UnicodeError):
         return os.fsencode(argument).decode()
     return argument
@@ -70,13 +70,14 @@ _MODEL_HELP = "a directory, a name on the Hugging Face hub, `demo` or `demo-vl`"
 
 
 def _hints(unknown: list[str], options: list[str]) -> str:
-    """Return hints about which options the unknown ones were almost certainly meant to be."""
+    """Return hints that suggest a known option for each unknown one, to append to an error message.
+    Empty if no option is similar."""
     flags = (name.partition("=")[0] for name in unknown if name.startswith("-"))
     return "".join(f"; {name}{hint}" for name in flags if (hint := suggestion(name, options)))
 
 
 def _parse(arguments: list[str]) -> Any:
-    """Parse arguments; the model and the prompt may appear anywhere among the options."""
+    """Parse the command line. The model and the prompt may appear anywhere among the options."""
     parser, commands = _parser()
     command, options = arguments[:1], [_decode_as_utf8(argument) for argument in arguments[1:]]
     command_parser = commands.get(command[0]) if command else None
@@ -106,7 +107,8 @@ def _assign_positionals(
     positionals: list[str],
     command_line: CommandLine,
 ) -> None:
-    """Determine which positional argument is the model and which one is the prompt."""
+    """Assign the positional arguments to the model and the prompt. Exit with an error if that
+    fails."""
     takes_prompt = hasattr(args, "prompt")
     max_positionals = 1 + takes_prompt
     if command_line.model is not None and len(positionals) == max_positionals:
@@ -134,12 +136,12 @@ def _assign_positionals(
 
 
 def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """Return the main parser, and the parser of each command, by name."""
+    """Create the main parser. Return it with the parsers of the commands, by command name."""
     parser = argparse.ArgumentParser(
         prog="nanoactor", description="An LLM inference engine made of actors."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    # If a request and the engine share an option (--seed), the request's, added last, is used.
+    # If an option exists for both engine and request (--seed), the request's, added last, is used.
     generate_parser = commands.add_parser(
         "generate",
         help="complete a prompt and stream the output to the terminal",
@@ -232,7 +234,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
 
 
 def _doctor(args: Any) -> int:
-    """Print the findings; return exit status 1 if one is bad, else 0."""
+    """Print the findings. Return the exit status: 1 if a finding is bad, and 0 otherwise."""
     findings = examine(Machine())
     print(as_json(findings) if args.json else as_text(findings), flush=True)
     return int(any(finding.state == "bad" for finding in findings))

@@ -1,4 +1,5 @@
-"""`nanoactor generate --prompts FILE`: a file of prompts, one JSON object per answer."""
+"""`nanoactor generate --prompts FILE`: answers each line of a file, and prints one JSON object per
+line."""
 
 from __future__ import annotations
 
@@ -18,24 +19,24 @@ from nanoactor.requests.params import SamplingParams
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
 _REQUEST_ERRORS = (InvalidRequest, PoisonRequest, ComputationFailed)
 _SUBMIT_AHEAD = 4
-"""Maximum number of submitted lines whose answers have not been printed, as a multiple of
-`max_num_seqs`. Answers are printed in order, so a slow answer delays those after it."""
+"""Maximum number of lines in progress or waiting to be printed, as a multiple of `max_num_seqs`.
+Answers are printed in order, so a slow answer delays those after it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Line:
-    """A line of the file."""
+    """A line of the prompt file: a prompt and its parameters."""
 
     prompt: Prompt
     parameters: Mapping[str, Any]
-    """Sampling parameters, which take precedence over those of the command line."""
+    """Sampling parameters of this line, which override those of the command line."""
     id: Any = None
-    """Returned with the answer, if given."""
+    """Identifier that is copied to the answer; None for no identifier."""
 
 
 def parse_line(text: str) -> Line:
-    """Parse a line: a JSON string, or an object with a `prompt`, `prompt_token_ids` or `messages`,
-    and optionally an `id` and sampling parameters. Raises `InvalidRequest`."""
+    """Parse a line: a JSON string, or an object with `prompt`, `prompt_token_ids` or `messages`,
+    and optionally `id` and sampling parameters. Raises `InvalidRequest` for anything else."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -56,8 +57,8 @@ def parse_line(text: str) -> Line:
 
 
 def read_lines(path: str) -> Iterator[str]:
-    """Yield the lines of a file that are not blank; "-" is standard input. Raises `InvalidRequest`
-    if the file cannot be read."""
+    """Yield all lines of a file that are not blank. "-" reads standard input. Raises
+    `InvalidRequest` if the file cannot be read."""
     try:
         with sys.stdin if path == "-" else open(path, encoding="utf-8") as file:
             yield from (line for line in file if line.strip())
@@ -66,9 +67,12 @@ def read_lines(path: str) -> Iterator[str]:
 
 
 async def run_batch(llm: AsyncLLM, path: str, parameters: Mapping[str, Any]) -> bool:
-    """Answer every line of a file, with the sampling parameters `parameters`. Prints one JSON
-    object per line, in the order of the file, each once it and all before it are complete. Returns
-    False if a line has failed. Raises `InvalidRequest` if the file cannot be read."""
+    """Answer every line of a file. `parameters` are the sampling parameters of the command line.
+
+    One JSON object is printed per line, in the order of the file, as soon as it and all earlier
+    ones are complete. Return False if any line failed. Raises `InvalidRequest` if the file cannot
+    be read.
+    """
     max_pending = _SUBMIT_AHEAD * llm.config.max_num_seqs
     lines, succeeded = enumerate(read_lines(path)), True
     pending: collections.deque[asyncio.Task[dict[str, Any]]] = collections.deque()
@@ -90,8 +94,8 @@ async def run_batch(llm: AsyncLLM, path: str, parameters: Mapping[str, Any]) -> 
 async def answer_line(
     llm: AsyncLLM, number: int, text: str, parameters: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the answer to a line, or the error that concerns only this line. Errors that end the
-    engine are raised."""
+    """Return the answer to a line as a JSON object. If the line is invalid or fails, the object has
+    the error instead. Errors that end the engine are raised."""
     result: dict[str, Any] = {"index": number}
     try:
         line = parse_line(text)
@@ -107,7 +111,7 @@ async def answer_line(
 
 
 def as_json(output: RequestOutput) -> dict[str, Any]:
-    """Return a finished request as a JSON object."""
+    """Convert the output of a finished request to a JSON object."""
     return {
         "outputs": [
             {

@@ -1,5 +1,5 @@
-"""Command-line options generated from dataclasses: names, types, defaults and help texts are those
-of the fields."""
+"""Command-line options generated from dataclasses: names, types, defaults and help texts are taken
+from the fields."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ from typing import Any, get_args
 _SCALAR_TYPES = (int, float, str)
 _INTEGER_WITH_UNIT = re.compile(r"(\d+(?:\.\d+)?)([kmgKMG])")
 _MULTI_VALUE_FIELDS = ("served_model_name",)
-"""Options that accept several values in a row, as in vLLM. Such an option also consumes a model
-name that follows it."""
+"""Options that accept several values in a row, as in vLLM. A model name directly after such an
+option is read as one of its values."""
 _DESCRIPTION_CACHE: dict[Any, dict[str, str]] = {}
-"""Cached descriptions: all commands share the same configurations, and reading a source file is
+"""Cache for `descriptions`: all commands share the same dataclasses, and reading a source file is
 slow."""
 
 
 def add_options(group: Any, config: type[Any], **defaults: Any) -> dict[str, Mapping[str, Any]]:
-    """Add an option for each field of a dataclass; `defaults` replace the fields' own defaults in
-    the help texts. Return the argparse settings of each option, by field.
+    """Add an option for each field of a dataclass. Return the argparse settings of the options, by
+    field name.
 
-    A boolean option has a `--no-` form, too, and an option for a sequence may be repeated. Fields
-    without a default are omitted, as they are for positional arguments, and so are fields of a type
-    that no command line can express (such as an enum).
+    `defaults` replaces the defaults of fields in the help texts. A boolean option also has a
+    `--no-` form, and an option for a sequence may be repeated. Two kinds of fields are omitted:
+    those without a default, which are positional arguments, and those whose type cannot be written
+    on a command line, such as an enum.
     """
     hints, help_texts = typing.get_type_hints(config), descriptions(config)
     added: dict[str, Mapping[str, Any]] = {}
@@ -64,8 +65,8 @@ def add_options(group: Any, config: type[Any], **defaults: Any) -> dict[str, Map
 
 
 def given_values(args: Any, config: type[Any]) -> dict[str, Any]:
-    """Return the values of a dataclass's fields that were given on the command line, by field name;
-    lists become tuples."""
+    """Return the fields of a dataclass that were set on the command line, by field name. Lists are
+    converted to tuples."""
     prefix = f"{config.__name__}."
     return {
         name.removeprefix(prefix): tuple(value) if isinstance(value, list) else value
@@ -75,7 +76,7 @@ def given_values(args: Any, config: type[Any]) -> dict[str, Any]:
 
 
 def _argparse_settings(hint: Any) -> dict[str, Any] | None:
-    """Return the argparse settings for a type, or None if it cannot be an option."""
+    """Return the argparse settings for a field's type, or None if the type cannot be an option."""
     is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
     parts = get_args(hint) if is_union else (hint,)
     for part in parts:
@@ -92,7 +93,7 @@ def _argparse_settings(hint: Any) -> dict[str, Any] | None:
             "type": _word_or(parse_integer, literals),
             "metavar": f"{{INT,{','.join(literals)}}}",
         }
-    if literals and len(kinds) == 1:  # the dataclass itself checks the choice
+    if literals and len(kinds) == 1:  # the dataclass checks the value itself
         return {"metavar": f"{{{','.join(literals)}}}"}
     return _scalar_settings(kinds[0], types.NoneType in parts) if len(kinds) == 1 else None
 
@@ -113,8 +114,8 @@ def _scalar_settings(kind: Any, is_optional: bool) -> dict[str, Any] | None:
 
 
 def parse_integer(text: str) -> int:
-    """Parse an integer, which may end with k, m or g (powers of 1000) or K, M or G (powers of
-    1024)."""
+    """Parse an integer with an optional unit: k, m and g are powers of 1000; K, M and G are powers
+    of 1024. Raises `ValueError` if the result is not an integer."""
     match = _INTEGER_WITH_UNIT.fullmatch(text.strip())
     if match is None:
         return int(text)
@@ -130,7 +131,8 @@ parse_integer.__name__ = "int"
 
 
 def _word_or(parse: Callable[[str], Any], literals: Sequence[str]) -> Callable[[str], Any]:
-    """Return a parser for values that may also be one of `literals`, or "none" for None."""
+    """Return a function that parses a value which may also be one of `literals`, or "none" for
+    None."""
 
     def parse_either(text: str) -> Any:
         word = text.lower()
@@ -141,7 +143,7 @@ def _word_or(parse: Callable[[str], Any], literals: Sequence[str]) -> Callable[[
 
 
 def parse_json_object(text: str) -> dict[str, Any]:
-    """Parse a JSON object."""
+    """Parse a JSON object. Raises `ValueError` for any other JSON value."""
     value = json.loads(text)
     if not isinstance(value, dict):
         raise ValueError(f"{text!r} is not a JSON object")
@@ -149,18 +151,18 @@ def parse_json_object(text: str) -> dict[str, Any]:
 
 
 def _none_or(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a parser for values that may also be "none", for None."""
+    """Return a function that parses a value which may also be "none" for None."""
 
     def parse_or_none(text: str) -> Any:
         return None if text.lower() == "none" else parse(text)
 
-    parse_or_none.__name__ = parse.__name__  # argparse shows this name if a value is wrong
+    parse_or_none.__name__ = parse.__name__  # argparse shows this name for an invalid value
     return parse_or_none
 
 
 def descriptions(config: type[Any]) -> dict[str, str]:
-    """Return, by field, the docstring below the field in the source; empty if the source is
-    unavailable."""
+    """Return the attribute docstrings of a dataclass, by field name. Empty if the source is not
+    available."""
     if config not in _DESCRIPTION_CACHE:
         _DESCRIPTION_CACHE[config] = _read_descriptions(config)
     return _DESCRIPTION_CACHE[config]

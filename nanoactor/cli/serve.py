@@ -1,4 +1,4 @@
-"""The `serve` command: an HTTP server with an engine."""
+"""The command `nanoactor serve`: an HTTP server with one engine, or with several on Ray."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ KEY_VARIABLE, VLLM_KEY_VARIABLE = "NANOACTOR_API_KEY", "VLLM_API_KEY"
 
 
 async def run_server(args: Any) -> None:
-    """Serve until a signal ends the server."""
+    """Run the `serve` command: serve until a signal ends the server."""
     from nanoactor.server.run import serve
 
-    # The keys are removed from the environment, as child processes do not need them.
+    # Remove the keys from the environment, because child processes do not need them.
     keys = [os.environ.pop(name, None) for name in (KEY_VARIABLE, VLLM_KEY_VARIABLE)]
     key = next(filter(None, keys), None)
     options = ({"api_keys": (key,)} if key else {}) | given_values(args, ServerConfig)
@@ -45,8 +45,8 @@ async def run_server(args: Any) -> None:
 
 
 def run_on_uvloop(main: Coroutine[Any, Any, None]) -> None:
-    """Run like `asyncio.run`, but on uvloop: a server is busy enough for a faster loop to
-    matter."""
+    """Run a coroutine like `asyncio.run`, but on uvloop, because a server benefits from a faster
+    event loop."""
     import uvloop
 
     uvloop.run(main)

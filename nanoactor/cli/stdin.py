@@ -1,4 +1,5 @@
-"""Reading of standard input without a thread, which would keep Ctrl-C from ending the program."""
+"""Reading of standard input without a thread, because a blocked thread would keep Ctrl-C from
+ending the program."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ import os
 
 
 class LineReader:
-    """Reads lines from a descriptor when it has data. Reading neither blocks the loop nor changes
-    the flags of a terminal, which standard output shares."""
+    """Reads lines from a file descriptor as data arrives. Reading does not block the event loop. It
+    does not change the flags of a terminal either, which standard output shares."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -32,7 +33,7 @@ class LineReader:
         ready = asyncio.Event()
         try:
             loop.add_reader(self._descriptor, ready.set)
-        except PermissionError:  # a regular file: it can always be read
+        except PermissionError:  # a regular file is always readable
             return
         try:
             await ready.wait()

@@ -1,5 +1,5 @@
-"""The `generate` and `chat` commands: they stream text to the terminal, then print a summary
-line."""
+"""The commands `nanoactor generate` and `nanoactor chat`, which print text as it is generated, and
+then a line with statistics."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from nanoactor.requests.outputs import CompletionOutput, Logprobs, RequestOutput
 from nanoactor.requests.params import SamplingParams
 
 ONE_USER = {"max_num_seqs": 8}
-"""Engine options of a command with one user: with fewer batch sizes to prepare, the start is
-faster. A file of prompts has the engine's own defaults."""
+"""Engine options for commands with a single user. With fewer batch sizes to prepare, the engine
+starts faster. A file of prompts uses the engine's own defaults."""
 _MIN_RATE_SECONDS = 1e-3
-"""Minimum seconds between first and last token for which a rate is reported."""
+"""Minimum time from first to last token for which a rate is shown, in seconds."""
 
 
 def _params(args: Any) -> SamplingParams:
@@ -41,8 +41,8 @@ def _engine(args: Any, **defaults: Any) -> AsyncLLM:
 
 
 async def generate(args: Any) -> None:
-    """Run the `generate` command: complete one prompt, or the prompts of a file. For a file, exits
-    with status 1 if a prompt has failed."""
+    """Run the `generate` command: complete one prompt, or all prompts of a file. For a file, exit
+    with status 1 if any prompt failed."""
     if args.prompts is not None:
         await _generate_all(args)
         return
@@ -63,7 +63,7 @@ async def _generate_all(args: Any) -> None:
             "contains the prompts"
         )
     parameters = given_values(args, SamplingParams)
-    SamplingParams.for_model(**parameters)  # raises before the engine is started
+    SamplingParams.for_model(**parameters)  # to raise errors before the engine starts
     _check_writable(args.trace)
     async with _engine(args) as llm:
         succeeded = await run_batch(llm, args.prompts, parameters)
@@ -74,8 +74,8 @@ async def _generate_all(args: Any) -> None:
 
 
 def _with_images(text: str, files: list[str]) -> Prompt:
-    """Return a prompt with a text and images. Placeholders are put before the text unless it has
-    its own."""
+    """Return a prompt with a text and images. If the text has no image placeholders, they are put
+    in front of it."""
     if not files:
         return text
     if IMAGE_PLACEHOLDER not in text:
@@ -85,7 +85,8 @@ def _with_images(text: str, files: list[str]) -> Prompt:
 
 
 def _check_writable(path: str | None) -> None:
-    """Raise `InvalidRequest` before the run if a path cannot be written to afterwards."""
+    """Raise `InvalidRequest` if a file cannot be written, before the command starts. None is
+    allowed."""
     if path is not None:
         try:
             with open(path, "a"):
@@ -95,7 +96,7 @@ def _check_writable(path: str | None) -> None:
 
 
 async def _report(llm: AsyncLLM, args: Any) -> None:
-    """Print the summary line, and write the timeline if one was requested."""
+    """Print a summary of the trace, and write the timeline to a file if one was requested."""
     trace = await llm.trace()
     if not args.json:
         print(trace.summary().line, file=sys.stderr, flush=True)
@@ -104,8 +105,8 @@ async def _report(llm: AsyncLLM, args: Any) -> None:
 
 
 async def chat(args: Any) -> None:
-    """Run the `chat` command: hold a conversation. Its history is sent again each time, and hits
-    the prefix cache."""
+    """Run the `chat` command. Each request repeats the conversation so far, which is found in the
+    prefix cache."""
     messages: list[dict[str, Any]] = []
     if args.system:
         messages.append({"role": "system", "content": args.system})
@@ -123,7 +124,7 @@ async def chat(args: Any) -> None:
             pictures = []
             try:
                 answer = await _stream(llm, messages, params, args.json)
-            except InvalidRequest as error:  # for example, the conversation has become too long
+            except InvalidRequest as error:  # such as a conversation that has become too long
                 print(f"nanoactor: {error}", file=sys.stderr)
                 messages.pop()
                 continue
@@ -133,8 +134,8 @@ async def chat(args: Any) -> None:
 
 
 def _user_content(text: str, files: list[str]) -> str | list[dict[str, Any]]:
-    """Return the content of a user message: the text, after any images from the command line, which
-    belong to the first turn."""
+    """Return the content of a user message: the images in `files`, and then the text. Images of the
+    command line belong to the first message."""
     if not files:
         return text
     parts: list[dict[str, Any]] = [{"type": "image", "image": Path(file)} for file in files]
@@ -142,16 +143,16 @@ def _user_content(text: str, files: list[str]) -> str | list[dict[str, Any]]:
 
 
 async def _read_user_line(line_reader: LineReader, is_quiet: bool) -> str | None:
-    """Print a prompt and return the user's next line, or None at the end of the input."""
+    """Print a prompt, and return the next line of input, or None at its end."""
     prompt = "" if is_quiet or not sys.stdin.isatty() else "\n> "
     print(prompt, end="", flush=True)
     return await line_reader.next()
 
 
 async def _stream(llm: AsyncLLM, prompt: Prompt, params: SamplingParams, as_json: bool) -> str:
-    """Print the deltas as they arrive, then the summary; return the text of the first answer.
+    """Print the output as it arrives, and then a summary. Return the text of the first answer.
 
-    The texts of several answers are printed one after another, once all are complete.
+    Several answers are printed one after the other, once all of them are complete.
     """
     texts, counts = [""] * params.n, [0] * params.n
     finish_reasons: list[str | None] = [None] * params.n
@@ -206,7 +207,7 @@ def _token_logprobs(logprobs: Logprobs) -> dict[int, float]:
 
 
 def _rate(tokens: int, seconds: float) -> str:
-    """Format the generation rate; `seconds` is the time from the first token to the last."""
+    """Format the generation rate. `seconds` is the time from the first to the last token."""
     if tokens == 1:
         return "1 token"
     if seconds < _MIN_RATE_SECONDS:
@@ -223,7 +224,7 @@ async def _summary(
         return "no token was generated"
     facts = llm.facts
     block_size = facts["block_size"]
-    shared = prompt // block_size  # full prompt blocks, which all answers share
+    shared = prompt // block_size  # all answers share the prompt's full blocks
     blocks = shared + sum(-(-(prompt + count - 1) // block_size) - shared for count in counts)
     return (
         f"{prompt} + {tokens} tokens, {_rate(tokens, last - first)}, "

@@ -1,1 +1,1 @@
-"""Names, flags and modules of other engines, and their equivalents in nanoactor."""
+"""Compatibility with other engines: their names, command-line flags and Python modules."""

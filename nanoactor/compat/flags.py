@@ -1,4 +1,5 @@
-"""Support for the flags of vLLM's and SGLang's servers, and for configuration files like theirs."""
+"""Support for the command-line flags of vLLM's and SGLang's servers, and for their configuration
+files."""
 
 from __future__ import annotations
 
@@ -13,10 +14,10 @@ from nanoactor.errors import InvalidConfig
 from nanoactor.requests.known_names import ENGINE, SERVER, ForeignOption
 
 NOTES = "notes"
-"""Name of the attribute of the parsed arguments that lists a note for each flag without effect."""
+"""Attribute of the parsed arguments with a list of notes, one for each flag that has no effect."""
 _MODEL_FLAGS = ("--model", "--model-path")
 _JSON_LIST_FLAGS = ("--allowed-origins",)
-"""Flags whose lists are given as JSON."""
+"""Flags whose value is a JSON list."""
 
 
 def add_flags(
@@ -25,9 +26,11 @@ def add_flags(
     *,
     has_server_options: bool,
 ) -> None:
-    """Add other engines' flags to a command, without help texts. `fields` maps each field that has
-    an option to that option's argparse settings, including `dest`; `has_server_options` is True if
-    the command also has the server's options."""
+    """Add the flags of other engines to a command's parser, hidden from its help.
+
+    `fields` maps each field that has an option to that option's argparse settings, including
+    `dest`. `has_server_options` is True if the command also has options of the server.
+    """
     parser.set_defaults(**{NOTES: []})
     existing = set(parser._option_string_actions)
     for name in (*ENGINE, *(SERVER if has_server_options else ())):
@@ -53,13 +56,11 @@ def add_flags(
 
 
 def _alias_settings(name: ForeignOption, option_settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the argparse settings for an alias of an option."""
+    """Return the argparse settings for a flag of another engine that sets our option."""
     settings = {**option_settings, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     if name.inverts:
         return {**settings, "action": _InvertedAction, "nargs": 0}
-    if (
-        name.flags[0] in _JSON_LIST_FLAGS
-    ):  # the alias takes a JSON list; our flag is repeated instead
+    if name.flags[0] in _JSON_LIST_FLAGS:  # unlike our flag, which is repeated
         return {**settings, "action": "store", "type": _json_list}
     return settings
 
@@ -72,7 +73,8 @@ def _json_list(text: str) -> list[str]:
 
 
 class _InvertedAction(argparse.Action):
-    """Action of a foreign flag that turns one of our options off; its `--no-` form turns it on."""
+    """Action of another engine's flag that sets our option to False. The flag's `--no-` form sets
+    it to True."""
 
     def __call__(
         self,
@@ -81,13 +83,13 @@ class _InvertedAction(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        """Set the option."""
+        """Set the option to False, or to True if the flag has the prefix `--no-`."""
         setattr(namespace, self.dest, (option_string or "").startswith("--no-"))
 
 
 class _NoEffectAction(argparse.Action):
-    """Action of a foreign flag without effect here: records a note, or exits with an error if only
-    other values are supported."""
+    """Action of another engine's flag that has no effect here. It records a note, or exits with an
+    error if the value is not supported."""
 
     def __init__(
         self, option_strings: Sequence[str], dest: str, *, name: ForeignOption, **settings: Any
@@ -112,7 +114,7 @@ class _NoEffectAction(argparse.Action):
 
 
 def _parse_value(raw: Any) -> Any:
-    """Parse a command-line value as JSON; return the text itself if it is not JSON."""
+    """Parse a value as JSON, and "none" as None. Return any other text unchanged."""
     if isinstance(raw, list):
         return [_parse_value(one) for one in raw]
     if raw.lower() == "none":
@@ -125,20 +127,23 @@ def _parse_value(raw: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class CommandLine:
-    """A command's arguments, normalized for our parser."""
+    """Arguments of a command, in the form that our parser accepts."""
 
     options: list[str]
-    """Options of the configuration file, then those of the command line."""
+    """Options of the configuration file, followed by those of the command line."""
     model: str | None = None
-    """Value of the flag that names the model, if it is given."""
+    """Model that a flag names; None if there is no such flag."""
     config_file_model: str | None = None
 
 
 def normalize_arguments(arguments: Sequence[str], dests: Mapping[str, str]) -> CommandLine:
-    """Convert a command's arguments for our parser: write flag names with hyphens, extract a model
-    that a flag names, and insert the options of a configuration file. `dests` maps each flag to the
-    option that it sets. Raises `InvalidConfig` if the file is invalid, or if a flag for the model
-    or the file is given twice or without a value."""
+    """Convert the arguments of a command for our parser.
+
+    Flags get hyphens instead of underscores, the model named by a flag is extracted, and the
+    options of a configuration file are inserted. `dests` maps each flag to the `dest` of its
+    option. Raises `InvalidConfig` if the file is invalid, or if a flag for the model or the file is
+    repeated or has no value.
+    """
     separator = arguments.index("--") if "--" in arguments else len(arguments)
     normalized, after_separator = (
         [_with_hyphens(one, dests) for one in arguments[:separator]],
@@ -168,7 +173,7 @@ def normalize_arguments(arguments: Sequence[str], dests: Mapping[str, str]) -> C
 
 
 def _with_hyphens(argument: str, dests: Mapping[str, str]) -> str:
-    """Return a known flag with hyphens instead of underscores, anything else unchanged."""
+    """Replace underscores in a known flag with hyphens. Return any other argument unchanged."""
     name, equals, value = argument.partition("=")
     hyphenated = name.replace("_", "-")
     is_flag = name.startswith("--") and (
@@ -178,7 +183,7 @@ def _with_hyphens(argument: str, dests: Mapping[str, str]) -> str:
 
 
 def _extract_flags(arguments: list[str], flags: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the values of these flags, and the other arguments."""
+    """Return the values of these flags, and the remaining arguments."""
     values, rest = [], []
     remaining = iter(arguments)
     for argument in remaining:
@@ -194,7 +199,8 @@ def _extract_flags(arguments: list[str], flags: Sequence[str]) -> tuple[list[str
 
 
 def _read_file(path: Path) -> dict[str, Any]:
-    """Return the options in a YAML file, by name; the names have hyphens, not underscores."""
+    """Return the options in a YAML file by name, with hyphens instead of underscores. Raises
+    `InvalidConfig` if the file is not readable or invalid."""
     import yaml  # imported here, as few commands use a configuration file
 
     try:
@@ -213,7 +219,7 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _as_arguments(flag: str, value: Any) -> Iterable[str]:
-    """Return the command-line arguments for an option of a configuration file."""
+    """Convert an option of a configuration file to command-line arguments."""
     if value is None:
         return ()
     if isinstance(value, bool):

@@ -1,15 +1,15 @@
-"""Replacement for the `vllm` package in Python programs that were written for it.
+"""Replacement for the `vllm` package, for Python programs that were written for vLLM:
 
     import nanoactor.compat.vllm
 
     nanoactor.compat.vllm.install()  # before the program's own imports, in each process
     import lm_eval
 
-or, if the program is a module: `python -m nanoactor.compat.vllm lm_eval --model vllm ...`.
+To run a module as a program: `python -m nanoactor.compat.vllm lm_eval --model vllm ...`.
 
-After `install`, `import vllm` finds this module, and `importlib.metadata` finds a distribution of
-that name, with the version of vLLM whose behavior the classes here follow. Names that programs
-merely import exist too, but raise `NotInNanoactor` when used; no other names exist.
+After `install`, `import vllm` imports this module, and `importlib.metadata` finds a distribution
+`vllm`, with the version of vLLM that this module follows. Names that programs import but do not
+need exist too, and raise `NotInNanoactor` when used. Other names of vLLM do not exist.
 """
 
 from __future__ import annotations
@@ -32,35 +32,34 @@ from nanoactor.requests.params import BeamSearchParams, DefaultTokens, SamplingP
 from nanoactor.requests.structured_outputs import StructuredOutputsParams
 
 VERSION = "0.31.0"
-"""The vLLM version whose behavior this module follows: the newest that TRL 1.16 accepts without a
-warning."""
+"""Version of vLLM that this module follows: the newest that TRL 1.16 accepts without a warning."""
 
 
 class NotInNanoactor(NanoactorError, NotImplementedError):
-    """A part of vLLM was used that nanoactor does not have."""
+    """A program used a part of vLLM that nanoactor does not have."""
 
 
 class TextPrompt(TypedDict, total=False):
-    """A prompt as text."""
+    """A text prompt, as in vLLM."""
 
     prompt: str
     multi_modal_data: Mapping[str, Any]
 
 
 class TokensPrompt(TypedDict, total=False):
-    """A prompt as token ids."""
+    """A prompt of token ids, as in vLLM."""
 
     prompt_token_ids: list[int]
     multi_modal_data: Mapping[str, Any]
 
 
 class LLM(ours.LLM):
-    """nanoactor's `LLM`, with the other methods that programs written for vLLM call."""
+    """nanoactor's `LLM`, with additional methods that programs written for vLLM call."""
 
     @property
     def llm_engine(self) -> Any:
-        """Return an object with the only attribute of the inner engine that programs read:
-        `model_config`."""
+        """Object with `model_config`, the only attribute of vLLM's inner engine that programs
+        read."""
         engine = self._llm
         config = SimpleNamespace(
             model=engine.config.model,
@@ -80,8 +79,8 @@ class LLM(ours.LLM):
         priority: None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Return completed outputs as `nanoactor.LLM.generate` does. As in vLLM, `max_tokens` is
-        only a cap: the context may leave less room."""
+        """Return the finished outputs, as `nanoactor.LLM.generate` does. As in vLLM, `max_tokens`
+        is lowered to the room left in the context."""
         _check_none(
             lora_request=lora_request,
             priority=priority,
@@ -98,8 +97,8 @@ class LLM(ours.LLM):
         chat_template: None = None,
         **options: Any,
     ) -> list[RequestOutput]:
-        """Return the outputs for conversations as `nanoactor.LLM.chat` does; `max_tokens` is a cap
-        as in `generate`."""
+        """Return the outputs for conversations, as `nanoactor.LLM.chat` does. `max_tokens` is
+        treated as in `generate`."""
         _check_none(lora_request=lora_request, chat_template=chat_template)
         if options.pop("chat_template_content_format", "auto") not in ("auto", "openai", "string"):
             raise InvalidRequest(
@@ -108,7 +107,7 @@ class LLM(ours.LLM):
         return super().chat(messages, _with_token_cap(sampling_params), bool(use_tqdm), **options)
 
     def reset_prefix_cache(self) -> bool:
-        """Invalidate the prefix cache for later requests."""
+        """Invalidate the prefix cache, so that later requests reuse no earlier KV blocks."""
         return self._call(self._llm.reset_prefix_cache())
 
     def __getattr__(self, name: str) -> Any:
@@ -145,8 +144,8 @@ def get_tokenizer(
     download_dir: str | None = None,
     **options: Any,
 ) -> Any:
-    """Return a model's tokenizer as transformers loads it (`vllm.tokenizers`). Code from the
-    model's repository is never run, whatever the value of `trust_remote_code`."""
+    """Load a model's tokenizer with transformers, like the function in `vllm.tokenizers`. Code from
+    the model's repository is never run, regardless of `trust_remote_code`."""
     from nanoactor.model_files.files import resolve_model
     from nanoactor.text.huggingface import load_pretrained
 
@@ -163,7 +162,8 @@ def resolve_chat_template(
     *,
     model_config: Any = None,
 ) -> str | None:
-    """Return the chat template that a tokenizer would use (`vllm.renderers.hf`)."""
+    """Return the chat template that a tokenizer uses, or None if there is none, like the function
+    in `vllm.renderers.hf`."""
     if chat_template is not None:
         return chat_template
     try:
@@ -173,7 +173,8 @@ def resolve_chat_template(
 
 
 def _unavailable(name: str, reason: str) -> Any:
-    """Return a stand-in class for a name in vLLM; creating an instance raises `NotInNanoactor`."""
+    """Create a class for a name of vLLM that is not available. Creating an instance raises
+    `NotInNanoactor` with `reason`."""
 
     def refuse(self: object, *_: Any, **__: Any) -> NoReturn:
         raise NotInNanoactor(f"vllm's {name} is not available in nanoactor: {reason}")
@@ -227,20 +228,20 @@ _MODULES: dict[str, dict[str, Any]] = {
         )
     },
 }
-"""By module, without `vllm.`: the names in the module."""
+"""Contents of vLLM's modules, by module name without the prefix `vllm.`."""
 
 
 # -- import hook --------------------------------------------------------------------------
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Import hook that finds `vllm`, its modules and its distribution."""
+    """Import hook that provides `vllm`, its submodules and its distribution."""
 
     def find_spec(
         self, name: str, path: Any = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return the module's spec, or None if the module is not vLLM's. Raises
-        `ModuleNotFoundError` if a vLLM module is not provided here."""
+        """Return the spec of a vLLM module, or None for any other module. Raises
+        `ModuleNotFoundError` for a vLLM module that is not provided."""
         if name != "vllm" and not name.startswith("vllm."):
             return None
         inner = name.removeprefix("vllm").removeprefix(".")
@@ -253,7 +254,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(name, self, is_package=is_package)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Populate a module with its names."""
+        """Fill a new module with its names."""
         name = module.__name__
         vars(module).update(_MODULES[name.removeprefix("vllm").removeprefix(".")])
 
@@ -265,14 +266,14 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_distributions(
         self, context: importlib.metadata.DistributionFinder.Context | None = None
     ) -> Iterator[importlib.metadata.Distribution]:
-        """Yield the `vllm` distribution, if it or all distributions are requested."""
+        """Yield the `vllm` distribution if it is requested by name, or if all distributions are."""
         name = getattr(context, "name", None)
         if name is None or name.lower() == "vllm":
             yield _Distribution()
 
 
 class _Distribution(importlib.metadata.Distribution):
-    """Metadata of a `vllm` distribution that is not actually installed."""
+    """Metadata of the distribution `vllm`, which is not actually installed."""
 
     def read_text(self, filename: str) -> str | None:
         """Return the text of a metadata file, or None if there is no such file."""
@@ -282,12 +283,12 @@ class _Distribution(importlib.metadata.Distribution):
         }.get(filename)
 
     def locate_file(self, path: Any) -> Any:
-        """Return a path unchanged: the distribution has no files."""
+        """Return the path unchanged, because the distribution has no files."""
         return Path(path)
 
 
 def install() -> None:
-    """Make `import vllm` return this module from now on; a second call changes nothing. Raises
+    """Make `import vllm` import this module from now on. Further calls have no effect. Raises
     `ImportError` if the real package has already been imported."""
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
@@ -300,7 +301,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo `install`; names that were already imported remain."""
+    """Undo `install`. Names that programs have already imported stay valid."""
     sys.meta_path[:] = [one for one in sys.meta_path if not isinstance(one, _Finder)]
     for name in [name for name in sys.modules if name == "vllm" or name.startswith("vllm.")]:
         if isinstance(getattr(sys.modules[name].__spec__, "loader", None), _Finder):

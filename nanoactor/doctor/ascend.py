@@ -1,7 +1,8 @@
-"""Ascend checks, from the lowest layer up: driver, device nodes, npu-smi, CANN, torch_npu and its
-devices.
+"""Checks of Ascend NPUs, from the lowest layer up: driver, device nodes, npu-smi, CANN, torch_npu
+and its devices.
 
-They have never run on an NPU: names and commands are from Huawei's documents and torch_npu's files.
+They have never run on an NPU. Names and commands are taken from Huawei's documents and the files of
+torch_npu.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _INSTALL_CANN = "install CANN (the toolkit, and the ops of your chip), then sour
 
 
 def npu(machine: Machine) -> Iterator[Finding]:
-    """Run all Ascend checks if an NPU is expected here; otherwise yield a single finding."""
+    """Run all Ascend checks if an NPU is expected. Otherwise, yield a single finding about that."""
     if machine.expects_npu:
         for check in (_driver, _device_nodes, _smi, _cann, _torch_npu, _devices):
             yield from check(machine)
@@ -39,13 +40,13 @@ def npu(machine: Machine) -> Iterator[Finding]:
 
 
 def driver_version(machine: Machine) -> str:
-    """Return the version of the NPU's driver, or "" if there is none."""
+    """Return the version of the NPU driver, or an empty text if there is none."""
     return machine.match(r"^version\s*=\s*(.+)$", _DRIVER_FILE)
 
 
 def _driver(machine: Machine) -> Iterator[Finding]:
     version = driver_version(machine)
-    if version or not machine.probe.get("npus"):  # else it is elsewhere and works
+    if version or not machine.probe.get("npus"):  # otherwise, it is elsewhere and works
         problem = f"there is no version in {_DRIVER_FILE}"
         fix = f"{_INSTALL_DRIVER}; if this is a container, start it with {_DRIVER_MOUNT}; on a "
         fix += "machine without an NPU: pip uninstall torch_npu"
@@ -61,7 +62,7 @@ def _device_nodes(machine: Machine) -> Iterator[Finding]:
         fix = f"{_INSTALL_DRIVER}; if this is a container: docker run {flags} {mounts}"
         yield Finding("device nodes", "bad", f"missing: {', '.join(absent)}", fix)
         return
-    # The nodes are not opened: opening one already affects the device.
+    # Only check permissions: opening a node would already affect the device.
     inaccessible = [node for node, path in nodes.items() if not os.access(path, os.R_OK | os.W_OK)]
     problem = f"this user cannot read and write {', '.join(inaccessible)}"
     fix = (
@@ -139,8 +140,8 @@ def _torch_npu(machine: Machine) -> Iterator[Finding]:
 
 
 def _install_pair(torch: str | None) -> str:
-    """Return the command that installs the torch_npu for this version of torch, or both packages if
-    torch is too old."""
+    """Return the command that installs the torch_npu release for this version of torch. If torch is
+    missing or too old, the command installs both."""
     if release(torch) < (2, 11):
         return "pip install '.[npu]'"
     version = ".".join(str(part) for part in release(torch))

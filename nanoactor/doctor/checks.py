@@ -1,4 +1,5 @@
-"""Checks of Python, torch, GPUs and the host: ports, ring prerequisites, limits, processors."""
+"""Checks of Python, torch, GPUs and the host: ports, requirements of rings, limits, NUMA and
+CPU."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ _CGROUP = "/sys/fs/cgroup"
 
 
 def python(machine: Machine) -> Iterator[Finding]:
-    """Check the interpreter's version."""
+    """Check the version of Python."""
     version = ".".join(str(part) for part in machine.python)
     problem = f"{version}, but nanoactor needs 3.11 to 3.13"
     fix = "create a virtual environment with Python 3.11 to 3.13: python3.13 -m venv .venv"
@@ -27,7 +28,7 @@ def python(machine: Machine) -> Iterator[Finding]:
 
 
 def torch(machine: Machine) -> Iterator[Finding]:
-    """Check torch's version, and that torch could be queried at all."""
+    """Check the version of torch, and report errors of the probe that queries it."""
     report, fix = machine.probe, "pip install 'torch>=2.11'"
     version, trouble = report.get("torch"), report["cut_short"]
     if version:
@@ -45,7 +46,8 @@ def torch(machine: Machine) -> Iterator[Finding]:
 
 
 def release(version: str | None) -> tuple[int, ...]:
-    """Return a version as numbers: (2, 13, 0) for "2.13.0+cpu" and "2.13.0.post1", () for None."""
+    """Return the release number of a version: (2, 13, 0) for "2.13.0+cpu" and "2.13.0.post1", ()
+    for None."""
     return tuple(int(number) for number in re.findall(r"\d+", version or "")[:3])
 
 
@@ -64,8 +66,8 @@ def gpu(machine: Machine) -> Iterator[Finding]:
 
 
 def judge_devices(name: str, devices: list[tuple[str, str]], tool: str, driver: str) -> Finding:
-    """Return a finding about the devices that torch sees, based on the states that the probe
-    reports."""
+    """Return a finding about the devices that torch sees. `devices` are the descriptions and states
+    from the probe, and `tool` is the command that shows details."""
     states = {state for _, state in devices}
     what = f"{len(devices)}: {'; '.join(line for line, _ in devices)}; driver {driver}"
     fix = f"check with {tool} that each device is healthy and that nobody else uses it"
@@ -95,15 +97,15 @@ def _unusable_gpu(machine: Machine, driver: str) -> Finding:
 
 
 def visible_devices(machine: Machine) -> Iterator[Finding]:
-    """Report the environment variables that hide devices, if they are set."""
+    """Report environment variables that hide devices, if any are set."""
     for name in ("ASCEND_RT_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
         if name in machine.environment:
             yield Finding(name, "ok", machine.environment[name] or "(empty)")
 
 
 def network(_machine: Machine) -> Iterator[Finding]:
-    """Check that sockets can be bound on the loopback interface, at any free port and at the
-    server's default port."""
+    """Check that sockets can be bound on the loopback interface, both on a free port and on the
+    server's default port, 8000."""
     loopback_fix = "ip link set lo up (if a sandbox forbids binding sockets, allow it)"
     port_fix = "nanoactor serve MODEL --port 8001"
     for name, port, fix in (("loopback", 0, loopback_fix), ("port 8000", 8000, port_fix)):
@@ -116,7 +118,7 @@ def network(_machine: Machine) -> Iterator[Finding]:
 
 
 def rings(_machine: Machine) -> Iterator[Finding]:
-    """Check that the parts of a ring can be created: anonymous memory, a mapping, and an
+    """Check that this process can create what a ring needs: anonymous memory, a mapping and an
     eventfd."""
     trouble = ""
     try:
@@ -124,14 +126,14 @@ def rings(_machine: Machine) -> Iterator[Finding]:
             memory.truncate(1 << 20)
             mmap.mmap(memory.fileno(), 1 << 20).close()
         os.close(os.eventfd(0))
-    except (OSError, AttributeError) as error:  # refused by a sandbox, or missing in this Python
+    except (OSError, AttributeError) as error:  # forbidden by a sandbox, or missing in this Python
         trouble = f"memfd or eventfd is not available: {error}"
     fix = "allow this process to call memfd_create and eventfd; a seccomp profile may forbid them"
     yield judge("rings", not trouble, "memfd and eventfd are available", trouble, fix)
 
 
 def limits(machine: Machine) -> Iterator[Finding]:
-    """Check the limit on open files, and the size of /dev/shm if HCCL may need it."""
+    """Check the limit on open files, and, if an NPU is expected, the size of /dev/shm for HCCL."""
     if machine.expects_npu:
         with contextlib.suppress(OSError):
             size = shutil.disk_usage(machine.path("/dev/shm")).total  # noqa: S108
@@ -149,8 +151,8 @@ def limits(machine: Machine) -> Iterator[Finding]:
 
 
 def numa(machine: Machine) -> Iterator[Finding]:
-    """Report the NUMA node of each accelerator, and how to keep processes near it if there are
-    several nodes."""
+    """Report the NUMA node of each accelerator. With several nodes, suggest how to keep processes
+    near theirs."""
     count = len(machine.files("/sys/devices/system/node/node[0-9]*")) or 1
     accelerators = [f"{kind} {address}: node {node}" for kind, address, node in machine.pci]
     what = "; ".join([f"{count} node{'s' * (count > 1)}", *accelerators])
@@ -161,8 +163,7 @@ def numa(machine: Machine) -> Iterator[Finding]:
 
 
 def cpu(machine: Machine) -> Iterator[Finding]:
-    """Check the cores, memory and bfloat16 support of the host, or of the container if it has
-    less."""
+    """Check cores, memory and bfloat16 support. In a container, also check its CPU quota."""
     cores, cpu_max, cpu_v1 = (
         len(os.sched_getaffinity(0)),
         f"{_CGROUP}/cpu.max",
@@ -178,7 +179,7 @@ def cpu(machine: Machine) -> Iterator[Finding]:
     flags = machine.match(r"^(?:flags|Features)\s*:(.*)$", "/proc/cpuinfo").split()
     is_native = not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(
         flags
-    )  # the test of models/devices/cpu/device.py
+    )  # same test as models/devices/cpu/device.py
     problem = "not native: a model on the CPU runs in float32 and takes twice the memory"
     fix = "none on this processor; newer processors have avx512_bf16 or amx_bf16"
     yield judge("CPU bfloat16", is_native, "native", problem, fix, "note")

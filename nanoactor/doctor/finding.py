@@ -1,4 +1,4 @@
-"""Findings of checks, and their reports for people and for programs."""
+"""Findings of the checks, and their output as text and as JSON."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ State = Literal["ok", "note", "bad"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finding:
-    """Result of a check. A "bad" finding keeps the engine or its device from working; a "note"
-    costs speed or may matter later. Both have a fix: a command, or what to do."""
+    """Result of a check. "bad" prevents the engine or a device from working; "note" costs speed or
+    may matter later. Both come with a fix, which is a command or an instruction."""
 
     name: str
     state: State
@@ -24,13 +24,14 @@ class Finding:
 def judge(
     name: str, is_ok: object, ok: str, problem: str, fix: str, state: State = "bad"
 ) -> Finding:
-    """Return an "ok" finding that says `ok` if `is_ok`, else a finding of this state that says
-    `problem` and has the fix."""
+    """Create a finding with state "ok" and the text `ok` if `is_ok`. Otherwise, create one with
+    `state`, the text `problem` and the fix."""
     return Finding(name, "ok", ok) if is_ok else Finding(name, state, problem, fix)
 
 
 def as_text(findings: Sequence[Finding]) -> str:
-    """Return a line for each finding with its fix below it, and the counts at the end."""
+    """Format findings as text: a line for each, its fix on the next line, and the number of
+    problems at the end."""
     width = max((len(finding.name) for finding in findings), default=0)
     lines = []
     for finding in findings:
@@ -43,7 +44,7 @@ def as_text(findings: Sequence[Finding]) -> str:
 
 
 def as_json(findings: Sequence[Finding]) -> str:
-    """Return one JSON object on one line, in which the key "fix" of each finding holds its fix."""
+    """Format findings as one JSON object on a single line."""
     entries = [{"name": f.name, "state": f.state, "what": f.what, "fix": f.fix} for f in findings]
     is_ok = all(finding.state != "bad" for finding in findings)
     return json.dumps({"ok": is_ok, "findings": entries})

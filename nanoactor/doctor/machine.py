@@ -1,4 +1,5 @@
-"""The machine as the checks see it: files, the environment, and programs that may hang or crash."""
+"""Access to the machine for checks: its files, its environment, and programs that may hang or
+crash."""
 
 from __future__ import annotations
 
@@ -16,14 +17,14 @@ from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 from typing import Any
 
-# By PCI vendor and class: accelerators and displays, but not a GPU's audio and switch devices.
+# By PCI vendor and class: accelerators and displays, but no audio and switch devices of a GPU.
 _PCI_KINDS = {("0x19e5", "0x12"): "NPU", ("0x10de", "0x03"): "GPU"}
 Run = Callable[[Sequence[str], Mapping[str, str], float], tuple[str, str]]
 
 
 def run_command(command: Sequence[str], env: Mapping[str, str], seconds: float) -> tuple[str, str]:
-    """Run a program; return its output and an error text, which is "" if it exited with status
-    0."""
+    """Run a program for at most `seconds` seconds. Return its output, and an error text, which is
+    empty if it exited with status 0."""
     try:
         process = Popen(  # noqa: S603
             command, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, env=env, start_new_session=True
@@ -34,7 +35,7 @@ def run_command(command: Sequence[str], env: Mapping[str, str], seconds: float) 
         output, errors = process.communicate(timeout=seconds)
     except TimeoutExpired as timeout:
         return (timeout.output or b"").decode(errors="replace"), f"no answer within {seconds:g} s"
-    finally:  # a process stuck in a driver cannot be killed: leave it alone
+    finally:  # a process stuck in a driver stays alive
         with contextlib.suppress(OSError, TimeoutExpired):
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate(timeout=1.0)
@@ -47,8 +48,8 @@ def run_command(command: Sequence[str], env: Mapping[str, str], seconds: float) 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """This machine, or a simulated one. Anything that cannot be read is empty; nothing raises an
-    error."""
+    """The machine to check: this one, or a simulated one in tests. Nothing raises an error;
+    whatever cannot be read is empty."""
 
     root: Path = Path("/")
     environment: Mapping[str, str] = dataclasses.field(default_factory=lambda: os.environ)
@@ -56,17 +57,18 @@ class Machine:
     python: tuple[int, ...] = sys.version_info[:3]
 
     def path(self, path: str) -> Path:
-        """Return the location of an absolute path below the root."""
+        """Return the location of an absolute path below `root`."""
         return self.root / path.lstrip("/")
 
     def files(self, pattern: str) -> list[str]:
-        """Return the absolute paths that match a shell pattern, with numbers sorted numerically."""
+        """Return the absolute paths that match a shell pattern, sorted so that numbers are in
+        ascending order."""
         paths = glob.glob(pattern.lstrip("/"), root_dir=self.root)
         return sorted((f"/{path}" for path in paths), key=lambda path: (len(path), path))
 
     def match(self, pattern: str, *paths: str) -> str:
-        """Return the first group of a pattern, from the first of these files that matches; "" if
-        none matches."""
+        """Search files for a regular expression. Return its first group in the first file that
+        matches, or an empty text."""
         for path in paths:
             with contextlib.suppress(OSError):
                 text = self.path(path).read_text(errors="replace").strip()
@@ -76,24 +78,24 @@ class Machine:
 
     @functools.cached_property
     def probe(self) -> dict[str, Any]:
-        """The report of `probe.py` on torch; "cut_short" is the reason why it ended early, or
-        empty."""
-        # -P keeps the modules in this directory from shadowing others of the same name.
+        """Report of `probe.py` about torch and the devices. "cut_short" is the reason why the
+        report is incomplete, or empty."""
+        # -P keeps modules in this directory from shadowing other modules of the same name.
         command = [sys.executable, "-P", str(Path(__file__).with_name("probe.py"))]
         environment = {**self.environment, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-        # Importing torch from a cold disk may take half a minute, and each NPU takes some seconds.
+        # Importing torch from a cold disk can take half a minute, and each NPU takes some seconds.
         output, trouble = self.run(command, environment, 60.0)
         report: dict[str, Any] = {"cut_short": trouble}
         for line in output.splitlines():
-            with contextlib.suppress(ValueError):  # libraries print as well
+            with contextlib.suppress(ValueError):  # libraries print other lines
                 fact = json.loads(line)
                 report |= fact if isinstance(fact, dict) else {}
         return report
 
     @functools.cached_property
     def pci(self) -> list[tuple[str, str, str]]:
-        """(kind, PCI address, NUMA node) of each accelerator on the bus: the kind is "NPU" or
-        "GPU", and an unknown NUMA node is "?"."""
+        """Accelerators on the PCI bus, as (kind, PCI address, NUMA node). The kind is "NPU" or
+        "GPU"; an unknown node is "?"."""
         devices = []
         for path in self.files("/sys/bus/pci/devices/*"):
             vendor, code = (self.match(r"(\w+)", f"{path}/{name}") for name in ("vendor", "class"))
@@ -104,16 +106,19 @@ class Machine:
 
     @functools.cached_property
     def expects_npu(self) -> bool:
-        """Return True if an NPU is expected here. Installed software is sufficient, because a
-        container without its devices has nothing else. The PCI bus does not count, because it shows
-        the host's devices."""
+        """True if an NPU is expected on this machine.
+
+        Installed software is sufficient, because a container that was started without its devices
+        has nothing else. The PCI bus is not considered, because a container sees the host's devices
+        there.
+        """
         files = map(self.files, ("/dev/davinci[0-9]*", "/usr/local/Ascend/driver/version.info"))
         software = self.cann_scripts or self.environment.get("ASCEND_HOME_PATH")
         return bool(any(files) or software or self.probe.get("torch_npu"))
 
     @property
     def cann_scripts(self) -> list[str]:
-        """Paths of all set_env.sh scripts of CANN, with the usual location first."""
+        """Paths of all CANN scripts named set_env.sh, with the usual location first."""
         homes = ("/usr/local/Ascend", f"{self.environment.get('HOME', '')}/Ascend")
         names = ("ascend-toolkit", "cann", "cann-*")
         patterns = [f"{home}/{name}/set_env.sh" for home in homes for name in names]
@@ -121,7 +126,7 @@ class Machine:
 
     @functools.cached_property
     def has_gpu(self) -> bool:
-        """Return True if there is an NVIDIA GPU, or torch sees one."""
+        """True if there is an NVIDIA GPU, by its files, the PCI bus or torch."""
         files = map(self.files, ("/dev/nvidia[0-9]*", "/proc/driver/nvidia/version"))
         on_bus = any(kind == "GPU" for kind, _, _ in self.pci)
         return any(files) or on_bus or bool(self.probe.get("gpus"))

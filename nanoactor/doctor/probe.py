@@ -1,8 +1,9 @@
-"""Query torch and torch_npu about this machine; print each answer at once, as a line of JSON.
+"""Program that queries torch and torch_npu about this machine, and prints each answer immediately,
+as a line of JSON.
 
-Run as a separate program, with TORCH_DEVICE_BACKEND_AUTOLOAD=0: an import may fail without CANN,
-and a driver may hang or crash. This program imports nothing from nanoactor, and no module imports
-it.
+It runs in a separate process, because an import may fail without CANN, and a driver may hang or
+crash. TORCH_DEVICE_BACKEND_AUTOLOAD must be 0. The program imports nothing from nanoactor, and no
+module imports it.
 """
 
 from __future__ import annotations
@@ -18,26 +19,27 @@ from typing import Any
 
 
 def _print_result(name: str, query: Callable[[], Any]) -> Any:
-    """Print and return the result of `query`. If it raises, print the reason instead, under the
-    name with the suffix "_trouble", and return None."""
+    """Run a query, print its result under `name`, and return it. If the query raises, print the
+    reason under `name` with the suffix "_trouble", and return None."""
     result = None
     try:
         result = query()
         fact = {name: result}
-    except Exception as error:  # of any kind, from a library or a driver
+    except Exception as error:  # a library or a driver may raise any exception
         fact = {f"{name}_trouble": _error_text(error)}
-    # Starts on a new line, whatever a library has printed before.
+    # Start on a new line, whatever a library has printed before.
     os.write(1, f"\n{json.dumps(fact)}\n".encode())
     return result
 
 
 def _error_text(error: Exception) -> str:
-    # Only the driver's developers need the rest of its message.
+    # The rest of a driver's message is for its developers only.
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _devices(backend: Any) -> list[tuple[str, str]]:
-    """Return a description and the state of each device that `torch.cuda` or `torch.npu` sees."""
+    """Return a description and a state ("ok", "note" or "bad") for each device that `torch.cuda` or
+    `torch.npu` sees."""
     devices = []
     for index in range(backend.device_count() if backend.is_available() else 0):
         state, name = "ok", backend.get_device_name(index)
@@ -53,7 +55,7 @@ def _devices(backend: Any) -> list[tuple[str, str]]:
 
 
 def main() -> None:
-    """Print what can be detected about torch, the devices and their libraries."""
+    """Query torch, the devices and their libraries, and print the results."""
     version = importlib.metadata.version
     _print_result("triton", lambda: version("triton"))
     has_npu = _print_result("torch_npu", lambda: version("torch_npu"))
@@ -67,7 +69,7 @@ def main() -> None:
             _print_result("cann", lambda: str(torch_npu.npu.utils.get_cann_version()))
     _print_result("libascendcl", lambda: str(ctypes.CDLL("libascendcl.so")))
     _print_result("libhccl", lambda: str(ctypes.CDLL("libhccl.so")))
-    # Device libraries are known to crash when the interpreter shuts down.
+    # Device libraries are known to crash at interpreter shutdown.
     os._exit(0)
 
 

@@ -1,4 +1,5 @@
-"""Several engines behind an ingress: routing, and streams that move when an engine dies.
+"""Several engines (replicas) behind HTTP servers (ingresses): routing of requests, and recovery of
+streams when an engine dies.
 
-This package is independent of Ray; `nanoactor.ray_serve` runs it on Ray.
+This package is independent of Ray. `nanoactor.ray_serve` runs it on Ray.
 """

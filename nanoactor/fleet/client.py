@@ -1,4 +1,5 @@
-"""Client that makes several engines look like one; an ingress's server uses it as its engine."""
+"""Client through which several engines look like one. The HTTP server of an ingress uses it as its
+engine."""
 
 from __future__ import annotations
 
@@ -52,9 +53,9 @@ from nanoactor.vision.media import Media
 log = logging.getLogger("nanoactor.fleet")
 
 _UNUSED_PARAMS = SamplingParams(seed=0, output_kind=RequestOutputKind.FINAL_ONLY)
-"""Placeholder sampling parameters of pooling requests."""
+"""Sampling parameters of pooling requests, which do not use them."""
 _MAX_ATTEMPTS = 3
-"""Maximum number of attempts to tokenize a text, as the tokenizing process may die."""
+"""Maximum number of attempts to tokenize a text, because the tokenizing process may die."""
 _RETRY_SECONDS = 0.2
 _HELD_UNSUPPORTED = (
     "answers that their caller controls (beam search, held answers) must stay on the engine that "
@@ -63,8 +64,8 @@ _HELD_UNSUPPORTED = (
 
 
 class FleetLLM(PoolingCalls):
-    """Client with the interface of `AsyncLLM` that a server needs; it runs requests on the replicas
-    of a fleet. Must be used from one event loop."""
+    """Client that runs requests on the replicas of a fleet. It has those methods of `AsyncLLM` that
+    a server needs. Use it from a single event loop."""
 
     def __init__(
         self,
@@ -74,10 +75,13 @@ class FleetLLM(PoolingCalls):
         ingress: str | None = None,
         silence: float = SILENCE_TIMEOUT,
     ) -> None:
-        """`config` is the configuration of the replicas, and `connector` connects to them.
-        `ingress` is the name of this client. A replica that sends nothing for `silence` seconds is
-        considered hung. Raises the errors of `AsyncLLM`, and `InvalidConfig` if there is no
-        `prefix_salt` or if `max_model_len` is "auto"."""
+        """Create the client without connecting. `config` is the configuration of the replicas, and
+        `connector` provides access to them. `ingress` is the client's name for the replicas; random
+        by default. A replica that sends nothing for `silence` seconds is considered hung.
+
+        Raises the errors of `AsyncLLM`, and `InvalidConfig` without a `prefix_salt` or if
+        `max_model_len` is "auto".
+        """
         if config.prefix_salt is None:
             raise InvalidConfig(
                 "a fleet requires a prefix_salt that is the same for all of its engines"
@@ -113,7 +117,8 @@ class FleetLLM(PoolingCalls):
 
     @public
     async def start(self) -> FleetLLM:
-        """Connect to the replicas; return once the first one is serving."""
+        """Connect to the replicas, and return once the first one is serving. Raises `EngineDead` if
+        none is serving within `start_timeout`."""
         if self.text_service is not None:
             with only_ours():
                 await self.text_service.start()
@@ -138,7 +143,8 @@ class FleetLLM(PoolingCalls):
 
     @public
     async def close(self) -> None:
-        """Close all links; unfinished requests raise `EngineClosed`. The replicas keep running."""
+        """Close the links to all replicas. Unfinished requests raise `EngineClosed`. The replicas
+        keep running."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -154,12 +160,12 @@ class FleetLLM(PoolingCalls):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return the facts of the replica that connected last, as in `AsyncLLM.facts`."""
+        """Properties of the replica that connected last, as in `AsyncLLM.facts`."""
         return dict(self.fleet.facts)
 
     @property
     def live(self) -> int:
-        """Return the number of unfinished requests."""
+        """Number of unfinished requests."""
         return len(self.fleet.requests)
 
     # -- requests ---------------------------------------------------------------------------
@@ -174,8 +180,8 @@ class FleetLLM(PoolingCalls):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
     ) -> list[Request]:
-        """Queue several prompts with the same sampling parameters, all or none of them, like
-        `AsyncLLM.submit`."""
+        """Queue several prompts with the same sampling parameters, either all of them or none, as
+        `AsyncLLM.submit` does."""
         if self._is_closed:
             raise EngineClosed("the ingress was closed")
         origin = origin_of(trace_headers)
@@ -198,8 +204,8 @@ class FleetLLM(PoolingCalls):
         scores: bool = False,
         trace_headers: Mapping[str, str] | None = None,
     ) -> Request:
-        """Queue a text to be pooled, see `PoolingCalls.submit_pooled`. `request_id` is ignored: the
-        ingress names the request."""
+        """Queue a text for pooling, as `PoolingCalls.submit_pooled` does. `request_id` is ignored,
+        because the client names its requests itself."""
         if self._is_closed:
             raise EngineClosed("the ingress was closed")
         origin = origin_of(trace_headers)
@@ -216,7 +222,7 @@ class FleetLLM(PoolingCalls):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield outputs as they arrive, like `AsyncLLM.generate`."""
+        """Yield the outputs of a request as they arrive, as `AsyncLLM.generate` does."""
         (request,) = self.submit(
             [prompt],
             sampling_params,
@@ -232,11 +238,12 @@ class FleetLLM(PoolingCalls):
 
     @public
     async def beam_search(self, *_: Any, **__: Any) -> None:
-        """Raise `InvalidRequest`: beams cannot move to another replica."""
+        """Raise `InvalidRequest`, because a beam search cannot continue on another replica."""
         raise InvalidRequest(_HELD_UNSUPPORTED)
 
     def _check_capacity(self, requests: int) -> None:
-        """Raise `EngineOverloaded` if all replicas are full or the ingress's queue has no room."""
+        """Raise `EngineOverloaded` if all replicas are full, or if the ingress has no room for
+        `requests` more."""
         replicas = self.fleet.replicas.values()
         if replicas and all(replica.state.is_full for replica in replicas):
             raise EngineOverloaded(f"all {len(replicas)} replicas are full")
@@ -283,7 +290,7 @@ class FleetLLM(PoolingCalls):
         self.fleet.advance()
 
     async def _prepare(self, request: FleetRequest) -> None:
-        """Render, tokenize and hash a prompt, once for all replicas, and queue the request."""
+        """Render, tokenize and hash a prompt, once for all replicas, and then queue the request."""
         submit = request.entry.submit
         try:
             with only_ours():
@@ -330,11 +337,12 @@ class FleetLLM(PoolingCalls):
     # -- a request's journal ----------------------------------------------------------------
 
     def abort(self, entry: Entry) -> None:
-        """Abort a request that is no longer read."""
+        """Abort a request whose output is no longer read."""
         request = self.fleet.requests.get(entry.submit.uid)
         if request is not None and not entry.is_over:
             self.fleet.abort(request)
 
     def resume_held(self, entry: Entry, parents: Sequence[int], tokens: Sequence[int]) -> None:
-        """Raise `InvalidRequest`: held sequences are not supported with several engines."""
+        """Raise `InvalidRequest`, because a fleet does not support sequences that pause after each
+        token."""
         raise InvalidRequest(_HELD_UNSUPPORTED)

@@ -1,4 +1,8 @@
-"""Queue of parts that wait for a replica. Moved streams that can run immediately start first."""
+"""Queue of an ingress: parts of requests that wait for a replica. Interrupted streams go first.
+
+A `Part` is a whole request, or one sequence of it. It is *moved* if its replica was lost and it
+resumes on another one.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,12 @@ from nanoactor.fleet.pages import Part
 from nanoactor.fleet.routing import ReplicaState, Router
 
 NO_REPLICA_TIMEOUT = 120.0
-"""Seconds that a request may wait while no replica could run it, even if it were idle."""
+"""Maximum time in seconds that a part may wait while no replica, not even an idle one, could run
+it."""
 
 
 class Dispatch:
-    """The queue of an ingress, and the choice of replicas for it."""
+    """The queue of an ingress. It also selects the replica for each queued part."""
 
     def __init__(self, router: Router) -> None:
         self.router = router
@@ -21,24 +26,24 @@ class Dispatch:
         self._new: dict[Part, None] = {}
 
     def add(self, part: Part) -> None:
-        """Queue a part until a replica can run it."""
+        """Queue a part until a replica has room for it."""
         queue = self._moved if part.is_moved else self._new
         queue[part] = None
         part.waiting_since = time.monotonic()
 
     def remove(self, part: Part) -> None:
-        """Remove a part from the queue."""
+        """Remove a part from the queue, if it is in the queue."""
         self._moved.pop(part, None)
         self._new.pop(part, None)
 
     @property
     def waiting(self) -> int:
-        """Return the number of queued parts."""
+        """Number of queued parts."""
         return len(self._moved) + len(self._new)
 
     def refresh_timeouts(self, states: Sequence[ReplicaState], now: float) -> None:
-        """Restart the timeout of parts that a serving replica could run, even if it has no room
-        now."""
+        """Restart the timeout of every queued part that one of these replicas could run, now or
+        after a wait."""
         for part in (*self._moved, *self._new):
             if any(can_run(part, state) for state in states):
                 part.waiting_since = now
@@ -46,9 +51,13 @@ class Dispatch:
     def assign(
         self, states: Iterable[ReplicaState], begin: Callable[[Part, ReplicaState], None]
     ) -> None:
-        """Start all parts that can start. A moved stream starts only where it can run at once, so
-        that free slots bound the load after a death. New requests do not start on a replica that a
-        moved stream is waiting for."""
+        """Start all parts for which a replica has room, by calling `begin` with each part and its
+        replica.
+
+        A moved part starts only on a replica that can run it immediately; this limits the load on
+        the remaining replicas after a death. New parts do not start on a replica for which a moved
+        part is waiting.
+        """
         usable = list(states)
         blocked: set[str] = set()
         for part in sorted(self._moved, key=_by_priority):
@@ -68,7 +77,7 @@ class Dispatch:
             if accepting:
                 self._begin(part, accepting, begin)
             elif usable and all(state.name in part.refused_by for state in usable):
-                part.refused_by.clear()  # all others have left: it may be sent to these again
+                part.refused_by.clear()  # the other replicas are gone, so ask these again
 
     def _begin(
         self, part: Part, states: list[ReplicaState], begin: Callable[[Part, ReplicaState], None]
@@ -79,8 +88,8 @@ class Dispatch:
         begin(part, chosen)
 
     def pop_expired(self, now: float) -> list[Part]:
-        """Remove and return the parts that have waited too long for a replica that could run
-        them."""
+        """Remove and return all parts that have waited longer than `NO_REPLICA_TIMEOUT` without a
+        replica that could run them."""
         expired = [
             part
             for part in (*self._moved, *self._new)
@@ -96,6 +105,6 @@ def _by_priority(part: Part) -> tuple[int, int]:
 
 
 def can_run(part: Part, state: ReplicaState) -> bool:
-    """Return True if a replica can run a part: if the part has a fingerprint, the replica's must be
-    the same."""
+    """Return True if a replica could run a part: its fingerprint must equal that of the part, if
+    the part has one."""
     return not part.fingerprint or part.fingerprint == state.hello.fingerprint

@@ -1,4 +1,4 @@
-"""Digest that is equal for replicas that can resume each other's sequences."""
+"""Fingerprint of a replica. Replicas with equal fingerprints can resume each other's sequences."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _OUTPUT_OPTIONS = (
     "skip_tokenizer_init",
     "tensor_parallel_size",
 )
-"""Options that affect outputs or their rounding."""
+"""Options that affect the output, or its rounding."""
 
 
 def fingerprint(files: ModelFiles, config: EngineConfig) -> str:
-    """Return a digest of the model's files and of everything else that outputs depend on. This
-    reads every file, which takes about as long as loading the model."""
+    """Compute a digest of the model's files, the options, the version and the device: everything
+    that affects the output. Every file is read, which takes about as long as loading the model."""
     digest = hashlib.blake2b(digest_size=16)
     digest.update(f"{VERSION} {nanoactor.__version__} {device_kind(config.device)}".encode())
     for name in _OUTPUT_OPTIONS:
@@ -44,8 +44,8 @@ def fingerprint(files: ModelFiles, config: EngineConfig) -> str:
 
 
 def device_kind(device: str) -> str:
-    """Return a device name without what follows the colon: a device number, or the times of a
-    simulated device, which do not affect tokens."""
+    """Return a device name up to the colon. What follows does not affect the output: a device's
+    number, or the step times of a simulated device."""
     return device.partition(":")[0]
 
 

@@ -1,6 +1,8 @@
-"""State of all replicas in one ingress: links, running streams, and queued requests.
+"""State of all replicas, as one ingress sees it: links, running streams and queued requests.
 
-If a replica dies, hangs or leaves, its streams resume on other replicas."""
+A *link* is the connection between an ingress and a replica. If a replica dies, hangs or leaves, its
+streams resume on other replicas.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,9 @@ SILENCE_TIMEOUT = 10.0
 _TICK_SECONDS = 1.0
 _MAX_RETRY_WAIT = 10.0
 _ENGINE_DEAD, _ENGINE_CLOSED = "EngineDead", "EngineClosed"
-"""Kinds of failures caused by the replica, not the request: its engine died or was closed."""
+"""Failures caused by the replica, not by the request: the engine died or was closed."""
 _REFUSALS = ("EngineOverloaded", "OutOfResources")
-"""Kinds of failures after which a request is sent to another replica."""
+"""Failures after which a request is tried on another replica."""
 POISON_MESSAGE = (
     "every replica on which the request ran has died, the last one with no other request running, "
     "so the request is not retried"
@@ -42,51 +44,53 @@ POISON_MESSAGE = (
 
 
 class Counts:
-    """Event counters of streams and replicas, for /metrics."""
+    """Counters of events in the fleet, for `/metrics`."""
 
     def __init__(self) -> None:
         self.moved = self.requeued = self.lost = self.deaths = self.poisoned = 0
 
 
 class Fleet:
-    """All replicas, as seen by one ingress. Runs on the ingress's event loop."""
+    """All replicas of an ingress, and the requests that run on them. Must be used on the ingress's
+    event loop."""
 
     def __init__(
         self, connector: Connector, ingress: str, silence: float = SILENCE_TIMEOUT
     ) -> None:
-        """`ingress` identifies this ingress to the replicas. A replica that sends nothing for
-        `silence` seconds is considered hung."""
+        """Create the fleet without connecting. `connector` provides access to the replicas, and
+        `ingress` is this ingress's name for them. A replica that sends nothing for `silence`
+        seconds is considered hung."""
         self._connector, self._ingress, self._silence = connector, ingress, silence
         self.router = Router()
         self.dispatch = Dispatch(self.router)
         self.counts = Counts()
         self.replicas: dict[str, Replica] = {}
-        """Replicas whose link is up."""
+        """Connected replicas, by name."""
         self._links: dict[str, LinkEnd] = {}
         self._retries: dict[str, tuple[float, float]] = {}
-        """By lost replica: time of the next attempt to connect, and the wait before it in
-        seconds."""
+        """For each lost replica: time of the next attempt to connect (`time.monotonic()`), and the
+        delay before that attempt, in seconds."""
         self._running: dict[Part, tuple[Replica, int]] = {}
-        """By running part: its replica and its stream number."""
+        """For each running part: its replica, and the number of its stream on the link."""
         self._last_stream = 0
         self.requests: dict[int, FleetRequest] = {}
         """Unfinished requests, by uid."""
         self.trials = TrialRuns(self)
         self.first_connected = asyncio.Event()
         self.facts: dict[str, Any] = {}
-        """Facts of the replica that connected last."""
+        """Properties of the replica that connected last."""
         self._ticker: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self._closed = False
 
     def start(self) -> None:
-        """Start connecting to all replicas, current and future ones."""
+        """Start to connect to all current and future replicas."""
         self._connector.watch(self.update_members)
         self._ticker = asyncio.ensure_future(self._tick())
         self.update_members()
 
     async def close(self) -> None:
-        """Close all links to replicas."""
+        """Close the links to all replicas."""
         self._closed = True
         if self._ticker is not None:
             self._ticker.cancel()
@@ -96,8 +100,8 @@ class Fleet:
     # -- replicas that join and leave -------------------------------------------------------
 
     def update_members(self) -> None:
-        """Update the links to the current members: connect to new members, and close links to
-        removed members once they are idle."""
+        """Connect to new members, and close the links to removed members once they have no streams.
+        Members are the replicas that the connector reports as serving."""
         members = self._connector.members
         now = time.monotonic()
         for replica in members - self._links.keys():
@@ -114,7 +118,7 @@ class Fleet:
                 self._close_if_idle(link)
 
     def _close_if_idle(self, link: LinkEnd) -> None:
-        """Close the link to a leaving replica unless it still runs streams of this ingress."""
+        """Close the link to a leaving replica, unless streams of this ingress still run there."""
         replica = self.replicas.get(link.replica)
         if replica is not None and replica.link is link and replica.parts:
             return
@@ -134,7 +138,7 @@ class Fleet:
         return replica
 
     def on_up(self, link: LinkEnd) -> None:
-        """Register a replica that has identified itself."""
+        """Add a replica that has sent its first report."""
         assert link.hello is not None
         self.replicas[link.replica] = Replica(link, link.hello)
         self._retries.pop(link.replica, None)
@@ -143,7 +147,8 @@ class Fleet:
         self.first_connected.set()
 
     def on_lost(self, link: LinkEnd, cause: str) -> None:
-        """Handle the loss of a replica that has died or hangs: its requests resume elsewhere."""
+        """Handle the loss of a replica that died, hung or closed the link: resume its requests
+        elsewhere."""
         replica = self._remove(link)
         wait = min(_MAX_RETRY_WAIT, 2 * self._retries.get(link.replica, (0.0, 0.5))[1])
         self._retries[link.replica] = time.monotonic() + wait, wait
@@ -179,7 +184,8 @@ class Fleet:
         self.fail(request, PoisonRequest(POISON_MESSAGE))
 
     def _move_safely(self, part: Part, replica: Replica) -> None:
-        """Move a part. If that fails, only its request fails, so that other parts still move."""
+        """Move a part to another replica. If that raises an error, fail only its request, so that
+        the remaining parts are still moved."""
         try:
             self._move(part, replica)
         except Exception as error:
@@ -187,7 +193,7 @@ class Fleet:
             self.fail(part.request, ComputationFailed(f"the stream cannot continue: {error!r}"))
 
     def _move(self, part: Part, replica: Replica) -> None:
-        """Queue a part of a lost or leaving replica to resume on another replica."""
+        """Queue a part whose replica was lost, so that it resumes on another one."""
         self._running.pop(part, None)
         request = part.request
         for moved in request.move(part):
@@ -204,23 +210,23 @@ class Fleet:
     # -- requests ---------------------------------------------------------------------------
 
     def add(self, part: Part) -> None:
-        """Queue a part until a replica has room for it; a suspect's part is queued for its trial
-        instead."""
+        """Queue a part until a replica has room for it. If its request is suspected of killing
+        replicas, queue it to run alone instead."""
         if not self.trials.queue_if_suspect(part):
             self.dispatch.add(part)
 
     def advance(self) -> None:
-        """Start all queued parts and trials that can start now."""
+        """Start all queued parts, and all requests that must run alone, for which there is room."""
         if self._closed:
             return
         if self.dispatch.waiting:
             self.dispatch.assign([replica.state for replica in self.usable_replicas()], self._begin)
-        # If there is only one replica, queued parts start before the next trial.
+        # With a single replica, start queued parts before the next request that must run alone.
         if len(self.replicas) > 1 or not self.dispatch.waiting:
             self.trials.advance()
 
     def usable_replicas(self) -> Iterator[Replica]:
-        """Iterate over the replicas that accept new requests."""
+        """Yield the replicas that accept new parts: not leaving, and not reserved."""
         for replica in self.replicas.values():
             is_reserved = replica.state.load.is_reserved or self.trials.reserves(replica)
             if not (replica.link.is_leaving or is_reserved):
@@ -230,12 +236,12 @@ class Fleet:
         self.begin(part, self.replicas[state.name])
 
     def begin(self, part: Part, replica: Replica, *, is_alone: bool = False) -> None:
-        """Start a part on a replica."""
+        """Start a part on a replica. With `is_alone`, the replica must run nothing else."""
         self._last_stream += 1
         stream, request, state = self._last_stream, part.request, replica.state
         try:
             order = part.order(stream, is_alone=is_alone)
-        except Exception as error:  # affects only this request
+        except Exception as error:  # concerns only this request
             log.exception("request %s cannot be sent", request.entry.request_id)
             self.fail(request, ComputationFailed(f"the request cannot be sent: {error!r}"))
             return
@@ -248,19 +254,19 @@ class Fleet:
         self.trials.note_resumed(request)
 
     def abort(self, request: FleetRequest) -> None:
-        """Abort a request that is no longer read."""
+        """Abort a request whose output is no longer read."""
         request.abort()
         self._drop(request)
 
     def fail(self, request: FleetRequest, error: NanoactorError) -> None:
-        """End a request with an error."""
+        """End a request, so that its reader gets `error`."""
         if not request.entry.is_over:
             request.entry.error = error
         request.entry.end()
         self._drop(request)
 
     def _drop(self, request: FleetRequest) -> None:
-        """Abort a request's running parts, and remove its waiting parts from the queue."""
+        """Abort the running parts of a request, and remove its queued parts."""
         for part in request.parts:
             self.dispatch.remove(part)
             if part in self._running:
@@ -289,7 +295,7 @@ class Fleet:
     # -- reports ----------------------------------------------------------------------------
 
     def on_report(self, link: LinkEnd, report: wire.Report) -> None:
-        """Process a replica's report."""
+        """Process a report from a replica."""
         replica = self.replicas.get(link.replica)
         if replica is None or replica.link is not link:
             return
@@ -370,7 +376,7 @@ class Fleet:
         self._after_part(replica)
 
     def _can_retry_elsewhere(self, part: Part, replica: Replica) -> bool:
-        if part.is_moved:  # it was accepted once: it waits until there is room
+        if part.is_moved:  # it was accepted before, so it waits for room
             return True
         part.refused_by.add(replica.name)
         return any(other.name not in part.refused_by for other in self.usable_replicas())
@@ -387,7 +393,7 @@ class Fleet:
                 self.dispatch.refresh_timeouts([r.state for r in self.replicas.values()], now)
                 self._fail_expired(now)
                 self.advance()
-            except Exception:  # a bug here must not stop the supervision of the replicas
+            except Exception:  # a bug must not stop the supervision of replicas
                 log.exception("the fleet's clock has failed once")
 
     def _fail_expired(self, now: float) -> None:
@@ -407,32 +413,33 @@ class Fleet:
 
     @property
     def capacity(self) -> int:
-        """Return the maximum number of waiting requests, summed over the replicas."""
+        """Maximum number of waiting requests, summed over all replicas."""
         return sum(r.state.hello.max_waiting_requests for r in self.replicas.values())
 
     @property
     def unconnected(self) -> frozenset[str]:
-        """Return the members whose link is not up."""
+        """Names of the members that are not connected."""
         return self._connector.members - self.replicas.keys()
 
     @property
     def block_size(self) -> int:
-        """Return the number of tokens in a KV cache block; 0 if no replica is connected."""
+        """Number of tokens in a KV block; 0 while no replica is connected."""
         return next((r.state.block_size for r in self.replicas.values()), 0)
 
     @property
     def prefixes(self) -> PrefixMap:
-        """Return the map of the replicas' cached prefixes."""
+        """Prefixes that each replica has cached."""
         return self.router.prefixes
 
     @property
     def streams(self) -> int:
-        """Return the number of this ingress's running streams."""
+        """Number of running streams of this ingress."""
         return len(self._running)
 
 
 def error_from_failure(failure: wire.Failure) -> NanoactorError:
-    """Return the error that a replica has raised; `ComputationFailed` if its class is unknown."""
+    """Recreate the error that a replica reported. Return `ComputationFailed` if its class is
+    unknown."""
     kind = getattr(errors, failure.kind, None)
     if isinstance(kind, type) and issubclass(kind, NanoactorError):
         error: NanoactorError = kind(failure.text)

@@ -1,4 +1,4 @@
-"""Statistics of a replica's engine, for its reports."""
+"""Statistics of a replica's engine, which its reports include."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ log = logging.getLogger("nanoactor.fleet")
 
 SAMPLE_SECONDS = 1.0
 _MIN_PREFILL_TOKENS = 64
-"""Minimum number of prompt tokens between two samples for an estimate of the prefill time."""
+"""Minimum number of prompt tokens between two samples for estimating the prefill time."""
 _WEIGHT = 0.3
-"""Weight of a new measurement in the running mean."""
+"""Weight of a new measurement in the moving average, from 0 to 1."""
 _FIGURES = (
     ("output_tokens", "scheduler", "output_tokens"),
     ("prefill_tokens", "scheduler", "prefill_tokens"),
@@ -30,23 +30,23 @@ _FIGURES = (
     ("kv_blocks_available", "blocks", "available"),
     ("device_busy_seconds", "runner.0", "busy_seconds"),
 )
-"""Figures for /metrics: the name, the source actor, and the figure's name there."""
+"""Figures for `/metrics`: name, actor, and name of the actor's statistic."""
 _PACE_FIGURES = ("device_busy_seconds", "steps", "prefill_tokens")
 """Figures from which the prefill time per token is estimated."""
 
 
 class TokenPace:
-    """Estimate of the prefill time per token, from the device's work between two samples."""
+    """Estimates the prefill time per token from the device's busy time between samples."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        """Prefill seconds per token; 0 if not known yet."""
+        """Prefill time per token in seconds; 0 until it has been measured."""
         self._decode_step_seconds = 0.0
-        """Seconds of a step without prompt tokens."""
+        """Duration of a step without prompt tokens, in seconds."""
 
     def note(self, busy: float, steps: float, prefilled: float) -> None:
-        """Record the device's busy seconds, and the numbers of steps and of prefilled tokens,
-        between two samples."""
+        """Update the estimate with the changes since the last sample: the device's busy time in
+        seconds, the number of steps and the number of prefilled tokens."""
         if steps <= 0:
             return
         if prefilled < _MIN_PREFILL_TOKENS:
@@ -62,14 +62,14 @@ def _moving_average(old: float, new: float) -> float:
 
 
 class Gauges:
-    """Samples an engine's statistics once a second."""
+    """Samples the statistics of a replica's engine once a second."""
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
         self.pace = TokenPace()
         self.figures: Mapping[str, float] = {}
         self.samples = 0
-        """Number of samples taken."""
+        """Number of samples taken so far."""
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -89,8 +89,7 @@ class Gauges:
             await asyncio.sleep(SAMPLE_SECONDS)
 
     def record(self, statistics: Mapping[str, Any]) -> None:
-        """Record the figures of all actors. While an actor is being replaced, its last figures are
-        kept."""
+        """Store a sample. While an actor is being replaced, keep the last figures of that actor."""
         figures = dict(self.figures)
         for name, actor, key in _FIGURES:
             if actor in statistics:

@@ -1,4 +1,5 @@
-"""A replica's end of its links: reports to each ingress on all of that ingress's streams."""
+"""A replica's side of its links. Each link connects it to one ingress, receives orders, and carries
+reports on that ingress's streams."""
 
 from __future__ import annotations
 
@@ -29,29 +30,30 @@ from nanoactor.requests.pooling_params import PoolingParams
 log = logging.getLogger("nanoactor.fleet")
 
 WINDOW = 32
-"""Maximum number of reports on a link that the ingress has not confirmed yet."""
+"""Maximum number of reports on a link that the ingress has not acknowledged."""
 SILENCE_TIMEOUT = 20.0
-"""Seconds without a message from an ingress after which its link ends. An ingress without orders
-sends a heartbeat every few seconds."""
+"""Time without a message from the ingress after which a link ends, in seconds. An ingress without
+orders sends a heartbeat every few seconds."""
 _TIMER_RESOLUTION = 0.001
-"""Resolution of the event loop's timer in seconds; shorter waits would become a busy loop."""
+"""Resolution of the event loop's timer, in seconds. Shorter waits would keep the loop busy."""
 _REPORT_BYTES = 1 << 20
-"""Size at which no more streams are added to a report: characters of text, plus bytes of token ids
-and vectors."""
+"""Maximum size of a report before no more streams are added: characters of text, plus bytes of
+token ids and vectors."""
 
 
 class Hub:
-    """Serves one engine to any number of ingresses."""
+    """Serves one engine to any number of ingresses, as the main object of a replica."""
 
     def __init__(self, llm: AsyncLLM, fingerprint: str, interval: float = INTERVAL) -> None:
-        """`llm` must have been started. `interval` is passed to `Pace`."""
+        """Create the hub. `llm` must have been started. `interval` is the time between reports, in
+        seconds (`Pace`)."""
         self.llm, self.fingerprint, self.interval = llm, fingerprint, interval
         self.gauges = Gauges(llm)
         self._blocks: int = llm.facts["num_blocks"]
         self.links: dict[str, Link] = {}
         self.reserved_by: str | None = None
-        """Name of the link whose suspect is to run alone here; None if the replica is not
-        reserved."""
+        """Name of the link that has reserved the replica, to run a suspected request alone. None if
+        the replica is not reserved."""
 
     def start(self) -> None:
         """Start sampling the engine's statistics."""
@@ -65,12 +67,12 @@ class Hub:
 
     @property
     def streams(self) -> list[Stream]:
-        """Return the unfinished streams of all ingresses."""
+        """Unfinished streams of all ingresses."""
         return [stream for link in self.links.values() for stream in link.streams.values()]
 
     def load(self, last_sample: int) -> wire.Load:
-        """Return the replica's load. It includes the engine's figures unless they are those of
-        sample number `last_sample`."""
+        """Return the replica's load. It includes the engine's figures, unless the receiver has them
+        already: `last_sample` is the number of the last sample sent."""
         streams, gauges = self.streams, self.gauges
         waiting = [stream for stream in streams if not stream.has_begun]
         figures = gauges.figures
@@ -86,8 +88,8 @@ class Hub:
         )
 
     async def link(self, name: str) -> AsyncGenerator[bytes, None]:
-        """Serve an ingress: yield the link's reports until the ingress closes it or falls
-        silent."""
+        """Serve an ingress over a new link with this name. Yield encoded reports until the ingress
+        closes the link or stops sending."""
         if name in self.links:
             raise InvalidRequest(f"the link name {name!r} is already in use")
         if self.llm.dead is not None:
@@ -104,8 +106,8 @@ class Hub:
             await link.end()
 
     def handle_orders(self, data: bytes) -> bool:
-        """Process a batch of orders; return False if its link has ended. Raises
-        `msgspec.DecodeError` if the batch is malformed."""
+        """Process an encoded batch of orders. Return False if its link has ended. Raises
+        `msgspec.DecodeError` for malformed data."""
         batch = wire.decode_orders(data)
         link = self.links.get(batch.link)
         if link is None:
@@ -114,17 +116,17 @@ class Hub:
         return True
 
     def is_vacant(self, link: str) -> bool:
-        """Return True if the replica is reserved for a link and no stream is running."""
+        """Return True if this link has reserved the replica and no stream is running."""
         return self.reserved_by == link and not self.streams
 
     def can_begin(self, link: str, order: wire.Begin) -> bool:
         """Return True if a link may start a stream. A reserved replica accepts only streams that
-        are to run alone, and only on the link that reserved it."""
+        must run alone, from the link that has reserved it."""
         return self.reserved_by is None or (self.reserved_by == link and order.is_alone)
 
     def reserve(self, link: str, is_wanted: bool) -> None:
-        """If `is_wanted`, reserve the replica for a link unless it is already reserved. Otherwise
-        release the link's reservation, if it has one."""
+        """Reserve the replica for a link, or, if `is_wanted` is False, release the link's
+        reservation. Does nothing if another link has reserved the replica."""
         if is_wanted and self.reserved_by is None:
             self.reserved_by = link
         elif not is_wanted and self.reserved_by == link:
@@ -132,39 +134,40 @@ class Hub:
         self.report_load()
 
     def submit_pooled(self, prompt: Prompt, priority: int) -> Request:
-        """Submit a prompt to be pooled, or to be scored if the model makes scores."""
+        """Submit a prompt for pooling, or for scoring if the model is a reranker."""
         pooling = self.llm.files.pooling
         scores = pooling is not None and pooling.returns_scores
         return self.llm.submit_pooled(prompt, PoolingParams(), priority=priority, scores=scores)
 
     def note_end(self) -> None:
-        """Handle the end of a stream: if the replica is reserved and now idle, report its load."""
+        """Handle the end of a stream: if the replica is reserved and has become idle, report
+        that."""
         if self.reserved_by is not None and not self.streams:
             self.report_load()
 
     def report_load(self) -> None:
-        """Schedule a report, which includes the load, on every link."""
+        """Schedule a report, which contains the load, on every link."""
         for link in self.links.values():
             link.note(urgent=True)
 
 
 class Stream:
-    """One request of an ingress, and its output that has not been reported yet."""
+    """A running request of an ingress, and its output that has not been reported yet."""
 
     def __init__(self, order: wire.Begin, request: Request | None) -> None:
         self.order, self.request = order, request
         self.tokens = len(order.token_ids) // 4
         self.has_begun = False
-        """True if the request has its first output."""
+        """True once the request has produced output."""
         self.prompt_token_ids: bytes | None = None
         self.output: RequestOutput | None = None
         self.error: NanoactorError | None = None
         self.reported = asyncio.Event()
-        """Set once the stream's output has been reported."""
+        """Set when the stream's output has been reported."""
         self.reader: asyncio.Task[None] | None = None
 
     def end(self) -> None:
-        """Abort the stream."""
+        """Abort the stream, which also stops reading its output."""
         if self.reader is not None:
             self.reader.cancel()
         if self.request is not None:
@@ -172,20 +175,20 @@ class Stream:
 
 
 class Link:
-    """A replica's end of one link: the streams of one ingress."""
+    """A replica's side of one link: the streams of one ingress."""
 
     def __init__(self, hub: Hub, name: str) -> None:
         self._hub, self.name = hub, name
         self.streams: dict[int, Stream] = {}
         self._pending: dict[int, Stream] = {}
-        """Streams with something to report."""
+        """Streams that have something to report."""
         self._declined: list[int] = []
         self._pace = Pace(hub.interval)
         self._wakeup = asyncio.Event()
         self._report_count = self._acked = self._order_count = 0
         self._last_heard = time.monotonic()
         self._last_sample = 0
-        """Number of samples of the engine's statistics at the last report."""
+        """Number of engine samples taken at the time of the last report."""
         self._closed = False
         self._index_events: list[IndexEvents] = []
         self._index_reported = asyncio.Event()
@@ -193,7 +196,7 @@ class Link:
     # -- orders ---------------------------------------------------------------------------
 
     def handle_orders(self, batch: wire.Orders) -> None:
-        """Process a batch of orders."""
+        """Process a decoded batch of orders."""
         self._last_heard = time.monotonic()
         self._acked = batch.last_report
         self._order_count += len(batch.orders)
@@ -219,7 +222,7 @@ class Link:
         except NanoactorError as error:
             self._fail(order, error)
             return
-        except Exception as error:  # affects only this request: the link carries others, too
+        except Exception as error:  # concerns only this request, not the link
             log.exception("request %s cannot be read", order.request_id)
             self._fail(order, ComputationFailed(f"the replica cannot read the request: {error!r}"))
             return
@@ -247,7 +250,7 @@ class Link:
         return request
 
     def _fail(self, order: wire.Begin, error: NanoactorError) -> None:
-        """Report that a stream ended before it started."""
+        """Report a failure for a stream that could not be started."""
         stream = Stream(order, None)
         stream.error = error
         self._pending[order.stream] = stream
@@ -263,7 +266,7 @@ class Link:
     # -- streams --------------------------------------------------------------------------
 
     async def _read_outputs(self, stream: Stream, request: Request) -> None:
-        """Read a request's outputs until it ends. While one output waits to be reported, later
+        """Read a request's outputs until it ends. While an output waits to be reported, later
         outputs are merged."""
         number = stream.order.stream
         try:
@@ -285,7 +288,7 @@ class Link:
             stream.error = error
             self._pending[number] = stream
             self.note(urgent=True)
-        except Exception as error:  # whatever the error, it is reported to the ingress
+        except Exception as error:  # report any error to the ingress
             log.exception("request %s has failed", stream.order.request_id)
             stream.error = ComputationFailed(f"the replica has failed: {error!r}")
             self._pending[number] = stream
@@ -295,14 +298,14 @@ class Link:
             self._hub.note_end()
 
     def note(self, *, urgent: bool) -> None:
-        """Record that there is something to report, and wake the sender."""
+        """Record that there is something to report, and wake up the sender."""
         self._pace.note(urgent=urgent)
         self._wakeup.set()
 
     # -- reports --------------------------------------------------------------------------
 
     async def reports(self) -> AsyncGenerator[bytes, None]:
-        """Yield each report once it is due and the window has room for it."""
+        """Yield encoded reports, each when it is due and the window has room for it."""
         hub = self._hub
         hello = wire.Hello(
             hub.fingerprint,
@@ -326,8 +329,8 @@ class Link:
         return time.monotonic() - self._last_heard > SILENCE_TIMEOUT
 
     async def _is_due(self) -> bool:
-        """Return True if a report is due and the window has room for it. Otherwise wait until that
-        may have changed, and return False."""
+        """Return True if a report is due and the window has room for it. Otherwise, wait for a
+        change and return False."""
         has_room = self._report_count - self._acked < WINDOW
         wait = self._pace.due - time.monotonic()
         if has_room and wait <= 0:
@@ -349,7 +352,7 @@ class Link:
                 self._index_events.append(events)
                 self._index_reported.clear()
                 self.note(urgent=False)
-                await self._index_reported.wait()  # changes made meanwhile are merged
+                await self._index_reported.wait()  # later changes are merged meanwhile
 
     def _report(self, hello: wire.Hello | None = None) -> bytes:
         self._report_count += 1
@@ -404,7 +407,7 @@ class Link:
         await asyncio.gather(*(s.reader for s in streams if s.reader), return_exceptions=True)
 
     def close(self) -> None:
-        """End the link; output that has not been reported is dropped."""
+        """End the link. Output that has not been reported is lost."""
         self._closed = True
         self._wakeup.set()
 
@@ -429,7 +432,7 @@ def _delta(stream: int, output: CompletionOutput, vector: bytes) -> wire.Delta:
 
 
 def _progress(stream: Stream) -> wire.Progress | None:
-    """Return the facts to report about a stream besides its deltas, or None if there are none."""
+    """Return what is new about a stream besides its output, or None."""
     output, is_finished = stream.output, stream.output is not None and stream.output.finished
     prompt = None if output is None else wire.pack_logprobs(output.prompt_logprobs)
     if stream.prompt_token_ids is None and prompt is None and not is_finished:

@@ -1,4 +1,5 @@
-"""An ingress's end of a link: receives reports, sends orders, and detects a dead replica."""
+"""An ingress's side of a link: receives a replica's reports, sends orders, and detects that the
+replica has died or hangs."""
 
 from __future__ import annotations
 
@@ -18,64 +19,67 @@ from nanoactor.fleet.hub import WINDOW
 log = logging.getLogger("nanoactor.fleet")
 
 HEARTBEAT_SECONDS = 3.0
-"""Seconds after which an ingress that has no orders sends a heartbeat."""
+"""Time without orders after which the ingress sends a heartbeat, in seconds."""
 _TICK = 0.5
 _CLOSE_TIMEOUT = 2.0
 _DEPARTURE_SECONDS = 3.0
-"""Seconds after which the end of a replica that has left the members counts as planned."""
+"""Time, in seconds, after which the end of a replica that has left the members counts as
+planned."""
 _HUNG_CLOSE_TIMEOUT = 60.0
-"""Seconds for which closing the link to a lost replica is attempted, in case that it recovers."""
+"""Time for which closing the link to a lost replica is attempted, in seconds, in case the replica
+recovers."""
 
 
 class Connector(Protocol):
-    """Access to replicas: through Ray, or a substitute in tests."""
+    """Access to the replicas: through Ray, or through a substitute in tests."""
 
     @property
     def members(self) -> frozenset[str]:
-        """Return the names of the replicas that are serving now."""
+        """Names of the replicas that are serving now."""
 
     def watch(self, changed: Callable[[], None]) -> None:
-        """Call `changed` on the ingress's event loop whenever `members` has changed."""
+        """Call `changed` on the ingress's event loop after each change of `members`."""
 
     def open(self, replica: str, link: str) -> AsyncGenerator[bytes, None]:
-        """Open a link and yield the replica's reports. Raises an error if the replica dies or is
-        gone."""
+        """Open a link to a replica, and yield its encoded reports. Raises an error if the replica
+        dies or no longer exists."""
 
     async def push(self, replica: str, orders: bytes) -> bool:
-        """Send orders to a replica; return False if it does not know the link. Raises the errors of
-        `open`."""
+        """Send encoded orders to a replica. Return False if the replica does not know the link.
+        Raises the same errors as `open`."""
 
 
 class Owner(Protocol):
-    """Receiver of a link's events: the fleet."""
+    """Receiver of a link's events. In production, this is the `Fleet`."""
 
     def on_up(self, link: LinkEnd) -> None:
-        """Handle a replica that has identified itself."""
+        """Handle the first report of a replica."""
 
     def on_report(self, link: LinkEnd, report: wire.Report) -> None:
-        """Handle a report from the replica."""
+        """Handle a report of the replica."""
 
     def on_lost(self, link: LinkEnd, cause: str) -> None:
-        """Handle the loss of a replica that has died, hangs or has closed the link. No more reports
-        follow."""
+        """Handle the loss of a replica that died, hung or closed the link. No more reports follow.
+        `cause` is for the log."""
 
 
 class LinkEnd:
-    """An ingress's end of one link, from its opening to its end."""
+    """An ingress's side of one link, from its opening to its end."""
 
     def __init__(
         self, replica: str, connector: Connector, owner: Owner, silence: float, ingress: str
     ) -> None:
-        """A replica that sends no report for `silence` seconds is considered hung."""
+        """Open the link. A replica that sends no report for `silence` seconds is considered hung.
+        `ingress` is the prefix of the link's name."""
         self.replica, self.name = replica, f"{ingress}/{secrets.token_hex(4)}"
         self.hello: wire.Hello | None = None
         self.is_closed = False
         self.left_at: float | None = None
-        """Time at which the replica left the members, or None. After that, it gets no new streams:
-        it is shutting down, or is dead."""
+        """Time at which the replica left the members (`time.monotonic()`), or None. It then gets no
+        new streams, because it is shutting down or dead."""
         self.last_heard = time.monotonic()
         self.orders_queued = 0
-        """Number of orders queued so far."""
+        """Number of orders queued since the link was opened."""
         self._connector, self._owner, self._silence = connector, owner, silence
         self._orders: list[wire.Order] = []
         self._last_read = self._last_acked = 0
@@ -84,19 +88,18 @@ class LinkEnd:
 
     @property
     def is_leaving(self) -> bool:
-        """Return True if the replica accepts no new streams."""
+        """True if the replica has left the members, so that it accepts no new streams."""
         return self.left_at is not None
 
     @property
     def has_drained(self) -> bool:
-        """Return True if the replica left the members a while ago, so that its end was planned. A
-        replica that dies leaves the members just before or just after its death is detected
-        here."""
+        """True if the replica left the members so long ago that its end was planned. A replica that
+        dies leaves them at about the time at which its death is detected here."""
         return self.left_at is not None and time.monotonic() - self.left_at > _DEPARTURE_SECONDS
 
     def send(self, order: wire.Order) -> None:
-        """Queue an order for the replica. Orders queued in one iteration of the event loop are sent
-        together."""
+        """Queue an order for the replica. Orders of the same iteration of the event loop are sent
+        as one batch."""
         self._orders.append(order)
         self.orders_queued += 1
         self._send_due.set()
@@ -112,7 +115,7 @@ class LinkEnd:
             self._mark_lost("it has closed the link")
         except msgspec.DecodeError as error:
             self._mark_lost(f"its report cannot be read: {error}")
-        except Exception as error:  # whatever the connector raises
+        except Exception as error:  # the connector may raise any exception
             self._mark_lost(f"{type(error).__name__}: {error}"[:300])
 
     def _handle_report(self, report: wire.Report) -> None:
@@ -128,12 +131,12 @@ class LinkEnd:
         self._owner.on_report(self, report)
 
     async def _push(self) -> None:
-        """Send batches of orders one at a time, so that they arrive in order."""
+        """Send batches of orders one after the other, which keeps them in order."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HEARTBEAT_SECONDS):
                     await self._send_due.wait()
-            if self.hello is None:  # until its hello, the replica may not know the link
+            if self.hello is None:  # before that, the replica may not know the link
                 await asyncio.sleep(_TICK / 10)
                 continue
             self._send_due.clear()
@@ -150,8 +153,8 @@ class LinkEnd:
                 return
 
     async def _watch(self) -> None:
-        """Detect a hung replica. A late tick counts as two ticks at most, so that time in which
-        this process itself did not run is ignored."""
+        """Detect a hung replica. A late timer counts as two intervals at most, so that pauses of
+        this process are not mistaken for silence."""
         silence, last_heard = 0.0, self.last_heard
         while silence < self._silence:
             before = time.monotonic()
@@ -162,7 +165,7 @@ class LinkEnd:
         self._mark_lost(f"it has sent nothing for {self._silence:g} s")
 
     def mark_lost(self, cause: str) -> None:
-        """Treat the replica as lost although its process is alive, because its engine is dead."""
+        """Mark the replica as lost although its process is alive, because its engine has died."""
         self._mark_lost(cause)
 
     def _mark_lost(self, cause: str) -> None:
@@ -182,7 +185,7 @@ class LinkEnd:
                 await self._connector.push(self.replica, batch)
 
     async def close(self) -> None:
-        """End the link; the replica aborts the streams that still run on it."""
+        """End the link. The replica aborts the streams that still run on it."""
         if self.hello is not None and not self.is_closed:
             self.is_closed = True
             await self._send_close(_CLOSE_TIMEOUT)

@@ -1,4 +1,4 @@
-"""Monitoring of a fleet, for `/health`, `/metrics` and the web page."""
+"""Health, metrics and live data of a fleet, for `/health`, `/metrics` and the web page."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from nanoactor.server.health import Health
 
 INTERVAL, BINS, MAX_SAMPLES = 0.5, 10, 60
 _SILENCE_SECONDS = 3.0
-"""Seconds without a report after which /health lists a replica as a culprit. Replicas report at
-least once a second."""
+"""Time without a report after which `/health` lists a replica as a problem, in seconds. Replicas
+report at least once a second."""
 _COUNTERS = (
     ("moved", "Streams that continued on another replica."),
     ("requeued", "Requests without a first token that were sent to another replica."),
@@ -45,7 +45,7 @@ _REPLICA_COUNTERS = (
 
 
 class FleetMonitor:
-    """Monitor of a fleet, based on the replicas' reports; it sends no queries itself."""
+    """Monitor of a fleet. It evaluates the replicas' reports, and sends no requests to them."""
 
     def __init__(self, llm: FleetLLM) -> None:
         self._llm = llm
@@ -53,8 +53,8 @@ class FleetMonitor:
         self._tokens: deque[float] = deque(maxlen=MAX_SAMPLES)
         self._number = 0
         self._busy: dict[str, tuple[float, float, int]] = {}
-        """By replica: its device's busy seconds, the time at which they last changed, and the
-        device's utilization in percent before that time."""
+        """For each replica: busy time of its device in seconds, the time at which that figure last
+        changed (`time.monotonic()`), and the utilization before that time, in percent."""
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -101,7 +101,8 @@ class FleetMonitor:
     # -- reporting --------------------------------------------------------------------------
 
     def health(self) -> Health:
-        """Return the health of each replica: the fleet is healthy as long as one of them serves."""
+        """Return the health of the fleet, with an entry for each replica. The status is "ok" if at
+        least one replica serves."""
         now, fleet = time.monotonic(), self._llm.fleet
         actors: dict[str, dict[str, float | None]] = {}
         bad = []
@@ -125,7 +126,8 @@ class FleetMonitor:
         return Health(status, culprit, pending, None, actors)
 
     def samples_since(self, number: int) -> dict[str, Any]:
-        """Return the samples taken after sample `number`, for the web page."""
+        """Return all samples after the one with this number, in the form that the web page
+        reads."""
         new = min(len(self._samples), max(0, self._number - number))
         states = [replica.state for replica in self._replicas.values()]
         prompt_tokens, hits = self._sum("prompt_tokens"), self._sum("hit_tokens")
@@ -153,7 +155,7 @@ class FleetMonitor:
         }
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics for Prometheus."""
+        """Yield the metrics of the fleet and its replicas, for Prometheus."""
         fleet, now = self._llm.fleet, time.monotonic()
         up = float(self.health().is_ok)
         yield GaugeMetricFamily("nanoactor_up", "Whether a replica is serving.", value=up)

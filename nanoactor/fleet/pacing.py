@@ -1,14 +1,15 @@
-"""Timing of reports: soon after a stream starts or ends, otherwise about twenty times a second."""
+"""Timing of a replica's reports: soon after a stream starts or ends, and otherwise about twenty
+times a second."""
 
 from __future__ import annotations
 
 INTERVAL = 0.05
-"""Seconds between reports on running streams. Each report costs the ingress and the replica
-together nearly a millisecond of CPU time, whatever it contains."""
+"""Time between reports on running streams, in seconds. A report costs the ingress and the replica
+together nearly 1 ms of CPU time, whatever its size."""
 URGENT_INTERVAL = 0.01
-"""Seconds between reports if a stream has started, has ended or was refused."""
+"""Time between reports if a stream has started, ended or been refused, in seconds."""
 HEARTBEAT_INTERVAL = 1.0
-"""Seconds after which a replica with nothing to report sends a heartbeat."""
+"""Time after which a replica without anything to report sends a heartbeat, in seconds."""
 
 
 class Pace:
@@ -29,17 +30,17 @@ class Pace:
         self._has_news = self._is_urgent = False
 
     def note(self, *, urgent: bool) -> None:
-        """Record that there is something to report."""
+        """Record that there is something to report. `urgent` makes the report due earlier."""
         self._has_news = True
         self._is_urgent = self._is_urgent or urgent
 
     def note_report(self, now: float) -> None:
-        """Record that a report was sent at time `now`, in seconds."""
+        """Record that a report was sent at the time `now`, in seconds."""
         self._last, self._has_news, self._is_urgent = now, False, False
 
     @property
     def due(self) -> float:
-        """Return the time at which the next report is due, on the same clock as `note_report`."""
+        """Time at which the next report is due, in seconds on the clock of `note_report`."""
         if self._is_urgent:
             return self._last + self._urgent_interval
         return self._last + (self._interval if self._has_news else self._heartbeat)

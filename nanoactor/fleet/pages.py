@@ -1,4 +1,4 @@
-"""An ingress's record of each client's request: the output sent so far, and the parts of the
+"""Requests of an ingress's clients. Each record holds the output sent so far, and the parts of the
 request that run on replicas."""
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from nanoactor.requests.params import SamplingParams, derived_seed
 
 
 class FleetRequest:
-    """One request of a client."""
+    """A client's request to an ingress, which may run on several replicas one after the other."""
 
     def __init__(self, entry: Entry, params: SamplingParams, priority: int) -> None:
-        """`params` must have a seed. The reader reads the output from `entry`."""
+        """Create the record. `params` must have a seed. `entry` collects the output for the reader,
+        which is the client's stream."""
         self.entry, self.params, self.priority = entry, params, priority
         self.token_ids: bytes = b""
-        """The prompt's token ids, int32; empty until it is tokenized."""
+        """Token ids of the prompt, int32; empty until it has been tokenized."""
         self.media: tuple[bytes, ...] = ()
         self.block_keys: Sequence[int] = ()
-        """Keys of the prompt's full blocks, for the router."""
+        """Keys of the prompt's full KV blocks, for the router."""
         self.block_hashes: bytes = b""
         """Hashes of the same blocks, 16 bytes each."""
         self.prompt_length = 0
-        """Number of tokens of the prompt, including those of its pictures if they are known."""
+        """Number of tokens in the prompt, including those of images if their number is known."""
         self.parts: list[Part] = []
         """Unfinished parts of the request."""
         self.on_end: Callable[[Entry], None] | None = None
@@ -37,22 +38,23 @@ class FleetRequest:
 
     @property
     def uid(self) -> int:
-        """Return the number that the ingress has given to the request."""
+        """Unique number of the request in the ingress."""
         return self.entry.submit.uid
 
     @property
     def tokens_sent(self) -> int:
-        """Return the number of tokens sent to the reader, over all sequences."""
+        """Number of output tokens sent to the reader, summed over all sequences."""
         return sum(len(answer.token_ids) for answer in self.entry.answers)
 
     def begin(self) -> Part:
-        """Create the part that runs the whole request from its start."""
+        """Create the part that runs the whole request from the beginning."""
         part = Part(self, range(len(self.entry.answers)), is_moved=False)
         self.parts = [part]
         return part
 
     def move(self, part: Part) -> list[Part]:
-        """Handle the loss of the replica that ran a part. Return the parts to resume elsewhere."""
+        """Handle the loss of a part's replica. Return the parts that must resume elsewhere: one per
+        unfinished sequence, or a single part if no output was sent."""
         self.parts.remove(part)
         if self.entry.is_over or self.entry.aborted:
             return []
@@ -73,14 +75,14 @@ class FleetRequest:
         self.entry.note_end(uid, dataclasses.replace(terminal, stop_reason=stop_reason))
 
     def abort(self) -> None:
-        """Mark the request as aborted, and end its sequences."""
+        """Mark the request as aborted, and end all of its sequences."""
         self.entry.aborted = True
         for uid in self.entry.uids:
             if self.entry.answer(uid).terminal is None:
                 self.end_sequence(uid, "abort", None)
 
     def apply_delta(self, delta: wire.Delta, part: Part) -> None:
-        """Append a delta to the output of one of the request's sequences."""
+        """Append new output to one of the request's sequences, and wake up its reader."""
         uid = self.entry.submit.uid + part.answer_indices[delta.index]
         answer = self.entry.answer(uid)
         if answer.terminal is not None:
@@ -102,7 +104,7 @@ class FleetRequest:
         self.entry.wake()
 
     def note_stats(self, part: Part, progress: wire.Progress) -> None:
-        """Record the figures that are known only when a part has finished."""
+        """Store the statistics that a replica reports at the end of a part."""
         for index in part.answer_indices:
             answer = self.entry.answers[index]
             if answer.terminal is None:
@@ -118,30 +120,33 @@ class FleetRequest:
                 metrics.first_scheduled_time = min(began, first)
 
     def note_accepted(self, prompt: bytes) -> None:
-        """Record that a replica has accepted the request, and its expanded prompt."""
+        """Record that a replica has accepted the request. `prompt` contains the token ids of the
+        expanded prompt, int32."""
         self.entry.prompt_token_ids = wire.bytes_to_ids(prompt)
         self.entry.accepted.set()
 
 
 class Part:
-    """Unit of work for one replica: a whole request, or one resumed sequence of it."""
+    """The work that one replica runs as a stream: a whole request, or a single sequence that
+    resumes."""
 
     def __init__(
         self, request: FleetRequest, answer_indices: Sequence[int], is_moved: bool
     ) -> None:
         self.request, self.answer_indices, self.is_moved = request, answer_indices, is_moved
         self.fingerprint = ""
-        """Fingerprint of the replica that emitted the part's output; only replicas with the same
-        fingerprint may resume it. Empty if any replica may run the part."""
+        """Fingerprint of the replica that produced the output so far. Only replicas with the same
+        fingerprint may resume the part. Empty if any replica may run it."""
         self.refused_by: set[str] = set()
         """Names of the replicas that had no room for the part."""
         self.waiting_since = time.monotonic()
-        """Last time at which a replica could have run the part, even if only after a wait."""
+        """Last time at which a replica could have run the part, now or after a wait
+        (`time.monotonic()`)."""
 
     @property
     def sent_ids(self) -> bytes:
-        """Return the ids, int32, of the tokens that were sent to the sequence's reader; empty if
-        the part has several sequences."""
+        """Ids of the output tokens already sent to the reader, int32. Empty if the part has several
+        sequences."""
         if len(self.answer_indices) > 1:
             return b""
         return np.asarray(self._answer.token_ids, np.int32).tobytes()
@@ -152,12 +157,13 @@ class Part:
 
     @property
     def tokens(self) -> int:
-        """Return the number of tokens to prefill before the part continues: prompt and output."""
+        """Number of tokens to prefill before the part continues: its prompt, and the output so
+        far."""
         sent = len(self._answer.token_ids) if len(self.answer_indices) == 1 else 0
         return self.request.prompt_length + sent
 
     def order(self, stream: int, *, is_alone: bool) -> wire.Begin:
-        """Return the order that starts or resumes the part."""
+        """Create the order that starts or resumes the part as stream number `stream`."""
         request, entry = self.request, self.request.entry
         params = request.params
         if entry.submit.spec.prompt_logprobs >= 0 and entry.has_prompt_logprobs:
@@ -183,5 +189,5 @@ class Part:
 
 
 def has_begun(answer: Answer) -> bool:
-    """Return True if a sequence has emitted output or has ended."""
+    """Return True if a sequence has any output or has ended."""
     return bool(answer.token_ids or answer.text or answer.terminal is not None)

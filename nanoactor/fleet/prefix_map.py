@@ -1,6 +1,7 @@
-"""Map of the prefixes that each replica has cached, as its reports describe them.
+"""Prefixes that each replica has cached, as far as its reports show them.
 
-The map lags behind the caches slightly, and its size is bounded."""
+The map lags slightly behind the caches, and its size is limited.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +12,27 @@ from nanoactor.fleet.wire import IndexUpdate
 from nanoactor.kv.hashing import HASH_BYTES
 
 MAX_BLOCKS = 1 << 18
-"""Maximum number of known blocks per replica, about 25 MB. The oldest blocks are dropped first."""
+"""Maximum number of known blocks per replica, which need about 25 MB. The oldest ones are dropped
+first."""
 IN_USE_SECONDS = 60.0
-"""Seconds for which a block counts as in use after the last prompt that contained it."""
+"""Time for which a block counts as in use after the last prompt that contained it, in seconds."""
 _KEY_BYTES = 8
 
 
 class PrefixMap:
-    """Hashes of the full blocks in the prefix index of each replica. If the map is wrong, a request
-    is sent to a replica that has to compute more; outputs are never affected."""
+    """Hashes of the full blocks in each replica's prefix index. An error in this map never affects
+    outputs: at worst, a replica has to compute more tokens."""
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
         self._max_blocks = max_blocks
-        # A plain dict takes ever longer to find its oldest key after many removals.
+        # A plain dict finds its oldest key ever more slowly after many removals.
         self._known: dict[str, OrderedDict[int, None]] = {}
         self._last_used: dict[str, OrderedDict[int, float]] = {}
-        """By replica: times at which its blocks were last in a prompt or new, the oldest first.
+        """For each replica: the time at which each block was last new or in a prompt, oldest first.
         Evicted blocks are included, because prompts needed them."""
 
     def apply(self, replica: str, update: IndexUpdate, now: float) -> None:
-        """Apply the index changes that a replica reports."""
+        """Apply the index changes that a replica reported at the time `now`, in seconds."""
         blocks = self._known.setdefault(replica, OrderedDict())
         if update.cleared:
             blocks.clear()
@@ -39,8 +41,8 @@ class PrefixMap:
         self._add(replica, _keys(update.remembered), now)
 
     def expect(self, replica: str, hashes: bytes, now: float) -> None:
-        """Record that a replica will soon have the blocks with these hashes, as it was sent a
-        prompt with them."""
+        """Record that a replica will soon have the blocks with these hashes, because a prompt with
+        them was sent to it."""
         self._add(replica, _keys(hashes), now)
 
     def _add(self, replica: str, keys: Sequence[int], now: float) -> None:
@@ -55,14 +57,14 @@ class PrefixMap:
             last_used.popitem(last=False)
 
     def blocks_in_use(self, replica: str, now: float) -> int:
-        """Return the number of a replica's recently used blocks, which its cache should hold."""
+        """Return the number of a replica's recently used blocks, which its cache should keep."""
         last_used = self._last_used.get(replica, OrderedDict())
         while last_used and next(iter(last_used.values())) < now - IN_USE_SECONDS:
             last_used.popitem(last=False)
         return len(last_used)
 
     def forget(self, replica: str) -> None:
-        """Remove all entries of a replica."""
+        """Drop everything that is known about a replica."""
         self._known.pop(replica, None)
         self._last_used.pop(replica, None)
 
@@ -71,8 +73,12 @@ class PrefixMap:
         return len(self._known.get(replica, ()))
 
     def cached_blocks(self, replica: str, keys: Sequence[int]) -> int:
-        """Return the length, in blocks, of the longest prompt prefix that a replica has cached. A
-        child block is evicted before its parent, so a binary search finds the last cached block."""
+        """Return the length, in blocks, of the longest prefix of a prompt that a replica has
+        cached.
+
+        Cached blocks form a prefix, because a block is evicted before the block that precedes it.
+        Therefore, a binary search finds the end.
+        """
         blocks = self._known.get(replica)
         if not blocks or not keys or keys[0] not in blocks:
             return 0
@@ -84,7 +90,7 @@ class PrefixMap:
 
 
 def block_keys(hashes: bytes) -> list[int]:
-    """Return the keys of hashes of 16 bytes each, in the form that `PrefixMap.longest` expects."""
+    """Convert concatenated hashes of 16 bytes each to the keys that `PrefixMap` uses."""
     return list(_keys(hashes))
 
 

@@ -1,4 +1,5 @@
-"""Block hashes of prompts for the router; the engines compute the same hashes."""
+"""Hashes of a prompt's KV blocks, from which the router finds cached prefixes. The engines use the
+same hashes."""
 
 from __future__ import annotations
 
@@ -19,13 +20,13 @@ from nanoactor.vision.media import Media, MediaReader
 log = logging.getLogger("nanoactor.fleet")
 
 _MAX_HASHED_TOKENS = 16384
-"""Maximum number of prompt tokens that are hashed, which blocks an ingress's event loop for about
-2 ms. Prompts that differ only after these tokens are routed as if they were identical."""
+"""Maximum number of prompt tokens that are hashed, which blocks the event loop of an ingress for
+about 2 ms. Prompts that differ only after these tokens look identical to the router."""
 _DEFAULT_BLOCK_SIZE = 16
 
 
 class PromptHasher:
-    """Computes block hashes with the fleet's salt and the engines' block size."""
+    """Hashes the blocks of prompts with the fleet's salt and the engines' block size."""
 
     def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
         assert config.prefix_salt is not None
@@ -46,9 +47,12 @@ class PromptHasher:
     async def hash_with_pictures(
         self, token_ids: Int32, media: Sequence[Media]
     ) -> tuple[int, bytes]:
-        """Return the length of a prompt after its picture placeholders are expanded, and its block
-        hashes. Return the unexpanded length and no hashes if the prompt has videos, or an error,
-        which a replica will report. Picture headers are read on a thread."""
+        """Return the length of a prompt with expanded image placeholders, and the hashes of its
+        blocks.
+
+        For a prompt with videos, or with an error that a replica will report, return the unexpanded
+        length and no hashes. Image headers are read on a thread.
+        """
         try:
             return await asyncio.to_thread(self._hash_with_pictures, token_ids, media)
         except NanoactorError:

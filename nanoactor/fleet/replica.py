@@ -1,4 +1,4 @@
-"""A serving replica, as an ingress sees it."""
+"""A connected replica, as an ingress sees it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nanoactor.fleet.routing import ReplicaState
 
 
 class Replica:
-    """A replica whose link is up, and the parts that run on it."""
+    """A replica whose link is up, with its latest state and the parts that run on it."""
 
     def __init__(self, link: LinkEnd, hello: wire.Hello) -> None:
         self.link = link
@@ -23,5 +23,5 @@ class Replica:
 
     @property
     def name(self) -> str:
-        """Return the replica's name."""
+        """Name of the replica."""
         return self.link.replica

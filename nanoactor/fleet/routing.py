@@ -1,8 +1,8 @@
-"""Choice of the replica for a request: the one that is expected to finish its prefill first.
+"""Selection of a replica for each request: the one that is expected to finish the prefill first.
 
-Costs are in seconds. A replica that has cached a prefix of the prompt need not prefill that part; a
-busy replica makes the prompt wait. However much it has cached, a replica is not chosen if waiting
-for it takes longer than computing the prompt elsewhere.
+All costs are times in seconds. Cached prefixes reduce the tokens to prefill, and a busy replica
+makes the prompt wait. A replica with a cached prefix is therefore not selected if waiting for it
+takes longer than computing the prompt elsewhere.
 """
 
 from __future__ import annotations
@@ -16,40 +16,44 @@ from nanoactor.fleet.prefix_map import PrefixMap
 from nanoactor.fleet.wire import Hello, Load
 
 _DEFAULT_TOKEN_SECONDS = 5e-5
-"""Assumed prefill seconds per token until a replica has measured them."""
+"""Prefill time per token that is assumed until a replica has measured it, in seconds."""
 _MEAN_WEIGHT = 0.1
-"""Weight of each new sequence in the running means."""
+"""Weight of a new sequence in the moving averages, from 0 to 1."""
 _LATER_TURNS = 8.0
-"""Rough number of later turns of a conversation, each of which recomputes evicted blocks."""
+"""Assumed number of later requests in a conversation, each of which computes evicted blocks
+again."""
 _MAX_FILL = 2.0
-"""Ratio of recently used blocks to cache blocks above which the eviction cost no longer rises."""
+"""Ratio of recently used blocks to all blocks of the cache above which the cost of eviction stays
+constant."""
 _MAX_PACE_RATIO = 2.0
-"""Maximum ratio between a replica's prefill time per token and the median; a larger ratio is
-considered a measurement error."""
+"""Maximum ratio between a replica's prefill time per token and the median. Anything above is
+treated as a measurement error."""
 _MIN_TOKEN_SECONDS = 1e-6
 _FULL_LOAD_SLOWDOWN = 0.05
-"""Assumed relative slowdown of a sequence on a replica with as many streams as slots; proportional
-to the number of streams."""
+"""Assumed relative slowdown of a sequence if all slots of its replica are in use. It is
+proportional to the number of streams."""
 _SHARED_STEP_FRACTION = 0.5
-"""Fraction of a sequence's steps in which another running sequence is expected to take part."""
+"""Assumed fraction of a sequence's steps that it shares with any other running sequence."""
 
 
 @dataclasses.dataclass
 class SequenceMeans:
-    """Running means over recent sequences of all replicas."""
+    """Moving averages over the finished sequences of all replicas."""
 
     seconds: float = 2.0
-    """Seconds from the first token to the last."""
+    """Time from the first to the last token, in seconds."""
     tokens: float = 128.0
 
     def note(self, seconds: float, tokens: int) -> None:
-        """Record a finished sequence."""
+        """Include a finished sequence in the averages. `seconds` is the time from first to last
+        token."""
         self.seconds += _MEAN_WEIGHT * (seconds - self.seconds)
         self.tokens += _MEAN_WEIGHT * (tokens - self.tokens)
 
 
 def _typical_token_seconds(states: Sequence[ReplicaState]) -> float:
-    """Return the typical prefill time per token over the replicas."""
+    """Return the median prefill time per token over the replicas that have measured it, in
+    seconds."""
     measured = [state.load.token_seconds for state in states if state.load.token_seconds]
     return (
         max(_MIN_TOKEN_SECONDS, statistics.median(measured)) if measured else _DEFAULT_TOKEN_SECONDS
@@ -60,7 +64,8 @@ _IDLE_LOAD = Load(0, 0, 0, 0, 0, 0.0, is_reserved=False)
 
 
 class ReplicaState:
-    """An ingress's view of a replica: its last report, and the orders sent to it since then."""
+    """A replica's load as an ingress sees it: the last report, plus the orders sent after that
+    report."""
 
     def __init__(self, name: str, hello: Hello) -> None:
         self.name, self.hello = name, hello
@@ -68,43 +73,47 @@ class ReplicaState:
         self.blocks: int = hello.facts["num_blocks"]
         self.load = _IDLE_LOAD
         self._sent: deque[tuple[int, int]] = deque()
-        """(number, tokens) of each order that the replica's last report did not include."""
+        """(number, tokens to compute) of each order that the last report does not include yet."""
 
     def note_sent(self, order: int, tokens: int) -> None:
-        """Record that order number `order`, with `tokens` tokens to compute, was sent."""
+        """Record that an order was sent: its number on the link, and the number of tokens to
+        compute."""
         self._sent.append((order, tokens))
 
     def update_load(self, load: Load, orders: int) -> None:
-        """Record the load that the replica reported after processing `orders` orders."""
+        """Store the load that the replica reported after it had processed `orders` orders."""
         self.load = load
         while self._sent and self._sent[0][0] <= orders:
             self._sent.popleft()
 
     @property
     def streams(self) -> int:
-        """Return the number of running and queued streams on the replica, over all ingresses."""
+        """Number of running and waiting streams on the replica, over all ingresses."""
         return self.load.streams + len(self._sent)
 
     @property
     def free_slots(self) -> int:
-        """Return the number of free slots."""
+        """Number of free slots for sequences; negative if streams are waiting."""
         return self.hello.max_num_seqs - self.streams
 
     @property
     def is_full(self) -> bool:
-        """Return True if the replica would refuse another stream."""
+        """True if the replica would reject another stream."""
         return self.streams >= self.hello.max_num_seqs + self.hello.max_waiting_requests
 
     def has_room(self, tokens: int) -> bool:
-        """Return True if a stream with `tokens` tokens to prefill would run at once."""
+        """Return True if a stream with `tokens` tokens to prefill could run immediately."""
         blocks = -(-tokens // self.block_size)
         return not self.streams or (self.free_slots > 0 and self.load.free_blocks >= blocks)
 
     def cost(self, uncached: int, fill: float, means: SequenceMeans, token_seconds: float) -> float:
-        """Return the cost in seconds of running a prompt on the replica: the time until `uncached`
-        tokens are computed, plus the cost for later turns, as a cache of which a fraction `fill` is
-        in use evicts that fraction of the blocks that this or another prompt will need again.
-        `token_seconds` is the prefill time per token in seconds."""
+        """Return the cost of running a prompt on the replica, in seconds.
+
+        The cost is the time until `uncached` tokens are computed, plus an estimate for later turns:
+        `fill`, the fraction of the cache that is in use, is also the fraction of blocks that are
+        evicted before they are needed again. `token_seconds` is the prefill time per token in
+        seconds.
+        """
         tokens_ahead = self.load.waiting_tokens + sum(tokens for _, tokens in self._sent)
         evicted_tokens = _LATER_TURNS * fill * (uncached + means.tokens)
         seconds = token_seconds * (
@@ -121,7 +130,7 @@ class ReplicaState:
 
 
 class Router:
-    """Chooses a replica for each request."""
+    """Selects a replica for each request."""
 
     def __init__(self) -> None:
         self.prefixes = PrefixMap()
@@ -131,15 +140,16 @@ class Router:
     def choose(
         self, states: Iterable[ReplicaState], block_keys: Sequence[int], tokens: int, now: float
     ) -> ReplicaState | None:
-        """Return the replica with the lowest cost for a prompt of `tokens` tokens with these block
-        keys; None if `states` is empty."""
+        """Return the replica with the lowest cost for a prompt of `tokens` tokens, or None if there
+        are no replicas. `block_keys` identify the prompt's blocks, and `now` is the time in
+        seconds."""
         self._turn += 1
         best, best_cost = None, (float("inf"), 0, 0)
         candidates = list(states)
         typical = _typical_token_seconds(candidates)
         for number, state in enumerate(candidates):
             uncached = self.uncached_tokens(state, block_keys, tokens)
-            turn = (number - self._turn) % 64  # replicas of equal cost take turns
+            turn = (number - self._turn) % 64  # replicas of equal cost alternate
             fill = self.prefixes.blocks_in_use(state.name, now) / state.blocks
             measured = state.load.token_seconds or typical
             token_seconds = min(max(measured, typical / _MAX_PACE_RATIO), typical * _MAX_PACE_RATIO)

@@ -1,4 +1,8 @@
-"""Trials of suspected requests: one after the other, each runs alone on a reserved replica."""
+"""Isolated runs of requests that may kill replicas (suspects): one after the other, each runs alone
+on a reserved replica.
+
+Such a run is called a *trial*.
+"""
 
 from __future__ import annotations
 
@@ -17,45 +21,45 @@ log = logging.getLogger("nanoactor.fleet")
 
 
 class TrialFleet(Protocol):
-    """Interface of the fleet that `TrialRuns` uses."""
+    """The methods of `Fleet` that `TrialRuns` uses."""
 
     replicas: dict[str, Replica]
 
     def usable_replicas(self) -> Iterator[Replica]:
-        """Iterate over the replicas that accept new requests."""
+        """Yield the replicas that accept new parts."""
 
     def begin(self, part: Part, replica: Replica, *, is_alone: bool = False) -> None:
-        """Start a part on a replica."""
+        """Start a part on a replica. With `is_alone`, the replica must run nothing else."""
 
 
 class TrialRuns:
-    """Carries out the decisions of `Trials`."""
+    """Reserves replicas and starts trials, as `Trials` decides."""
 
     def __init__(self, fleet: TrialFleet) -> None:
         self._fleet = fleet
         self._trials = Trials()
         self._requests: dict[int, FleetRequest] = {}
-        """Pages of suspects, by uid."""
+        """Requests under suspicion, by uid."""
         self._waiting: dict[Part, None] = {}
-        """Waiting parts of suspects."""
+        """Parts of suspects that wait for a trial."""
         self._replica: Replica | None = None
-        """The replica that is reserved for a trial, or that was asked to be."""
+        """Replica that is reserved for a trial, or that was asked for a reservation."""
         self._suspect: int | None = None
         """Uid of the suspect for which the replica is reserved."""
 
     @property
     def waiting(self) -> int:
-        """Return the number of parts that wait for a trial."""
+        """Number of parts that wait for a trial."""
         return len(self._waiting)
 
     def reserves(self, replica: Replica) -> bool:
-        """Return True if `replica` is the one that this ingress reserves for a trial."""
+        """Return True if this ingress has reserved the replica for a trial, or asked for it."""
         return replica is self._replica
 
     def queue_if_suspect(self, part: Part) -> bool:
-        """If the part's request is a suspect, queue the part for the trial and return True."""
+        """Queue a part for a trial if its request is a suspect. Return True if it was queued."""
         uid = part.request.uid
-        if uid == self._trials.on_trial:  # the trial's replica has declined it, or is leaving
+        if uid == self._trials.on_trial:  # its replica declined it or is leaving
             self._trials.cancel_trial()
             self._release()
         if uid not in self._trials.suspects:
@@ -66,7 +70,7 @@ class TrialRuns:
         return True
 
     def note_death(self, replica: Replica) -> FleetRequest | None:
-        """Record the death of a replica; return the request that caused it, if known."""
+        """Record the death of a replica. Return the request that caused it, if that is known."""
         requests = {part.request.uid: part.request for part in replica.parts.values()}
         tokens_sent = {uid: request.tokens_sent for uid, request in requests.items()}
         num_suspects = len(self._trials.suspects)
@@ -78,17 +82,17 @@ class TrialRuns:
         return requests.get(culprit) if culprit is not None else None
 
     def note_departure(self, replica: Replica) -> None:
-        """Handle the end of a replica: if it was reserved for a trial, cancel the trial."""
+        """Handle the end of a replica: cancel the trial for which it was reserved, if any."""
         if replica is self._replica:
             self._replica = self._suspect = None
             self._trials.cancel_trial()
 
     def note_resumed(self, request: FleetRequest) -> None:
-        """Record that a request has resumed."""
+        """Record that a request has resumed after the death of a replica."""
         self._trials.note_resumed(request.uid, time.monotonic())
 
     def forget(self, request: FleetRequest) -> None:
-        """Forget a finished request."""
+        """Forget a request that has finished."""
         self._trials.forget(request.uid)
         self._requests.pop(request.uid, None)
         for part in [part for part in self._waiting if part.request is request]:
@@ -102,8 +106,8 @@ class TrialRuns:
         self._replica = self._suspect = None
 
     def advance(self) -> None:
-        """If no replica is reserved, reserve the one with the fewest streams for the next suspect
-        that a replica can run."""
+        """Reserve a replica for the next suspect, unless one is reserved already. The replica with
+        the fewest streams is selected, among those that can run the suspect."""
         replica = self._replica
         if replica is not None:
             if replica.link.is_leaving and self._trials.on_trial is None:
@@ -122,8 +126,8 @@ class TrialRuns:
                 return
 
     def on_report(self, replica: Replica, is_vacant: bool) -> None:
-        """Handle a replica's report: start the trial once the replica is idle, or end the trial
-        once its request is cleared."""
+        """Handle a replica's report. If it is reserved and idle (`is_vacant`), start the trial; if
+        the request on trial has run long enough, end the trial."""
         if replica is not self._replica or self._suspect is None:
             return
         now, on_trial = time.monotonic(), self._trials.on_trial
@@ -144,8 +148,8 @@ class TrialRuns:
             self._fleet.begin(part, replica, is_alone=True)
 
     def tick(self, now: float) -> None:
-        """Repeat the reservation, as another ingress may have held the replica; release the replica
-        if it is no longer needed."""
+        """Repeat the request for a reservation, because another ingress may have held the replica.
+        Release the replica if it is no longer needed."""
         replica = self._replica
         if replica is not None and self._trials.on_trial is None:
             if self._suspect in self._trials.suspects:
@@ -158,6 +162,6 @@ class TrialRuns:
                 part.waiting_since = now
 
     def expired(self, now: float) -> list[Part]:
-        """Return the suspects' parts that have waited too long for a replica that could run
-        them."""
+        """Return the parts of suspects that have waited longer than `NO_REPLICA_TIMEOUT` without a
+        replica that could run them."""
         return [part for part in self._waiting if now - part.waiting_since > NO_REPLICA_TIMEOUT]

@@ -1,9 +1,10 @@
-"""Requests suspected of killing replicas: a suspect runs alone, and a third death convicts it.
+"""Detection of requests that kill replicas.
 
-A request whose tokens reliably crash an engine crashes one replica after another as it resumes.
-A request that was running at two deaths, without progress between them, is a suspect. It resumes
-alone: its replica gets no other requests meanwhile. If that replica dies too, the request is the
-cause. Deaths with external causes look the same from here, so a suspect suffers only a delay.
+A request whose tokens reliably crash an engine crashes one replica after another as it resumes. A
+request that was running at two deaths, without progress between them, becomes a *suspect*. It
+resumes in a *trial*: alone, on a replica that gets no other requests. If that replica dies too, the
+request is the cause. Deaths with external causes look the same, so an innocent suspect is merely
+delayed.
 """
 
 from __future__ import annotations
@@ -14,43 +15,46 @@ from collections.abc import Mapping
 from nanoactor.recovery.suspects import CLEARING_TOKENS, MAX_READER_LAG, TRIAL_SECONDS
 
 _DELIVERY_SECONDS = 2.0
-"""Seconds within which computed tokens reach the reader, however slow they are."""
+"""Time within which computed tokens reach the reader even if steps are slow, in seconds."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Record:
-    """A request's state at the last death of a replica that ran it."""
+    """State of a request at the last death of a replica that ran it."""
 
     tokens: int
-    """Number of tokens that its reader had received."""
+    """Number of tokens that the reader had received."""
     since: float
-    """Time at which the request resumed; until it resumes, the time of the death."""
+    """Time at which the request resumed after the death. Until then, the time of the death."""
 
 
 class Trials:
-    """Detects requests that kill replicas. Requests are identified by uid; times are in seconds."""
+    """Detects requests that kill replicas. Requests are identified by uid, and times are in
+    seconds."""
 
     def __init__(self) -> None:
         self._records: dict[int, _Record] = {}
         self.suspects: dict[int, None] = {}
-        """Requests that wait to run alone, the next one first."""
+        """Requests that wait for a trial, the next one first."""
         self.on_trial: int | None = None
         self._trial_tokens, self._trial_start = 0, 0.0
-        """For the request on trial: the number of tokens that its reader had received when it
-        started to run alone, and the time of that start."""
+        """Number of tokens that the reader had received at the start of the current trial, and the
+        time of that start."""
 
     def note_death(
         self, tokens_sent: Mapping[int, int], now: float, *, is_alone: bool = False
     ) -> int | None:
-        """Record the death or hang of a replica. `tokens_sent` maps each request that it ran to the
-        number of tokens that the request's reader has received; `is_alone` is True if the replica
-        was reserved for the trial. Return the request that caused the death, if known."""
+        """Record that a replica died or hung. Return the request that caused it, if that is known.
+
+        `tokens_sent` maps each request that ran there to the number of tokens its reader has
+        received. `is_alone` is True if the replica was reserved for the trial.
+        """
         if is_alone and self.on_trial is not None and list(tokens_sent) == [self.on_trial]:
             culprit = self.on_trial
             self.forget(culprit)
             return culprit
         for request, tokens in tokens_sent.items():
-            if request == self.on_trial:  # it did not run alone here, which proves nothing
+            if request == self.on_trial:  # it did not run alone, so this proves nothing
                 continue
             last_record = self._records.get(request)
             if last_record is not None and _is_same_point(
@@ -61,23 +65,24 @@ class Trials:
         return None
 
     def note_resumed(self, request: int, now: float) -> None:
-        """Record the time at which a request that was running at a death resumed."""
+        """Record the time at which a request resumed after the death of its replica."""
         if (record := self._records.get(request)) is not None:
             record.since = now
 
     @property
     def next_suspect(self) -> int | None:
-        """Return the next request to run alone; None if there is none or one already runs alone."""
+        """Next request to run alone. None if there is none, or if a trial is running."""
         return None if self.on_trial is not None else next(iter(self.suspects), None)
 
     def begin(self, request: int, tokens: int, now: float) -> None:
-        """Record that a suspect has started to run alone."""
+        """Record the start of a trial. `tokens` is the number of tokens that the reader has
+        received."""
         del self.suspects[request]
         self.on_trial, self._trial_tokens, self._trial_start = request, tokens, now
 
     def is_cleared(self, tokens: int, now: float) -> bool:
-        """Return True if the request on trial, of which the reader has now received `tokens`
-        tokens, has run past the point at which replicas died."""
+        """Return True if the request on trial has run past the point at which replicas died.
+        `tokens` is the number of tokens that its reader has received by now."""
         new_tokens, seconds = tokens - self._trial_tokens, now - self._trial_start
         return (
             new_tokens >= CLEARING_TOKENS
@@ -86,13 +91,13 @@ class Trials:
         )
 
     def cancel_trial(self) -> None:
-        """Cancel the trial, if one is running; its request becomes the next suspect."""
+        """Cancel the current trial, if there is one. Its request becomes the next suspect again."""
         if self.on_trial is not None:
             self.suspects = {self.on_trial: None, **self.suspects}
             self.on_trial = None
 
     def forget(self, request: int) -> None:
-        """Drop the records of a request that is finished or cleared."""
+        """Forget a request that has finished, or that is no longer a suspect."""
         self._records.pop(request, None)
         self.suspects.pop(request, None)
         if self.on_trial == request:
@@ -100,6 +105,6 @@ class Trials:
 
 
 def _is_same_point(tokens: int, seconds: float) -> bool:
-    """Return True if a request made so little progress between two deaths, `tokens` tokens in
-    `seconds` seconds, that both may have happened at the same point of its output."""
+    """Return True if a request made so little progress between two deaths (`tokens` tokens in
+    `seconds` seconds) that both may have occurred at the same point of its output."""
     return tokens < MAX_READER_LAG and (seconds < _DELIVERY_SECONDS or tokens < 2)

@@ -1,7 +1,8 @@
-"""Messages between ingress and replica: the structs below, encoded as msgpack, never pickled.
+"""Messages between an ingress and a replica: the classes below, encoded as msgpack and never
+pickled.
 
-One long-lived *link* connects an ingress and a replica. The replica sends *reports*, each with the
-new output of all streams on the link; the ingress sends *orders*, one batch at a time.
+One long-lived *link* connects an ingress to a replica. The replica sends *reports*, each with the
+new output of all streams on the link. The ingress sends *orders*, one batch at a time.
 """
 
 from __future__ import annotations
@@ -20,63 +21,66 @@ from nanoactor.requests.structured_outputs import StructuredOutputsParams
 from nanoactor.vision.media import Media
 
 VERSION = 2
-"""Version of this format. It is part of the fingerprint, so that a stream does not resume on a
-replica with another version."""
+"""Version of this format. It is part of the fingerprint, so that no stream resumes on a replica
+with another version."""
 
 
 class _Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Base of messages that are encoded as positional arrays."""
+    """Base class of messages, which are encoded as arrays without field names."""
 
 
 # -- ingress to replica --------------------------------------------------------------------------
 
 
 class Begin(_Wire, frozen=True, tag="begin"):
-    """Run a request, or the rest of one of its sequences."""
+    """Order to run a request, or to resume one of its sequences."""
 
     stream: int
-    """Number that the ingress has given to the stream."""
+    """Number of the stream, assigned by the ingress."""
     request_id: str
     token_ids: bytes
-    """The prompt's token ids, int32; each picture is one placeholder."""
+    """Token ids of the prompt, int32, with one placeholder per image."""
     params: bytes
     priority: int
     media: tuple[bytes, ...]
     emitted_ids: bytes
-    """Token ids, int32, that a resumed sequence has already emitted."""
+    """Ids of the output tokens that a resumed sequence has already sent to its reader, int32."""
     emitted_characters: int
-    """Number of characters that the sequence has already emitted; -1 if the stream is new."""
+    """Number of output characters that the sequence has already sent to its reader; -1 for a new
+    stream."""
     is_alone: bool
-    """True if the stream must run alone because it may crash the replica."""
+    """True if the replica must run nothing else, because the stream may crash it."""
     is_pooling: bool
-    """True if the request returns a vector; `params` is then unused."""
+    """True if the request returns a vector. `params` is unused in that case."""
 
 
 class Abort(_Wire, frozen=True, tag="abort"):
-    """End a stream that is no longer read."""
+    """Order to abort a stream whose output is no longer read."""
 
     stream: int
 
 
 class Reserve(_Wire, frozen=True, tag="reserve"):
-    """Reserve the replica, which then accepts only a stream that is to run alone, or release it."""
+    """Order to reserve the replica for a stream that must run alone, or to release the
+    reservation."""
 
     is_wanted: bool
 
 
 class Close(_Wire, frozen=True, tag="close"):
-    """End the link, and all of its streams."""
+    """Order to end the link and all of its streams."""
 
 
 Order = Begin | Abort | Reserve | Close
 
 
 class Orders(_Wire, frozen=True):
-    """A batch of orders. The next batch is sent once the replica has processed this one."""
+    """A batch of orders. The next batch is sent after the replica has processed this one."""
 
     link: str
     last_report: int
-    """Number of the last report that the ingress has read; bounds how many more may be sent."""
+    """Number of the last report that the ingress has read. It acknowledges that report and all
+    earlier ones."""
     orders: list[Order]
 
 
@@ -84,69 +88,70 @@ class Orders(_Wire, frozen=True):
 
 
 class Hello(_Wire, frozen=True):
-    """Description of a replica, sent in its first report on a link."""
+    """Properties of a replica, sent with the first report on a link."""
 
     fingerprint: str
-    """Replicas with the same fingerprint can resume each other's sequences."""
+    """Digest that is equal for replicas which can resume each other's sequences."""
     facts: dict[str, Any]
-    """`AsyncLLM.facts`, plus the pid and the host of the replica's process."""
+    """`AsyncLLM.facts`, plus the pid and the host name of the replica's process."""
     max_num_seqs: int
     max_waiting_requests: int
 
 
 class Load(_Wire, frozen=True):
-    """The load of a replica, over all ingresses."""
+    """Load of a replica, over all ingresses."""
 
     running: int
-    """Number of streams with a first output."""
+    """Number of streams that have produced output."""
     waiting: int
-    """Number of streams without a first output."""
+    """Number of streams without any output so far."""
     waiting_tokens: int
     """Number of prompt tokens of the waiting streams."""
     free_blocks: int
-    """Number of free KV cache blocks."""
+    """Number of free KV blocks."""
     streams: int
-    """Number of streams that have not ended."""
+    """Number of unfinished streams."""
     token_seconds: float
-    """Prefill seconds per token; 0 if not known yet."""
+    """Prefill time per token in seconds; 0 until it has been measured."""
     is_reserved: bool
     figures: dict[str, float] = {}
-    """Figures for /metrics, by name; empty if there is no new sample."""
+    """Figures for `/metrics`, by name; empty if there is no new sample."""
 
 
 class Delta(_Wire, frozen=True):
-    """New output of a sequence."""
+    """New output of one sequence."""
 
     stream: int
     index: int
     text: str
     token_ids: bytes
-    """New token ids, int32."""
+    """Ids of the new tokens, int32."""
     logprobs: list[Any] | None
     offsets: list[int] | None
     finish_reason: str | None
     stop_reason: int | str | None
     vector: bytes
-    """The result of a pooling request, float32, sent when it ends; otherwise empty."""
+    """Result of a pooling request, float32, sent at its end; otherwise empty."""
 
 
 class Progress(_Wire, frozen=True):
-    """New facts about a stream as a whole; the output of its sequences is sent as `Delta`s."""
+    """State of a stream besides its output: acceptance of the request, data about the prompt, and
+    the end."""
 
     stream: int
     prompt_token_ids: bytes | None
-    """If the request was just accepted: its prompt's token ids, int32, with one token for each row
-    of its pictures."""
+    """Token ids of the expanded prompt, int32, with one token per row of an image. Sent once, after
+    the request was accepted; otherwise None."""
     prompt_logprobs: list[Any] | None
     is_finished: bool
     cached_tokens: int
     preemptions: int
     queue_seconds: float
-    """Seconds between the request's arrival and its first step; negative if not known."""
+    """Time from the request's arrival to its first step in seconds; negative if unknown."""
 
 
 class Failure(_Wire, frozen=True):
-    """The error that ended a stream."""
+    """Error that ended a stream."""
 
     stream: int
     kind: str
@@ -155,7 +160,7 @@ class Failure(_Wire, frozen=True):
 
 
 class IndexUpdate(_Wire, frozen=True):
-    """Changes of the prefix index; hashes are 16 bytes each, concatenated."""
+    """Changes of a replica's prefix index, as concatenated hashes of 16 bytes each."""
 
     cleared: bool
     forgotten: bytes
@@ -163,21 +168,22 @@ class IndexUpdate(_Wire, frozen=True):
 
 
 class Report(_Wire, frozen=True):
-    """Everything new on a link: the output of its streams, and the state of the replica."""
+    """All new output on a link, and the current state of the replica."""
 
     number: int
-    """Number of the report on its link, from 1 without gaps."""
+    """Number of the report on its link, counted from 1."""
     orders_processed: int
-    """Number of the link's orders that the replica has processed."""
+    """Number of the link's orders that the replica has processed so far."""
     hello: Hello | None = None
     load: Load | None = None
     deltas: list[Delta] = []
     progress: list[Progress] = []
     failures: list[Failure] = []
     declined: list[int] = []
-    """Streams that the replica refused because it is reserved; they have to run elsewhere."""
+    """Numbers of the streams that the replica did not start because it is reserved. The ingress
+    must run them elsewhere."""
     is_vacant: bool = False
-    """True if the replica is reserved for this link and runs no streams."""
+    """True if this link has reserved the replica and no stream is running."""
     index: list[IndexUpdate] = []
 
 
@@ -187,12 +193,13 @@ _REPORT = msgspec.msgpack.Decoder(Report)
 
 
 def encode(message: Orders | Report) -> bytes:
-    """Encode a message between ingress and replica."""
+    """Encode a message as msgpack."""
     return _ENCODER.encode(message)
 
 
 def decode_orders(data: bytes) -> Orders:
-    """Decode a batch of orders. Raises `msgspec.DecodeError`, or its subclass `ValidationError`."""
+    """Decode a batch of orders. Raises `msgspec.DecodeError`, or its subclass `ValidationError`,
+    for malformed data."""
     return _ORDERS.decode(data)
 
 
@@ -205,12 +212,12 @@ def decode_report(data: bytes) -> Report:
 
 
 def ids_to_bytes(ids: Sequence[int]) -> bytes:
-    """Encode token ids as int32."""
+    """Encode token ids as int32 bytes."""
     return np.asarray(ids, np.int32).tobytes()
 
 
 def bytes_to_ids(data: bytes) -> list[int]:
-    """Decode token ids from int32."""
+    """Decode token ids from int32 bytes."""
     ids: list[int] = np.frombuffer(data, np.int32).tolist()
     return ids
 
@@ -219,7 +226,7 @@ _CAP = "max_tokens_cap"
 
 
 def params_to_bytes(params: SamplingParams) -> bytes:
-    """Encode sampling parameters, without default values and without `output_kind`."""
+    """Encode sampling parameters as msgpack. Defaults and `output_kind` are omitted."""
     changed = {
         field.name: value
         for field in dataclasses.fields(SamplingParams)
@@ -233,7 +240,8 @@ def params_to_bytes(params: SamplingParams) -> bytes:
 
 
 def bytes_to_params(data: bytes) -> SamplingParams:
-    """Decode sampling parameters, for delta outputs. Raises `InvalidRequest` if one is invalid."""
+    """Decode sampling parameters, and set the output kind to DELTA. Raises `InvalidRequest` for an
+    invalid value."""
     values = msgspec.msgpack.decode(data)
     if _CAP in values:
         values["max_tokens"] = TokenCap(values.pop(_CAP))
@@ -245,12 +253,12 @@ def bytes_to_params(data: bytes) -> SamplingParams:
 
 
 def media_to_bytes(media: Media) -> bytes:
-    """Serialize a picture or a video without decoding it."""
+    """Serialize an image or a video, without decoding it."""
     return msgspec.msgpack.encode(media)
 
 
 def bytes_to_media(data: bytes) -> Media:
-    """Deserialize a picture or a video from `media_to_bytes`."""
+    """Deserialize an image or a video that `media_to_bytes` serialized."""
     fields = msgspec.msgpack.decode(data)
     return Media(
         form=fields["form"],
@@ -263,14 +271,15 @@ def bytes_to_media(data: bytes) -> Media:
 
 
 def emitted_output(order: Begin) -> OutputSoFar | None:
-    """Return the output that a stream has already emitted, or None if the stream is new."""
+    """Return the output that a resumed stream has already sent to its reader, or None for a new
+    stream."""
     if order.emitted_characters < 0:
         return None
     return OutputSoFar(bytes_to_ids(order.emitted_ids), order.emitted_characters)
 
 
 def pack_logprobs(logprobs: Sequence[Logprobs | None] | None) -> list[Any] | None:
-    """Return log-probabilities as plain lists."""
+    """Convert log-probabilities to lists, which msgpack can encode."""
     if logprobs is None:
         return None
     return [
@@ -282,7 +291,7 @@ def pack_logprobs(logprobs: Sequence[Logprobs | None] | None) -> list[Any] | Non
 
 
 def unpack_logprobs(packed: list[Any] | None) -> list[Any] | None:
-    """Return log-probabilities from the lists that `pack_logprobs` made."""
+    """Convert the lists of `pack_logprobs` back to log-probabilities."""
     if packed is None:
         return None
     return [None if entries is None else _logprobs(entries) for entries in packed]

@@ -1,1 +1,1 @@
-"""Grammars that constrain sequences, and the vocabulary masks that they produce."""
+"""Grammars that constrain sequences, and the token masks computed from them."""

@@ -1,4 +1,5 @@
-"""The state of all sequences constrained by a grammar, with their unreported masks and failures."""
+"""The grammar states of all constrained sequences, and their masks, forced tokens and failures that
+are yet to be reported."""
 
 from __future__ import annotations
 
@@ -25,17 +26,17 @@ from nanoactor.messages.grammar import (
 )
 
 TURN_MASKS = 64
-"""Maximum number of masks computed per turn, over all sequences. It also limits how many tokens a
-turn forces."""
+"""Maximum number of masks computed per turn (one call of `advance`), over all sequences. This also
+limits how many tokens a turn forces."""
 TURN_SECONDS = 0.005
-"""Seconds after which a turn starts no new batch of masks."""
+"""Time, in seconds, after which a turn begins no further batch of masks."""
 _MAX_TURN_TOKENS = 1024
-"""Maximum number of known tokens passed to matchers in one turn. Each token takes a few
-microseconds."""
+"""Maximum number of known tokens passed to matchers in one turn. Each takes a few microseconds."""
 
 
 def only_bit(mask: Int32) -> int | None:
-    """Return the position of the only set bit in a mask; None unless exactly one bit is set."""
+    """Return the token id of the only set bit in a mask, (words,) int32; None unless exactly one
+    bit is set."""
     (words,) = np.nonzero(mask)
     if len(words) != 1:
         return None
@@ -46,24 +47,26 @@ def only_bit(mask: Int32) -> int | None:
 
 
 class SequenceMatcher(Protocol):
-    """The state of one sequence in its grammar. Every method raises `InvalidRequest` if the parser
-    reaches its limits, and `OutOfResources` if the machine runs out of a resource."""
+    """The state of one sequence in its grammar. All methods raise `InvalidRequest` if the parser
+    reaches its limits, and `OutOfResources` if the machine runs out of a resource such as
+    memory."""
 
     def consume(self, tokens: Sequence[int]) -> None:
-        """Append tokens to the sequence."""
+        """Append tokens to the sequence; the grammar must allow them."""
 
     def fill(self, out: Int32) -> None:
-        """Write the mask for the next position to `out`, (words,)."""
+        """Write the mask for the next token to `out`, (words,) int32."""
 
 
 MatcherError = InvalidRequest | OutOfResources
 FillMasks = Callable[[list[SequenceMatcher], Int32], list[MatcherError | None]]
-"""Function that writes the masks of several sequences, (sequences, words), and returns the error of
-each sequence, or None."""
+"""Function that writes the masks of several sequences to an array, (sequences, words), and returns
+the error of each sequence, or None."""
 
 
 def fill_sequentially(matchers: list[SequenceMatcher], out: Int32) -> list[MatcherError | None]:
-    """Fill the masks one at a time; return the error of each sequence, or None."""
+    """Compute the masks of several sequences one by one and write them to `out`, (sequences,
+    words). Return the error of each sequence, or None."""
     errors: list[MatcherError | None] = []
     for matcher, row in zip(matchers, out, strict=True):
         try:
@@ -80,26 +83,26 @@ class _Sequence:
     """A sequence with an open grammar."""
 
     position: int
-    """Position of the sequence's next token; negative during free text."""
+    """Position of the sequence's next token; negative while its text is free."""
     tokens: list[int]
-    """Tokens that the matcher has not consumed yet."""
+    """Tokens that were not passed to the matcher yet."""
     jumps: bool
-    """True if forced tokens are sent instead of masks with one set bit."""
+    """True if a token that is the only allowed one is forced, instead of sending its mask."""
     end: int
-    """Position after the sequence's last possible token; no token is forced from there on."""
+    """Position after the last token that the sequence may have; no token is forced from here on."""
     run: list[int] = dataclasses.field(default_factory=list)
-    """Tokens forced since the last reported mask; `position` is the position after them."""
+    """Tokens forced since the last mask; `position` is the position after them."""
     matcher: SequenceMatcher | None = None
-    """The sequence's matcher; None until the grammar has been compiled."""
+    """The matcher; None until the grammar has been compiled."""
 
 
 class GrammarBook:
-    """Passes tokens to matchers and collects masks from them. A sequence whose matcher has failed
-    produces no more masks; its unreported masks are dropped when it is closed.
+    """Passes tokens to the matchers of all open sequences, and collects the masks that they
+    compute. A sequence whose matcher has failed produces no more masks.
 
-    Messages only mark sequences as due. The work is done in bounded turns, whatever a request asks
-    for. The sequence that has been due longest is processed first; if it becomes due again, it goes
-    to the end of the queue.
+    Messages only mark sequences as due. The work is done in bounded turns, however much the
+    requests need. The sequence that has been due longest is processed first. If it becomes due
+    again, it goes to the end of the queue.
     """
 
     def __init__(
@@ -108,39 +111,41 @@ class GrammarBook:
         ends: Collection[int] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create an empty book. Masks have `words` int32 words. `ends` are the end-of-sequence ids,
-        which are never forced. `clock` returns seconds."""
+        """Create a book without sequences. Masks have `words` int32 words. `ends` are the
+        end-of-sequence ids, which are never forced. `clock` returns the time in seconds."""
         self._words, self._ends, self._clock = words, ends, clock
         self.fill: FillMasks = fill_sequentially
         """Function that computes the masks of several sequences."""
         self.batch = 1
-        """Maximum number of sequences per call of `fill`; the clock is read between calls."""
+        """Maximum number of sequences per call of `fill`. The clock is checked between calls."""
         self._open: dict[int, _Sequence] = {}
         self._due: OrderedDict[int, None] = OrderedDict()
-        """Sequences that are due, in the order in which they became due."""
+        """Uids of the sequences that are due, in the order in which they became due."""
         self._masks: dict[int, tuple[int, Int32]] = {}
-        """Unreported masks by sequence: the position that the mask is for, and the mask,
-        (words,)."""
+        """(position, mask) of each unreported mask, by uid; masks are (words,) int32."""
         self._runs: dict[int, tuple[int, list[int]]] = {}
-        """Unreported forced tokens by sequence: the position of the first token, and the tokens."""
+        """(position of the first token, tokens) of unreported forced tokens, by uid."""
         self._unreported_closed: list[int] = []
         self._failed: dict[int, str] = {}
         self._out_of_resources: set[int] = set()
-        """Sequences that have failed because the machine ran out of a resource."""
+        """Uids of the sequences that have failed because the machine ran out of a resource."""
 
     def __len__(self) -> int:
-        """Return the number of open sequences plus the number of unreported closed sequences."""
+        """Return the number of open sequences, plus that of closed ones that were not reported
+        yet."""
         return len(self._open) + len(self._unreported_closed)
 
     def open(self, event: OpenGrammar) -> None:
-        """Add a new sequence, whose matcher arrives later through `set_matcher`."""
+        """Add a new sequence. Its matcher is passed to `set_matcher` once the grammar is
+        compiled."""
         tokens: list[int] = event.token_ids.tolist()
         self._open[event.uid] = _Sequence(
             event.position + len(tokens), tokens, event.jumps, event.end
         )
 
     def begin(self, event: BeginGrammar) -> None:
-        """End a sequence's free text and mark the sequence as due."""
+        """End the free text of a sequence and mark the sequence as due. Raises `ProtocolBug` if its
+        position does not increase."""
         sequence = self._open[event.uid]
         if event.position <= sequence.position:
             raise ProtocolBug(
@@ -152,8 +157,8 @@ class GrammarBook:
         self._due[event.uid] = None
 
     def set_matcher(self, uid: int, result: SequenceMatcher | MatcherError) -> None:
-        """Store a sequence's matcher, or record why there is none. Do nothing if the sequence has
-        finished."""
+        """Set a sequence's matcher, or record the error if its grammar could not be compiled.
+        Ignored if the sequence was closed in the meantime."""
         sequence = self._open.get(uid)
         if sequence is None:
             return
@@ -164,7 +169,8 @@ class GrammarBook:
         self._due[uid] = None
 
     def add_tokens(self, event: GrammarTokens) -> None:
-        """Append new tokens to their sequences and mark the sequences as due."""
+        """Append a new token to each of these sequences and mark the sequences as due. Raises
+        `ProtocolBug` if a token is not at the expected position."""
         for uid, position, token in zip(
             event.uids.tolist(), event.positions.tolist(), event.token_ids.tolist(), strict=True
         ):
@@ -182,11 +188,12 @@ class GrammarBook:
 
     @property
     def has_work(self) -> bool:
-        """Return True if another turn has work to do."""
+        """True if any sequence is due, so that another call of `advance` is needed."""
         return bool(self._due)
 
     def advance(self) -> int:
-        """Do one turn's work; return the number of masks computed."""
+        """Do the work of one turn. Return the number of masks computed, including those that forced
+        a token."""
         deadline, masks, token_budget = self._clock() + TURN_SECONDS, 0, _MAX_TURN_TOKENS
         while self._due and masks < TURN_MASKS and token_budget > 0:
             if masks and self._clock() >= deadline:
@@ -203,8 +210,8 @@ class GrammarBook:
         return masks
 
     def _consume_tokens(self, uid: int, max_tokens: int, ready: list[int]) -> int:
-        """Pass up to `max_tokens` of a sequence's new tokens to its matcher; append the sequence to
-        `ready` if none are left. Return the number of tokens passed."""
+        """Pass up to `max_tokens` of a sequence's new tokens to its matcher. If none are left,
+        append its uid to `ready`. Return the number of tokens passed."""
         sequence = self._open.get(uid)
         if (
             sequence is None
@@ -226,8 +233,8 @@ class GrammarBook:
         return len(batch)
 
     def _make_masks(self, uids: list[int]) -> None:
-        """Compute the next masks of these sequences. If a mask allows only one id and that token
-        may be forced, append the token and mark the sequence as due again."""
+        """Compute the next masks of these sequences. If a mask allows only one token and it may be
+        forced, append the token and mark the sequence as due again."""
         matchers = [matcher for uid in uids if (matcher := self._open[uid].matcher)]
         masks = np.empty((len(uids), self._words), np.int32)
         for uid, mask, error in zip(uids, masks, self.fill(matchers, masks), strict=True):
@@ -243,7 +250,8 @@ class GrammarBook:
                 self._store_mask(uid, sequence, mask)
 
     def _forced_token(self, sequence: _Sequence, mask: Int32) -> int | None:
-        """Return the id of the token to force; None if the mask must be sent instead."""
+        """Return the only token that the mask allows if it may be forced; None if the mask must be
+        sent instead."""
         if not sequence.jumps or len(sequence.run) >= MAX_RUN or sequence.position >= sequence.end:
             return None
         token = only_bit(mask)
@@ -256,13 +264,14 @@ class GrammarBook:
         self._masks[uid] = sequence.position, mask.copy()
 
     def _fail(self, uid: int, error: NanoactorError) -> None:
-        # Starts with the parameter's name, like all error messages about parameters.
+        # Error messages about parameters start with the parameter's name.
         self._failed[uid] = f"structured_outputs: {error}"[:MAX_REASON]
         if isinstance(error, OutOfResources):
             self._out_of_resources.add(uid)
 
     def close(self, event: CloseGrammars) -> None:
-        """Remove sequences that have finished."""
+        """Remove finished sequences, including their unreported masks, forced tokens and
+        failures."""
         for uid in event.uids.tolist():
             del self._open[uid]
             self._masks.pop(uid, None)
@@ -273,8 +282,8 @@ class GrammarBook:
             self._unreported_closed.append(uid)
 
     def pop_masks(self, max_count: int) -> Masks | None:
-        """Remove and return up to `max_count` unreported masks and all unreported closed sequences.
-        Return None if there are neither."""
+        """Remove and return up to `max_count` unreported masks and all unreported closed sequences;
+        None if there are neither."""
         if not self._masks and not self._unreported_closed:
             return None
         uids = list(self._masks)[:max_count]
@@ -289,7 +298,7 @@ class GrammarBook:
         )
 
     def pop_runs(self) -> ForcedTokens | None:
-        """Remove and return the unreported forced tokens; None if there are none."""
+        """Remove and return all unreported forced tokens; None if there are none."""
         runs, self._runs = self._runs, {}
         if not runs:
             return None

@@ -1,4 +1,4 @@
-"""A cache of compiled grammars for later requests with the same grammar."""
+"""A cache of compiled grammars, for later requests with the same grammar."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from nanoactor.grammar.matcher import CompiledGrammar
 
 
 class GrammarCache:
-    """An LRU cache of compiled and invalid grammars, so that each is compiled only once."""
+    """An LRU cache of the results of compiling grammars, including errors, so that each grammar is
+    compiled only once."""
 
     def __init__(self, max_count: int = 64, max_bytes: int = 256 * 2**20) -> None:
-        """Create an empty cache. `max_bytes` limits the total size of the specifications and their
-        compiled grammars. A grammar may take up to 100 MB (`matcher.limits`); most take less than 1
-        MB."""
+        """Create an empty cache of at most `max_count` grammars. `max_bytes` limits the total size
+        of specifications and compiled grammars. A compiled grammar may take up to 100 MB
+        (`matcher.limits`); most take less than 1 MB."""
         self._max_count = max_count
         self._max_bytes = max_bytes
         self._bytes = 0
@@ -23,12 +24,12 @@ class GrammarCache:
 
     @property
     def count(self) -> int:
-        """Return the number of cached grammars."""
+        """Number of cached grammars, valid or not."""
         return len(self._entries)
 
     def get(self, spec_text: str) -> CompiledGrammar | None:
-        """Return the compiled grammar of a specification (`GrammarSpec.to_text`); None if it is not
-        cached. Raises `InvalidRequest` if the grammar is known to be invalid."""
+        """Return the compiled grammar for a specification (the text of `GrammarSpec.to_text`); None
+        if it is not cached. Raises `InvalidRequest` if the grammar is known to be invalid."""
         key = _key(spec_text)
         if key not in self._entries:
             return None
@@ -41,9 +42,9 @@ class GrammarCache:
     def put(
         self, spec_text: str, result: CompiledGrammar | InvalidRequest, nbytes: int = 0
     ) -> None:
-        """Store the result of compiling a specification; `nbytes` is the size of the result. The
-        least recently used results are evicted to stay within the limits. A result that exceeds the
-        limits by itself is not kept."""
+        """Store the result of compiling a specification. `nbytes` is the size of the compiled
+        grammar. The least recently used entries are evicted to stay within the limits; a result
+        that exceeds them by itself is not kept."""
         key = _key(spec_text)
         size = len(spec_text.encode(errors="surrogatepass")) + nbytes
         if key in self._entries:

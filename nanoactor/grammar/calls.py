@@ -1,4 +1,4 @@
-"""Grammars for function calls, in each of the forms in which models write them."""
+"""Grammars for function calls, in each of the formats that models use."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from nanoactor.requests.grammar_spec import CALL_TAGS, ToolFunction, ToolGrammar
 
 _PARAMETER_END_TAG = "</parameter>"
 _JSON_TYPES = ("integer", "number", "boolean", "object", "array", "null")
-"""Types of the parameters whose values are written as JSON."""
+"""JSON types of parameters whose values are written as JSON; other values are plain text."""
 _DEFINITIONS = ("$defs", "definitions")
 
 
 def call_rules(
     tools: ToolGrammar, after_text: bool, whitespace: bool, vocabulary: Vocabulary
 ) -> list[str]:
-    """Return the rules of a sequence's `body`. `after_text` allows text instead of calls, and, if
-    calls start with a tag, also before them."""
+    """Return the Lark rules of the rule `body`, which matches function calls. If `after_text` is
+    True, text is allowed instead of calls, and also before them if calls begin with a tag."""
     match tools.form:
         case "llama3_json":
             calls, rules = _llama_rules(tools, whitespace)
@@ -51,8 +51,7 @@ def call_rules(
 
 
 Rules = tuple[str, list[str]]
-"""Expression for what follows the tag that opens the first call, and the rules that it refers
-to."""
+"""Expression for what follows the tag of the first call, and the Lark rules to which it refers."""
 
 
 def _hermes_rules(tools: ToolGrammar, whitespace: bool, vocabulary: Vocabulary) -> Rules:
@@ -103,9 +102,8 @@ def _qwen_coder_rules(tools: ToolGrammar, whitespace: bool, vocabulary: Vocabula
 
 
 def _function_rules(index: int, function: ToolFunction, whitespace: bool) -> Iterator[str]:
-    """Yield the rules of a call of one function, with its parameters in the order of its schema.
-    Values are plain text or JSON. For a text, only `enum` and `const` of its schema are
-    enforced."""
+    """Yield the Lark rules for calls of one function, with parameters in the order of its schema.
+    Values are plain text or JSON. Of a text's schema, only `enum` and `const` are enforced."""
     schema = parse_parameters(function)
     begin = quoted(f"<function={function.name}>\n")
     properties = schema.get("properties")
@@ -125,7 +123,7 @@ def _function_rules(index: int, function: ToolFunction, whitespace: bool) -> Ite
 
 
 def _value_rule(property_schema: Any, schema: dict[str, Any], whitespace: bool) -> str:
-    """Return the rule for a parameter's value, including the closing tag."""
+    """Return the Lark expression for a parameter's value, including the closing tag."""
     end = quoted(f"\n{_PARAMETER_END_TAG}")
     definitions: dict[str, Any] = {name: schema[name] for name in _DEFINITIONS if name in schema}
     reference = property_schema.get("$ref", "") if isinstance(property_schema, dict) else ""

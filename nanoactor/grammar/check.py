@@ -1,4 +1,4 @@
-"""Checks of a request's grammar that need no parser and run in the user's process."""
+"""Checks of a request's grammar that need no parser. They run in the user's process."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from nanoactor.requests.grammar_spec import (
 )
 
 MAX_CHOICES = 10_000
-"""Maximum number of texts to choose from."""
+"""Maximum number of texts in a grammar of kind "choice"."""
 MAX_FUNCTIONS = 512
-"""Maximum number of functions that a sequence may call."""
+"""Maximum number of functions in a grammar of kind "tools"."""
 MAX_NAME = 256
 """Maximum length of a function's name, in characters."""
 
@@ -26,7 +26,7 @@ _IN_PLACE_APPLICATORS = {"$ref", "allOf", "anyOf", "oneOf"}
 
 
 def check_spec(spec: GrammarSpec) -> None:
-    """Raise `InvalidRequest` for errors in a grammar that can be found without compiling it."""
+    """Raise `InvalidRequest` if a grammar has errors that can be found without compiling it."""
     try:
         size = len(spec.value.encode())
     except UnicodeEncodeError:
@@ -51,8 +51,8 @@ def check_spec(spec: GrammarSpec) -> None:
 
 
 def parse_choices(text: str) -> list[str]:
-    """Return the texts to choose from. Raises `InvalidRequest` if the list is empty or
-    malformed."""
+    """Parse the value of a "choice" grammar, a JSON list, and return the texts to choose from.
+    Raises `InvalidRequest` if the list is empty or malformed."""
     choices = parse_json(text, "choice")
     if not isinstance(choices, list) or not choices:
         raise InvalidRequest("choice must be a non-empty list of strings")
@@ -66,9 +66,9 @@ def parse_choices(text: str) -> list[str]:
 
 
 def parse_tools(text: str) -> ToolGrammar:
-    """Return the functions that may be called. Raises `InvalidRequest` if they are invalid, for
-    example if a name cannot appear in JSON unescaped or if parameters are not the schema of an
-    object."""
+    """Parse the value of a "tools" grammar (JSON) and return the functions that may be called.
+    Raises `InvalidRequest` if they are invalid, for example if a name must be escaped in JSON or if
+    parameters are not an object schema."""
     try:
         tools = msgspec.json.decode(text, type=ToolGrammar)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -94,15 +94,16 @@ def parse_tools(text: str) -> ToolGrammar:
 
 
 def parse_parameters(function: ToolFunction) -> dict[str, Any]:
-    """Return the schema of a function's arguments, which must describe an object."""
+    """Return the JSON schema of a function's arguments. Raises `InvalidRequest` unless it describes
+    an object."""
     field = f"the parameters of the function {shorten(function.name)!r}"
     schema = parse_schema(function.parameters, field) if function.parameters else True
     if schema is False or (isinstance(schema, dict) and not _may_be_object(schema)):
         raise InvalidRequest(f"{field} must be a schema of type 'object'")
     if schema is True:
         return {"type": "object"}
-    # Next to an in-place applicator, `type` would be one more constraint that the parser has to
-    # intersect with each subschema of the applicator.
+    # In addition to an in-place applicator, `type` would be one more constraint that the parser
+    # must intersect with each subschema of the applicator.
     return schema if set(schema) & _IN_PLACE_APPLICATORS else {**schema, "type": "object"}
 
 

@@ -1,11 +1,12 @@
-"""Character classes in regular expressions. Inside a class, ECMAScript and Python read `[`, `&&`,
-`--` and `~~` as literals, but the parser, which uses Rust's syntax, reads them as operators."""
+"""Escaping of character classes in regular expressions. Inside a class, ECMAScript and Python read
+`[`, `&&`, `--` and `~~` as literals, but the parser, which uses Rust's syntax, reads them as
+operators."""
 
 from __future__ import annotations
 
 import re
 
-# A class, with its content in the second group; or a piece of text in which no class starts.
+# Matches a class, whose content is the second group, or a piece of text in which no class begins.
 _CLASS = re.compile(r"\\.|(\[\^?)(\]?(?:\\.|[^\]\\])*)\]", re.DOTALL)
 _GBNF_CLASS = re.compile(r'"(?:\\.|[^"\\\n])*"|#[^\n]*|(\[\^?)(\]?(?:\\.|[^\]\\])*)\]', re.DOTALL)
 _ATOM = re.compile(r"\\.|[^\\]", re.DOTALL)
@@ -13,8 +14,9 @@ _OPERATORS = frozenset("[&~-")
 
 
 def escape_classes(pattern: str, gbnf: bool = False) -> str:
-    """Return `pattern` with the characters of the operators above escaped in its classes. `gbnf`
-    means that `pattern` is a grammar in EBNF."""
+    """Return `pattern` with `[`, `&`, `~` and `-` escaped inside character classes, so that Rust's
+    syntax reads them as literals. If `gbnf` is True, `pattern` is a grammar in EBNF instead of a
+    regular expression."""
     return (_GBNF_CLASS if gbnf else _CLASS).sub(_escape_class, pattern)
 
 

@@ -1,5 +1,5 @@
-"""Converts a request's grammar to llguidance's notation: its Lark dialect, with JSON schemas
-inside."""
+"""Conversion of a request's grammar to the input of llguidance: its dialect of Lark, with embedded
+JSON schemas."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ from nanoactor.requests.grammar_spec import CLOSE_TAG, OPEN_TAG, GrammarSpec
 
 MAX_GBNF_RULES = 300
 MAX_GBNF_CHARACTERS = 32 * 1024
-"""Maximum number of characters of EBNF. The conversion takes time proportional to the number of
-rules times the number of characters."""
+"""Maximum length of a grammar in EBNF, in characters. The conversion takes time proportional to the
+number of rules times this length."""
 MAX_INTERSECTIONS = 10
-"""Maximum number of `&` in a grammar. Each `&` within one terminal doubles the parser's time."""
+"""Maximum number of `&` operators in a grammar. Each `&` within one terminal doubles the parser's
+time."""
 
 _ANSWER = "answer"
 
 
 def compile_grammar(spec: GrammarSpec, vocabulary: Vocabulary) -> str:
-    """Return the grammar's text for llguidance. Raises `InvalidRequest` as `check_spec` does, for a
-    grammar that could take the parser too long, and for malformed EBNF. Other syntax errors are
-    reported by the parser."""
+    """Convert a grammar to text for llguidance. Raises `InvalidRequest` if `check_spec` does, if
+    the parser could take too long, or if EBNF is malformed. Other syntax errors are reported by the
+    parser."""
     check_spec(spec)
     if spec.kind == "tools":
         tools = parse_tools(spec.value)
@@ -70,8 +71,9 @@ def _body_rules(spec: GrammarSpec) -> list[str]:
 
 
 def _start_rules(thoughts: str, free: bool, text_follows: bool, vocabulary: Vocabulary) -> str:
-    """Return the start rule and the rules for the reasoning before the body. If `free`, they cover
-    only the tags of the reasoning."""
+    """Return the start rule, and the rules for reasoning before the body. If `free` is True, the
+    rules cover only the tags of the reasoning. If `text_follows` is True, the body may begin with
+    text."""
     if thoughts == "none":
         return "start: body"
     opened = "thoughts body" if text_follows else "thoughts BREAKS body"
@@ -96,8 +98,8 @@ def _regex_to_lark(pattern: str) -> str:
 
 
 def _to_lark(text: str) -> str:
-    """Return a grammar as Lark. Raises `InvalidRequest` if it could take the parser too long, and
-    for malformed EBNF."""
+    """Convert a grammar in Lark or EBNF to Lark. Raises `InvalidRequest` if the parser could take
+    too long, or if EBNF is malformed."""
     if not re.search(r"^[ \t]*root[ \t]*::=", text, re.MULTILINE):
         check_lark(text, MAX_INTERSECTIONS)
         return text

@@ -1,4 +1,4 @@
-"""Compiles grammar specifications to matchers, with a cache."""
+"""Compilation of grammar specifications to matchers, with a cache of compiled grammars."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from nanoactor.grammar.vocabulary import Vocabulary
 from nanoactor.model_files.files import ModelFiles
 from nanoactor.requests.grammar_spec import GrammarSpec
 
-# Waking threads on cores that are already busy costs more than the parallelism gains.
+# With fewer cores, waking threads on busy cores costs more than the parallelism gains.
 _MIN_CORES, _MAX_THREADS = 4, 8
 log = logging.getLogger("nanoactor.grammar")
 
 
 class GrammarCompiler:
-    """Compiles grammars for one model's vocabulary. If the vocabulary cannot be used, every grammar
-    is rejected with the reason."""
+    """Compiles grammars for the vocabulary of one model. If the vocabulary is not supported, every
+    grammar is rejected with the reason."""
 
     def __init__(self, files: ModelFiles) -> None:
         self._cache = GrammarCache()
         self._lock = threading.Lock()
-        """Guards the cache, which two compiler threads use."""
+        """Guards the cache, which is used by two compiler threads."""
         self._vocabulary: Vocabulary | None = None
         self._unsupported_reason = ""
         assert files.tokenizer_directory is not None
@@ -41,14 +41,15 @@ class GrammarCompiler:
             log.warning("structured outputs will be rejected: %s", error)
 
     def parallel_fill(self, cores: int) -> FillMasks | None:
-        """Return a function that fills several masks in parallel; None if there are too few
-        cores."""
+        """Return a function that computes several masks in parallel; None if the machine has too
+        few cores."""
         if cores < _MIN_CORES:
             return None
         return cast(FillMasks, ParallelFiller(min(_MAX_THREADS, cores // 2)))
 
     def matcher(self, text: str) -> Matcher:
-        """Return a matcher at the start of a sequence. Raises `InvalidRequest` if the grammar is
+        """Compile a grammar (the text of `GrammarSpec.to_text`), or find it in the cache, and
+        return a matcher at the start of a sequence. Raises `InvalidRequest` if the grammar is
         invalid or the model does not support grammars."""
         if self._vocabulary is None:
             raise InvalidRequest(
@@ -70,7 +71,7 @@ class GrammarCompiler:
 
 
 def _resident_bytes() -> int:
-    """Return this process's resident memory in bytes. The parser does not report a grammar's
-    size."""
+    """Return this process's resident memory in bytes. The growth during compilation is used as a
+    grammar's size, which the parser does not report."""
     pages = Path("/proc/self/statm").read_text().split()[1]
     return int(pages) * resource.getpagesize()

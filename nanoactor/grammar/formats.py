@@ -1,4 +1,4 @@
-"""String formats in JSON schemas: which of them are enforced, and which are only annotations."""
+"""String formats in JSON schemas: those that are enforced, and those that are only annotations."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ ENFORCED = frozenset(
         "uuid",
     )
 )
-"""String formats that the parser implements; "unknown" allows any string. Only the form of dates is
-checked: February 30 is accepted."""
+"""String formats that the parser implements. "unknown" allows any string. For dates, only the form
+is checked: February 30 is accepted."""
 
 
 def unenforced_formats(schema: dict[str, Any] | bool) -> Iterator[str]:
-    """Yield the formats in a schema that are not enforced."""
+    """Yield the formats in a schema that the parser will not enforce."""
     for subschema in reachable_schemas(schema):
         format_name = subschema.get("format")
         if isinstance(format_name, str) and not (
@@ -37,8 +37,8 @@ def unenforced_formats(schema: dict[str, Any] | bool) -> Iterator[str]:
 
 
 def drop_unenforced(schema: dict[str, Any]) -> None:
-    """Remove the formats that the parser does not implement from a schema. In JSON Schema 2020-12,
-    a format is only an annotation unless both sides have agreed to enforce it."""
+    """Remove all formats that the parser does not implement from a schema, in place. In JSON Schema
+    2020-12, a format is only an annotation unless both sides have agreed to enforce it."""
     for subschema in list(reachable_schemas(schema)):
         format_name = subschema.get("format")
         if isinstance(format_name, str) and format_name not in ENFORCED:

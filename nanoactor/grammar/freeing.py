@@ -1,4 +1,5 @@
-"""The part of a sequence that precedes its grammar, and the tokens that delimit that part."""
+"""Separation of a sequence's free text, which precedes the text under its grammar, from the
+grammar."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ _NO_TOKEN = -1
 
 
 def split_free_text(text: str, id_of: Callable[[str], int | None]) -> tuple[str, FreeText | None]:
-    """Return a specification's text with the free part excluded from the grammar, and the tokens
-    that delimit the free part. If there is no free part, or if a tag is not a single token, return
-    the text unchanged, and None.
+    """Return a grammar specification without its leading free text, and the token ids that delimit
+    the free text. If there is no free text, or if a tag is not a single token, return `text`
+    unchanged, and None.
 
-    `id_of` returns the id of a tag that is a single token, else None.
+    `id_of` returns the token id of a tag that is a single token, else None.
     """
     spec = GrammarSpec.of_text(text)
     tools = parse_tools(spec.value) if spec.kind == "tools" else None

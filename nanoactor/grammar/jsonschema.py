@@ -1,4 +1,4 @@
-"""JSON schemas as text and as trees, as far as the checks of requests and tools need them."""
+"""Parsing and checking of JSON schemas for structured outputs and tools."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ MAX_DEPTH = 64
 """Maximum nesting depth of objects and arrays in a schema or another JSON text."""
 
 MAX_LITERAL = 8192
-"""Maximum length of a literal text, in characters. For each token, the parser scans the rest of the
-text, at 0.13 us per character."""
+"""Maximum length of a literal in a grammar, in characters. For each token, the parser scans the
+rest of the literal, which takes 0.13 us per character."""
 MAX_PROPERTIES = 1000
-"""Maximum number of properties of one object. The parser's time grows quadratically with it."""
+"""Maximum number of properties of one object. The parser's time grows quadratically with this
+number."""
 MAX_NAME_PATTERNS = 64
-"""Maximum number of name patterns in all `patternProperties` of a schema. The parser compares every
-pair of them."""
+"""Maximum number of name patterns in all `patternProperties` of a schema. The parser compares each
+pair of these patterns."""
 MAX_PATTERNS_AT_ONCE = 8
-"""Maximum number of patterns and formats that apply to one string. Each doubles the parser's
-time."""
+"""Maximum number of patterns and formats that apply to the same string. Each one doubles the
+parser's time."""
 
 _SCHEMA_KEYWORDS = (
     "additionalItems",
@@ -52,7 +53,8 @@ _SCHEMA_MAP_KEYWORDS = (
 
 
 def check_literal(text: str, field: str) -> None:
-    """Raise `InvalidRequest` for a literal text that is too long."""
+    """Raise `InvalidRequest`, naming `field`, if a literal has more than `MAX_LITERAL`
+    characters."""
     if len(text) > MAX_LITERAL:
         raise InvalidRequest(
             f"{field} contains a literal of {len(text)} characters; at most {MAX_LITERAL} are "
@@ -61,8 +63,8 @@ def check_literal(text: str, field: str) -> None:
 
 
 def parse_json(text: str, field: str) -> Any:
-    """Return the value of a JSON text. Raises `InvalidRequest`, naming `field`, if the text is
-    malformed, nests more than `MAX_DEPTH` levels deep, or contains values that parsers may read
+    """Parse a JSON text and return its value. Raises `InvalidRequest`, naming `field`, if the text
+    is malformed, is nested deeper than `MAX_DEPTH`, or contains values that parsers interpret
     differently."""
     try:
         value = json.loads(text, parse_constant=_reject_constant, parse_float=_parse_finite)
@@ -79,9 +81,9 @@ def parse_json(text: str, field: str) -> Any:
 
 
 def parse_schema(text: str, field: str) -> dict[str, Any] | bool:
-    """Return a JSON schema. Raises `InvalidRequest`, naming `field`, for malformed JSON, for a
-    remote `$ref`, for constraints that the parser cannot enforce, and for a schema that would take
-    the parser too long without reaching the parser's own limits."""
+    """Parse a JSON schema and return it. Raises `InvalidRequest`, naming `field`, for malformed
+    JSON, a remote `$ref`, and constraints that the parser cannot enforce. Also rejects schemas that
+    would take the parser too long without reaching its own limits."""
     schema = parse_json(text, field)
     if not isinstance(schema, dict | bool):
         raise InvalidRequest(
@@ -123,8 +125,7 @@ def parse_schema(text: str, field: str) -> dict[str, Any] | bool:
 
 
 def _rewrite_keywords(part: dict[str, Any]) -> None:
-    """Rewrite the keywords of a schema that the parser would misread into a form that it reads
-    correctly."""
+    """Rewrite, in place, keywords of one schema that the parser would misread."""
     # References are always pointers from the root, so ids must not change their base.
     part.pop("$id", None)
     part.pop("id", None)
@@ -136,8 +137,8 @@ def _rewrite_keywords(part: dict[str, Any]) -> None:
 
 
 def _check_min_properties(part: dict[str, Any], field: str) -> None:
-    """Reject a `minProperties` above 1 that exceeds the number of required names: the parser counts
-    a name that is given twice as two properties."""
+    """Raise `InvalidRequest` if `minProperties` is above 1 and exceeds the number of required
+    names. The parser cannot enforce it, because it counts a duplicate name as two properties."""
     min_properties, required = part.get("minProperties", 0), part.get("required")
     if type(min_properties) is int and min_properties > max(
         1, len(set(map(str, _if_list(required))))
@@ -149,7 +150,8 @@ def _check_min_properties(part: dict[str, Any], field: str) -> None:
 
 
 def _literals(part: dict[str, Any]) -> Iterator[str]:
-    """Yield a schema's literal texts: values, names, and patterns, which may be mostly literal."""
+    """Yield the literal texts of one schema: values, names, and patterns (which may be mostly
+    literal)."""
     stack: list[Any] = [part.get("const"), part.get("enum"), part.get("pattern")]
     stack += [list(_if_dict(part.get("properties"))), part.get("required")]
     while stack:
@@ -163,8 +165,8 @@ def _literals(part: dict[str, Any]) -> Iterator[str]:
 
 
 def reachable_schemas(schema: dict[str, Any] | bool) -> Iterator[dict[str, Any]]:
-    """Yield a schema and each of its subschemas once, whether a keyword contains the subschema or a
-    local `$ref` points to it. Values, such as those of `const` and `enum`, are not schemas."""
+    """Yield a schema and all of its subschemas, each once, including the targets of local `$ref`s.
+    Values, such as those of `const` and `enum`, are not schemas."""
     stack: list[Any] = [schema]
     seen: set[int] = set()
     while stack:
@@ -177,10 +179,11 @@ def reachable_schemas(schema: dict[str, Any] | bool) -> Iterator[dict[str, Any]]
 
 
 def rebase_schema(schema: dict[str, Any], place: str) -> dict[str, Any]:
-    """Return a copy of a schema for use inside another one. `place` is the pointer to the copy
-    there, such as `#/items`; it becomes the prefix of the copy's references."""
+    """Return a copy of a schema for embedding in another schema at the JSON pointer `place`, such
+    as `#/items`. References in the copy are prefixed with `place`."""
     copy: dict[str, Any] = json.loads(json.dumps(schema))
-    # List all subschemas first: to find them, the references must still be unchanged.
+    # List all subschemas before changing any, because finding them requires the original
+    # references.
     for part in list(reachable_schemas(copy)):
         reference = part.get("$ref")
         if isinstance(reference, str):
@@ -189,7 +192,8 @@ def rebase_schema(schema: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def _children(root: Any, part: dict[str, Any]) -> list[Any]:
-    """Return the direct subschemas of `part`, and the target of its `$ref`."""
+    """Return the direct subschemas of `part`, and the target of its `$ref`; `root` is the whole
+    schema."""
     return [
         *(part[key] for key in _SCHEMA_KEYWORDS if key in part),
         *(one for key in _SCHEMA_LIST_KEYWORDS for one in _if_list(part.get(key))),
@@ -221,7 +225,8 @@ def _patterns_at_once(root: dict[str, Any] | bool) -> int:
 
 
 def _bound(root: Any, part: dict[str, Any], bounds: dict[int, int]) -> int:
-    """Return the upper bound for one schema, given the bounds of its subschemas; a recursive
+    """Return an upper bound on the number of patterns and formats that apply to the same string
+    within `part`. `bounds` contains the bounds of its subschemas, by object id; a recursive
     subschema counts as 0."""
 
     def max_bound(children: Iterable[Any]) -> int:
@@ -243,7 +248,8 @@ def _bound(root: Any, part: dict[str, Any], bounds: dict[int, int]) -> int:
 
 
 def _resolve_reference(schema: Any, reference: object) -> Any:
-    """Return the target of a local reference; None if there is none."""
+    """Return the target of a local reference in `schema`, the whole schema; None if it does not
+    exist."""
     if not isinstance(reference, str):
         return None
     for name in reference.split("/")[1:]:

@@ -1,4 +1,5 @@
-"""Building blocks for grammars in llguidance's Lark: literals, tags, text up to a tag, and JSON."""
+"""Building blocks of grammars in llguidance's Lark dialect: literals, tags, text up to a tag, and
+JSON."""
 
 from __future__ import annotations
 
@@ -8,16 +9,16 @@ from typing import Any
 
 from nanoactor.grammar.vocabulary import Vocabulary
 
-# A gap between JSON tokens: a line break with indentation, or one space. A model could fill its
-# answer with longer gaps.
+# The gap between two JSON tokens: a line break with indentation, or one space. If longer gaps were
+# allowed, a model could fill its answer with them.
 _WHITESPACE = r"\n[ \t]{0,16}|[ ]"
 
 
 def text_without(tag: str) -> str:
-    """Return a regular expression for texts that do not contain a tag. The tag's first character
-    must occur only once in the tag.
+    """Return a regular expression that matches texts that do not contain a tag. The tag's first
+    character must occur only once in the tag.
 
-    The alternatives are spelled out because an intersection with a complement takes the parser ten
+    The alternatives are spelled out, because intersecting with a complement takes the parser ten
     times as long.
     """
     first, alternatives = escaped(tag[0]), []
@@ -28,21 +29,23 @@ def text_without(tag: str) -> str:
 
 
 def text_until(rule: str, tag: str, vocabulary: Vocabulary) -> list[str]:
-    """Return the rules for free text up to and including a tag."""
+    """Return the Lark rules for free text up to and including a tag. `rule` is the name of the rule
+    that matches both."""
     text = text_without(tag)
     if vocabulary.special(tag) is None:
-        # Lazy, so that the match ends at the end of the tag.
+        # Lazy, so that the match stops at the end of the tag.
         return [f"{rule}[lazy]: /{text}{escaped(tag)}/"]
     name = f"{rule.upper()}_TEXT"
     return [f"{rule}: {name} {tag_rule(tag, vocabulary)}", f"{name}: /{text}/"]
 
 
 def json_rule(schema: dict[str, Any] | bool, whitespace: bool) -> str:
-    """Return the rule for JSON that matches a schema."""
+    """Return a Lark expression for JSON that matches a schema. If `whitespace` is False, no
+    whitespace between JSON tokens is allowed."""
     if isinstance(schema, bool):
         schema = {} if schema else {"enum": []}
-    # These options of the library replace any that the schema sets: `lenient` would ignore
-    # keywords that the library does not implement.
+    # These options replace those that the schema may contain. `lenient` would ignore keywords that
+    # the library does not implement.
     options: dict[str, Any] = {"whitespace_flexible": whitespace, "lenient": False}
     if whitespace:
         options["whitespace_pattern"] = _WHITESPACE
@@ -50,16 +53,16 @@ def json_rule(schema: dict[str, Any] | bool, whitespace: bool) -> str:
 
 
 def tag_rule(tag: str, vocabulary: Vocabulary) -> str:
-    """Return the rule for a tag: its special token if there is one, else its text."""
+    """Return a Lark expression for a tag: its special token if there is one, otherwise its text."""
     id_ = vocabulary.special(tag)
     return quoted(tag) if id_ is None else f"<[{id_}]>"
 
 
 def quoted(text: str) -> str:
-    """Return a text as a string literal in Lark."""
+    """Return a text as a quoted string literal in Lark."""
     return json.dumps(text).replace("\x7f", "\\u007f")
 
 
 def escaped(text: str) -> str:
-    """Return a text escaped for use in a regular expression."""
+    """Return a text with special characters escaped, for use in a regular expression."""
     return re.sub(r"([^\w<> ])", r"\\\1", text)

@@ -1,4 +1,4 @@
-"""Checks of grammars in Lark's notation, which scan only as much of the syntax as they need."""
+"""Checks of grammars in Lark, which scan only as much of the syntax as they need."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from nanoactor.errors import InvalidRequest
 from nanoactor.grammar.jsonschema import parse_schema
 
-# A string, a regular expression on one line, a comment, `%json`, or any other character.
+# A string, a regular expression on one line, a comment, `%json`, or any other single character.
 _PIECES = re.compile(
     r'(?P<string>"(?:\\.|[^"\\\n])*"i?)'
     r"|(?P<regex>/(?![/*])(?:\\.|\[(?:\\.|[^\]\\\n])*\]|[^/\\\n\[])+/[imslux]*)"
@@ -21,8 +21,8 @@ _PIECES = re.compile(
 
 
 def check_lark(text: str, max_intersections: int) -> None:
-    """Raise `InvalidRequest` for more than `max_intersections` operators `&`, and for a schema
-    after `%json` that would be rejected on its own."""
+    """Raise `InvalidRequest` if a grammar has more than `max_intersections` operators `&`, or if a
+    schema after `%json` would be rejected on its own."""
     intersections = 0
     for piece in _code_pieces(text):
         if piece == "&":
@@ -38,7 +38,7 @@ def check_lark(text: str, max_intersections: int) -> None:
 
 def _code_pieces(text: str) -> Iterator[str]:
     """Yield each character outside strings, regular expressions and comments, and each embedded
-    schema as a whole."""
+    JSON schema as one piece."""
     at = 0
     while at < len(text):
         piece = _PIECES.match(text, at)
@@ -55,8 +55,8 @@ def _code_pieces(text: str) -> Iterator[str]:
 
 
 def _end_of_json(text: str, begin: int) -> int | None:
-    """Return the end of the JSON value at `begin`; None if there is none, an error that the parser
-    reports."""
+    """Return the end index of the JSON value at `begin`; None if it is malformed, which the parser
+    will report."""
     try:
         _, end = json.JSONDecoder().raw_decode(text, begin)
     except (ValueError, RecursionError):

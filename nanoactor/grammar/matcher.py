@@ -1,4 +1,5 @@
-"""The state of a sequence in its grammar, and the tokens that may come next."""
+"""Compiled grammars, and matchers, which track a sequence in its grammar and compute the masks of
+its next tokens."""
 
 from __future__ import annotations
 
@@ -21,16 +22,19 @@ from nanoactor.runtime.native import NativePanic, native_calls
 
 _STACK_BYTES = 512 * 2**20  # of address space; memory is allocated as it is used
 _STACK_SIZE_LOCK = threading.Lock()
-"""Lock for changing the stack size of new threads, which is a global setting."""
+"""Guards the stack size of new threads, which is a global setting."""
 _MAX_ROW_ITEMS_JSON = 2000
 _MAX_ROW_ITEMS_GRAMMAR = 500
 
 
 def limits(kind: Kind) -> LLParserLimits:
-    """Return the parser's limits for a kind of grammar, at compilation and per token. If a grammar
-    is ambiguous, as user-supplied ones may be, the cost of a parser position is up to the cube of
-    its number of items. JSON grammars are not ambiguous, but an optional property takes four
-    items."""
+    """Return the parser's limits for a kind of grammar, which apply to compilation and to each
+    token.
+
+    If a grammar is ambiguous, as user-supplied ones may be, the cost of a parser position is up to
+    the cube of its number of items. JSON grammars are not ambiguous, but an optional property takes
+    four items.
+    """
     return LLParserLimits(
         max_items_in_row=_MAX_ROW_ITEMS_GRAMMAR if kind == "grammar" else _MAX_ROW_ITEMS_JSON,
         step_max_items=20_000,
@@ -41,22 +45,22 @@ def limits(kind: Kind) -> LLParserLimits:
 
 
 class CompiledGrammar:
-    """A compiled grammar, for any number of sequences."""
+    """A compiled grammar, which creates a matcher for each sequence."""
 
     def __init__(self, spec: GrammarSpec, vocabulary: Vocabulary) -> None:
         """Compile a grammar. Raises `InvalidRequest` if it cannot be parsed, is not supported,
-        exceeds `limits`, or matches nothing at all."""
+        exceeds `limits`, or matches nothing."""
         self._grammar = compile_grammar(spec, vocabulary)
         self._vocabulary = vocabulary
         self._kind = spec.kind
         self._is_exhausted = False
         self._matcher = self._compile()
-        # This detects a grammar that matches nothing, which the parser's constructor does not.
+        # This detects grammars that match nothing; the parser's constructor does not.
         self.matcher().fill(np.empty(vocabulary.words, np.int32))
         check_literal("x" * len(self._matcher.compute_ff_bytes()), spec.kind)
 
     def matcher(self) -> Matcher:
-        """Return a matcher at the start of a sequence."""
+        """Return a new matcher at the beginning of a sequence."""
         if self._is_exhausted:
             self._matcher = self._compile()
             self._is_exhausted = False
@@ -64,17 +68,17 @@ class CompiledGrammar:
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """Return the vocabulary that the grammar was compiled for."""
+        """The vocabulary for which the grammar was compiled."""
         return self._vocabulary
 
     @property
     def kind(self) -> Kind:
-        """Return the kind of the specification."""
+        """The kind of the specification, such as "json_schema"."""
         return self._kind
 
     def mark_exhausted(self) -> None:
-        """Compile a new automaton for the next matcher: a sequence has exhausted the states of the
-        current one, which all matchers share."""
+        """Make `matcher` compile the grammar again next time. Call when a sequence has used up the
+        states of the current automaton, which all matchers share."""
         self._is_exhausted = True
 
     def _compile(self) -> LLMatcher:
@@ -95,8 +99,8 @@ class CompiledGrammar:
 
 
 class Matcher:
-    """The state of one sequence. The part of the grammar's automaton that has been computed is
-    shared with the other sequences."""
+    """The state of one sequence in its grammar. The parts of the automaton that have been computed
+    so far are shared with all other matchers of the grammar."""
 
     def __init__(self, compiled: CompiledGrammar, matcher: LLMatcher) -> None:
         self._compiled = compiled
@@ -105,15 +109,14 @@ class Matcher:
 
     @property
     def is_complete(self) -> bool:
-        """Return True if the sequence may end here."""
+        """True if the sequence may end here."""
         return self._matcher.is_accepting()
 
     def consume(self, tokens: Sequence[int]) -> None:
-        """Append tokens to the sequence. After the end of the sequence, end-of-sequence tokens have
-        no effect.
+        """Append tokens to the sequence. After its end, end-of-sequence tokens have no effect.
 
         Raises `ProtocolBug` for a token that the grammar does not allow, and `InvalidRequest` if
-        the parser reaches its limits. The matcher cannot be used after either error.
+        the parser reaches its limits. After either error, the matcher must not be used any more.
         """
         with _convert_errors():
             for token in tokens:
@@ -121,11 +124,11 @@ class Matcher:
                     self._raise_error(f"token {token}")
 
     def fill(self, out: NDArray[np.int32]) -> None:
-        """Write the mask for the next position: bit t % 32 of word t // 32 is set if id t is
-        allowed. If the sequence can only end, only the end-of-sequence ids are allowed.
+        """Write the mask of the next token to `out`: bit t % 32 of word t // 32 is set if token id
+        t is allowed. If the sequence must end here, only the end-of-sequence ids are allowed.
 
-        `out` is contiguous, (words,). Raises `InvalidRequest` if the parser reaches its limits, or
-        if the sequence has no continuation.
+        `out` is contiguous, int32 (words,). Raises `InvalidRequest` if the parser reaches its
+        limits or if no token is allowed.
         """
         if out.shape != (self._vocabulary.words,) or not out.flags.c_contiguous:
             raise ProtocolBug(f"the mask has shape {out.shape}, not {(self._vocabulary.words,)}")
@@ -134,8 +137,8 @@ class Matcher:
             self._finish_mask(out)
 
     def _finish_mask(self, out: NDArray[np.int32]) -> None:
-        """Check the mask that the parser has written, and clear the bits beyond the tokenizer's
-        ids. Raises as `fill` does."""
+        """Check the mask that the parser has written to `out`, and clear the bits beyond the
+        tokenizer's ids. Raises the same errors as `fill`."""
         if self._matcher.is_error():
             self._raise_error("the next token")
         tokens = self._vocabulary.tokens
@@ -158,7 +161,7 @@ class Matcher:
 
 
 class ParallelFiller:
-    """Fills the masks of several sequences on the parser's own threads."""
+    """Computes the masks of several sequences in parallel, on threads of the parser library."""
 
     def __init__(self, threads: int) -> None:
         self._executor = LLExecutor(threads)
@@ -166,8 +169,8 @@ class ParallelFiller:
     def __call__(
         self, matchers: Sequence[Matcher], out: NDArray[np.int32]
     ) -> list[MatcherError | None]:
-        """Write the mask for each sequence's next position, (sequences, words); return, for each
-        sequence, the error that `Matcher.fill` would raise, or None."""
+        """Write the mask of each sequence's next token to `out`, (sequences, words). Return, for
+        each sequence, the error that `Matcher.fill` would raise, or None."""
         rows = [(matcher._matcher, row) for row, matcher in enumerate(matchers)]
         width = out.shape[1] * out.itemsize
         try:
@@ -188,7 +191,7 @@ class ParallelFiller:
 
 @contextlib.contextmanager
 def _convert_errors() -> Iterator[None]:
-    """Convert the parser's panics and memory errors in this context to errors of the request."""
+    """Convert panics and memory errors of the parser to `InvalidRequest` and `OutOfResources`."""
     try:
         with native_calls():
             yield
@@ -199,9 +202,12 @@ def _convert_errors() -> Iterator[None]:
 
 
 def _on_deep_stack(work: Callable[[], None]) -> None:
-    """Run `work` on a thread with a large stack. The parser recurses as deeply as a grammar's rules
-    are chained, with 16 KB of stack per rule; only the size of the text limits the chain. With the
-    usual 8 MB, a chain of 1000 rules would crash the process."""
+    """Run `work` on a thread with a large stack, and raise its error, if any.
+
+    The parser recurses as deeply as a grammar's rules are chained and uses 16 KB of stack per rule.
+    Only the size of the text limits the chain. With the usual stack of 8 MB, a chain of 1000 rules
+    would crash the process.
+    """
     raised: list[BaseException] = []
 
     def run() -> None:
@@ -231,8 +237,9 @@ _KEYWORDS = re.compile(r"Unimplemented keys: \[(?P<keywords>.*)\]")
 
 
 def _error_text(kind: str, reason: str) -> str:
-    """Return the reason why a grammar cannot be used, derived from the library's message."""
-    # The rest of the message is the grammar's text around the error, and the parser's state.
+    """Convert an error message of the library to an error message for the user. `kind` is the kind
+    of grammar."""
+    # The rest of the message is the grammar's text around the error and the parser's state.
     reason = _CONTEXT.split(reason)[0].strip().replace("json-schema:///#", "#")
     if regex := _REGEX.fullmatch(reason):
         reason = f"a regular expression cannot be used: {regex['reason']}"

@@ -1,5 +1,5 @@
-"""Checks for numbers in a schema that the parser would change: it stores them as binary64 (IEEE
-754)."""
+"""Checks of numbers in a schema. The parser stores numbers as binary64 (IEEE 754) and would change
+some of them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any
 from nanoactor.errors import InvalidRequest
 
 MAX_EXACT = 2**53
-"""Integers up to this one are represented exactly; some larger ones are not."""
+"""Up to this value, all integers are exact in binary64; some larger ones are not."""
 _VALUES = ("const", "enum")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 
 
 def check_numbers(part: dict[str, Any], field: str) -> None:
-    """Raise `InvalidRequest` for a number in a schema's own keywords that cannot be enforced. With
-    a bound of 2^53, the parser would accept some numbers beyond it."""
+    """Raise `InvalidRequest`, naming `field`, if a number in the keywords of one schema cannot be
+    enforced. A bound of 2^53 is also rejected, since the parser would accept some numbers beyond
+    it."""
     for keyword in _VALUES:
         for number in _numbers_in(part.get(keyword)):
             if abs(number) > MAX_EXACT:

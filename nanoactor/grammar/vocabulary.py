@@ -1,4 +1,4 @@
-"""A model's vocabulary in the form that the grammar parser needs."""
+"""A model's vocabulary, in the form that the grammar parser needs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from nanoactor.errors import ModelError, UnsupportedModel
 from nanoactor.text.tokenizer import load_tokenizer
 
 # If a lexeme allows all texts that match one of these expressions, the mask of their tokens is
-# computed without a walk over the vocabulary: in 0.2 ms instead of 3.5 ms for 150,000 ids. The
-# library's own expressions are for JSON strings; ours is for free text before a tag.
+# computed without walking the vocabulary: in 0.2 ms instead of 3.5 ms for 150,000 ids. The
+# library's own expressions are for JSON strings; the last one is for free text before a tag.
 _SLICES = [*LLTokenizer.general_slices(), "[^<]+"]
 
 
 def _without_added(tokenizer: Tokenizer, size: int) -> Tokenizer:
-    """Return the tokenizer without the added tokens from id `size` on, which the model cannot
-    produce: for example, a padding token for which the embedding was not enlarged."""
+    """Return the tokenizer without added tokens whose ids are `size` or more. The model cannot
+    produce them: an example is a padding token for which the embedding was not enlarged."""
     added = tokenizer.get_added_tokens_decoder()
     if max(added, default=-1) < size:
         return tokenizer
@@ -29,26 +29,26 @@ def _without_added(tokenizer: Tokenizer, size: int) -> Tokenizer:
 
 
 class Vocabulary:
-    """The bytes of each token and the special tokens, as one table for all grammars."""
+    """The bytes of all tokens and the special tokens of a model, in one table for all grammars."""
 
     def __init__(self, tokenizer_file: Path, size: int, eos_ids: tuple[int, ...]) -> None:
-        """Read a `tokenizer.json`, which takes 2 to 4 s on one core and 230 MB for 150,000 ids.
+        """Read a `tokenizer.json`. For 150,000 ids, this takes 2 to 4 s on one core, and 230 MB.
 
-        `size` is the model's number of ids. It may exceed the tokenizer's; the additional ids are
-        never allowed. `eos_ids` are the end-of-sequence ids. Raises `ModelError` if the file or its
-        content is unusable.
+        `size` is the model's number of ids. It may exceed that of the tokenizer; the additional ids
+        are never allowed. `eos_ids` are the end-of-sequence ids. Raises `ModelError` if the file or
+        its content cannot be used.
         """
         tokenizer = load_tokenizer(tokenizer_file.parent, tokenizer_file.name)
         tokenizer = _without_added(tokenizer, size)
         ids = tokenizer.get_vocab(with_added_tokens=True)
         self.size = size
-        """Number of ids that the model has."""
+        """Number of token ids of the model."""
         self.words = -(-size // 32)
-        """Number of 32-bit words in a mask, which has one bit for each id."""
+        """Number of int32 words in a mask, which has one bit for each id."""
         self.tokens = max(ids.values(), default=-1) + 1
-        """The tokenizer's last id plus 1; ids from here on are never allowed."""
+        """Highest id of the tokenizer plus 1; ids from here on are never allowed."""
         self.eos_ids = eos_ids
-        """End-of-sequence ids."""
+        """End-of-sequence token ids."""
         if self.tokens > size:
             raise ModelError(
                 f"{tokenizer_file} has ids up to {self.tokens - 1}, but the model has only "
@@ -60,19 +60,19 @@ class Vocabulary:
                 f"model's end-of-sequence ids, {list(eos_ids)}, are not in {tokenizer_file}"
             )
         if self.tokens != len(ids):
-            # The library sizes a table by the number of tokens and would index past its end.
+            # The library sizes a table by the number of tokens and would read past its end.
             raise UnsupportedModel(
                 f"{tokenizer_file} has {len(ids)} tokens, but ids up to {self.tokens - 1}; "
                 "grammars require a tokenizer whose ids have no gaps"
             )
         # The library uses this tokenizer to encode text that a grammar forces. A normalizer would
-        # change the text: that of Qwen's tokenizers converts it to Unicode's composed form.
+        # change that text; for example, that of Qwen's tokenizers composes Unicode characters.
         tokenizer.normalizer = None
         try:
             self.table = LLTokenizer(
                 tokenizer.to_str(), n_vocab=size, eos_token=list(eos_ids), slices=_SLICES
             )
-            """The library's token table."""
+            """Token table of the grammar library."""
         except ValueError as error:
             raise UnsupportedModel(
                 f"{tokenizer_file} has a tokenizer that grammars do not support: {error}"
@@ -83,6 +83,6 @@ class Vocabulary:
         }
 
     def special(self, text: str) -> int | None:
-        """Return the id of the special token with this text, which plain text never produces; None
-        if there is none."""
+        """Return the id of the special token with this text; None if there is none. Plain text
+        never encodes to a special token."""
         return self._special.get(text)

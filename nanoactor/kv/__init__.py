@@ -1,1 +1,2 @@
-"""Bookkeeping of the KV cache: block contents, their holders, and which blocks can be reused."""
+"""The block manager: which KV cache blocks hold which content, which sequences use them, and which
+can be reused."""

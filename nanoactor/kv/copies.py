@@ -1,4 +1,4 @@
-"""Copies that the runners make before they run the layers of the next step."""
+"""Copies of blocks and slot states that the runners make before the layers of the next step."""
 
 from __future__ import annotations
 
@@ -10,44 +10,45 @@ from nanoactor.messages.engine import Copies
 
 
 class PendingCopies:
-    """Copies of blocks and of the layers' slot states that were queued since the last step.
+    """Collects copies of blocks and slot states for the next step.
 
-    The runners read all sources before they write any target, so two slots may swap. A source that
-    is a copy itself is replaced by its own source.
+    The runners read all sources before they write any target, so two slots may swap states. If a
+    source is itself the target of a queued copy, its original source is copied instead.
     """
 
     def __init__(self, *, slots: bool) -> None:
-        """`slots` means that layers keep state by slot; otherwise copies of slots are ignored."""
+        """`slots` is True if layers keep slot states; otherwise `copy_slots` does nothing."""
         self.has_slots = slots
         self._blocks: dict[int, int] = {}
-        """Source block of each target block."""
+        """Source block of each copy, by target block."""
         self._slots: dict[int, int] = {}
-        """Source slot of each target slot."""
+        """Source slot of each copy, by target slot."""
 
     def copy_block(self, source: int, target: int) -> None:
-        """Queue the copy of a block."""
+        """Queue a copy of block `source` into block `target`."""
         self._blocks[target] = self._blocks.get(source, source)
 
     def copy_slots(self, targets: Iterable[int], sources: Iterable[int]) -> None:
-        """Queue copies of slots. All sources are read as they are before this call."""
+        """Queue copies of slot states. All sources are read as they were before this call."""
         if self.has_slots:
             before = dict(self._slots)
             pairs = zip(targets, sources, strict=True)
             self._slots |= {target: before.get(source, source) for target, source in pairs}
 
     def drop_blocks(self, targets: Iterable[int]) -> None:
-        """Cancel the copies into these blocks."""
+        """Cancel queued copies into these blocks."""
         for target in targets if self._blocks else ():
             self._blocks.pop(target, None)
 
     def drain(self) -> tuple[Copies | None, Copies | None]:
-        """Return and clear the copies of blocks and of slots; each is None if there are none."""
+        """Return and clear the queued copies: (blocks, slot states), each None if there are
+        none."""
         taken = _message(self._blocks), _message(self._slots)
         self.clear()
         return taken
 
     def clear(self) -> None:
-        """Cancel the copies that `drain` has not returned."""
+        """Cancel all queued copies."""
         self._blocks, self._slots = {}, {}
 
 

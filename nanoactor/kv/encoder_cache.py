@@ -1,4 +1,5 @@
-"""Cache of the vision tower's outputs: pages, references and eviction of items."""
+"""Cache of the vision tower's outputs. It manages pages, references and the eviction of items, but
+not the data itself, which is on the device."""
 
 from __future__ import annotations
 
@@ -15,29 +16,31 @@ from nanoactor.media.units import EncodeUnits
 
 @dataclasses.dataclass(eq=False, slots=True)
 class EncodedItem:
-    """The rows of one picture or video, including those of all deepstack levels."""
+    """The cache entry of one picture or video. Its rows are the encoder's outputs, including those
+    of all deepstack levels."""
 
     key: bytes
-    """16 bytes that identify the item's content, its size and how it is processed."""
+    """Hash (16 bytes) of the item's content, size and preprocessing."""
     units: EncodeUnits
     pages: list[int]
     number: int
-    """Unique number, never reused."""
+    """Unique number of the entry, never reused."""
     references: int = 0
     planned: int = 0
-    """Number of units that the planned steps encode. It is kept with the item, so that the next
-    holder continues from there."""
+    """Number of units that planned steps encode. Kept when the item is released, so that encoding
+    continues from there for the next user."""
     ticket: int = 0
-    """Number of the latest release that quarantined the item; earlier releases are void."""
+    """Number of the latest release that quarantined the item; earlier quarantine entries are
+    void."""
     trusted: bool = True
 
 
 class EncoderCache:
-    """References, fences and the order of eviction of whole items.
+    """Pages, references and eviction order of encoded items.
 
     An item is *held* (referenced), *quarantined* (unreferenced, but a step in flight may still use
-    it) or *idle*; idle items are evicted, least recently used first. The scheduler spends a credit
-    for each page, as it does for blocks, so `acquire` never has to fail.
+    it) or *idle*. Idle items are evicted, least recently used first. The scheduler spends a credit
+    for each page, as for blocks, so `acquire` always finds room.
     """
 
     def __init__(self, pages: int, page_rows: int) -> None:
@@ -45,21 +48,24 @@ class EncoderCache:
         self._free: deque[int] = deque(range(pages))
         self._items: dict[bytes, EncodedItem] = {}
         self._by_number: dict[int, EncodedItem] = {}
-        """All items that have pages, by number."""
+        """All items with pages, by number, including those removed from the index."""
         self._idle: OrderedDict[bytes, EncodedItem] = OrderedDict()
         self._quarantine: deque[tuple[int, int, EncodedItem]] = deque()
-        """(step that must be done before the item may be overwritten, release number, item)."""
+        """(fence, release number, item). The fence is the step that must be done before the item
+        may be overwritten."""
         self._last_ticket = self._completed = self._last_number = 0
         self.evictions = self.hits = 0
 
     def pages_of(self, rows: int) -> int:
-        """Return the number of pages that `rows` rows need."""
+        """Return the number of pages needed for `rows` rows."""
         return -(-rows // self._page_rows)
 
     def acquire(self, key: bytes, units: EncodeUnits) -> tuple[EncodedItem, int]:
-        """Add a reference; return the item, and the number of its pages that others already hold.
+        """Add a reference to an item; its pages are allocated if it is not cached. Return the item,
+        and the number of its pages that other sequences already hold.
 
-        Raises `ProtocolBug` if there is no room: the scheduler spent credits that it did not have.
+        Raises `ProtocolBug` if there is no room, since the scheduler then spent credits that it did
+        not have.
         """
         item = self._items.get(key)
         if item is None:
@@ -76,7 +82,7 @@ class EncoderCache:
         return item, len(item.pages) if item.references > 1 else 0
 
     def find(self, number: int) -> EncodedItem | None:
-        """Return the item with this number; None if it was evicted."""
+        """Return the item with this number; None if its pages were freed."""
         return self._by_number.get(number)
 
     def get(self, number: int) -> EncodedItem:
@@ -87,7 +93,7 @@ class EncoderCache:
         return item
 
     def locate(self, item: EncodedItem, rows: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Return the indices of an item's rows in the cache, int32 (rows,)."""
+        """Return the cache rows, int32 (rows,), in which these rows of an item are stored."""
         pages = np.array(item.pages, np.int32)
         size = np.int32(self._page_rows)
         rows_in_cache: NDArray[np.int32] = pages[rows // size] * size + rows % size
@@ -109,8 +115,9 @@ class EncoderCache:
         self._free.extend(item.pages)
 
     def release(self, item: EncodedItem, fence: int) -> int:
-        """Drop a reference; return the number of pages that are now unreferenced and become
-        available once step `fence` is complete."""
+        """Drop a reference to an item. Return the number of pages that become unreferenced; they
+        are available again once step `fence` is complete. Raises `ProtocolBug` if the item is not
+        held."""
         if item.references <= 0:
             raise ProtocolBug(f"item {item.key.hex()} is released but not held")
         item.references -= 1
@@ -123,11 +130,13 @@ class EncoderCache:
         return len(item.pages)
 
     def complete(self, step: int) -> None:
-        """End the quarantines that waited for steps up to `step`, all of which are done."""
+        """Record that all steps up to `step` are done, and end the quarantines that waited for
+        them."""
         self._completed = max(self._completed, step)
         while self._quarantine and self._quarantine[0][0] <= self._completed:
             _, ticket, item = self._quarantine.popleft()
-            # Skip items that are held again, or that were released again later.
+            # Skip items that are referenced again, or that were released once more after this
+            # entry.
             if item.references or item.ticket != ticket:
                 continue
             if item.trusted:
@@ -136,7 +145,7 @@ class EncoderCache:
                 self._free_item(item)
 
     def distrust(self, item: EncodedItem) -> None:
-        """Remove an item from the index, because a row that read it has failed. Sequences that need
+        """Remove an item from the index because a row that read it has failed. Sequences that need
         it encode it again."""
         item.trusted = False
         if self._items.get(item.key) is item:
@@ -146,8 +155,8 @@ class EncoderCache:
             self._free_item(item)
 
     def check(self, pages: int, holders: Mapping[EncodedItem, int]) -> None:
-        """Raise `ProtocolBug` unless the records agree with `holders`, the number of references by
-        item, and each of the `pages` pages is in exactly one place."""
+        """Raise `ProtocolBug` unless the reference counts equal `holders` (number of users by item)
+        and each of the `pages` pages is in exactly one place."""
         quarantined = {
             id(item): item
             for _, ticket, item in self._quarantine

@@ -1,4 +1,4 @@
-"""Hashes of the contents of full blocks, by which equal prefixes are found."""
+"""Hashes of the contents of full blocks, by which the prefix cache finds equal prefixes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ HASH_BYTES = 16
 
 
 def block_hash(parent: bytes, tokens: NDArray[np.int32], salt: bytes, extra: bytes = b"") -> bytes:
-    """Return the 128-bit hash of a block, which depends on every token up to the block's end.
+    """Return the 128-bit hash of a block, which depends on every token up to the end of the block.
 
     `parent` is the hash of the preceding block, empty for the first one. `salt` (16 to 64 bytes,
     the same for all blocks of an engine) keeps outsiders from constructing collisions. `extra`
-    distinguishes blocks with equal ids but different meanings, such as the placeholders of two
-    images.
+    distinguishes blocks with equal token ids but different meanings, such as the placeholders of
+    two images.
     """
     digest = hashlib.blake2b(parent, digest_size=HASH_BYTES, key=salt)
     digest.update(np.ascontiguousarray(tokens, np.int32).tobytes())
@@ -33,8 +33,9 @@ def block_hashes(
     parent: bytes = b"",
     extras: Mapping[int, bytes] = MappingProxyType({}),
 ) -> NDArray[np.uint8]:
-    """Return the chained hashes of all full blocks of `tokens`, uint8 (full blocks, 16). `extras`
-    maps the index of a block to its `extra`."""
+    """Return the chained hashes of all full blocks of `tokens` (int32), uint8 (full blocks, 16).
+    `parent` is the hash of the block before `tokens`. `extras` maps block indices to the `extra`
+    argument of `block_hash`."""
     hashes = bytearray()
     for start in range(0, len(tokens) - block_size + 1, block_size):
         extra = extras.get(start // block_size, b"")

@@ -1,4 +1,5 @@
-"""The block manager's records: what slots hold, and the next answer to the scheduler."""
+"""The block manager's records of the blocks that each slot holds, and of its next answer to the
+scheduler."""
 
 from __future__ import annotations
 
@@ -14,36 +15,37 @@ from nanoactor.messages.vision import EncoderCredits
 
 @dataclasses.dataclass(slots=True)
 class Holding:
-    """The blocks that one slot's sequence holds."""
+    """The blocks held by the sequence in one slot."""
 
     uid: int
     hashes: list[bytes]
-    """Hashes of the leading full blocks: those of the prompt, then those of known output."""
+    """Hashes of the sequence's leading full blocks, of the prompt and of the known output."""
     table: list[int]
     items: HeldItems | None = None
     extras: Mapping[int, bytes] = dataclasses.field(default_factory=dict)
-    """Part of a block's hash input that identifies pictures, by index of the block."""
+    """Bytes that identify pictures in a block's hash, by block index."""
     request: int = -1
-    """Uid of the request's first sequence."""
+    """Uid of the first sequence of the same request."""
     shareable: int = 0
-    """Number of leading blocks that other sequences of the request may share once computed."""
+    """Number of leading blocks that other sequences of the request may share once they are
+    computed."""
     cached: int = 0
-    """Number of positions that were already computed when the sequence got its blocks."""
+    """Number of positions that were already computed at admission."""
     filled: int = 0
-    """Number of positions with tokens known to the host that the steps planned so far compute."""
+    """Number of positions that planned steps compute and whose tokens are known to the host."""
     announced: int = 0
-    """Number of leading block table entries that the runners have."""
+    """Number of leading block table entries that were sent to the runners."""
     distrusted: bool = False
-    """True if nothing more is indexed: part of the content is wrong, or the index was cleared."""
+    """True if no more blocks are indexed because some content is wrong or the index was cleared."""
     tainted: bool = False
-    """True if the sequence has read, or would read, the results of a failed row."""
+    """True if the sequence has read, or would read, results of a failed row."""
 
 
 class SharedBlockCounts:
-    """Counts the blocks that each slot shares with other slots.
+    """Counts, for each slot, the blocks that other slots also hold.
 
-    The XOR of the slots that hold a block identifies the last remaining holder, so adding or
-    dropping a reference takes constant time, however many holders there are.
+    The XOR of all slots that hold a block identifies the last remaining holder. Adding or dropping
+    a reference therefore takes constant time, however many holders there are.
     """
 
     def __init__(self, blocks: int, slots: int) -> None:
@@ -53,7 +55,7 @@ class SharedBlockCounts:
         self._changed: set[int] = set()
 
     def add(self, slot: int, blocks: Iterable[int]) -> None:
-        """Record that a slot holds these blocks in addition to its others."""
+        """Record that a slot holds these blocks, in addition to those it already holds."""
         for block in blocks:
             if self._holders[block]:
                 self._change(slot, 1)
@@ -63,7 +65,7 @@ class SharedBlockCounts:
             self._slots[block] ^= slot
 
     def release(self, slot: int, blocks: Iterable[int]) -> None:
-        """Record that a slot gives up `blocks`, which are all of its blocks."""
+        """Record that a slot releases `blocks`, which must be all blocks that it holds."""
         for block in blocks:
             self._holders[block] -= 1
             self._slots[block] ^= slot
@@ -77,7 +79,8 @@ class SharedBlockCounts:
         self._changed.add(slot)
 
     def drain_changed(self) -> tuple[list[int], list[int]]:
-        """Return the slots whose counts have changed since the last call, and their counts."""
+        """Return (slots, counts) of the slots whose number of shared blocks has changed since the
+        last call."""
         slots = sorted(self._changed)
         self._changed.clear()
         return slots, [self._shared[slot] for slot in slots]
@@ -85,26 +88,26 @@ class SharedBlockCounts:
 
 @dataclasses.dataclass(slots=True)
 class AnswerBuilder:
-    """The content of the next `Answer`."""
+    """Collects the content of the next `Answer` to the scheduler."""
 
     uids: list[int] = dataclasses.field(default_factory=list)
     hits: list[int] = dataclasses.field(default_factory=list)
     refunds: list[int] = dataclasses.field(default_factory=list)
     freed: dict[int, int] = dataclasses.field(default_factory=dict)
-    """Number of freed blocks by fence."""
+    """Number of freed blocks, by fence."""
     tainted: list[int] = dataclasses.field(default_factory=list)
     is_due: bool = False
-    """True if the scheduler waits for an answer."""
+    """True if the scheduler is waiting for an answer."""
 
     def add_freed(self, fence: int, blocks: int) -> None:
-        """Record that `blocks` blocks become available once step `fence` is done."""
+        """Record that `blocks` blocks become available once step `fence` is complete."""
         self.freed[fence] = self.freed.get(fence, 0) + blocks
 
     def message(
         self, turn: int, shared: tuple[list[int], list[int]], encoder: EncoderCredits | None
     ) -> Answer:
-        """Return the message; `shared` holds the slots with changed shared-block counts, and the
-        new counts."""
+        """Return the `Answer` up to turn `turn`. `shared` is (slots, counts) of the slots whose
+        number of shared blocks has changed."""
         int32 = np.int32
         return Answer(
             turn,
@@ -123,16 +126,17 @@ class AnswerBuilder:
 def propagate_taint(
     failing: Sequence[tuple[Holding, int]], holdings: Sequence[Holding]
 ) -> tuple[set[int], list[Holding]]:
-    """Return the blocks to distrust, and the holdings with a bad block, which are now tainted.
+    """Return the blocks that must not be reused, and the holdings that contain a bad block, which
+    are marked as tainted.
 
-    `failing` lists each failed holding with the index of its first bad block. What a sequence
-    computes on top of bad blocks is bad too, so the damage spreads to every holder of one of its
-    blocks. No sequence outside `holdings` can have read the bad blocks, because no fence of a
-    sequence that read them has passed since they were computed.
+    `failing` lists each failed holding with the index of its first bad block. Everything that a
+    sequence computes after a bad block is bad too, so the damage spreads to all holders of these
+    blocks. No sequence outside `holdings` can have read bad blocks: a released holding is kept
+    until its fence has passed.
     """
     bad: set[int] = set()
     suspect: set[int] = set()
-    """All blocks of the failing sequences, also good ones: computing them again is cheap."""
+    """All blocks of the failing sequences, including good ones, since recomputing them is cheap."""
     for holding, first in failing:
         holding.distrusted = True
         suspect |= set(holding.table)

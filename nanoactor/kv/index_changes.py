@@ -1,4 +1,5 @@
-"""Unpublished changes of the prefix index, as a difference."""
+"""Changes of the prefix index that have not been published yet, and copies of the index built from
+published changes."""
 
 from __future__ import annotations
 
@@ -15,12 +16,13 @@ _NO_LIMIT = 1 << 62
 
 
 class IndexChanges:
-    """Merges changes until they are published, so that their number is bounded by the number of
-    blocks that the index holds, plus the number that it held at the last publication."""
+    """Collects changes of the prefix index until they are published. Changes that cancel out are
+    dropped, so there are at most as many as blocks indexed now and at the last publication."""
 
     def __init__(self) -> None:
         self._changes: dict[bytes, bool] = {}
-        """By hash of a full block: True if it was added to the index, False if it was removed."""
+        """For each changed hash of a full block: True if it was added to the index, False if it was
+        removed."""
         self._cleared = False
 
     def __len__(self) -> int:
@@ -28,28 +30,29 @@ class IndexChanges:
         return len(self._changes) + self._cleared
 
     def remember(self, content: bytes) -> None:
-        """Record that a block was added to the index."""
+        """Record that the block with this hash was added to the index."""
         self._note(content, is_present=True)
 
     def forget(self, content: bytes) -> None:
-        """Record that a block was removed from the index."""
+        """Record that the block with this hash was removed from the index."""
         self._note(content, is_present=False)
 
     def _note(self, content: bytes, is_present: bool) -> None:
         if len(content) != HASH_BYTES:  # the name of a partial block, local to this engine
             return
-        # An unpublished change that is undone need not be published at all.
+        # If an unpublished change is undone, neither change needs to be published.
         if self._changes.pop(content, is_present) == is_present:
             self._changes[content] = is_present
 
     def republish(self, contents: Iterable[bytes]) -> None:
-        """Tell readers to clear their copies, and publish the whole index."""
+        """Replace all changes: tell readers to clear their copies of the index, then add all of
+        `contents`."""
         self._cleared, self._changes = True, {}
         for content in contents:
             self.remember(content)
 
     def drain(self, limit: int = _NO_LIMIT) -> IndexEvents | None:
-        """Return at most `limit` changes, which then count as published; None if there are none."""
+        """Return at most `limit` changes and mark them as published; None if there are none."""
         if not self:
             return None
         batch = list(itertools.islice(self._changes.items(), limit))
@@ -64,13 +67,14 @@ class IndexChanges:
 
 
 class IndexCopy:
-    """Hashes of the full blocks in an engine's prefix index, rebuilt from its published changes."""
+    """The hashes of all full blocks in an engine's prefix index, rebuilt from its published
+    changes."""
 
     def __init__(self) -> None:
         self.contents: set[bytes] = set()
 
     def apply(self, events: IndexEvents) -> None:
-        """Apply changes that a block manager has published."""
+        """Apply a message of changes; messages must be applied in order."""
         if events.cleared:
             self.contents.clear()
         self.contents.difference_update(map(bytes, events.forgotten))

@@ -1,4 +1,4 @@
-"""The message that reports changes of the prefix index."""
+"""The message that reports changes of the prefix index to its readers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from nanoactor.runtime.codec import message
 @message(42)
 class IndexEvents:
     """Block manager to frontend, and to readers of `AsyncLLM.index_events`: changes of the prefix
-    index since the previous message. Applied in order, the messages yield the index."""
+    index since the previous message. Applying all messages in order yields the index."""
 
     cleared: bool
-    """True if everything published before is void."""
+    """True if readers must clear their copies before applying this message."""
     forgotten: NDArray[np.uint8]
-    """Hashes of full blocks that were removed from the index, (n, 16)."""
+    """Hashes of the full blocks removed from the index, uint8 (n, 16)."""
     remembered: NDArray[np.uint8]
-    """Hashes of full blocks that were added to the index, (n, 16)."""
+    """Hashes of the full blocks added to the index, uint8 (n, 16)."""

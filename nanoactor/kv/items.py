@@ -1,4 +1,5 @@
-"""Pictures and videos in the block manager: what sequences hold in the encoder cache."""
+"""The block manager's part for pictures and videos: which encoder-cache entries sequences hold, and
+which rows their tokens read."""
 
 from __future__ import annotations
 
@@ -22,26 +23,28 @@ _NO_SLICES = EncodeSlices(
 
 @dataclasses.dataclass(slots=True)
 class HeldItems:
-    """The items of one sequence's prompt."""
+    """The pictures and videos in the prompt of one sequence. A *span* is a range of prompt tokens
+    that read consecutive rows of an item."""
 
     spans: list[tuple[int, int, int, int]]
-    """(item, first row, first token, end token (exclusive)) of each span."""
+    """(item, first row, first token, end token (exclusive)) of each span, in prompt order."""
     stops: list[int]
-    """Index after the last token of each item."""
+    """Index after the last prompt token of each item."""
     extras: dict[int, bytes]
-    """The part of a block's hash input that identifies items, by index of the block."""
+    """Bytes that identify items in a block's hash, by block index."""
     positions: Int32
-    """Rotary positions of the tokens known at the lookup, (3, tokens)."""
+    """Rotary positions of the tokens known at admission, (3, tokens)."""
     delta: int
-    """Offset from a later token's index to its rotary position."""
+    """Rotary position minus token index, for the tokens after these."""
     encoded: list[EncodedItem | None] = dataclasses.field(default_factory=list)
-    """Encoder cache entry of each item; None if all of the item's tokens were already computed."""
+    """Encoder-cache entry of each item; None if all tokens of the item were already computed."""
     released: set[int] = dataclasses.field(default_factory=set)
-    """Indices of the items that the sequence has released."""
+    """Indices of the items that the sequence has already released."""
 
     @classmethod
     def of(cls, items: Items, length: int, block_size: int) -> HeldItems:
-        """Return the items of an admission with `length` tokens."""
+        """Return the items of an admitted sequence with `length` tokens; no cache entry is acquired
+        yet."""
         spans = visual_spans(items)
         rows = [
             (item, first_row, span.start, span.stop)
@@ -52,25 +55,26 @@ class HeldItems:
         return cls(rows, stops, block_extras(items, block_size), positions, delta)
 
     def for_copy(self) -> HeldItems:
-        """Return the items for a copy that starts after the last item and therefore holds none of
-        them."""
+        """Return the items for a copy of the sequence. The copy starts after the last item and
+        therefore holds no cache entries."""
         return dataclasses.replace(self, encoded=[None] * len(self.stops), released=set())
 
     def rotary_positions(self, start: int, count: int) -> Int32:
-        """Return the rotary positions of `count` tokens from `start` on, (3, count)."""
+        """Return the rotary positions of `count` tokens from `start` on, int32 (3, count)."""
         known = self.positions[:, start : start + count]
         after = np.arange(start + known.shape[1], start + count, dtype=np.int32) + self.delta
         return np.concatenate((known, np.tile(after.astype(np.int32), (3, 1))), axis=1)
 
 
 class ItemManager:
-    """Holds items for sequences, and locates their rows in the encoder cache."""
+    """Acquires and releases encoder-cache entries for sequences, and finds the cache rows that
+    tokens read."""
 
     def __init__(self, limits: EncoderLimits) -> None:
         self.limits = limits
         self.cache = EncoderCache(limits.pages, limits.page_rows)
         self._answers: list[list[int]] = [[], [], [], [], [], []]
-        """The columns of the next `EncoderCredits`."""
+        """The columns of the next `EncoderCredits`, in field order."""
         self._has_changes = False
 
     def _add(self, **columns: list[int]) -> None:
@@ -79,7 +83,8 @@ class ItemManager:
             self._answers[names.index(name)] += values
 
     def pop_credits(self) -> EncoderCredits | None:
-        """Return all answers since the last call, or None if there is nothing to report."""
+        """Return the credits and entries recorded since the last call, or None if there is nothing
+        to report."""
         answers, self._answers = self._answers, [[], [], [], [], [], []]
         has_changes, self._has_changes = self._has_changes, False
         if not has_changes:
@@ -97,11 +102,12 @@ class ItemManager:
     # -- holding --------------------------------------------------------------------------
 
     def match_no_items(self) -> None:
-        """Record the answer to an admission without items."""
+        """Record an admission without pictures or videos."""
         self._add(items=[0], refunds=[0])
 
     def match(self, held: HeldItems, items: Items, computed: int) -> None:
-        """Hold the items with tokens at or after position `computed`, and record the answer."""
+        """Acquire the items with tokens at or after position `computed`, and record them for the
+        next answer."""
         self._has_changes = True
         refund, numbers, progress = 0, [], []
         for index, stop in enumerate(held.stops):
@@ -121,14 +127,14 @@ class ItemManager:
         self._add(items=[len(numbers)], refunds=[refund], numbers=numbers, units=progress)
 
     def advance(self, held: HeldItems, planned: int, step: int) -> None:
-        """Release the items whose tokens all lie before position `planned`, which steps up to
-        `step` compute."""
+        """Release the items whose tokens all lie before position `planned`. Steps up to `step` may
+        read them."""
         for index, stop in enumerate(held.stops):
             if stop <= planned:
                 self._release(held, index, step)
 
     def free(self, held: HeldItems, fence: int) -> None:
-        """Release all items that are still held."""
+        """Release all items that the sequence still holds; steps up to `fence` may read them."""
         for index in range(len(held.stops)):
             self._release(held, index, fence)
 
@@ -141,20 +147,23 @@ class ItemManager:
         self._add(freed=[self.cache.release(item, fence)], fences=[fence])
 
     def distrust(self, held: HeldItems) -> None:
-        """Distrust these items because a row that read them has failed; they are encoded again."""
+        """Remove these items from the cache's index because a row that read them has failed. They
+        will be encoded again."""
         for item in held.encoded:
             if item is not None:
                 self.cache.distrust(item)
 
     def drop(self, event: DropPixels) -> None:
-        """Restart temporal patches that were partly encoded when their pixels were dropped."""
+        """Mark temporal patches as not encoded if they were only partly encoded when their pixels
+        were dropped."""
         for number in event.numbers.tolist():
             item = self.cache.find(number)
             if item is not None:
                 item.planned = item.units.complete_units(item.planned)
 
     def check(self, holders: Iterable[HeldItems | None]) -> None:
-        """Raise `ProtocolBug` unless every reference belongs to a sequence and is counted once."""
+        """Raise `ProtocolBug` unless the cache's reference counts match the items that these
+        holders hold."""
         counts: dict[EncodedItem, int] = {}
         for held in holders:
             for index, item in enumerate(held.encoded if held is not None else ()):
@@ -170,8 +179,8 @@ class ItemManager:
         slices: EncodeSlices | None,
         chunks: list[tuple[HeldItems | None, int, int]],
     ) -> VisionStep | None:
-        """Return a step's work on pictures and videos; None if there is none. `chunks` has (items,
-        start, number of tokens) for each row that computes known tokens."""
+        """Return a step's work on pictures and videos; None if there is none. `chunks` has one
+        (items, start, number of tokens) tuple for each row that computes known tokens."""
         positions = _positions(chunks)
         if slices is None and not positions.size:
             return None
@@ -221,8 +230,8 @@ class ItemManager:
         return np.concatenate(tokens), np.concatenate(rows)
 
     def _readable(self, held: HeldItems, index: int, rows: int) -> EncodedItem:
-        """Return an item with at least `rows` leading rows encoded. Raises `ProtocolBug` if fewer
-        are: its tokens would be computed without their picture."""
+        """Return the cache entry of an item. Raises `ProtocolBug` unless at least its first `rows`
+        rows are encoded, since tokens would otherwise be computed without their picture."""
         item = held.encoded[index]
         available = 0 if item is None else item.units.rows_after(item.planned)
         if item is None or index in held.released or available < rows:
@@ -231,7 +240,8 @@ class ItemManager:
 
 
 def _positions(chunks: list[tuple[HeldItems | None, int, int]]) -> Int32:
-    """Return the rotary positions of all chunks' tokens, (3, tokens); empty if all are text."""
+    """Return the rotary positions of all tokens of the chunks, (3, tokens); empty if no token is at
+    or after a picture."""
     if all(held is None or start + count <= held.spans[0][2] for held, start, count in chunks):
         return _NO_POSITIONS  # a prompt is plain text before its first picture
     positions = [

@@ -1,4 +1,4 @@
-"""Blocks that were still being written when a restart cut off their sequences."""
+"""Blocks that were only partly written when a restart cut off their sequences."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ from nanoactor.kv.pool import BlockPool
 from nanoactor.messages.engine import Int32
 
 _PARTIAL_PREFIX = b"begun"
-"""Prefix of the names under which partial blocks are indexed."""
+"""Prefix of the names by which partial blocks are indexed."""
 
 
 class PartialBlock(NamedTuple):
-    """A partly written block that a sequence takes over."""
+    """A partly written block that a sequence can continue."""
 
     block: int
     positions: int
-    """Number of the block's leading positions that match the sequence."""
+    """Number of leading positions in the block whose tokens match the sequence."""
 
 
 class Leftovers:
-    """Finds a block by its first tokens, for a sequence that continues after the same prefix.
+    """Finds partly filled blocks by their first tokens, for sequences that continue after a
+    restart.
 
-    The pool may evict such a block like any other cached one; the block is valid as long as its
-    name is indexed.
+    The pool may evict such a block like any other cached one. The block is valid as long as the
+    name under which it was indexed refers to it.
     """
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
         self._pool = pool
         self._size = block_size
         self._by_parent: dict[bytes, list[tuple[Int32, int, bytes]]] = {}
-        """(tokens whose keys and values a block holds, block, name of the block in the index), by
-        the hash of the preceding block."""
+        """Lists of (tokens whose keys and values a block contains, block, name of the block in the
+        index), by the hash of the preceding block."""
 
     def add(self, holding: Holding, tokens: Int32) -> None:
         """Index the blocks of a sequence that has computed `tokens`: full blocks by their hashes in
@@ -43,7 +44,7 @@ class Leftovers:
         size, hashes, full = self._size, holding.hashes, len(tokens) // self._size
         for block, content in zip(holding.table[:full], hashes[:full], strict=True):
             self._pool.remember(block, content)
-        # A sequence may resume a few tokens earlier, before the end of the last full block.
+        # A sequence may resume a few tokens before its last one, within the last full block.
         for index in range(max(0, full - 1), -(-len(tokens) // size)):
             if index not in holding.extras:
                 parent = hashes[index - 1] if index else b""
@@ -55,9 +56,9 @@ class Leftovers:
             self._by_parent.setdefault(parent, []).append((tokens.copy(), block, name))
 
     def claim(self, hashes: Sequence[bytes], tokens: Int32) -> PartialBlock | None:
-        """Take over, with one reference, the block after these hashes that starts with the most of
-        these tokens. Return None if no block starts with any of them, or if all such blocks are
-        held by others."""
+        """Find the block after the prefix with these hashes whose content matches the most of
+        `tokens`. Remove the block from the index, add a reference to it, and return it. Return None
+        if no unreferenced block matches any token."""
         best, longest = None, 0
         for stored, block, name in self._by_parent.get(hashes[-1] if hashes else b"", ()):
             if self._pool.find(name) != block or self._pool.is_held(block):

@@ -1,8 +1,8 @@
-"""The block manager's logic: block tables, prefix cache hits, and how plans become steps.
+"""The block manager's logic: block tables, prefix cache hits, and conversion of plans into steps.
 
-It maps turns to steps and answers, does no I/O and reads no clock. It trusts the scheduler's
-credits, so an allocation can fail only if an invariant is broken. Errors about a slot report the
-slot's state.
+The manager receives turns and returns steps and answers. It does no I/O and reads no clock. It
+trusts the scheduler's credits, so an allocation fails only if an invariant is broken. Error
+messages about a slot describe the slot's state.
 """
 
 from __future__ import annotations
@@ -43,21 +43,23 @@ _UNCHANGED = {f"table_{name}": _NOTHING for name in ("slots", "starts", "counts"
 
 @dataclasses.dataclass(slots=True)
 class PrefixHits:
-    """Counts of prefix cache hits since the start."""
+    """Counts of prefix cache hits since the engine started."""
 
     prompt_tokens: int = 0
-    """Number of tokens of all admitted sequences, which count again when readmitted."""
+    """Number of tokens of all admitted sequences, counted again when a sequence is readmitted."""
     hit_tokens: int = 0
-    """Number of these tokens that were found in the cache."""
+    """Number of these tokens that were found in the prefix cache."""
 
     def note(self, prompt_tokens: int, hit_tokens: int) -> None:
-        """Count an admitted sequence's tokens, and those of them that are already computed."""
+        """Count an admitted sequence with `prompt_tokens` tokens, of which `hit_tokens` are already
+        computed."""
         self.prompt_tokens += prompt_tokens
         self.hit_tokens += hit_tokens
 
 
 class BlockManager:
-    """Owns block tables, reference counts, the prefix index and the order of eviction."""
+    """Owns the block tables, reference counts, prefix index and eviction order of the KV cache.
+    `apply_turn` processes one message from the scheduler, and `take_answer` returns the replies."""
 
     def __init__(
         self,
@@ -70,8 +72,8 @@ class BlockManager:
         encoder: EncoderLimits = NO_ENCODER,
         has_slot_state: bool = False,
     ) -> None:
-        """`has_slot_state` means that layers keep state by slot, outside the blocks: no prefix is
-        ever found, and copies of slots are sent to the runners."""
+        """`has_slot_state` is True if layers keep state by slot, outside the blocks. Prefix caching
+        is then off, and copies of slot states are sent to the runners."""
         prefix_caching = prefix_caching and not has_slot_state
         self.pool = BlockPool(blocks)
         self.items = ItemManager(encoder)
@@ -79,43 +81,45 @@ class BlockManager:
         self._sharing = SharedBlockCounts(blocks, max_seqs)
         self._rows = RowExpander(max_seqs)
         self._turn = self._step = 0
-        """The last turn processed, and the last step planned."""
+        """Number of the last processed turn, and of the last planned step."""
         self._recently_indexed: deque[tuple[int, int]] = deque()
-        """(step, block) for each block that was indexed for a step not known to be done."""
+        """(step, block) of each block that was indexed when a step was planned that is not known to
+        be done."""
         self._block_size = block_size
         self._salt = salt
         self._prefix_caching = prefix_caching
         self._holdings: dict[int, Holding] = {}
         self._released: deque[tuple[int, int, Holding]] = deque()
-        """(fence, slot, holding) for each released slot in which steps in flight may have rows."""
+        """(fence, slot, holding) of each released slot in which steps in flight may have rows."""
         self._copies = PendingCopies(slots=has_slot_state)
-        # Arrays by slot, so that a step of hundreds of decodes takes only a few operations.
+        # Arrays by slot, so that a step of hundreds of decode rows takes only a few operations.
         self._tokens = np.empty((max_seqs, max_model_len), np.int32)
-        """All known tokens."""
+        """Known tokens by slot, (max_seqs, max_model_len)."""
         self._known = np.full(max_seqs, _NOTHING_HELD)
-        """Number of known tokens; negative if a slot holds nothing."""
+        """Number of known tokens by slot; negative if the slot holds nothing."""
         self._capacity = np.zeros(max_seqs, np.int64)
-        """Number of positions that a slot's blocks hold; 0 if the slot holds nothing."""
+        """Number of positions that each slot's blocks can hold; 0 if the slot holds nothing."""
         self._next_index = np.zeros(max_seqs, np.int64)
-        """End position of the first block that is not indexed yet."""
+        """End position of each slot's first block that is not indexed yet."""
         self._computed = np.zeros(max_seqs, np.int64)
-        """Number of positions computed by steps that are known to be done."""
+        """Number of positions by slot that are computed by steps known to be done."""
         self._in_flight: deque[tuple[int, Long, Long]] = deque()
-        """(step, slots, end position of each slot) for each step that is not known to be done."""
+        """(step, slots, end position of each slot) of each step that is not known to be done."""
         self._admitted: set[int] = set()
-        """Slots of this turn's admissions."""
+        """Slots of the admissions in the current turn."""
         self._to_index: list[tuple[int, int]] = []
-        """(slot, number of complete tokens) of each slot in which a block has filled up since the
-        last call of `index`."""
+        """(slot, number of tokens whose positions are computed) of each slot in which a block has
+        filled up since the last call of `index`."""
         self._answers = AnswerBuilder()
         self._forget_number = 0
-        """Number of the latest order to clear the index."""
+        """Number of the last executed order to clear the index."""
         self.hits = PrefixHits()
 
     def apply_turn(self, turn: Turn) -> Step | None:
-        """Process a turn, part by part; return its step, or None if it has none.
+        """Process a turn (all scheduler decisions that follow from one event). Return its step;
+        None if the turn plans no step.
 
-        Raises `ProtocolBug` if turns are out of order, or contradict what slots hold.
+        Raises `ProtocolBug` if a turn is out of order or contradicts what the slots hold.
         """
         if turn.number != self._turn + 1:
             raise ProtocolBug(f"turn {turn.number} follows turn {self._turn}")
@@ -141,9 +145,10 @@ class BlockManager:
     # -- admission ------------------------------------------------------------------------
 
     def _admit(self, event: Admission) -> None:
-        """Allocate a slot's blocks: cached ones for the longest known prefix, then new ones.
+        """Allocate blocks for a slot: cached ones for the longest known prefix, then new ones.
 
-        At least one token is always left to compute, because sampling the next token requires it.
+        At least one token is always left to compute, because sampling the next token requires its
+        hidden state.
         """
         self.index()
         slot = event.slot
@@ -182,8 +187,8 @@ class BlockManager:
         self._admitted.add(slot)
 
     def _assign_slot(self, slot: int, holding: Holding, tokens: Int32, indexed: int) -> None:
-        """Give a slot its holding and known tokens; the first `indexed` blocks are already
-        indexed."""
+        """Assign a holding and its known tokens to a slot. The first `indexed` blocks of the
+        holding are already indexed."""
         self._holdings[slot] = holding
         self._sharing.add(slot, holding.table)
         self._tokens[slot, : len(tokens)] = tokens
@@ -192,8 +197,8 @@ class BlockManager:
         self._next_index[slot] = (indexed + 1) * self._block_size
 
     def _find_prefix(self, event: Admission, hashes: list[bytes]) -> list[int]:
-        """Return the blocks that hold the longest known prefix, from the index or, without prefix
-        caching, from another sequence of the request."""
+        """Return the blocks of the longest known prefix: from the index or, without prefix caching,
+        from another sequence of the same request."""
         hashes = hashes[: self._max_hits(event) // self._block_size]
         if not self._prefix_caching:
             return self._lent_blocks(event.request)[: len(hashes)]
@@ -208,8 +213,8 @@ class BlockManager:
         return 0 if self._copies.has_slots else event.max_hits
 
     def _lent_blocks(self, request: int) -> list[int]:
-        """Return the prompt's full blocks from a sequence of the request that has computed them;
-        empty if there is none."""
+        """Return the full blocks of the prompt from a sequence of the request that has computed
+        them; an empty list if there is none."""
         size = self._block_size
         for holding in self._holdings.values():
             if holding.request == request and holding.filled >= holding.shareable * size:
@@ -219,8 +224,8 @@ class BlockManager:
     def _complete_hashes(
         self, hashes: list[bytes], tokens: Int32, extras: Mapping[int, bytes]
     ) -> list[bytes]:
-        """Append the hashes of full blocks that `hashes` lacks, and return `hashes`. The request
-        came with the hashes of its prompt only."""
+        """Append the hashes of full blocks that are missing in `hashes`, and return `hashes`. An
+        admission only contains the hashes of the prompt's blocks."""
         size = self._block_size
         for index in range(len(hashes), len(tokens) // size if self._prefix_caching else 0):
             block = tokens[index * size : (index + 1) * size]
@@ -231,7 +236,7 @@ class BlockManager:
     # -- planning -------------------------------------------------------------------------
 
     def _bind(self, plan: Plan) -> Step:
-        """Convert a plan into a step: add block ids and the tokens that the host knows."""
+        """Convert a plan into a step by adding block ids and the token ids known to the host."""
         self._step = plan.step
         for slot in plan.grows.tolist():
             block = self.pool.allocate()
@@ -264,7 +269,8 @@ class BlockManager:
         )
 
     def _skip_hits(self, rows: Rows) -> Rows:
-        """Return the rows without the positions that this turn's admissions found in the cache."""
+        """Return the rows without the positions that this turn's admissions found in the prefix
+        cache."""
         starts, counts = rows.starts.copy(), rows.counts.copy()
         for row, slot in enumerate(rows.slots.tolist()):
             if slot in self._admitted and counts[row]:
@@ -273,7 +279,8 @@ class BlockManager:
         return dataclasses.replace(rows, starts=starts, counts=counts)
 
     def _note_ends(self, rows: StepRows, computing: Rows) -> None:
-        """Record up to which position a step computes each slot; check that it has the blocks."""
+        """Record up to which position a step computes each slot. Raises `ProtocolBug` if a slot
+        lacks the blocks."""
         slots, ends = rows.decode_slots, rows.decode_starts + 1
         if len(computing):
             self._discard_ends(computing.slots, computing.starts.astype(np.int64))
@@ -287,8 +294,8 @@ class BlockManager:
         self._in_flight.append((self._step, slots, ends))
 
     def _discard_ends(self, slots: Int32, starts: Long) -> None:
-        """Discard what steps compute for these slots from position `starts` on, since the tokens
-        there differ from those with which the decode rows continued."""
+        """Treat positions of these slots from `starts` on as not computed. The steps in flight
+        compute them from other tokens than the known ones."""
         limits = np.full(len(self._known), np.iinfo(np.int64).max)
         limits[slots] = starts
         np.minimum(self._computed, limits, out=self._computed)
@@ -296,8 +303,8 @@ class BlockManager:
             np.minimum(ends, limits[computed], out=ends)
 
     def _bind_tokens(self, rows: Rows) -> Int32:
-        """Return the tokens of all rows, concatenated; the tokens of a scored row include the
-        successor of its last position. Index the blocks that are full now."""
+        """Return the token ids of all rows, concatenated, and index the blocks that are full after
+        these rows. A scored row also has the token after its last position."""
         chunks: list[Int32] = []
         columns = (rows.slots, rows.starts, rows.counts, rows.ids)
         for slot, start, count, ids in zip(*(c.tolist() for c in columns), strict=True):
@@ -317,7 +324,7 @@ class BlockManager:
         return np.concatenate(chunks) if chunks else _NOTHING
 
     def _bind_copies(self, plan: Plan, rows: Rows) -> None:
-        """Start slots as copies of slots whose known tokens this step computes completely."""
+        """Start slots as copies of slots whose known tokens are all computed by this step."""
         uids = dict(zip(plan.admissions.slots.tolist(), plan.admissions.uids.tolist(), strict=True))
         for slot, source in zip(rows.slots.tolist(), rows.sources.tolist(), strict=True):
             if slot in self._holdings:
@@ -330,9 +337,9 @@ class BlockManager:
         self._copies.copy_slots(rows.slots.tolist(), rows.sources.tolist())
 
     def _copy(self, uid: int, slot: int, *, spare: bool) -> tuple[Holding, Int32]:
-        """Copy a computed slot: share its full blocks, and have the rest copied to a new block. If
-        `spare` is set, that block is allocated even if there is no rest. Return the copy's holding
-        and tokens."""
+        """Copy a slot whose known tokens are all computed. The copy shares the full blocks; the
+        partial block is copied to a new one. If `spare` is True, a new block is allocated even
+        without a partial block. Return the copy's holding and tokens."""
         source, known = self._holding(slot), int(self._known[slot])
         if source.filled != known:
             raise ProtocolBug(
@@ -366,7 +373,8 @@ class BlockManager:
         return bound
 
     def _announce(self, slots: Iterable[int]) -> dict[str, Int32]:
-        """Return the changes of these slots' block tables that the runners do not have yet."""
+        """Return the block table entries of these slots that were not sent to the runners yet, as
+        fields of `Step`."""
         changed, starts, counts = [], [], []
         blocks: list[int] = []
         for slot in slots:
@@ -384,7 +392,8 @@ class BlockManager:
     # -- results --------------------------------------------------------------------------
 
     def _complete(self, step: int) -> None:
-        """Release what waited for steps up to `step`, all of which are done."""
+        """Record that all steps up to `step` are done. Release slots, blocks and items that waited
+        for them."""
         while self._released and self._released[0][0] < step:
             self._released.popleft()
         while self._recently_indexed and self._recently_indexed[0][0] <= step:
@@ -396,8 +405,8 @@ class BlockManager:
         self.items.cache.complete(step)
 
     def _record_known(self, event: KnownTokens) -> None:
-        """Record newly known tokens, and queue filled blocks for `index`: planned steps compute all
-        but the newest token of a sequence."""
+        """Record newly known tokens, and queue newly filled blocks for `index`. Planned steps
+        compute all of a sequence's known tokens but the newest."""
         slots, known = event.slots, self._known[event.slots]
         if len(known) and known.min() < 0:
             self._holding(int(slots[known < 0][0]))
@@ -416,7 +425,7 @@ class BlockManager:
             self._to_index += zip(slots[full].tolist(), known[full].tolist(), strict=True)
 
     def _fork(self, event: Forks, fence: int) -> None:
-        """Copy slots. All sources are read as they are before this call."""
+        """Make slots copies of other slots. All sources are read as they were before this call."""
         self.index()
         slots = event.slots.tolist()
         pairs = zip(slots, event.sources.tolist(), strict=True)
@@ -427,7 +436,7 @@ class BlockManager:
             self._assign_slot(slot, copy, tokens, indexed=len(copy.hashes))
 
     def _distrust(self, event: Failures) -> None:
-        """Remove the results of failed rows from the index, and report the sequences that read
+        """Remove the blocks of failed rows from the index, and report the sequences that have read
         them."""
         self.index()
         failed = []
@@ -439,7 +448,7 @@ class BlockManager:
             failed.append((holding, max(start, holding.cached) // self._block_size))
             if holding.items is not None:
                 self.items.distrust(holding.items)
-        # Sequences preempted in the meantime still get the results of steps in flight.
+        # A sequence preempted in the meantime still receives its results from steps in flight.
         holdings = (*self._holdings.values(), *(holding for _, _, holding in self._released))
         blocks, readers = propagate_taint(failed, holdings)
         self._answers.tainted += [holding.uid for holding in readers]
@@ -447,8 +456,8 @@ class BlockManager:
         self._answers.is_due = True
 
     def _forget_index(self, number: int) -> None:
-        """Clear the index, and keep running sequences out of it. Does nothing if the order with
-        this number was already executed."""
+        """Clear the index, and do not index blocks of the current sequences any more. An order that
+        was already executed is ignored."""
         if number <= self._forget_number:
             return
         self._forget_number = number
@@ -457,21 +466,22 @@ class BlockManager:
         self.pool.forget_all()
 
     def index(self) -> None:
-        """Index the blocks that results have filled.
+        """Index the blocks that known tokens have filled since the last call.
 
-        Hashing can wait until the next step has been sent, but must be done before the next
-        admission and before a slot is given up.
+        The hashing may be done after the next step has been sent, but it must be done before the
+        next admission and before a slot is released.
         """
         for slot, complete in self._to_index:
             self._index_full_blocks(slot, complete)
         self._to_index.clear()
 
     def _index_full_blocks(self, slot: int, complete: int) -> None:
-        """Index the blocks in which every token is known and is computed by a planned step.
+        """Index the blocks in which every token is known and every position is computed by a
+        planned step.
 
-        Steps run in the order of their numbers, so a sequence that finds such a block reads it
-        later. Tokens that a step samples past a sequence's end never become known, so they are left
-        out.
+        Steps run in order, so a sequence that finds such a block reads it only after it is
+        computed. Tokens that a step samples past the end of a sequence never become known, so their
+        blocks are not indexed.
         """
         if not self._prefix_caching:
             return
@@ -488,7 +498,8 @@ class BlockManager:
             self._next_index[slot] = (index + 2) * size
 
     def _free(self, slots: Int32, fence: int) -> None:
-        """Release the blocks of slots whose sequences have ended or were preempted."""
+        """Release the blocks of slots whose sequences have ended or were preempted. Steps up to
+        `fence` may still use them."""
         self.index()
         for slot in slots.tolist():
             holding = self._holding(slot)
@@ -499,7 +510,7 @@ class BlockManager:
                 self.items.free(holding.items, fence)
 
     def _release(self, slot: int, fence: int) -> None:
-        """Give up all blocks of a slot; steps up to `fence` may still use them."""
+        """Release all blocks of a slot; steps up to `fence` may still use them."""
         table = self._holdings.pop(slot).table
         self._copies.drop_blocks(table)
         self._sharing.release(slot, table)
@@ -507,8 +518,8 @@ class BlockManager:
         self._answers.is_due = True
 
     def take_answer(self) -> Answer | None:
-        """Return everything to report since the last call, as one message; None if the scheduler
-        does not wait for an answer."""
+        """Return all results since the last call as one `Answer`; None if the scheduler is not
+        waiting for one and no encoder pages were released."""
         encoder = self.items.pop_credits()
         if not self._answers.is_due and encoder is None:
             return None
@@ -518,11 +529,11 @@ class BlockManager:
     # -- restart --------------------------------------------------------------------------
 
     def restart(self) -> None:
-        """Forget all sequences after a restart; the runners keep their memory.
+        """Forget all sequences after a restart in which the runners kept their memory.
 
         Nothing is in flight on the runners. The index keeps the blocks that are known to be
-        computed. Partly filled blocks are found by sequences that continue with the same tokens.
-        Steps are counted from 1 again.
+        computed. Partly filled blocks are kept for sequences that continue with the same tokens.
+        Turns and steps are counted from 1 again.
         """
         for _, block in self._recently_indexed:
             self.pool.forget(block)
@@ -568,14 +579,14 @@ class BlockManager:
         )
 
     def check(self) -> None:
-        """Raise `ProtocolBug` unless every reference is counted once and belongs to a block
-        table."""
+        """Raise `ProtocolBug` unless the reference counts of all blocks and encoder-cache items
+        match what the slots hold."""
         self.pool.check(Counter(b for h in self._holdings.values() for b in h.table))
         self.items.check(h.items for h in self._holdings.values())
 
     @property
     def num_held_slots(self) -> int:
-        """Return the number of slots that hold blocks."""
+        """Number of slots that hold blocks."""
         return len(self._holdings)
 
 

@@ -1,4 +1,4 @@
-"""The pool of blocks: which blocks are held, which are cached, and which can be reused."""
+"""The pool of KV cache blocks: which are in use, which are cached, and which can be reused."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _ALL_STEPS = 1 << 62
 
 
 class BlockPool:
-    """Reference counts of blocks, the index of cached content, and the order of eviction.
+    """Reference counts of blocks, the index of cached content, and the eviction order.
 
     A block is *held* (referenced), *quarantined* (unreferenced, but a step in flight may still use
-    it), *cached* (unreferenced, content indexed) or *free*. Only free and cached blocks are
-    allocated: free ones first, then cached ones, least recently used first. A sequence releases its
-    last block first, so within a chain a block is evicted before its parent.
+    it), *cached* (unreferenced, content indexed) or *free*. `allocate` returns free blocks first,
+    then cached ones, least recently used first. A sequence releases its last block first, so a
+    block is evicted before the blocks that precede it in the sequence.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -27,40 +27,45 @@ class BlockPool:
         self._free: deque[int] = deque(range(blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._ticket = [_NOT_QUARANTINED] * blocks
-        """Number of the latest release that quarantined each block; earlier releases are void."""
+        """Number of the latest release that quarantined each block; earlier quarantine entries are
+        void."""
         self._last_ticket = 0
         self._quarantine: deque[tuple[int, int, list[int]]] = deque()
-        """(step that must be done before the blocks may be written, release number, blocks)."""
+        """(fence, release number, blocks). The fence is the step that must be done before the
+        blocks may be overwritten."""
         self._completed = 0
         self.evictions = 0
         self.changes: IndexChanges | None = None
-        """Unpublished changes of the index; None if the index is not published."""
+        """Unpublished changes of the index; None if the index is not published to readers."""
 
     @property
     def blocks(self) -> int:
-        """Return the total number of blocks."""
+        """Total number of blocks in the pool."""
         return len(self._references)
 
     @property
     def available(self) -> int:
-        """Return the number of blocks that can be allocated now."""
+        """Number of blocks that can be allocated now."""
         return len(self._free) + len(self._cached)
 
     def find(self, content: bytes) -> int | None:
-        """Return the block that holds this content, whatever the block's state, or None."""
+        """Return the block that is indexed under `content` (a block hash, or the name of a partial
+        block), in whatever state the block is; None if there is none."""
         return self._index.get(content)
 
     def share(self, block: int) -> bool:
-        """Add a reference to a block; return True if the block was already held."""
+        """Add a reference to a block. Return True if the block was already referenced before."""
         held = self._references[block] > 0
         self._references[block] += 1
         self._cached.pop(block, None)
         return held
 
     def allocate(self) -> int:
-        """Return a block with one reference; its old content is removed from the index.
+        """Allocate a block with one reference and return it. If the block was cached, its content
+        is removed from the index.
 
-        Raises `ProtocolBug` if there is none: the scheduler spent credits that it did not have.
+        Raises `ProtocolBug` if no block is available, since the scheduler then spent credits that
+        it did not have.
         """
         if self._free:
             block = self._free.popleft()
@@ -74,7 +79,7 @@ class BlockPool:
         return block
 
     def forget(self, block: int) -> None:
-        """Remove a block's content from the index."""
+        """Remove the content of a block from the index, if it is indexed."""
         content = self._hashes[block]
         if content is not None:
             del self._index[content]
@@ -83,14 +88,15 @@ class BlockPool:
                 self.changes.forget(content)
 
     def forget_all(self) -> None:
-        """Remove every block from the index."""
+        """Remove the contents of all blocks from the index."""
         for block in [*self._index.values()]:
             self.forget(block)
         self._free.extend(self._cached)
         self._cached.clear()
 
     def remember(self, block: int, content: bytes) -> bool:
-        """Index a block's content unless either is already indexed; return True if it was added."""
+        """Index a block under `content` (a block hash, or the name of a partial block), unless the
+        block or the content is already indexed. Return True if it was added."""
         if content in self._index or self._hashes[block] is not None:
             return False
         self._index[content] = block
@@ -100,25 +106,27 @@ class BlockPool:
         return True
 
     def content_of(self, block: int) -> bytes | None:
-        """Return the hash by which the block's content is indexed, or None."""
+        """Return the block hash, or the name of a partial block, under which a block is indexed;
+        None if it is not indexed."""
         return self._hashes[block]
 
     def is_held(self, block: int) -> bool:
-        """Return True if a sequence holds a reference to the block."""
+        """Return True if any sequence holds a reference to the block."""
         return self._references[block] > 0
 
     def publish_index(self) -> None:
-        """Publish the whole index, and its later changes, through `changes`."""
+        """Publish the whole index, and from now on all changes of it, through `changes`."""
         self.changes = self.changes or IndexChanges()
         self.changes.republish(self._index)
 
     def restart(self) -> None:
-        """End all quarantines, since nothing is in flight, and count steps from 1 again."""
+        """End all quarantines after a restart, when no step is in flight. Steps are counted from 1
+        again."""
         self.complete(_ALL_STEPS)
         self._completed = 0
 
     def distrust(self, blocks: set[int]) -> None:
-        """Remove the contents of blocks from the index; cached blocks become free."""
+        """Remove the contents of these blocks from the index; cached blocks become free."""
         for block in blocks:
             self.forget(block)
             if block in self._cached:
@@ -126,10 +134,10 @@ class BlockPool:
                 self._free.append(block)
 
     def release(self, blocks: list[int], fence: int) -> int:
-        """Drop one reference to each block; return the number of blocks that are now unreferenced.
+        """Drop one reference to each block. Return the number of blocks that become unreferenced.
 
-        These blocks become available once step `fence` is complete. They are evicted in the order
-        of `blocks`.
+        These blocks become available once step `fence` is complete. They will be evicted in the
+        order of `blocks`.
         """
         orphans = []
         self._last_ticket += 1
@@ -146,12 +154,14 @@ class BlockPool:
         return len(orphans)
 
     def complete(self, step: int) -> None:
-        """End the quarantines that waited for steps up to `step`, all of which are done."""
+        """Record that all steps up to `step` are done, and end the quarantines that waited for
+        them."""
         self._completed = max(self._completed, step)
         while self._quarantine and self._quarantine[0][0] <= self._completed:
             _, ticket, blocks = self._quarantine.popleft()
             for block in blocks:
-                # Skip blocks that a prefix hit holds again, or that were released again later.
+                # Skip blocks that are referenced again, or that were released once more after this
+                # entry.
                 if not self._references[block] and self._ticket[block] == ticket:
                     self._make_available(block)
 
@@ -163,7 +173,8 @@ class BlockPool:
             self._cached[block] = None
 
     def check(self, holders: dict[int, int]) -> None:
-        """Raise `ProtocolBug` unless the records agree with `holders`, the references by block."""
+        """Raise `ProtocolBug` unless the reference counts equal `holders` (number of references by
+        block) and every block is in exactly one state."""
         for block, count in enumerate(self._references):
             if count != holders.get(block, 0):
                 raise ProtocolBug(

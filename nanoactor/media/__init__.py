@@ -1,1 +1,1 @@
-"""Pictures and videos in prompts, and how the work of encoding them is divided."""
+"""Pictures and videos in prompts, and the division of their encoding into units of work."""

@@ -1,4 +1,5 @@
-"""Pictures and videos in a prompt: placeholders, positions, and their part in block hashes."""
+"""Pictures and videos in a prompt: their placeholders, their positions, and their share in block
+hashes."""
 
 from __future__ import annotations
 
@@ -26,33 +27,35 @@ class VisualItem:
     """A picture or video of known size that is not decoded yet."""
 
     key: bytes
-    """Hash of the item's content and processing, 16 bytes."""
+    """16-byte hash of the item's content and of how it is processed."""
     height: int
-    """Height in tokens of the picture, or of each temporal patch of the video."""
+    """Height in tokens of the picture, or of one temporal patch of the video."""
     width: int
     times: tuple[float, ...] | None = None
-    """Time of each temporal patch of a video, in seconds; None for a picture."""
+    """Time of each temporal patch (a group of consecutive frames) of a video, in seconds; None for
+    a picture."""
 
     @property
     def tokens(self) -> int:
-        """Return the number of rows that the vision tower outputs for the item."""
+        """Number of output rows of the vision tower for this item, which is also its number of
+        tokens."""
         return self.height * self.width * (1 if self.times is None else len(self.times))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlacedSpan:
-    """The place of a picture, or of one temporal patch of a video, in the expanded prompt."""
+    """Position, in the expanded prompt, of a picture or of one temporal patch of a video."""
 
     item: int
-    """Index of the item."""
+    """Index of the picture or video among the prompt's items."""
     first_row: int
-    """Index of the item's row that belongs to the first token."""
+    """Index, among the item's output rows, of the row that belongs to the span's first token."""
     span: VisualSpan
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExpandedPrompt:
-    """A prompt with one token for each row of its pictures and videos."""
+    """A prompt with one placeholder token for each output row of its pictures and videos."""
 
     token_ids: Int32
     spans: tuple[PlacedSpan, ...]
@@ -61,12 +64,12 @@ class ExpandedPrompt:
 def expand_prompt(
     token_ids: Int32, items: Sequence[VisualItem], config: VisionConfig, encode: Encode
 ) -> ExpandedPrompt:
-    """Replace each placeholder with one placeholder for each row of its item.
+    """Replace each placeholder by as many placeholder tokens as its item has output rows.
 
-    The first picture placeholder belongs to the first picture among the items, and so on; the same
+    The first image placeholder belongs to the first picture among the items, and so on; the same
     applies to videos. A video's placeholder becomes, for each temporal patch, its time as text, the
-    start token, placeholders and the end token. `encode` returns the ids of such a text. Raises
-    `InvalidRequest` if the numbers of placeholders and items differ.
+    start token, the placeholders and the end token. `encode` returns the token ids of such a text.
+    Raises `InvalidRequest` if the numbers of placeholders and items differ.
     """
     positions = np.flatnonzero(np.isin(token_ids, (config.image_token_id, config.video_token_id)))
     _check_counts(token_ids[positions], items, config)
@@ -98,8 +101,11 @@ def expand_prompt(
 def _pieces(
     item: VisualItem, config: VisionConfig, encode: Encode
 ) -> Iterator[tuple[Int32, int | None]]:
-    """Yield the pieces that replace a placeholder: token ids, and the index of the first of the
-    item's rows that they represent, or None for text."""
+    """Yield the pieces that replace an item's placeholder.
+
+    Each piece is an int32 array of token ids, with the index of the item's output row for its first
+    token, or None if the piece is text.
+    """
     rows = item.height * item.width
     if item.times is None:
         yield np.full(rows, config.image_token_id, np.int32), 0
@@ -126,7 +132,11 @@ def _check_counts(placeholders: Int32, items: Sequence[VisualItem], config: Visi
 
 def patch_times(times: Sequence[float], frames_per_patch: int) -> tuple[float, ...]:
     """Return the time of each temporal patch in seconds: the mean of the times of its first and
-    last frames. The last frame is repeated if the frames do not fill a patch."""
+    last frames.
+
+    `times` is the time of each frame. If the frames do not fill the last patch, the last frame is
+    repeated.
+    """
     padded = [*times, *[times[-1]] * (-len(times) % frames_per_patch)]
     firsts, lasts = padded[::frames_per_patch], padded[frames_per_patch - 1 :: frames_per_patch]
     return tuple((first + last) / 2 for first, last in zip(firsts, lasts, strict=True))
@@ -135,7 +145,8 @@ def patch_times(times: Sequence[float], frames_per_patch: int) -> tuple[float, .
 def items_message(
     prompt: ExpandedPrompt, items: Sequence[VisualItem], config: VisionConfig, worker: int
 ) -> Items:
-    """Return the message about a prompt's items for the scheduler and the block manager."""
+    """Return the message that describes a prompt's items to the scheduler and the block manager.
+    `worker` is the index of the vision worker that holds their pixels."""
     _, delta = rope_positions(len(prompt.token_ids), [placed.span for placed in prompt.spans])
     frames = [1 if item.times is None else len(item.times) for item in items]
     return Items(
@@ -150,7 +161,7 @@ def items_message(
 
 
 def visual_spans(items: Items) -> list[VisualSpan]:
-    """Return the spans of the items, in the form that `nanoactor.models.vision.mrope` expects."""
+    """Return the spans of the items in the form that `nanoactor.models.vision.mrope` expects."""
     grids = items.grids.tolist()
     return [
         VisualSpan(start, grids[item][1], grids[item][2]) for item, _, start in items.spans.tolist()
@@ -158,9 +169,12 @@ def visual_spans(items: Items) -> list[VisualSpan]:
 
 
 def block_extras(items: Items, block_size: int) -> dict[int, bytes]:
-    """Return, by block index, the bytes that distinguish a block from others with the same ids: for
-    each span in it, the item's key, the span's height and width, and its first row. Offsets of
-    blocks within a span follow from the preceding blocks, on which a block's hash depends."""
+    """Return, by block index, bytes that make the block's hash depend on the pictures in the block.
+
+    For each span that overlaps the block, they contain the item's key, the span's height and width,
+    and its first row. The offset of the block within a span needs no bytes: it follows from the
+    preceding blocks, on which the hash depends, too.
+    """
     extras: dict[int, bytes] = {}
     for (item, first, _), span in zip(items.spans.tolist(), visual_spans(items), strict=True):
         numbers = (span.height, span.width, first)

@@ -1,1 +1,1 @@
-"""Messages between actors, and their parts."""
+"""Messages between the engine's actors, and the structures that they contain."""

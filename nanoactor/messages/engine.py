@@ -1,7 +1,7 @@
-"""The messages of the engine: their senders, receivers and fields.
+"""The messages that every request needs, with their senders, receivers and fields.
 
-`uid` is the number that the frontend assigns to a sequence, counted from 0 without gaps; most
-requests have one sequence. `slot` is the index of a row of the running batch. A *step* is numbered
+A `uid` is the number that the frontend assigns to a sequence, counted from 0 without gaps; most
+requests have one sequence. A `slot` is the index of a row in the running batch. Steps are numbered
 from 1 without gaps. Arrays of one message that describe the same rows have the same length.
 """
 
@@ -30,7 +30,8 @@ Int64 = NDArray[np.int64]
 
 @message(2)
 class Stopping:
-    """Conditions under which the scheduler ends a sequence."""
+    """Conditions under which the scheduler ends a sequence. `max_tokens` and `min_tokens` limit the
+    number of output tokens."""
 
     max_tokens: int
     min_tokens: int
@@ -38,75 +39,78 @@ class Stopping:
     """End-of-sequence token ids; empty if they are ignored."""
     stop_ids: tuple[int, ...]
     clamp_max_tokens: bool = False
-    """True if `max_tokens` is a default or a cap, which is reduced to what still fits into the
+    """True if `max_tokens` is a default or an upper bound, and may be reduced to what fits into the
     context."""
 
 
 @message(3)
 class TextOptions:
-    """Options of the detokenizer for decoding tokens and finding stop strings."""
+    """Options for decoding output tokens to text and finding stop strings."""
 
     stop: tuple[str, ...]
     include_stop: bool
     skip_special: bool
     min_tokens: int
     detokenize: bool = True
-    """True if tokens are decoded to text."""
+    """True if output tokens are decoded to text."""
     delivered: int = -1
-    """Number of output characters that were emitted before the restart; -1 if all text that the
-    detokenizer had released was emitted."""
+    """Number of output characters emitted before a restart; -1 if all text that the detokenizer had
+    released was emitted."""
 
 
 @message(6)
 class TokenRules:
-    """Token ids that a request may or must not sample, and biases on token ids."""
+    """Rules on which token ids a request may sample, and biases on their logits."""
 
     allowed_ids: Int32
-    """Token ids that may be sampled; empty if all may be sampled."""
+    """Token ids that may be sampled; empty if there is no restriction."""
     bias_ids: Int32
     biases: NDArray[np.float32]
-    """Value added to the logit of each of `bias_ids`."""
+    """Value added to the logit of each id in `bias_ids`."""
     word_ids: Int32
-    """Token ids of the bad words, concatenated; an output never contains a bad word."""
+    """Token ids of the bad words, which the output must not contain, concatenated over the
+    words."""
     word_lengths: Int32
-    """Number of `word_ids` that belong to each word."""
+    """Number of token ids of each bad word in `word_ids`."""
 
 
 @message(8)
 class FreeText:
-    """Token ids that delimit the unconstrained part of a sequence, before its grammar applies.
-    Reasoning, if any, comes first; text up to a tool call may follow."""
+    """Token ids that delimit the free text of a sequence, which precedes the text under its
+    grammar. Reasoning, if any, comes first; text up to a tool call may follow."""
 
     thinks: bool
-    """True if the prompt has opened the reasoning."""
+    """True if the prompt ends inside a reasoning section."""
     think_id: int
-    """Token that opens the reasoning if it is the first output token; -1 if there is no such
-    token."""
+    """Token that opens the reasoning if it is the first output token; -1 if no token does."""
     close_id: int
-    """Token that closes the reasoning; -1 if there is no reasoning."""
+    """Token that ends the reasoning; -1 if there is no reasoning."""
     call_id: int
-    """Token that ends the text; -1 if there is no text, and the grammar applies after the
-    reasoning."""
+    """Token that ends the text before a tool call; -1 if there is no such text, so that the grammar
+    applies right after the reasoning."""
 
 
 @message(5)
 class RequestSpec:
-    """Options of a request that are passed to the scheduler."""
+    """The options of a request that the scheduler needs."""
 
     priority: int
     sampling: bytes
-    """Sampling parameters for the runners: a row of `models/sampling/columns.py` for each
-    sequence."""
+    """Sampling parameters for the runners, one row for each sequence, in the format of
+    `models/sampling/columns.py`."""
     stopping: Stopping
     text_options: TextOptions
     rules: TokenRules | None = None
-    """Rules for token ids; the tokenizer adds the ids of the bad words."""
+    """Rules on token ids; the tokenizer adds the token ids of the bad words. None if there are no
+    rules."""
     logprobs: int = -1
-    """Number of top log-probabilities returned with each output token; -1 to return none at all."""
+    """Number of top log-probabilities to return with each output token; -1 if none are
+    requested."""
     prompt_logprobs: int = -1
-    """Number of top log-probabilities returned with each prompt token; -1 to return none at all."""
+    """Number of top log-probabilities to return with each prompt token; -1 if none are
+    requested."""
     grammar: str = ""
-    """Grammar of the output, as `GrammarSpec.to_text` writes it; empty if the output is
+    """Grammar of the output, in the format of `GrammarSpec.to_text`; empty if the output is
     unconstrained."""
     pools: bool = False
     """True if the request returns a pooled vector instead of tokens."""
@@ -116,12 +120,11 @@ class RequestSpec:
 
 @message(10, by="uid")
 class Submit:
-    """Frontend to tokenizer: a request with exactly one of text, chat or token ids.
+    """Frontend to tokenizer: a new request, with exactly one of text, chat and token ids.
 
-    A request for several sequences uses consecutive uids, starting with this one.
-
-    `chat` and `chat_options` are JSON text: msgpack would turn lists into tuples, and templates can
-    tell the difference.
+    A request for several sequences uses consecutive uids, starting with `uid`. `chat` and
+    `chat_options` are JSON text, because msgpack would turn lists into tuples, and chat templates
+    may treat these differently.
     """
 
     uid: int
@@ -131,22 +134,23 @@ class Submit:
     chat_options: str
     token_ids: Int32
     item_times: tuple[tuple[float, ...], ...] = ()
-    """For each image and video that a vision worker will report to the tokenizer, the times in
-    seconds of the video's temporal patches; empty for an image."""
+    """For each image and video that a vision worker will report to the tokenizer: the times in
+    seconds of a video's temporal patches; empty for an image."""
     bad_words: tuple[str, ...] = ()
     keep_last: int = 0
-    """Number of prompt tokens to keep, counted from the end; 0 to keep all."""
+    """Maximum number of prompt tokens; only the last ones are kept. 0 keeps all tokens."""
     output: ToldTokens | None = None
-    """Output tokens that have already been emitted, if the request resumes after them; the request
-    then has a single sequence."""
+    """Output tokens that have already been emitted, if the request resumes after them. Such a
+    request has a single sequence."""
 
 
 @message(11, by="uid")
 class Admit:
-    """Tokenizer to scheduler: a request that may run; the uids of its sequences are as in `Submit`.
+    """Tokenizer to scheduler: a tokenized request that may run. The uids of its sequences are as in
+    `Submit`.
 
-    `token_ids` holds the prompt and, if the request resumes after a restart, the output so far,
-    which starts at `prompt_length`. `hashes` has a row of 16 bytes for each full block.
+    `token_ids` contains the prompt and, if the request resumes after a restart, the output so far,
+    which begins at index `prompt_length`. `hashes` has a row of 16 bytes for each full block.
     """
 
     uid: int
@@ -155,94 +159,95 @@ class Admit:
     prompt_length: int
     hashes: NDArray[np.uint8]
     items: Items | None = None
-    """Images and videos; None for a request without any."""
+    """Images and videos of the prompt; None if there are none."""
     free: FreeText | None = None
-    """Description of the free text before the grammar; None if the grammar applies from the first
-    token."""
+    """Token ids that delimit the free text before the grammar; None if the grammar applies from the
+    first output token."""
 
 
 @message(12, by="uid")
 class Reject:
-    """Tokenizer to scheduler: a request that cannot run, and the reason."""
+    """Tokenizer to scheduler: a request that cannot run, with the reason."""
 
     uid: int
     text: str
-    """The reason; empty if the request was aborted before it was tokenized."""
+    """Error message; empty if the request was aborted before it was tokenized."""
     answers: int = 1
-    """Number of uids of the request, starting with this one."""
+    """Number of sequences of the request, whose uids start at `uid`."""
     refused: bool = False
-    """True if the cause is the machine, not the request."""
+    """True if the machine, not the request, is at fault."""
 
 
 @message(13, by="uid")
 class Abort:
-    """Frontend to scheduler: abort a request, which may not have arrived yet or may have finished
-    already. Also sent to a tokenizer that may still be rendering the conversation."""
+    """Frontend to scheduler: abort a request, which may not have arrived yet or may already have
+    finished. Also sent to tokenizers, which may still be rendering the request's chat."""
 
     uid: int
 
 
 @message(14, by="uid")
 class Continue:
-    """Frontend to scheduler: resume all paused sequences of a request at once."""
+    """Frontend to scheduler: resume all held sequences of a request at once."""
 
     uid: int
-    """The uid of the request's first sequence."""
+    """Uid of the request's first sequence."""
     parents: Int32
-    """For each sequence, the index of the sequence whose current state it takes over as a copy; -1
-    if the sequence ends."""
+    """For each sequence, the index in the request of the sequence that it becomes a copy of,
+    possibly itself; -1 if the sequence ends."""
     token_ids: Int32
-    """Token with which each sequence continues."""
+    """Token to append to each sequence."""
 
 
 @message(15)
 class HoldClock:
-    """Timer of the scheduler: half of `hold_timeout` has passed."""
+    """Scheduler to itself, as a timer: half of `hold_timeout` has passed."""
 
 
 @message(20, by="uid")
 class Admission:
-    """A sequence that is assigned a slot, and KV cache blocks for its tokens.
+    """A sequence that is assigned a slot and needs KV cache blocks for its tokens.
 
-    `blocks` credits were debited for the sequence, assuming that there is no prefix cache hit.
+    `blocks` is the number of debited blocks, which assumes that there is no prefix cache hit.
     """
 
     uid: int
     slot: int
     request: int
-    """The uid of the request's first sequence; sequences of one request share blocks where
-    possible."""
+    """Uid of the request's first sequence. Sequences of one request share blocks where possible."""
     token_ids: Int32
     hashes: NDArray[np.uint8]
     blocks: int
     items: Items | None = None
-    """Images and videos; pages of the encoder cache were debited for all of them."""
+    """Images and videos of the prompt; encoder-cache pages have been debited for all of them."""
     max_hits: int = 2**31 - 1
-    """Maximum number of tokens that may be prefix cache hits; all others must be recomputed."""
+    """Maximum number of leading tokens that may be prefix cache hits; the rest must be computed."""
 
 
 @message(21)
 class Admissions:
-    """New sequences with the data that the runners need, one row for each sequence."""
+    """The data that the runners need about newly admitted sequences, one row for each sequence."""
 
     slots: Int32
     uids: Int64
     sampling: Int32
-    """Sampling parameters, (rows, columns.WORDS); see `nanoactor.models.sampling.columns`."""
+    """Sampling parameters, (rows, columns.WORDS), in the format of
+    `nanoactor.models.sampling.columns`."""
     unmasked_from: Int32
-    """Position in each sequence from which the ids in `masked_ids` may be sampled
+    """Position in each sequence from which on the ids in `masked_ids` may be sampled
     (`min_tokens`)."""
     masked_ids: Int32
     masked_counts: Int32
-    """Number of `masked_ids` that belong to each row."""
+    """Number of ids of each row in `masked_ids`."""
     freeze_ids: Int32
-    """(rows, limits.MAX_FREEZE_IDS): token ids after which a sequence stops decoding, as many as
-    there is room for; padded with -1."""
+    """Token ids after which a sequence stops decoding, (rows, limits.MAX_FREEZE_IDS): as many as
+    fit, padded with -1."""
     rope_deltas: Int32
-    """Rotary position minus token index for tokens after the prompt; negative after an image."""
+    """Rotary position minus token index, for the tokens after the prompt; negative if the prompt
+    contains images."""
     prompt_lengths: Int32
     rule_rows: Int32
-    """Index of the row to which each of `rules` belongs."""
+    """Row to which each entry of `rules` belongs."""
     rules: tuple[TokenRules, ...]
     scores: ScoreRequests | None = None
 
@@ -251,66 +256,66 @@ class Admissions:
 class Plan:
     """A step as planned by the scheduler, without block ids and token ids.
 
-    A row of a sequence that is admitted in the same turn starts at position 0; the block manager
-    removes prefix cache hits from the row.
+    The row of a sequence admitted in the same turn starts at position 0; the block manager removes
+    the part that the prefix cache provides.
     """
 
     step: int
     rows: Rows
-    """Rows in addition to the repeated decode rows; see `nanoactor.messages.rows.Want.DECODE`."""
+    """All rows of the step except decode rows that are repeated from the previous step
+    (`Want.DECODE` in `nanoactor.messages.rows`)."""
     leaves: Int32
-    """Slots whose decode rows are no longer repeated."""
+    """Slots whose decode rows are not repeated any longer."""
     grows: Int32
-    """Slots that need one more block for this step."""
+    """Slots that receive one more block for this step."""
     admissions: Admissions
     slices: EncodeSlices | None = None
 
 
 @message(24)
 class Failures:
-    """Slots with failed rows, whose results must not be read."""
+    """Slots with failed rows, whose keys and values must not be read."""
 
     slots: Int32
     starts: Int32
-    """First position of each failed row."""
+    """First position of the failed row of each slot."""
 
 
 @message(27)
 class Forks:
-    """Sequences that become copies of other sequences; none of them has a step in flight. Each
-    sequence releases its own blocks, shares all full blocks of its source, and gets one new block
-    for its next tokens, into which the source's partial block is copied."""
+    """Sequences that become copies of other sequences; no step of any of them is in flight. Each
+    copy releases its own blocks and shares all full blocks of its source. It also receives one new
+    block, into which the source's partial block is copied."""
 
     slots: Int32
     sources: Int32
-    """Source slot of each copy, in its state before this turn, even if the source itself becomes a
-    copy."""
+    """Slot of the source of each copy. The source is copied as it is before this turn, even if it
+    becomes a copy itself."""
 
 
 @message(23)
 class KnownTokens:
-    """Newly known tokens: sampled, forced by a grammar, or chosen by a caller."""
+    """Tokens newly known to the host: sampled, forced by a grammar, or chosen by a caller."""
 
     slots: Int32
     counts: Int32
-    """Number of tokens of each slot; empty if each slot has one."""
+    """Number of new tokens of each slot; empty if each slot has one."""
     token_ids: Int32
-    """Concatenated over the slots."""
+    """Token ids, concatenated over the slots."""
     runs: Int32
-    """Slots whose newest tokens were not sampled from a row (but forced by a grammar or chosen by a
-    caller). If decode rows in flight compute results for these positions, those results are
-    discarded."""
+    """Slots whose newest tokens were not sampled but forced by a grammar or chosen by a caller. If
+    decode rows in flight compute results for these positions, the results are discarded."""
     run_counts: Int32
-    """Number of such tokens of each slot in `runs`."""
+    """Number of tokens, for each slot in `runs`, that were not sampled."""
 
 
 @message(29, by="step")
 class Turn:
-    """Scheduler to block manager: the effects of one event, in order of execution.
+    """Scheduler to block manager: all decisions that follow from one event.
 
-    Finished steps are recorded, failures are handled, sequences are forked, known tokens are
-    recorded, blocks are freed, pixels are dropped, the prefix cache index is cleared, sequences are
-    admitted, and the step is planned.
+    The block manager processes the parts in this order: finished steps, failures, forks, known
+    tokens, freed blocks, dropped pixels, clearing of the prefix cache index, admissions, and the
+    plan of the step.
     """
 
     number: int
@@ -318,29 +323,29 @@ class Turn:
     step: int
     """Number of the planned step; 0 if no step is planned."""
     done: int
-    """Number of the last finished step."""
+    """Number of the last step that has finished."""
     fence: int
-    """Number of the last step planned before this turn; steps up to it may still use what the turn
-    releases."""
+    """Number of the last step planned before this turn. Steps up to that one may still use the
+    blocks and slots that the turn releases."""
     failures: Failures | None
     forks: Forks | None
     known: KnownTokens | None
     frees: Int32
     """Slots whose blocks are freed."""
     drop_pixels: DropPixels | None
-    """The block manager forwards this message to the runners."""
+    """Pixels to drop, which the block manager forwards to the runners."""
     forget_index: int
-    """Number of a `ForgetIndex` order; 0 if there is none."""
+    """Number of the `ForgetIndex` order that clears the prefix cache index; 0 if there is none."""
     admissions: tuple[Admission, ...]
     plan: Plan | None
     drop_masks: DropMasks | None
-    """The block manager forwards this message to the runners."""
+    """Masks to drop, which the block manager forwards to the runners."""
 
 
 @message(34)
 class Copies:
-    """Copies of blocks or slot states that are made before the layers of a step run. All sources
-    are read before any target is written."""
+    """Copies of blocks or slot states, made before the layers of a step run. All sources are read
+    before any target is written."""
 
     sources: Int32
     targets: Int32
@@ -348,84 +353,88 @@ class Copies:
 
 @message(30, by="step")
 class Step:
-    """Block manager to every runner: a plan, completed with block and token ids."""
+    """Block manager to all runners: the plan of a step, completed with block ids and token ids."""
 
     step: int
     rows: Rows
     leaves: Int32
     token_ids: Int32
-    """Token ids, concatenated over the rows; see `Rows.ids`."""
+    """Token ids of all rows, concatenated; `Rows.ids` is the number for each row."""
     table_slots: Int32
-    """Slot of each block table that changes."""
+    """Slots of the block tables that change."""
     table_starts: Int32
-    """Index of the first changed entry of each of these block tables."""
+    """Index of the first changed entry in each of these block tables."""
     table_counts: Int32
-    """Number of changed entries of each of these block tables."""
+    """Number of changed entries in each of these block tables."""
     table_blocks: Int32
-    """Block ids of the changed entries, concatenated over the block tables."""
+    """New block ids of the changed entries, concatenated over the block tables."""
     admissions: Admissions
     copies: Copies | None = None
-    """Copies of blocks."""
+    """Block copies; None if there are none."""
     slot_copies: Copies | None = None
-    """Copies of slot states, if layers keep any."""
+    """Slot-state copies; None if there are none or if no layer keeps slot state."""
     vision: VisionStep | None = None
-    """None if nothing is encoded and no prompt tokens are at or after an image or a video."""
+    """Work on images and videos; None if nothing is encoded and no prompt token of the step is at
+    or after an image or video."""
 
 
 @message(31, by="step")
 class StepDone:
-    """Runner to scheduler: the result of each row of a step, in the order of `StepRows`."""
+    """Runner to scheduler: the results of a step, one for each row, in the order of `StepRows`."""
 
     step: int
     counts: Int32
-    """Number of tokens of each row; empty if each row has one."""
+    """Number of tokens that each row yields; empty if each row yields one."""
     token_ids: Int32
-    """Token ids, concatenated over the rows. A negative value is the reason why there is no token:
+    """Token ids, concatenated over the rows. A negative value states why there is no token:
     `NO_TOKEN`, `NOTHING_ALLOWED` or `FROZEN` of `nanoactor.models.limits`."""
     seconds: float
-    """Device time of the step in seconds."""
+    """Time that the step took on the device, in seconds."""
     began: int
-    """Start of the step, in ns of the monotonic clock."""
+    """Start time of the step, in ns of the monotonic clock."""
     scores: StepScores | None = None
     vectors: StepVectors | None = None
 
 
 @message(32, by="step")
 class StepWanted:
-    """Runner to scheduler: the device will go idle unless this step is planned now."""
+    """Runner to scheduler: the device will become idle unless step `step` is planned now."""
 
     step: int
 
 
 @message(40)
 class Answer:
-    """Block manager to scheduler: results of all turns up to `turn` since the last `Answer`."""
+    """Block manager to scheduler: the results of all turns since the last `Answer`, up to turn
+    `turn`."""
 
     turn: int
-    """Number of the last turn that was processed."""
+    """Number of the last turn that the block manager has processed."""
     uids: Int64
-    """Uids of the sequences that were admitted, in order."""
+    """Uids of the admitted sequences, in order of admission."""
     hits: Int32
-    """Number of tokens of each of these sequences that are already computed."""
+    """Number of leading tokens of each admitted sequence that are already computed (prefix cache
+    hits)."""
     refunds: Int32
-    """Number of debited blocks of each of these sequences that other sequences already hold."""
+    """Number of blocks debited for each admitted sequence that other sequences already hold."""
     fences: Int32
-    """Steps that must finish before released blocks may be overwritten, ascending."""
+    """Steps that must finish before freed blocks may be overwritten, in ascending order."""
     freed: Int32
-    """Number of released blocks for each fence."""
+    """Number of freed blocks for each of `fences`."""
     slots: Int32
-    """Slots whose number of shared blocks has changed."""
+    """Slots for which the number of blocks shared with other slots has changed."""
     shared: Int32
-    """Number of shared blocks of each slot."""
+    """Number of shared blocks of each of `slots`."""
     encoder: EncoderCredits | None
-    """Encoder cache credits; None if the admissions have no items and no pages are released."""
+    """Encoder-cache credits; None if no admission has items and no pages are released."""
     tainted: Int64
-    """Uids of sequences that have read, or would read, results of failed rows."""
+    """Uids of the sequences that have read, or would read, results of failed rows."""
 
 
 @message(50, by="uid")
 class Open:
-    """Scheduler to detokenizer: tokens of this request will follow."""
+    """Scheduler to detokenizer: a new sequence, whose tokens will follow. Only the first sequence
+    of a request carries `token_ids`, the prompt and any output so far."""
 
     uid: int
     token_ids: Int32
@@ -438,32 +447,33 @@ FAILURES = ("error", "failed", "expired", "refused")
 
 @message(51)
 class Finish:
-    """The end of a request's token stream, after the tokens in the same message."""
+    """The end of a sequence's output, which follows the tokens in the same message."""
 
     uid: int
     reason: str
-    """"stop", "length", "abort", or one of `FAILURES`: "error" (in the request), "failed" (its
-    computation failed), "expired" (its caller did not resume it) or "refused" (the machine ran out
-    of a resource)."""
+    """"stop", "length", "abort", or one of `FAILURES`: "error" (invalid request), "failed" (failed
+    computation), "expired" (its caller did not resume it) or "refused" (the machine ran out of a
+    resource)."""
     stop_reason: int | str | None
     error: str
     cached_tokens: int
     preemptions: int
     began: int
-    """Start of its first step on the device, in ns of the monotonic clock; -1 if there was none."""
+    """Start time of the sequence's first step on the device, in ns of the monotonic clock; -1 if
+    there was none."""
     hide_last: bool
     """True if the last token is a stop token, whose text is not part of the output."""
 
 
 @message(52, by="step")
 class Tokens:
-    """Scheduler to detokenizer: the tokens of a step. A request has several if a grammar has forced
-    them."""
+    """Scheduler to detokenizer: new tokens since the previous message. A sequence has several of
+    them if a grammar forced them."""
 
     step: int
     uids: Int64
     indices: Int32
-    """Index of each token in its request's output, from 0."""
+    """Index of each token in the output of its sequence, from 0."""
     token_ids: Int32
     finishes: tuple[Finish, ...]
     scores: RequestScores | None = None
@@ -472,7 +482,7 @@ class Tokens:
 
 @message(60)
 class Opened:
-    """A request that the scheduler has accepted, with its tokenized prompt."""
+    """A request accepted by the scheduler, with its tokenized prompt."""
 
     uid: int
     prompt_token_ids: Int32
@@ -480,8 +490,8 @@ class Opened:
 
 @message(61)
 class Terminal:
-    """The end of a request; no output of the request follows. Counts cover the whole output, or are
-    0 if the request ends before it is opened or, after a restart, reopened."""
+    """The end of a request, after which it has no more output. Counts cover the whole output. They
+    are 0 if the request ends before it is opened or, after a restart, reopened."""
 
     uid: int
     reason: str
@@ -492,20 +502,20 @@ class Terminal:
     cached_tokens: int
     preemptions: int
     began: int
-    """As in `Finish`."""
+    """Start time of the first step, as in `Finish`."""
 
 
 @message(62, by="step")
 class OutputDelta:
-    """Detokenizer to frontend: new output of any number of requests."""
+    """Detokenizer to frontend: new output of any number of sequences."""
 
     step: int
-    """Latest step whose tokens the detokenizer has received."""
+    """Number of the latest step whose tokens the detokenizer has received."""
     opened: tuple[Opened, ...]
     uids: Int64
     texts: list[str]
     counts: Int32
-    """Number of `token_ids` that belong to each of `uids`."""
+    """Number of token ids of each of `uids` in `token_ids`."""
     token_ids: Int32
     terminals: tuple[Terminal, ...]
     scores: ToldScores | None = None
@@ -514,6 +524,7 @@ class OutputDelta:
 
 @message(63)
 class Stop:
-    """Detokenizer to scheduler: stop strings ended these requests; reply with their `Finish`."""
+    """Detokenizer to scheduler: end these sequences, whose text contains a stop string. The
+    scheduler replies with their `Finish`."""
 
     uids: Int64

@@ -1,7 +1,7 @@
-"""Messages about constrained sequences: those that must follow a grammar.
+"""Messages about constrained sequences, which must follow a grammar.
 
-`position` is the index of a token in its sequence, prompt included. A mask is a row of int32 words:
-bit t % 32 of word t // 32 is set if token id t may be sampled.
+A `position` is the index of a token in its sequence, prompt included. A mask is a row of int32
+words: bit t % 32 of word t // 32 is set if token id t may be sampled.
 """
 
 from __future__ import annotations
@@ -12,47 +12,48 @@ from numpy.typing import NDArray
 from nanoactor.runtime.codec import message
 
 MAX_RUN = 64
-"""Maximum number of tokens forced in a row before one must be sampled again."""
+"""Maximum number of consecutive forced tokens; after that many, a token must be sampled."""
 MAX_REASON = 1000
-"""Maximum number of characters of the reason why a grammar cannot be used."""
+"""Maximum length, in characters, of the error message for a grammar that cannot be used."""
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
 
 @message(80, by="uid")
 class OpenGrammar:
-    """Scheduler to grammar: the tokens of a sequence will follow; its first mask is requested."""
+    """Scheduler to grammar actor: open the grammar of a sequence, and compute its first mask unless
+    the sequence begins with free text."""
 
     uid: int
     grammar: str
-    """Text as written by `GrammarSpec.to_text`."""
+    """The grammar, in the format of `GrammarSpec.to_text`."""
     position: int
-    """Position of the next sampled token minus the number of `token_ids`; -1 if the sequence is in
-    free text, whose end `BeginGrammar` reports."""
+    """Position of the next token to sample, minus the number of `token_ids`; -1 if the sequence
+    begins with free text, whose end `BeginGrammar` reports."""
     token_ids: Int32
-    """Tokens that the grammar covers so far, if the sequence continues after a restart."""
+    """Tokens that the grammar must already accept, if the sequence continues after a restart."""
     jumps: bool
-    """True if token ids that are the only valid ones are sent as `ForcedTokens`."""
+    """True if tokens without an alternative are sent as `ForcedTokens` instead of being sampled."""
     end: int
-    """Position after the last token that the sequence may have."""
+    """Position after the last token that the sequence may have, which limits forced tokens."""
 
 
 @message(91, by="uid")
 class BeginGrammar:
-    """Scheduler to grammar: a sequence's free text is finished; its next mask is requested."""
+    """Scheduler to grammar actor: a sequence's free text has ended; compute its next mask."""
 
     uid: int
     position: int
-    """Position of the next sampled token."""
+    """Position of the next token to sample."""
     token_ids: Int32
-    """Tokens that the grammar covers since the last one sent: those that start and end the free
+    """Tokens to apply to the grammar since the last one sent: those that begin and end the free
     text, if they are part of the grammar."""
 
 
 @message(81)
 class GrammarTokens:
-    """Scheduler to grammar: a new token of each of these sequences; their next masks are
-    requested."""
+    """Scheduler to grammar actor: one new token of each of these sequences; compute their next
+    masks."""
 
     uids: Int64
     positions: Int32
@@ -61,38 +62,39 @@ class GrammarTokens:
 
 @message(89)
 class ForcedTokens:
-    """Grammar to scheduler: the only tokens that can follow; they need not be sampled."""
+    """Grammar actor to scheduler: tokens that are the only possible continuation and need not be
+    sampled."""
 
     uids: Int64
     positions: Int32
-    """Position of each sequence's first forced token."""
+    """Position of the first forced token of each sequence."""
     counts: Int32
     token_ids: Int32
-    """The tokens of all sequences, one sequence after the other."""
+    """Token ids, concatenated over the sequences."""
 
 
 @message(82)
 class CloseGrammars:
-    """Scheduler to grammar: these sequences are finished."""
+    """Scheduler to grammar actor: close the grammars of these finished sequences."""
 
     uids: Int64
 
 
 @message(83)
 class Masks:
-    """Grammar to every runner: masks, and the sequences that get no more masks."""
+    """Grammar actor to all runners: new masks, and the sequences that need no more masks."""
 
     uids: Int64
     positions: Int32
     masks: Int32
-    """Bitmasks, (masks, words)."""
+    """Bitmasks, (masks, words), int32."""
     closed: Int64
-    """Uids of sequences for which no further masks follow."""
+    """Uids of the sequences for which no further masks follow."""
 
 
 @message(84)
 class MasksReady:
-    """Runner to scheduler: the runner holds these masks."""
+    """Runner to scheduler: the rank now holds the masks for these positions."""
 
     rank: int
     uids: Int64
@@ -101,17 +103,17 @@ class MasksReady:
 
 @message(85)
 class GrammarsFailed:
-    """Grammar to scheduler: sequences that cannot continue, and the reasons."""
+    """Grammar actor to scheduler: sequences that cannot continue, with error messages."""
 
     uids: Int64
     errors: list[str]
     refused: Int64
-    """Subset of `uids` that failed because of the machine, not because of their grammar."""
+    """Subset of `uids` whose failure is due to the machine, not to their grammar."""
 
 
 @message(86)
 class DropMasks:
-    """Scheduler to every runner, by way of the block manager: drop the masks of these sequences,
+    """Scheduler to all runners, by way of the block manager: drop the masks of these sequences,
     which no later step uses."""
 
     uids: Int64
@@ -119,4 +121,4 @@ class DropMasks:
 
 @message(87)
 class MaskClock:
-    """Timer of the scheduler: half of the time that a mask may take has passed."""
+    """Scheduler to itself, as a timer: half of `mask_timeout` has passed."""

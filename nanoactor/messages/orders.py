@@ -1,4 +1,4 @@
-"""Control messages from an engine's owner to its scheduler."""
+"""Control messages from an engine's owner (the user of `AsyncLLM`) to its scheduler."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from nanoactor.runtime.codec import message
 
 @message(17)
 class Pause:
-    """Frontend to scheduler: stop or resume planning steps. Steps in flight finish."""
+    """Frontend to scheduler: stop planning steps, or resume. Steps in flight still finish."""
 
     paused: bool
 
 
 @message(18)
 class ForgetIndex:
-    """Frontend to scheduler, which forwards it to the block manager: no later request reuses any
-    earlier results. Sent again after a process has died; each number takes effect once."""
+    """Frontend to scheduler, which forwards it to the block manager: clear the prefix cache index,
+    so that no later request reuses earlier results. Sent again after a process has died; each
+    number takes effect once."""
 
     number: int

@@ -1,4 +1,4 @@
-"""Parts of messages that carry pooled vectors from the device to the user."""
+"""Structures for pooled vectors in messages, from the device to the user."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ Float32 = NDArray[np.float32]
 
 @message(36)
 class StepVectors:
-    """Results of a step's pooling rows."""
+    """The vectors of a step's pooling rows."""
 
     rows: Int32
-    """Indices of the rows, ascending; see `nanoactor.messages.rows.StepRows`."""
+    """Indices of the pooling rows among all rows of the step (`nanoactor.messages.rows.StepRows`),
+    ascending."""
     values: Float32
-    """(rows, width): the state of one position of each row, or logits computed from it; for mean
-    pooling, the sum of the row's states."""
+    """(rows, width), float32: the hidden state of one position of each row, or logits computed from
+    it. For mean pooling, the sum of the hidden states of the row's positions."""
 
 
 @message(54)
 class RequestVectors:
-    """Pooled results that are complete."""
+    """Complete pooled vectors of sequences."""
 
     uids: Int64
     values: Float32
-    """Pooled vectors, (sequences, width)."""
+    """Pooled vectors, (sequences, width), float32."""
 
     @classmethod
     def of(cls, pooled: Sequence[tuple[int, Float32]]) -> RequestVectors | None:
-        """Return a message with these (uid, vector) pairs; None if there are none."""
+        """Return the message for these (uid, vector) pairs; None if there are none."""
         if not pooled:
             return None
         uids, values = zip(*pooled, strict=True)

@@ -1,4 +1,4 @@
-"""Messages for resuming sequences after a process has died and all processes have restarted."""
+"""Messages for resuming sequences after a process has died and all processes were restarted."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from nanoactor.runtime.codec import message
 
 @message(9)
 class ToldTokens:
-    """The tokens of a sequence that were emitted to the user."""
+    """The output tokens of a sequence that were already emitted to the user."""
 
     token_ids: NDArray[np.int32]
 
 
 @message(16)
 class Resume:
-    """Frontend to scheduler, as the first message after a restart: the requests that continue."""
+    """Frontend to scheduler, as the first message after a restart: the sequences that continue."""
 
     below: int
-    """Requests with uids below this number are dropped, except those in `living`."""
+    """Sequences with uids below this number are finished, except those in `living`."""
     living: NDArray[np.int64]
-    """Uids below `below` that will be submitted again."""
+    """Uids below `below` whose requests will be submitted again."""

@@ -1,8 +1,7 @@
-"""The rows of a step: what each row computes and returns, and how rows are sent.
+"""The rows of a step: what each row computes and yields, and how rows are transferred.
 
 A row computes `count` positions of the sequence in one slot, from `start` on. Prompt chunks, decode
-rows, forced tokens, copies and choices under a mask are all rows, and the order of rows has no
-meaning.
+rows, forced tokens, copies, and samples under a mask are all rows. Their order does not matter.
 """
 
 from __future__ import annotations
@@ -22,41 +21,42 @@ _NOT_DECODING = -1
 
 
 class Want(enum.IntFlag):
-    """Flags that determine what a row computes and returns."""
+    """Flags that determine what a row computes and yields."""
 
     SAMPLE = 1
-    """Sample the token after the row's last position. A row without positions samples it under a
-    mask, from the state kept in its slot."""
+    """Sample the token after the row's last position. A row without positions samples under a mask,
+    from the hidden state kept in its slot."""
     KEEP = 2
-    """Keep the state of the row's last position in its slot, to sample from it later."""
+    """Keep the hidden state of the row's last position in its slot, so that a later row can sample
+    from it."""
     SCORE = 4
-    """Score the tokens that follow the row's positions, except the one after the prompt's last
-    position. The token after the row's own last position is sent after the row's tokens."""
+    """Score the tokens that follow the row's positions, except the token after the prompt's last
+    position. The token that follows the row's last position is sent after the row's own tokens."""
     DECODE = 8
-    """Compute the position of the token that an earlier step sampled, which the host may not know
-    yet. The row is repeated in every later step, one position further each time, until its slot
-    leaves."""
+    """Compute the position of a token that an earlier step sampled and that the host may not know
+    yet. The row is repeated in every later step, each time one position further, until its slot is
+    listed in `leaves`."""
     POOL = 16
-    """Return the pooled vector of the row's positions."""
+    """Yield the pooled vector of the row's positions."""
 
 
-# NumPy is five times as fast with plain numbers as with an `IntFlag`.
+# NumPy operations are five times as fast with plain ints as with an `IntFlag`.
 SAMPLE, KEEP, SCORE, DECODE, POOL = (int(want) for want in Want)
 
 
 @message(19)
 class Rows:
-    """Rows of a step, as columns."""
+    """Rows of a step, one array per field."""
 
     slots: Int32
     starts: Int32
     counts: Int32
     wants: NDArray[np.uint8]
-    """Flags of `Want`, one value per row."""
+    """Flags of each row (`Want`)."""
     sources: Int32
-    """For a row that is a copy, the slot of its source row: the copy samples from, or keeps, the
-    state of the source's last position, and has no position of its own. -1 for all other rows;
-    empty if there are no copies."""
+    """Slot of the source row of each row that is a copy; -1 for other rows, and empty if there are
+    no copies. A copy samples from, or keeps, the hidden state of its source's last position, and
+    computes no position itself."""
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -64,7 +64,7 @@ class Rows:
 
     @property
     def copies(self) -> Flags:
-        """Return a mask of the rows that are copies."""
+        """True for each row that is a copy, (rows,)."""
         if not len(self.sources):
             return np.zeros(len(self), np.bool_)
         copies: Flags = self.sources >= 0
@@ -72,19 +72,19 @@ class Rows:
 
     @property
     def choices(self) -> Flags:
-        """Return a mask of the rows that sample from the state kept in their slots."""
+        """True for each row that samples from the hidden state kept in its slot, (rows,)."""
         choices: Flags = (self.counts == 0) & ~self.copies
         return choices
 
     @property
     def ids(self) -> Int32:
-        """Return the number of token ids that are sent for each row."""
+        """Number of token ids that are sent for each row, int32."""
         sent = self.counts + (self.wants & SCORE > 0)
         sent *= self.wants & DECODE == 0
         return sent
 
     def take(self, index: NDArray[np.integer] | Flags) -> Rows:
-        """Return the rows that `index` selects."""
+        """Return the rows selected by `index`, an array of indices or a bool mask."""
         sources = self.sources[index] if len(self.sources) else self.sources
         return Rows(
             self.slots[index], self.starts[index], self.counts[index], self.wants[index], sources
@@ -96,8 +96,8 @@ NO_ROWS = Rows(_NOTHING, _NOTHING, _NOTHING, np.empty(0, np.uint8), _NOTHING)
 
 
 class StepRows(NamedTuple):
-    """All rows of a step: decode rows in the order of their slots, then the other rows in the order
-    in which they were sent. Results refer to rows by their index in this order."""
+    """All rows of a step: decode rows in ascending order of their slots, then the other rows in the
+    order in which they were sent. Results refer to rows by their index in this order."""
 
     decode_slots: Long
     """Slots of the decode rows, in ascending order."""
@@ -105,12 +105,12 @@ class StepRows(NamedTuple):
     others: Rows
 
     def __len__(self) -> int:
-        """Return the number of rows."""
+        """Return the number of rows, including decode rows."""
         return len(self.decode_slots) + len(self.others)
 
     @property
     def counts(self) -> Int32:
-        """Return the number of tokens that each row yields; empty if each row yields one."""
+        """Number of tokens that each row yields, 0 or 1; empty if each row yields one."""
         if not len(self.others):
             return _NOTHING
         samples = self.others.wants & SAMPLE > 0
@@ -121,20 +121,21 @@ class StepRows(NamedTuple):
 
 
 class RowExpander:
-    """Expands the rows that were sent, and the slots that leave, to all rows of each step.
+    """Restores all rows of each step from the rows that were sent and the slots that left the
+    decode batch.
 
-    The inverse is `compress_rows`. Steps must be expanded in order.
+    This is the inverse of `compress_rows`. Steps must be expanded in order.
     """
 
     def __init__(self, slots: int) -> None:
         self._by_slot = np.full(slots, _NOT_DECODING, np.int64)
         self._slots: Long = np.empty(0, np.int64)
         self._starts: Long = np.empty(0, np.int64)
-        """Start positions of the next step's decode rows."""
+        """Start position of each decode row in the next step."""
 
     def expand(self, rows: Rows, leaves: Int32) -> StepRows:
-        """Return all rows of the next step. If no slot joins or leaves, this takes a single array
-        operation."""
+        """Return all rows of the next step. `leaves` are the slots whose decode rows are not
+        repeated any longer. If no slot joins or leaves, this takes a single array operation."""
         joins = rows.wants & DECODE > 0 if len(rows) else None
         if joins is not None and joins.any():
             self._change(leaves, rows.take(joins))
@@ -158,8 +159,9 @@ def compress_rows(
 ) -> tuple[Rows, Int32]:
     """Return the rows to send, and the slots that leave the decode batch.
 
-    `before` and `after` select the slots that decode in the previous step and in this one. `starts`
-    holds, by slot, the start positions of this step's decode rows.
+    `before` and `after`, (slots,), are True for the slots that decode in the previous step and in
+    this one. `starts` contains, by slot, the start positions of this step's decode rows. `others`
+    are the rows that do not decode.
     """
     changed = np.flatnonzero(before != after).astype(np.int32)
     joins = changed[after[changed]]
@@ -184,7 +186,8 @@ def compress_rows(
 
 
 def concatenate_ranges(starts: NDArray[np.integer], counts: NDArray[np.integer]) -> Long:
-    """Concatenate the ranges of `counts` consecutive numbers that start at `starts`."""
+    """Return the concatenation of ranges: for each i, `counts[i]` consecutive numbers from
+    `starts[i]` on."""
     if len(counts) == 1:
         begin = int(starts[0])
         return np.arange(begin, begin + int(counts[0]))

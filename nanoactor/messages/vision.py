@@ -1,4 +1,4 @@
-"""Messages about images and videos; the messages for all requests are in `engine.py`."""
+"""Messages about images and videos. `engine.py` has the messages that all requests use."""
 
 from __future__ import annotations
 
@@ -13,121 +13,123 @@ Int64 = NDArray[np.int64]
 
 @message(4)
 class Items:
-    """The images and videos of one request, in the order in which they were given; they are not
-    decoded."""
+    """The images and videos of one request, in the order of the request; not decoded yet."""
 
     keys: NDArray[np.uint8]
-    """(items, 16): hash of each item's content and processing."""
+    """Hashes of each item's content and preprocessing, (items, 16)."""
     grids: Int32
-    """(items, 3): number of temporal patches, and rows and columns of tokens in each patch."""
+    """(items, 3): number of temporal patches of each item, and rows and columns of tokens per
+    temporal patch."""
     spans: Int32
-    """(spans, 3), in the order of the prompt: index of the item, the first of the item's rows in
-    this span, and the index of that row's token in the prompt. A span is as long as a temporal
-    patch."""
+    """(spans, 3), in prompt order: index of the item, index of the item's first row in this span,
+    and prompt index of that row's token. Each span covers one temporal patch."""
     rope_delta: int
-    """Rotary position minus token index for tokens after the prompt."""
+    """Rotary position minus token index, for the tokens after the prompt."""
     worker: int
-    """Index of the vision worker that holds the bytes."""
+    """Index of the vision worker that has the bytes of the items."""
 
 
 @message(25)
 class EncodeSlices:
-    """Parts of images and videos that a step encodes before anything else, one row for each
+    """Parts of images and videos that a step encodes before it runs the decoder, one row for each
     part."""
 
     numbers: Int64
-    """Id of each slice's item in the encoder cache."""
+    """Number of each slice's item in the encoder cache."""
     pixels: Int64
-    """Number of the `WantPixels` message that requested each slice's pixels."""
+    """Number of the `WantPixels` message that requested the pixels of each slice."""
     firsts: Int32
-    """Index of the first unit of each slice (see `nanoactor.media.units`)."""
+    """Index of the first unit of each slice; units are defined in `nanoactor.media.units`."""
     counts: Int32
     """Number of units of each slice."""
 
 
 @message(33)
 class VisionStep:
-    """The work of a step on images and videos: they are encoded first, then prompt tokens read the
+    """A step's work on images and videos: slices are encoded first, then prompt tokens read the
     results."""
 
     slices: EncodeSlices
     page_counts: Int32
-    """Number of `pages` that belong to each slice's item, whose rows are in these pages, in this
+    """Number of pages, for each slice's item, in `pages`. The item's rows are in these pages, in
     order."""
     pages: Int32
     tokens: Int32
-    """Indices of the step's prompt tokens that read rows of the encoder cache."""
+    """Indices of the step's prompt tokens that read a row of the encoder cache."""
     rows: Int32
-    """Row of the encoder cache for each of `tokens`: page x rows per page + offset."""
+    """Row of the encoder cache that each of `tokens` reads: page * rows per page + offset."""
     positions: Int32
-    """Rotary positions of all prompt tokens of the step, (3, tokens): time, height, width."""
+    """Rotary positions of all prompt tokens of the step, (3, tokens): temporal, height and
+    width."""
 
 
 @message(41)
 class EncoderCredits:
-    """The items that were found for admitted sequences, and the pages of the encoder cache that are
-    released."""
+    """Parts of an `Answer` about images and videos: cache entries for admitted sequences, and
+    released pages."""
 
     items: Int32
     """Number of items of each admitted sequence."""
     refunds: Int32
     """Number of pages debited for each admitted sequence that are shared, or that none of its
-    tokens will read."""
+    tokens will read; these are refunded."""
     numbers: Int64
-    """Id of each item in the encoder cache; negative if all of the item's tokens are computed
-    already."""
+    """Number of each item's entry in the encoder cache; negative if all tokens of the item are
+    already computed."""
     units: Int32
-    """Number of units of each item that the planned steps encode."""
+    """Number of units of each item that planned steps have encoded or will encode."""
     freed: Int32
-    """Number of pages that each release makes free."""
+    """Number of pages freed by each release."""
     fences: Int32
     """Step that must be finished before the pages of each release may be overwritten."""
 
 
 @message(70, by="uid")
 class MediaPiece:
-    """Frontend to vision worker: one part of an item's bytes; the parts are sent in order."""
+    """Frontend to vision worker: one part of an item's bytes. Parts are sent in order."""
 
     uid: int
     item: int
-    """Index of the item in the request, from 0."""
+    """Index of the item in its request, from 0."""
     tokenizer: int
-    """Index of the tokenizer to notify; negative if it was notified before."""
+    """Index of the tokenizer to notify; negative if a tokenizer was notified before."""
     form: str
-    """"" for a file in an image or video format; otherwise "RGB", "RGBA" or "L" for raw pixels."""
+    """Format of the data: "RGB", "RGBA" or "L" for raw pixels; empty for a file in an image or
+    video format."""
     shape: tuple[int, ...]
-    """Height and width of raw pixels."""
+    """(height, width) of raw pixels."""
     area: tuple[int, int]
-    """The smallest and the largest area, in pixels, to which the item may be resized."""
+    """The smallest and the largest area, in pixels, that the item may have after resizing."""
     frames: tuple[int, ...]
-    """Size in bytes of each frame of a video; empty for an image."""
+    """Size of each frame of a video, in bytes; empty for an image."""
     size: int
-    """Size of the whole item in bytes."""
+    """Size of the whole item, in bytes."""
     offset: int
     data: NDArray[np.uint8]
 
 
 @message(71)
 class ItemsRead:
-    """Vision worker to tokenizer: the items that were identified, from their bytes and headers
-    only."""
+    """Vision worker to tokenizer: the results of identifying items by their bytes and headers,
+    without decoding them."""
 
     worker: int
     uids: Int64
     items: Int32
     keys: NDArray[np.uint8]
-    """Content hashes, (items, 16)."""
+    """Hashes of the items' content and preprocessing, (items, 16)."""
     grids: Int32
-    """(items, 3), as in `Items`."""
+    """Grids, (items, 3), as in `Items`."""
     errors: list[str]
-    """Reason why each item cannot be used; empty if the item can be used."""
+    """Error message of each item that cannot be used; empty for other items."""
     refused: NDArray[np.uint8]
-    """True if the cause of each error is the machine, not the item."""
+    """For each item, 1 if its error is due to the machine, not to the item; else 0."""
 
 
 @message(72)
 class ResendMedia:
-    """Vision worker to frontend: send the bytes of these items again."""
+    """Vision worker to frontend: send the bytes of these items again, because the worker no longer
+    has them."""
 
     uids: Int64
     items: Int32
@@ -135,10 +137,10 @@ class ResendMedia:
 
 @message(73, by="uid")
 class WantPixels:
-    """Scheduler to vision worker: decode an item and send its pixels to the runners."""
+    """Scheduler to vision worker: decode an item and send its pixels to all runners."""
 
     pixels: int
-    """Number that identifies the pixels from now on; never reused."""
+    """Number that identifies these pixels in later messages; never reused."""
     uid: int
     item: int
     key: bytes
@@ -146,33 +148,33 @@ class WantPixels:
 
 @message(74)
 class CancelPixels:
-    """Scheduler to vision worker: these pixels are no longer needed."""
+    """Scheduler to vision worker: do not send these pixels; they are no longer needed."""
 
     pixels: Int64
 
 
 @message(75)
 class Pixels:
-    """Vision worker to every runner: one part of an item's decoded pixels; the parts are sent in
+    """Vision worker to all runners: one part of an item's decoded pixels. Parts are sent in
     order."""
 
     pixels: int
     shape: tuple[int, ...]
-    """Shape of all pixels of the item: frames, height, width, channels."""
+    """Shape of all pixels of the item: (frames, height, width, channels)."""
     offset: int
     data: NDArray[np.uint8]
 
 
 @message(76)
 class NoPixels:
-    """Vision worker to every runner: these pixels will not be sent."""
+    """Vision worker to all runners: these pixels will not be sent."""
 
     pixels: Int64
 
 
 @message(77)
 class ItemsReady:
-    """Runner to scheduler: the runner holds these pixels."""
+    """Runner to scheduler: the rank now holds these pixels."""
 
     rank: int
     pixels: Int64
@@ -180,19 +182,20 @@ class ItemsReady:
 
 @message(78)
 class ItemsFailed:
-    """Vision worker to scheduler: pixels that cannot be decoded, and the reasons."""
+    """Vision worker to scheduler: pixels that could not be decoded, with error messages."""
 
     pixels: Int64
     errors: list[str]
     refused: Int64
-    """Subset of `pixels` that failed because of the machine, not because of the image or video."""
+    """Subset of `pixels` whose failure is due to the machine, not to the image or video."""
 
 
 @message(79)
 class DropPixels:
-    """Scheduler to every runner, by way of the block manager: drop these pixels, which may not have
-    arrived yet. No later step uses them, and half-encoded temporal patches are encoded again."""
+    """Scheduler to all runners, by way of the block manager: drop these pixels, which may not have
+    arrived yet. No later step uses them, and temporal patches that are only partly encoded are
+    encoded again."""
 
     pixels: Int64
     numbers: Int64
-    """Id of each item in the encoder cache."""
+    """Number of each item's entry in the encoder cache."""

@@ -1,1 +1,2 @@
-"""The files of a model."""
+"""The files of a model: finding or downloading them, reading their settings, and detecting
+changes."""

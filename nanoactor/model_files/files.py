@@ -1,4 +1,5 @@
-"""The files of a model's directory: where they are, and the configuration and defaults in them."""
+"""The files in a model's directory: their location, and the configuration and defaults read from
+them."""
 
 from __future__ import annotations
 
@@ -33,18 +34,18 @@ log = logging.getLogger("nanoactor.engine")
 
 DEMO = "demo"
 DEMOS = {DEMO: "demo", "demo-vl": "demo_vl"}
-"""Models that are part of the package, and their directories."""
+"""Directories, in `nanoactor/models`, of the models that are part of the package, by name."""
 
 
 MODEL_FILE_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
-"""Name patterns of the files that are read."""
+"""Name patterns of the files that are downloaded and read."""
 Fingerprint = tuple[int, int, int]
 """Fingerprint of a file: size in bytes, modification time in ns, and inode."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model's directory and the contents of its JSON files."""
+    """A model's directory, and the settings read from its JSON files."""
 
     directory: Path
     config: ModelConfig
@@ -53,42 +54,44 @@ class ModelFiles:
     eos_token_ids: tuple[int, ...]
     max_model_len: int
     tokenizer_directory: Path | None
-    """Directory with `tokenizer.json` and the chat template; None if only token ids are served."""
+    """Directory of `tokenizer.json` and the chat template; None if only token ids are served."""
     hf_tokenizer_directory: Path
-    """The directory from which transformers reads the tokenizer."""
+    """Directory from which transformers reads the tokenizer."""
     images: ImageConfig | None = None
-    """Parameters for resizing images; None for a text-only model."""
+    """Parameters for resizing pictures; None for a text-only model."""
     videos: VideoConfig | None = None
-    """Parameters for sampling and resizing video frames; None for a model without video input."""
+    """Parameters for sampling and resizing video frames; None for a text-only model."""
     is_length_auto: bool = False
-    """True if `max_model_len` is lowered to the capacity of the KV cache."""
+    """True if `max_model_len` is "auto": it is lowered to the capacity of the KV cache."""
     chat_template: str | None = None
-    """Source of the chat template that replaces the model's own; None if none was given."""
+    """Source of the chat template that replaces the model's own; None if the option is not set."""
     pooling: PoolingConfig | None = None
     """Pooling configuration; None for a model that only generates text."""
     generates: bool = True
     """True if the model generates text."""
     has_slot_state: bool = False
-    """True if layers keep per-sequence state outside the blocks, which rules out prefix cache
-    hits."""
+    """True if some layers keep per-sequence state outside the KV blocks. Such a model cannot reuse
+    cached prefixes."""
     fingerprints: Mapping[Path, Fingerprint] = dataclasses.field(default_factory=dict)
-    """Fingerprints of all files that processes read, taken when the engine was created."""
+    """Fingerprints of all files that the engine's processes read, taken when the engine was
+    created."""
 
     @property
     def placeholders(self) -> tuple[int, ...]:
-        """Return the token ids of image and video placeholders."""
+        """Token ids of the image and video placeholders; empty for a text-only model."""
         vision = self.config.vision
         return () if vision is None else (vision.image_token_id, vision.video_token_id)
 
     def fit_to_cache(self, tokens: int) -> ModelFiles:
-        """Return the files for a KV cache of `tokens` tokens; `max_model_len` may be lowered."""
+        """Return the same files for a KV cache of `tokens` tokens. If `max_model_len` is "auto", it
+        is lowered to that number."""
         if not self.is_length_auto or tokens >= self.max_model_len:
             return self
         return dataclasses.replace(self, max_model_len=tokens)
 
 
 def read_model_files(config: EngineConfig) -> ModelFiles:
-    """Find the model and read its configuration; convert its tokenizer if necessary.
+    """Find the model, read its configuration, and convert its tokenizer if necessary.
 
     Raises `ModelError` if files are missing or malformed, and `InvalidConfig` if the engine's
     options do not fit the model.
@@ -138,8 +141,8 @@ def read_model_files(config: EngineConfig) -> ModelFiles:
 
 
 def _pooling(config: EngineConfig, directory: Path, tokenizer: Path | None) -> PoolingConfig | None:
-    """Return the model's pooling configuration, with the ids of the tokens from which scores are
-    computed."""
+    """Return the model's pooling configuration, for rerankers with the ids of the tokens from which
+    scores are computed; None without pooling."""
     found = read_pooling(directory, config.pooling)
     if found is None or not found.returns_scores:
         return found
@@ -147,7 +150,7 @@ def _pooling(config: EngineConfig, directory: Path, tokenizer: Path | None) -> P
 
 
 def _judgement_ids(directory: Path, tokenizer: Path | None) -> tuple[int, ...]:
-    """Return the token ids of a reranker's judgments."""
+    """Return the token ids of a reranker's two judgments, "no" and "yes"."""
     if tokenizer is None:
         raise InvalidConfig(
             'pooling "yes_no" requires the tokenizer, but skip_tokenizer_init is set'
@@ -165,7 +168,8 @@ def _judgement_ids(directory: Path, tokenizer: Path | None) -> tuple[int, ...]:
 
 
 def _generation(config: EngineConfig, directory: Path) -> GenerationConfig:
-    """Return the defaults recommended by the model's authors, or set by the engine's options."""
+    """Return the generation defaults from the model's directory or from the one in the options,
+    with the options' overrides applied."""
     source = Path(config.generation_config)
     overrides = dict(config.override_generation_config or {})
     if config.generation_config in ("auto", "vllm"):
@@ -184,7 +188,8 @@ def _generation(config: EngineConfig, directory: Path) -> GenerationConfig:
 
 
 def _chat_template(given: str | None) -> str | None:
-    """Return the source of a chat template; `given` is a file name or the source itself."""
+    """Return the source of a chat template, or None if `given` is None. `given` is a file name or
+    the source itself."""
     if given is None:
         return None
     if any(mark in given for mark in "{}\n"):
@@ -196,7 +201,8 @@ def _chat_template(given: str | None) -> str | None:
 
 
 def _resolve_tokenizer(config: EngineConfig, directory: Path) -> Path:
-    """Return the directory of the tokenizer's files."""
+    """Return the directory that contains the tokenizer's files, which are downloaded if
+    necessary."""
     if config.tokenizer is None or config.tokenizer == config.model:
         return directory
     return resolve_model(config.tokenizer, download_dir=config.download_dir, weights=False)
@@ -213,7 +219,8 @@ def _fingerprints(directories: Iterable[Path]) -> dict[Path, Fingerprint]:
 
 
 def fingerprint_file(path: Path) -> Fingerprint:
-    """Return a file's fingerprint. Raises `OSError` if its metadata cannot be read."""
+    """Return a file's fingerprint: size, modification time and inode. Raises `OSError` if its
+    metadata cannot be read."""
     status = path.stat()
     return status.st_size, status.st_mtime_ns, status.st_ino
 
@@ -235,8 +242,8 @@ def _check_eos(ids: tuple[int, ...], vocabulary: int, directory: Path) -> None:
 def _with_tokenizer_eos(
     eos: tuple[int, ...], tokenizer: Path | None, vocabulary: int
 ) -> tuple[int, ...]:
-    """Return the end-of-sequence ids, including the tokenizer's own, as in vLLM: some tools for
-    fine-tuning chat models write the id only there."""
+    """Return the end-of-sequence ids, including the tokenizer's own, as vLLM does. Some tools for
+    fine-tuning chat models write the id only to the tokenizer's files."""
     found = None if tokenizer is None else end_token(tokenizer)
     if found is None or found.id in eos or found.id >= vocabulary:
         return eos
@@ -265,7 +272,7 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def _limiting_setting(model: ModelConfig) -> str:
-    """Return the end of an error message: which setting limits the length of sequences."""
+    """Return the name of the setting that limits the sequence length, for an error message."""
     if model.max_context_length == model.window:
         return "sliding_window"
     if model.max_context_length != model.max_positions:
@@ -274,10 +281,10 @@ def _limiting_setting(model: ModelConfig) -> str:
 
 
 def max_prompt_bytes(files: ModelFiles) -> int:
-    """Return the maximum length, in bytes, of a text that is accepted for tokenizing.
+    """Return the maximum length, in bytes of UTF-8, of a text that is accepted for tokenizing.
 
-    Prose has 3 to 5 bytes per token, deeply indented code perhaps 10. Longer text, with more than
-    32 throughout (only spaces, for example), is rejected without being tokenized.
+    It is 32 bytes per token of `max_model_len`, and at least 64 KiB. Prose has 3 to 5 bytes per
+    token, deeply indented code perhaps 10. Longer texts are rejected without being tokenized.
     """
     return max(1 << 16, 32 * files.max_model_len)
 
@@ -285,11 +292,11 @@ def max_prompt_bytes(files: ModelFiles) -> int:
 def resolve_model(
     name: str, revision: str | None = None, download_dir: str | None = None, weights: bool = True
 ) -> Path:
-    """Return a model's directory: the given one, a demo's, or one in the Hugging Face cache, to
-    which the model is downloaded if necessary.
+    """Return the directory of a model.
 
-    Without `weights`, only the other files are needed. Raises `ModelError` if there is no model,
-    with a description of what was found instead.
+    `name` is a directory, the name of a demo model, or a name on the Hugging Face hub, from which
+    the model is downloaded unless it is in the cache. Without `weights`, only the other files are
+    needed. Raises `ModelError` if there is no model; the message describes what was found instead.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -322,7 +329,7 @@ _FORMAT_BY_SUFFIX = {
 
 
 def _check_contents(directory: Path) -> None:
-    """Raise `ModelError` for a directory without `config.json` if its contents show the reason."""
+    """Raise `ModelError` if the directory has no `config.json` and its contents explain why."""
     if (directory / "config.json").exists():
         return
     if (directory / "adapter_config.json").exists():

@@ -1,8 +1,9 @@
-"""Fingerprints of the model's files: a restarted process must read the same contents as the others.
+"""Detection of changes to the model's files. A restarted process must read the same contents as the
+processes that still run.
 
-Files whose size, modification time and inode are unchanged are not read. Otherwise digests decide:
-the engine computes the digest of every file at startup, on a thread, and compares it if a file was
-touched, overwritten or moved.
+A file whose size, modification time and inode are unchanged counts as unchanged and is not read.
+For all other files, digests decide. The engine computes the digest of every file once, on a thread
+that it starts at startup, and compares digests if a file was touched, overwritten or moved.
 """
 
 from __future__ import annotations
@@ -41,28 +42,31 @@ _PATTERNS_BY_NODE: Mapping[str, tuple[str, ...]] = {
     "vision": (),
     "control": (),
 }
-"""Name patterns of the files that each kind of node reads. The user's process reads the rest."""
+"""Name patterns of the files that each kind of node reads. All other files are read by the user's
+process."""
 _CHUNK = 1 << 20
 _LOWEST_PRIORITY = 19
 _JOIN_TIMEOUT = 0.2
-"""Seconds to wait, at the end, for the chunk that is being read."""
+"""Seconds for which `close` waits for the hashing thread."""
 
 
 class FileFingerprints:
-    """Checks that restarted nodes will read the same files as the others did."""
+    """The state of the model's files at startup, and the check that restarted nodes will read the
+    same contents."""
 
     def __init__(self, files: ModelFiles) -> None:
-        """Use the fingerprints of `files`; nothing is opened yet."""
+        """Use the fingerprints in `files`. No file is opened yet."""
         self._files = files
         self._digests: dict[Path, bytes] = {}
-        """Digest of each file, by its original path."""
+        """Digest of each file's contents, by the path at startup."""
         self._directories: dict[Path, int] = {}
-        """File descriptor of each directory, by original path, to find the directory if renamed."""
+        """File descriptor of each directory, by the path at startup. It finds the directory after a
+        rename."""
         self._stopping = False
         self._thread: threading.Thread | None = None
 
     def start_hashing(self) -> None:
-        """Start computing the digest of every file, on a thread with the lowest priority."""
+        """Start a thread of the lowest priority that computes the digest of every file."""
         thread = threading.Thread(target=self._hash_all, name="nanoactor-digests", daemon=True)
         try:
             for directory in {path.parent for path in self._files.fingerprints}:
@@ -83,7 +87,7 @@ class FileFingerprints:
                     self._digests[path] = digest
 
     def _digest(self, path: Path) -> bytes:
-        """Return a file's digest; empty if the engine is closed first."""
+        """Return a file's 32-byte digest, or b"" if the engine is closed before it is complete."""
         hasher = hashlib.blake2b(digest_size=32)
         with path.open("rb", buffering=0) as file:
             while chunk := file.read(_CHUNK):
@@ -93,7 +97,7 @@ class FileFingerprints:
         return hasher.digest()
 
     def close(self) -> None:
-        """Stop the thread, and close the file descriptors."""
+        """Stop the hashing thread and close the file descriptors."""
         self._stopping = True
         if self._thread is not None:
             self._thread.join(_JOIN_TIMEOUT)
@@ -102,8 +106,11 @@ class FileFingerprints:
         self._directories = {}
 
     async def check(self, nodes: Iterable[str]) -> ModelFiles | None:
-        """Check the files that `nodes` read. Return the model's files at their new location if they
-        were moved. Raises `ModelError` if a file is gone or has changed."""
+        """Check that the files read by `nodes` have not changed.
+
+        Returns the model's files at their new location if their directory was moved, else None.
+        Raises `ModelError` if a file is gone or its contents have changed.
+        """
         patterns = {pattern for node in nodes for pattern in _patterns_read_by(node)}
         paths = [
             path
@@ -121,7 +128,8 @@ class FileFingerprints:
         return self._relocated(current_paths)
 
     def _current_path(self, path: Path) -> Path:
-        """Return the current path of a file: the original one unless its directory was renamed."""
+        """Return the current path of a file, which differs from `path` if its directory was
+        renamed."""
         descriptor = self._directories.get(path.parent)
         if path.exists() or descriptor is None:
             return path
@@ -132,7 +140,11 @@ class FileFingerprints:
         return path
 
     def _describe_change(self, path: Path, current: Path) -> str | None:
-        """Compare a file's metadata with its fingerprint; return what happened to it, or None."""
+        """Return "replaced" or "changed" if the file's metadata differs from its fingerprint, else
+        None.
+
+        Raises `ModelError` if the file is gone.
+        """
         try:
             now = fingerprint_file(current)
         except OSError:
@@ -143,7 +155,8 @@ class FileFingerprints:
         return "replaced" if now[2] != known[2] else "changed"
 
     def _compare_digests(self, current_paths: Mapping[Path, Path]) -> None:
-        """Compare digests, on a thread. Raises `ModelError` if a file's contents have changed."""
+        """Compare the files' digests with those at startup. Runs on a thread. Raises `ModelError`
+        if a file's contents have changed."""
         for path, current in current_paths.items():
             change, digest = self._describe_change(path, current), self._digests.get(path)
             same_size = current.stat().st_size == self._files.fingerprints[path][0]
@@ -172,12 +185,13 @@ class FileFingerprints:
 
 
 def _patterns_read_by(node: str) -> Collection[str]:
-    """Return the patterns of the files that a node reads; all of them for an unknown node."""
+    """Return the name patterns of the files that a node reads; all patterns for an unknown node."""
     return _PATTERNS_BY_NODE.get(node.partition(".")[0], MODEL_FILE_PATTERNS)
 
 
 async def _on_thread(work: Callable[[], T]) -> T:
-    """Run `work` on a thread of its own: other work may have filled the loop's thread pool."""
+    """Run `work` on a new thread and return its result. The loop's thread pool is not used, as
+    other work may occupy it."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 

@@ -1,4 +1,5 @@
-"""A model's `generation_config.json`: its authors' recommendations, and which ones are applied."""
+"""A model's `generation_config.json`: the recommendations of the model's authors, and the check
+which of them can be applied."""
 
 from __future__ import annotations
 
@@ -52,8 +53,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "typical_p": (1.0,),
     "watermarking_config": (),
 }
-"""Settings of transformers that are not applied, with the values other than null that have no
-effect."""
+"""Settings of transformers that are not applied, each with the values other than null for which it
+has no effect."""
 IGNORED = frozenset(
     (
         "_from_model_config",
@@ -85,28 +86,34 @@ IGNORED = frozenset(
         "use_model_defaults",
     )
 )
-"""Settings that do not change the output: they affect other results, or how it is computed."""
+"""Settings that are ignored because they do not change the generated tokens."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GenerationConfig:
-    """The contents of a `generation_config.json`."""
+    """The settings of a `generation_config.json` that the engine applies, and the names of the
+    others."""
 
     sampling: Mapping[str, float]
-    """Defaults of the sampling parameters in `columns.DEFAULTS`."""
+    """Default of each sampling parameter in `columns.DEFAULTS`, by name."""
     eos_token_ids: tuple[int, ...] = ()
     max_new_tokens: int | None = None
-    """Maximum number of tokens to generate, unless a request specifies it."""
+    """Maximum number of tokens to generate if a request specifies none; None if the file has
+    none."""
     not_applied: tuple[str, ...] = ()
-    """Settings that would change the output but are not applied."""
+    """Names of settings that would change the output but are not supported."""
 
     def without_recommendations(self) -> GenerationConfig:
-        """Return this configuration with vLLM's defaults instead of the file's recommendations."""
+        """Return a configuration with vLLM's default sampling parameters and this file's
+        end-of-sequence ids."""
         return GenerationConfig(DEFAULTS, self.eos_token_ids)
 
     def overridden(self, settings: Mapping[str, Any]) -> GenerationConfig:
-        """Return this configuration overridden by `settings`, named as in the file. Raises
-        `InvalidConfig` for a setting that is not applied or has an invalid value."""
+        """Return this configuration overridden by `settings`, whose keys are those of
+        `generation_config.json`.
+
+        Raises `InvalidConfig` for a setting that is not supported or has an invalid value.
+        """
         try:
             parsed = parse_generation_config(settings, "override_generation_config")
         except ModelError as error:
@@ -127,13 +134,15 @@ class GenerationConfig:
 
 
 def read_generation_config(directory: Path) -> GenerationConfig:
-    """Read a model's file, if there is one. Raises `ModelError` for invalid values."""
+    """Read the `generation_config.json` in a model's directory; a missing file counts as empty.
+    Raises `ModelError` for invalid values."""
     path = directory / FILE
     return parse_generation_config(read_json(path) if path.exists() else {}, path)
 
 
 def parse_generation_config(raw: Mapping[str, Any], origin: object = FILE) -> GenerationConfig:
-    """Parse the values of the file; `origin` names the file in errors."""
+    """Return the configuration in `raw`, the parsed JSON object. `origin` names the file in error
+    messages. Raises `ModelError` for invalid values."""
     applied = {*DEFAULTS, "do_sample", "eos_token_id", "max_new_tokens"}
     return GenerationConfig(
         sampling=_sampling(raw, origin),

@@ -1,1 +1,1 @@
-"""Options of an engine, and their names in other engines."""
+"""Options of an engine, including their names in other engines."""

@@ -1,4 +1,4 @@
-"""Configuration of an engine."""
+"""The configuration of an engine."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from nanoactor.requests.params import make_numbers_plain
 
 _MIN_STALL_TIMEOUT = 1.0
 _MAX_SHORT_STEPS = 4
-"""Maximum number of steps in flight while a step takes longer on the host (half a millisecond, say)
-than on the device."""
+"""Maximum number of steps in flight while a step takes less time on the device than on the host
+(about half a millisecond)."""
 _MAX_MAX_LOGPROBS = 1000
-"""Largest possible `max_logprobs`: the scores of a step's tokens must fit into one message."""
+"""Maximum value of `max_logprobs`. The scores of all tokens of a step must fit into one message."""
 Placement = Literal["default", "split", "single"]
 
 
 def simulated_times(device: str) -> tuple[float, float]:
-    """Return a simulated device's time per step in milliseconds and per token in microseconds; 0
-    and 0 if the name is malformed."""
+    """Return the step times of a simulated device: milliseconds per step, and microseconds per
+    token. Return (0, 0) for a malformed name."""
     base, plus, per_token = device.removeprefix("simulated:").partition("+")
     try:
         return float(base), float(per_token) if plus else 0.0
@@ -40,7 +40,7 @@ def simulated_times(device: str) -> tuple[float, float]:
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-    """Options of an engine. Raises `InvalidConfig` on construction, naming the option."""
+    """Options of an engine. The constructor raises `InvalidConfig`, naming the invalid option."""
 
     model: str
     """The model: a directory, `demo`, `demo-vl`, or a name on the Hugging Face hub."""
@@ -203,8 +203,7 @@ class EngineConfig:
     `nanoactor.runtime.recording.replay` replays the scheduler and the block manager."""
 
     def __post_init__(self) -> None:
-        """Check all options, except for the limits that depend on the model, which are checked
-        later."""
+        """Check all options. Limits that depend on the model are checked later."""
         make_numbers_plain(self)
         for name in ("model", "device"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
@@ -285,7 +284,7 @@ class EngineConfig:
     def _check_salt(self) -> None:
         salt = self.prefix_salt
         if salt is not None and (not isinstance(salt, bytes) or not 16 <= len(salt) <= 64):
-            raise InvalidConfig("prefix_salt must be 16 to 64 bytes, or None")  # not shown
+            raise InvalidConfig("prefix_salt must be 16 to 64 bytes, or None")  # keep it secret
 
     def _check_media_limits(self) -> None:
         limits = self.limit_mm_per_prompt
@@ -388,19 +387,19 @@ class EngineConfig:
 
     @property
     def device_options(self) -> DeviceOptions:
-        """Return the options that apply to only one kind of device."""
+        """Options that apply to only one kind of device."""
         mode = "eager" if self.enforce_eager else self.graph_mode
         return DeviceOptions(mode, self.attention_layout, self.weight_format, self.graph_cache_dir)
 
     @property
     def restarts_allowed(self) -> int:
-        """Return `max_restarts`, or 0 while recording, because a recording cannot span a
-        restart."""
+        """Maximum number of restarts: `max_restarts`, or 0 if messages are recorded, because a
+        recording cannot span a restart."""
         return self.max_restarts if self.debug_record_dir is None else 0
 
     def steps_in_flight(self, *, deep: bool) -> int:
-        """Return the maximum number of steps in flight. `deep` means that more short steps than
-        `pipeline_depth` may be in flight at no cost."""
+        """Return the maximum number of steps in flight. `deep` is True if the device works with
+        more than `pipeline_depth` steps in flight while they are short."""
         if self.max_pipeline_depth is not None:
             return self.max_pipeline_depth
         is_deeper = deep and self.pipeline_depth > 1

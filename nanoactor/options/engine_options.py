@@ -1,4 +1,4 @@
-"""Engine options under the names that vLLM and SGLang use."""
+"""Engine options under their own names, and under those that vLLM and SGLang use."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _BY_NAME: Mapping[str, ForeignOption] = {name.theirs: name for name in ENGINE}
 
 
 def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
-    """Return the configuration for options under our, vLLM's or SGLang's names. Raises
-    `InvalidConfig`; for an unknown name, the message suggests a known one."""
+    """Create a configuration from options with our, vLLM's or SGLang's names. Raises
+    `InvalidConfig` for an unknown or invalid option. The message suggests a known name."""
     known_names = [
         field.name for field in dataclasses.fields(EngineConfig) if field.name != "model"
     ]

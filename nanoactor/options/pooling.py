@@ -1,6 +1,9 @@
-"""Pooling configurations. This module does not import torch. Embedding checkpoints store the
-configuration in files of sentence-transformers: `modules.json`, the configuration of the pooling
-module, and `config_sentence_transformers.json`."""
+"""Pooling configurations: how a model's hidden states are reduced to a vector or a score. This
+module does not import torch.
+
+Embedding checkpoints store the configuration in files of sentence-transformers: `modules.json`, the
+configuration of the pooling module, and `config_sentence_transformers.json`.
+"""
 
 from __future__ import annotations
 
@@ -17,38 +20,40 @@ from nanoactor.requests.pooling_params import PoolingParams
 PoolingMethod = Literal["last", "mean", "cls", "yes_no"]
 POOLING_METHODS = ("auto", "none", "last", "mean", "cls", "yes_no")
 SCORE_TOKENS = "no", "yes"
-"""Tokens whose logits determine the score of a pair."""
+"""Tokens whose logits determine the score of a pair of texts."""
 MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
 _METHOD_BY_MODE: Mapping[str, PoolingMethod] = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
 _SUPPORTED_MODULES = ("Transformer", "Pooling", "Normalize")
-"""Supported modules."""
+"""Supported module types of sentence-transformers."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PoolingConfig:
-    """Pooling method of a model, and the prompts that may precede its texts."""
+    """Pooling method of a model, and the prompts that can precede its texts."""
 
     kind: PoolingMethod
-    """"last" and "cls": the final hidden state of the last or first token. "mean": the mean over
-    all tokens. "yes_no": the logits of two tokens at the last position."""
+    """Pooling method: "last" or "cls" is the final hidden state of the last or first token, "mean"
+    is the mean over all tokens, and "yes_no" is the logits of two tokens at the last position."""
     normalize: bool = True
-    """True if vectors are scaled to length 1, unless a request overrides this."""
+    """True if vectors are scaled to length 1 by default. A request can override this."""
     prompts: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Prompts, by name, that requests may put before their text."""
+    """Prompts that a request can put before its text, by name."""
     default_prompt: str | None = None
-    """Name of the prompt that is used unless a request names another."""
+    """Name of the prompt that is used by default; None for no prompt."""
     token_ids: tuple[int, ...] = ()
-    """For "yes_no", the ids of the two tokens, "no" first."""
+    """For "yes_no": ids of the tokens "no" and "yes", in this order."""
 
     @property
     def returns_scores(self) -> bool:
-        """Return True if the model returns scores instead of vectors."""
+        """True if the model returns scores instead of vectors."""
         return self.kind == "yes_no"
 
     def params_of_pair(self, params: PoolingParams) -> tuple[PoolingParams, PoolingParams]:
-        """Return the parameters for a query and a document whose vectors are compared: normalized,
-        and with the model's `query` and `document` prompts if it has them and `params` has no
-        prompt."""
+        """Return the parameters for a query and a document whose vectors will be compared.
+
+        Vectors are normalized. Unless `params` has a prompt, the model's prompts named `query` and
+        `document` are used, if they exist.
+        """
         prompt_names = [name if name in self.prompts else None for name in ("query", "document")]
         if params.prompt is not None or params.prompt_name is not None:
             prompt_names = [params.prompt_name, params.prompt_name]
@@ -58,22 +63,22 @@ class PoolingConfig:
         return query, document
 
     def width(self, hidden_size: int) -> int:
-        """Return the length of a row's result, a vector or the logits."""
+        """Return the length of a pooling result: a vector, or the logits of two tokens."""
         return len(self.token_ids) or hidden_size
 
 
 def is_pooling_checkpoint(directory: Path) -> bool:
-    """Return True if a checkpoint is for pooling, not for generating text."""
+    """Return True if a checkpoint is for pooling, and not for generating text."""
     return (directory / MODULES).exists()
 
 
 def read_pooling(directory: Path, kind: str = "auto") -> PoolingConfig | None:
-    """Return the pooling configuration that a checkpoint describes; `kind` replaces its pooling
-    method.
+    """Read the pooling configuration of a checkpoint. `kind` is the option `pooling`, which can
+    override the pooling method.
 
-    If the checkpoint describes none, return None, or, if a method is given, a configuration with
-    normalized vectors and without prompts. The token ids of "yes_no" are not set. Raises
-    `ModelError` for malformed files, `UnsupportedModel` for unknown modules or methods.
+    If the checkpoint has no configuration, return None, or, if `kind` is a method, a configuration
+    with normalized vectors and without prompts. The token ids for "yes_no" are not set. Raises
+    `ModelError` for malformed files, and `UnsupportedModel` for unknown modules or methods.
     """
     if kind == "none":
         return None
@@ -103,7 +108,7 @@ def read_pooling(directory: Path, kind: str = "auto") -> PoolingConfig | None:
 
 
 def _read_modules(path: Path) -> list[tuple[str, str]]:
-    """Return the class name and the folder of each module."""
+    """Return the class name and the folder of each module listed in `modules.json`."""
     check_file(path)
     try:
         entries = json.loads(path.read_text(encoding="utf-8-sig"))
@@ -141,7 +146,8 @@ def _read_method(path: Path) -> PoolingMethod:
 
 
 def _modes_from_flags(raw: Mapping[str, Any]) -> list[str]:
-    """Return the pooling modes in the older format, which has a flag for each mode."""
+    """Return the pooling modes of a configuration in the older format, which has a flag per
+    mode."""
     prefix = "pooling_mode_"
     return [
         name.removeprefix(prefix).removesuffix("_tokens").removesuffix("_token")
@@ -151,7 +157,7 @@ def _modes_from_flags(raw: Mapping[str, Any]) -> list[str]:
 
 
 def _read_prompts(path: Path) -> tuple[dict[str, str], str | None]:
-    """Return the prompts by name, and the name of the default one."""
+    """Return the prompts by name, and the name of the default prompt or None."""
     if not path.exists():
         return {}, None
     raw = read_json(path)

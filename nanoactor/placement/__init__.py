@@ -1,1 +1,1 @@
-"""The placement of actors on processes, and the edges between actors."""
+"""The placement of actors in processes, and the edges (message channels) between actors."""

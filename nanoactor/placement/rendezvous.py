@@ -1,4 +1,4 @@
-"""The socket on which the ranks of a tensor-parallel group meet."""
+"""The socket on which the ranks of a tensor-parallel group find each other."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import socket
 
 
 class Rendezvous:
-    """A socket that listens on the loopback interface only, on a port chosen by the kernel.
+    """A listening socket on the loopback interface, on a port chosen by the kernel.
 
-    Rank 0 and its replacements inherit it; it is unreachable from other hosts.
+    Rank 0 inherits it, as does a process that replaces rank 0. Other hosts cannot reach it.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -20,7 +20,7 @@ class Rendezvous:
             self.descriptor = listener.detach()
 
     def close(self) -> None:
-        """Close this process's copy of the socket; a second call does nothing."""
+        """Close this process's copy of the socket. Further calls have no effect."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1

@@ -1,4 +1,4 @@
-"""The engine options that concern the system of processes."""
+"""The engine options that configure the system of processes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from nanoactor.runner.timing.threads import usable_cores
 from nanoactor.runtime.wiring import Options
 
 _DEFAULT_AWAKE_MS = 3.0
-"""Default polling time of event loops in ms: long enough for a request to reach the runner, or for
-its first token to reach the user."""
+"""Default time for which event loops poll before they sleep, in ms. It is long enough for a request
+to reach the runner, or for its first token to reach the user."""
 
 
 def system_options(config: EngineConfig, processes: int) -> Options:
-    """Return the options of a system with this many processes."""
+    """Return the options of a system with `processes` processes."""
     return Options(
         transport=config.transport,
         debug=config.debug,
@@ -28,8 +28,8 @@ def system_options(config: EngineConfig, processes: int) -> Options:
 
 
 def _awake_ms(config: EngineConfig, processes: int) -> float:
-    """Return the time in ms for which event loops poll for messages before they sleep; 0 if cores
-    are scarce."""
+    """Return the time for which event loops poll for messages before they sleep, in ms. Return 0 if
+    cores are scarce."""
     if config.awake_ms is not None:
         return config.awake_ms
     return _DEFAULT_AWAKE_MS if usable_cores() >= 2 * processes else 0.0

@@ -1,4 +1,4 @@
-"""The engine's topology: its actors, their placement on processes, and their edges."""
+"""Topology of an engine: its actors, their placement in processes, and the edges between them."""
 
 from __future__ import annotations
 
@@ -30,36 +30,36 @@ from nanoactor.setup.actors import (
 from nanoactor.text.scores import MAX_PIECE
 
 USER = "user"
-# Never imported in a control process: torch alone takes 200 MB and a second to import.
+# Never imported in a control process, because torch alone takes 200 MB and a second.
 _HEAVY_MODULES = ("torch", "transformers", "torch_npu")
 _MIB = 1 << 20
-# Maximum size in bytes of a request's rules: allowed ids, ids with their biases, and bad words in
-# two spellings each.
+# Maximum size of a request's rules in bytes: allowed ids, ids with biases, and bad words in two
+# spellings each.
 _MAX_RULES_BYTES = 12 * MAX_RULED_IDS + 8 * MAX_BAD_WORDS * (MAX_BAD_WORD_TOKENS + 1) + 1024
 _MAX_BAD_WORDS_BYTES = 4 * MAX_BAD_WORD_LENGTH * MAX_BAD_WORDS
-# If cores are scarce, control and runner processes run first, as a late step delays all sequences
-# and late text does not. The detokenizer merges output that it cannot send in time.
+# If cores are scarce, control and runner processes run first: a late step delays all sequences,
+# whereas late text delays nothing else. The detokenizer merges output that it cannot send in time.
 _DETOKENIZER_NICE = 10
-# A late mask delays only the request with the grammar.
+# A late mask delays only the requests with a grammar.
 _GRAMMAR_NICE = 15
-# Images may be even later.
+# Decoding of images may be even later.
 _VISION_NICE = 19
-# Capacity in bytes of an edge for pieces of images or pixels, as that much is copied at once.
+# Capacity of an edge for pieces of images or pixels, in bytes, because that much is copied at once.
 _PIXEL_EDGE_BYTES = 4 << 20
-# Gloo and NCCL use the loopback interface unless the environment names another one.
+# Gloo and NCCL use the loopback interface, unless the environment names another one.
 _LOOPBACK_INTERFACE = "lo"
 _MIN_DEFAULT_BLOCK_SIZE = 16
 
 
-# NumPy's OpenBLAS starts a thread for each core on import, which is a good part of a process's
+# On import, NumPy's OpenBLAS starts a thread per core, which takes a large part of a process's
 # startup time. None of our processes multiplies matrices with NumPy.
 LIGHT_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1"}
 
 
 def engine_topology(config: ActorConfig, rendezvous: Rendezvous | None = None) -> Topology:
-    """Return the topology of an engine; see docs/architecture.md for a diagram.
+    """Return the topology of an engine. docs/architecture.md has a diagram.
 
-    `rendezvous` is the socket on which the runners meet, if there are several.
+    `rendezvous` is the socket on which the runners find each other; None for a single runner.
     """
     engine, files = config.engine, config.files
     tokenizers = [f"tokenizer.{index}" for index in range(engine.num_tokenizers)]
@@ -102,7 +102,8 @@ def _actors(
 
 
 def _grammar_actors(config: ActorConfig) -> tuple[str, ...]:
-    """Return the name of the actor that makes masks; empty if there is none."""
+    """Return the name of the actor that computes grammar masks, or an empty tuple if there is
+    none."""
     return ("grammar",) if has_grammars(config.files) else ()
 
 
@@ -161,17 +162,17 @@ def _nodes(
 def _runner_nodes(
     config: EngineConfig, blocked_modules: tuple[str, ...], rendezvous: Rendezvous | None
 ) -> list[NodeSpec]:
-    # Idle OpenMP threads sleep, as the control actors need cores. Between the operators of a step
-    # they keep spinning: waking a thread takes longer than many an operator.
+    # Idle OpenMP threads sleep, because the control actors need the cores. Between the operators of
+    # a step, they keep spinning: waking a thread takes longer than many operators.
     environment = {
         **LIGHT_ENVIRONMENT,
         "OMP_WAIT_POLICY": "PASSIVE",
         "GOMP_SPINCOUNT": "10000",
         "KMP_BLOCKTIME": "1",
-        # oneDNN caches two entries of 0.27 MiB for each number of rows that a linear layer's shape
-        # was used with, up to 1024 entries. PyTorch has another cache of 1024 entries of 0.27 MiB
-        # above it, which saves a few microseconds per call. The shapes of one step must fit into
-        # the caches, as each shape is used in all layers.
+        # oneDNN caches two entries of 0.27 MiB for each number of rows with which a linear layer's
+        # shape was used, up to 1024 entries. Above it, PyTorch has another cache of 1024 entries of
+        # 0.27 MiB, which saves a few microseconds per call. The shapes of one step must fit into
+        # these caches, because all layers use the same shapes.
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
         "LRU_CACHE_CAPACITY": "16",
         **_ascend_environment(config),
@@ -200,12 +201,12 @@ def _runner_nodes(
 
 
 def _ascend_environment(config: EngineConfig) -> dict[str, str]:
-    """Return the environment variables that torch_npu and CANN read on load, except those already
-    set."""
+    """Return the environment variables that torch_npu and CANN read when they are loaded. Variables
+    that are already set are omitted."""
     variables = {
-        # A separate thread submits operators to the device.
+        # Submit operators to the device from a separate thread.
         "TASK_QUEUE_ENABLE": "1",
-        # Choose free ports, as several engines may share a host.
+        # Choose free ports, because several engines may share a host.
         "HCCL_HOST_SOCKET_PORT_RANGE": "auto",
         "HCCL_NPU_SOCKET_PORT_RANGE": "auto",
     }
@@ -217,9 +218,9 @@ def _ascend_environment(config: EngineConfig) -> dict[str, str]:
 def _edges(
     config: EngineConfig, files: ModelFiles, tokenizers: list[str], vision: list[str]
 ) -> tuple[EdgeSpec, ...]:
-    """Return all edges. Each ring is at least twice as large as its largest possible record.
+    """Return all edges. Each ring holds at least two records of the largest possible size.
 
-    Memory that is never touched costs nothing, so the rings are sized for the worst case.
+    Rings are sized for the worst case, because memory that is never touched costs nothing.
     """
     max_len, max_seqs = files.max_model_len, config.max_num_seqs
     rules_bytes = _MAX_RULES_BYTES + MAX_GRAMMAR_BYTES * (files.tokenizer_directory is not None)
@@ -231,13 +232,12 @@ def _edges(
     token_bytes = 20 + 64 * bool(vision)
     admitted = ring_capacity(token_bytes * max_len + rules_bytes + _MIB)
     direct = ring_capacity(20 * min(max_len, DIRECT_TOKENS) + _MIB)
-    # A step may admit all sequences with their whole block tables, if their prefixes are cached.
+    # A step may admit all sequences with their full block tables, if their prefixes are cached.
     block_table_bytes = 4 * -(-max_len // (config.block_size or _MIN_DEFAULT_BLOCK_SIZE))
     row_bytes = (
         192 + _MAX_RULES_BYTES + 4 * (MAX_STOP_IDS + len(files.eos_token_ids)) + block_table_bytes
     )
-    # A token's id, its successor for scoring, its rotary positions, and its row in the encoder
-    # cache.
+    # Token id, id of the next token for scoring, rotary positions, and row in the encoder cache.
     input_token_bytes = 8 + 24 * bool(vision)
     step_bytes = (
         max_seqs * row_bytes + input_token_bytes * config.max_num_batched_tokens + 64 * 1024
@@ -259,11 +259,12 @@ def _edges(
     small = ring_capacity(64 * 1024 + 64 * max_seqs)
     pages = encoder_pages(config, files)
     runners = tuple(f"runner.{rank}" for rank in range(config.tensor_parallel_size))
-    # With images or masks, each runner reports those that it has received; otherwise only one
+    # With images or masks, every runner reports which ones it has received. Otherwise, only one
     # runner reports.
     reporting_runners = runners if vision or has_grammars(files) else runners[:1]
-    # Each cycle has an edge whose outbox is bounded by the protocol: to one message that merges
-    # updates (credits, stops, chunks), or to a multiple of the number of steps in flight.
+    # Each cycle of edges contains one whose outbox the protocol bounds: to one message into which
+    # updates (credits, stops, chunks) are merged, or to a multiple of the number of steps in
+    # flight.
     return (
         *(EdgeSpec("frontend", (t,), prompt) for t in tokenizers),
         *(EdgeSpec(t, ("scheduler",), admitted) for t in tokenizers),
@@ -287,8 +288,8 @@ def _edges(
 
 
 def _index_edge(config: EngineConfig) -> list[EdgeSpec]:
-    """Return the edge for updates of the prefix index, which are merged until there is room; none
-    without a `prefix_salt`."""
+    """Return the edge for updates of the prefix index, which are merged while the edge is full.
+    Without a `prefix_salt`, return no edge."""
     if config.prefix_salt is None:
         return []
     return [EdgeSpec("blocks", ("frontend",), ring_capacity(256 * 1024), bound=1)]
@@ -297,7 +298,8 @@ def _index_edge(config: EngineConfig) -> list[EdgeSpec]:
 def _grammar_edges(
     config: EngineConfig, files: ModelFiles, runners: tuple[str, ...], small: int
 ) -> list[EdgeSpec]:
-    """Return the edges of the grammar actor, whose messages are merged until there is room."""
+    """Return the edges of the grammar actor. Messages with a bound are merged while their edge is
+    full."""
     if not has_grammars(files):
         return []
     open_bytes = ring_capacity(MAX_GRAMMAR_BYTES + 4 * files.max_model_len + 64 * 1024)
@@ -315,7 +317,8 @@ def _grammar_edges(
 def _vision_edges(
     tokenizers: list[str], vision: list[str], runners: tuple[str, ...], small: int
 ) -> list[EdgeSpec]:
-    """Return the edges of the vision workers, whose messages are merged until there is room."""
+    """Return the edges of the vision workers. Messages with a bound are merged while their edge is
+    full."""
     edges = []
     for worker in vision:
         edges += [

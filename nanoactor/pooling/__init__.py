@@ -1,1 +1,1 @@
-"""Pooling: embedding vectors of texts, and scores of pairs of texts."""
+"""Pooling: requests for embedding vectors of texts, and for scores of pairs of texts."""

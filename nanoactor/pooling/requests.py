@@ -1,4 +1,5 @@
-"""Validation and prompts of requests for embeddings and scores; pure logic."""
+"""Validation of requests for embeddings and scores, and construction of their prompts; pure
+logic."""
 
 from __future__ import annotations
 
@@ -11,8 +12,11 @@ from nanoactor.requests.pooling_params import PoolingParams
 
 
 def check_pooling(params: Any, pooling: PoolingConfig | None, hidden_size: int) -> PoolingConfig:
-    """Return the pooling configuration for a request. Raises `InvalidRequest` if the model does not
-    support pooling, or if `params` are invalid for the model."""
+    """Return `pooling`, the model's pooling configuration, if it allows the request.
+
+    Raises `InvalidRequest` if the model does not support pooling, or if `params` are invalid or
+    request more than `hidden_size` dimensions.
+    """
     if pooling is None:
         raise InvalidRequest(
             "this model generates text; for vectors and scores, load an embedding model or a "
@@ -29,8 +33,10 @@ def check_pooling(params: Any, pooling: PoolingConfig | None, hidden_size: int) 
 
 
 def truncation_length(params: PoolingParams, limit: int) -> int:
-    """Return the number of tokens to keep at the end of a text; 0 keeps all. Raises
-    `InvalidRequest` if `params` request more than `limit`."""
+    """Return the number of tokens to keep at the end of a text; 0 keeps all.
+
+    `limit` is `max_model_len`. Raises `InvalidRequest` if `params` request more than that.
+    """
     requested = params.truncate_prompt_tokens
     if requested is not None and requested > limit:
         raise InvalidRequest(f"truncate_prompt_tokens is {requested}, but max_model_len is {limit}")
@@ -38,9 +44,12 @@ def truncation_length(params: PoolingParams, limit: int) -> int:
 
 
 def prepend_prompt(text: Any, params: PoolingParams, pooling: PoolingConfig) -> Any:
-    """Return a text with the request's or the model's prompt prepended; token ids are returned
-    unchanged. Raises `InvalidRequest` for other types, for an unknown prompt name, and for a prompt
-    in combination with token ids."""
+    """Return a text with the prompt from the request or the model prepended. A prompt of token ids
+    is returned unchanged.
+
+    Raises `InvalidRequest` for other types, for an unknown prompt name, and if a prompt is
+    requested for token ids.
+    """
     name = params.prompt_name
     if name is not None and name not in pooling.prompts:
         known = ", ".join(map(repr, pooling.prompts)) or "none"

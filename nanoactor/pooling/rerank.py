@@ -1,4 +1,4 @@
-"""Prompt of a reranker for a query and a document.
+"""The prompt with which a reranker judges whether a document answers a query.
 
 Source: the model card of Qwen3-Reranker; arXiv:2506.05176.
 """
@@ -6,7 +6,7 @@ Source: the model card of Qwen3-Reranker; arXiv:2506.05176.
 from __future__ import annotations
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
-"""The default instruction."""
+"""Task description that is used if a request has no instruction."""
 _SYSTEM = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct "
     'provided. Note that the answer can only be "yes" or "no".'
@@ -14,7 +14,10 @@ _SYSTEM = (
 
 
 def judgement_prompt(query: str, document: str, instruction: str | None = None) -> str:
-    """Return the prompt that the model completes with "yes" or "no"."""
+    """Return the prompt for a query and a document, which the model completes with "yes" or "no".
+
+    `instruction` describes the task; None means `INSTRUCTION`.
+    """
     return (
         f"<|im_start|>system\n{_SYSTEM}<|im_end|>\n<|im_start|>user\n"
         f"<Instruct>: {INSTRUCTION if instruction is None else instruction}\n"

@@ -1,7 +1,7 @@
-"""All names that are used from Ray's API, in one place, as the request router's API may change with
+"""All names used from Ray's API, in one place, because the API of request routers may change with
 any release.
 
-`tests/ray_serve/test_api.py` imports them. The extra's version bounds are the tested releases.
+`tests/ray_serve/test_api.py` imports them. The version bounds of the extra are the tested releases.
 """
 
 from __future__ import annotations

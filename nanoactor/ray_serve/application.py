@@ -1,8 +1,8 @@
-"""The application that Ray Serve runs: from Python, `serve run`, `serve deploy` or KubeRay.
+"""The application for Ray Serve, started from Python, `serve run`, `serve deploy` or KubeRay:
 
     serve run nanoactor.ray_serve.application:app model=demo replicas=2
 
-Ray Serve reads the annotations in this module, and they must not be strings: hence no
+Ray Serve reads the annotations of this module, which must not be strings. Therefore, it has no
 `from __future__ import annotations`.
 """
 
@@ -28,23 +28,23 @@ from nanoactor.server.config import ServerConfig
 
 _SALT_BYTES = 32
 _EXIT_SECONDS = 15.0
-"""Seconds after the drain timeout in which processes have to exit."""
-# Our code never blocks an event loop. Ray Serve's separate loops and threads would take a third
-# more CPU time.
+"""Time after the drain timeout within which processes must exit, in seconds."""
+# Our code never blocks an event loop. The separate loops and threads that Ray Serve uses by default
+# would take a third more CPU time.
 _SINGLE_LOOP_VARIABLES = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
 }
 _QUIET_LOGGING = {"enable_access_log": False, "log_level": "WARNING"}
 _UNLIMITED_CALLS = 1_000_000
-"""Limit on concurrent calls that is never reached: the calls for links are long-lived, and the
-engine's own queue limits requests."""
+"""Maximum number of concurrent calls, too high ever to be reached. The calls for links are
+long-lived, and the engine's own queue limits requests."""
 _ROUTER_PATH = "nanoactor.ray_serve.router:ReplicaNameRouter"
 _POLICY_PATH = "nanoactor.ray_serve.scaling:by_demand"
 
 
 class Arguments(BaseModel):
-    """Arguments of `serve run` and of a configuration file. Unknown arguments are rejected."""
+    """Arguments of `serve run`, or of a configuration file. Unknown arguments are rejected."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -54,18 +54,18 @@ class Arguments(BaseModel):
     ingresses: int | None = None
     max_replicas: int | None = None
     engine: dict[str, Any] = Field(default_factory=dict)
-    """Options of `EngineConfig`, by name."""
+    """Options of the engines: fields of `EngineConfig`, by name."""
     server: dict[str, Any] = Field(default_factory=dict)
-    """Options of `ServerConfig`, by name."""
+    """Options of the HTTP servers: fields of `ServerConfig`, by name."""
     fleet: dict[str, Any] = Field(default_factory=dict)
-    """Other options of `FleetConfig`, by name."""
+    """Further options of the fleet: fields of `FleetConfig`, by name."""
     environment: dict[str, str] = Field(default_factory=dict)
-    """Environment variables for all engines and ingresses."""
+    """Environment variables of all replicas and ingresses."""
 
 
 def app(arguments: Arguments) -> Any:
-    """Return the application. Raises `InvalidConfig`, or an error of pydantic, if an option is
-    invalid."""
+    """Create the application. Raises `InvalidConfig`, or a pydantic error, for an invalid
+    option."""
     engine = engine_config(arguments.model, arguments.engine)
     server = _build_options(ServerConfig, arguments.server)
     fleet_options = {**arguments.fleet, "replicas": arguments.replicas}
@@ -90,7 +90,8 @@ def build(
     fleet: FleetConfig,
     environment: dict[str, str] | None = None,
 ) -> Any:
-    """Return the application: the engine's replicas, and the ingresses in front of them."""
+    """Create the application: the replicas, and the ingresses in front of them. `environment` are
+    variables for the processes of both."""
     if config.prefix_salt is None:
         config = dataclasses.replace(config, prefix_salt=secrets.token_bytes(_SALT_BYTES))
     variables = {"env_vars": {**_SINGLE_LOOP_VARIABLES, **(environment or {})}}
@@ -138,15 +139,15 @@ def _scaling_options(fleet: FleetConfig) -> dict[str, Any]:
 
 
 def count_nodes() -> int:
-    """Return the number of live Ray nodes; 1 if Ray is not initialized."""
+    """Return the number of live Ray nodes, or 1 if Ray is not initialized."""
     if not ray.is_initialized():
         return 1
     return max(1, sum(1 for node in ray.nodes() if node["Alive"]))
 
 
 def resources(config: EngineConfig, fleet: FleetConfig) -> dict[str, Any]:
-    """Return the resources that a replica's actor requests from Ray. The tensor-parallel ranks are
-    child processes that see the devices of this one actor, so all of them are on one node."""
+    """Return the resources that a replica's Ray actor requests. Tensor-parallel ranks are child
+    processes of that actor, so all of their devices are on one node."""
     options: dict[str, Any] = {"num_cpus": fleet.cpus_per_replica}
     resource = accelerator(config.device)
     if resource == "GPU":
@@ -157,8 +158,8 @@ def resources(config: EngineConfig, fleet: FleetConfig) -> dict[str, Any]:
 
 
 def accelerator(device: str) -> str:
-    """Return the name of the Ray resource for a device; empty if there is none. For "auto", it is
-    an accelerator that the cluster has."""
+    """Return the name of the Ray resource for a device, or an empty text for the CPU. For "auto",
+    return an accelerator that the cluster has, if any."""
     if device != "auto":
         return {"cuda": "GPU", "npu": "NPU"}.get(device.partition(":")[0], "")
     available = ray.cluster_resources() if ray.is_initialized() else {}

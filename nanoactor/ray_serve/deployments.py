@@ -1,4 +1,4 @@
-"""The two Ray Serve deployments: the engines, and the ingress."""
+"""The two Ray Serve deployments: the engines and the ingresses."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ bind_to_loopback()  # runs when Ray imports this module, before Ray Serve opens 
 log = logging.getLogger("nanoactor.ray")
 
 LOG_VARIABLE = "NANOACTOR_RAY_LOG"
-"""Environment variable with the path of a file to which the deployments also log, if it is on this
-machine."""
+"""Environment variable with the path of a file to which the deployments also write their log, if it
+exists on their machine."""
 
 
 class Engine:
-    """A replica: one engine and its hub."""
+    """A replica: one engine, and the hub that serves it to ingresses."""
 
     async def __init__(self, config: EngineConfig, fleet: FleetConfig) -> None:  # type: ignore[misc]
         _configure_logging(logging.WARNING)
@@ -58,36 +58,38 @@ class Engine:
         self._fleet = fleet
 
     async def link(self, replica: str, link: str) -> AsyncGenerator[bytes, None]:
-        """Serve a link of an ingress by yielding reports; `replica` is used only by the router."""
+        """Serve a link to an ingress, and yield encoded reports. `replica` is evaluated only by the
+        router."""
         async with contextlib.aclosing(self._hub.link(link)) as reports:
             async for report in reports:
                 yield report
 
     async def push(self, replica: str, orders: bytes) -> bool:
-        """Process orders from an ingress; return False if the link has ended. `replica` is used
-        only by the router."""
+        """Process encoded orders of an ingress. Return False if the link has ended. `replica` is
+        evaluated only by the router."""
         return self._hub.handle_orders(orders)
 
     def check_health(self) -> None:
-        """Raise an error if the engine is dead, so that Ray replaces the replica."""
+        """Raise an error if the engine has died, so that Ray replaces the replica."""
         if self._llm.dead is not None:
             raise self._llm.dead
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the number of replicas that this replica's load requires."""
+        """Return the number of replicas that this replica's load would need, as the metric
+        `demand`."""
         load = self._hub.load(0)
         return {"demand": self._fleet.demand(load, self._llm.config.max_num_seqs)}
 
     async def __del__(self) -> None:
-        """Close the engine. Ray Serve awaits this method once no link is left."""
+        """Close the engine. Ray Serve awaits this method after the last link has ended."""
         if hasattr(self, "_hub"):
             await self._hub.stop()
             await self._llm.close()
 
 
 def _create_engine(config: EngineConfig) -> AsyncLLM:
-    """Create an engine. If a node has several replicas, one of them fetches the model while the
-    others wait."""
+    """Create an engine. If several replicas start on a node, one of them downloads the model while
+    the others wait."""
     lock_directory = (
         Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanoactor" / "locks"
     )
@@ -100,8 +102,8 @@ def _create_engine(config: EngineConfig) -> AsyncLLM:
 
 @contextlib.contextmanager
 def _without_omp_num_threads() -> Iterator[None]:
-    """Unset `OMP_NUM_THREADS`, which Ray sets for its own process, while child processes start: our
-    runners choose their own number of threads."""
+    """Unset `OMP_NUM_THREADS` in this context. Ray sets the variable for its own process, but our
+    runners, which are started here, choose their number of threads themselves."""
     saved = os.environ.pop("OMP_NUM_THREADS", None)
     try:
         yield
@@ -111,7 +113,7 @@ def _without_omp_num_threads() -> Iterator[None]:
 
 
 class Ingress:
-    """An HTTP server in front of the engines."""
+    """An HTTP server that forwards requests to the replicas of a fleet."""
 
     async def __init__(  # type: ignore[misc]
         self, engines: Any, config: EngineConfig, server: ServerConfig, fleet: FleetConfig
@@ -135,13 +137,14 @@ class Ingress:
             )
 
     async def __call__(self, request: Any) -> Any:
-        """Redirect a request that came through Ray Serve's own proxy to this server's port."""
+        """Redirect a request that arrived through Ray Serve's own proxy to the port of this
+        server."""
         from starlette.responses import RedirectResponse
 
         return RedirectResponse(str(request.url.replace(port=self._server.port)), 307)
 
     async def port(self) -> int:
-        """Return the port of this ingress."""
+        """Return the port on which this ingress listens."""
         return self._server.port
 
     async def __del__(self) -> None:
@@ -152,8 +155,8 @@ class Ingress:
 
 @functools.cache
 def _configure_logging(level: int) -> None:
-    """Log to stderr, which Ray writes to a file of this process, and log records of level `level`
-    and above to the file that `LOG_VARIABLE` names, if it is on this machine."""
+    """Write the log to stderr, which Ray redirects to a file per process. Records of at least
+    `level` also go to the file that `LOG_VARIABLE` names, if it exists on this machine."""
     for name in ("server", "access", "ray", "fleet", "engine"):
         logging.getLogger(f"nanoactor.{name}").setLevel(logging.INFO)
     logger = logging.getLogger("nanoactor")

@@ -1,4 +1,4 @@
-"""The driver of `nanoactor serve --replicas`: a process that starts or joins Ray."""
+"""The driver process of `nanoactor serve --replicas`, which starts or joins Ray."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from nanoactor.ray_serve.options import FleetConfig
 from nanoactor.server.config import ServerConfig
 
 APPLICATION_NAME = "nanoactor"
-"""Name of the application."""
+"""Name of the application in Ray Serve."""
 _STATUS_INTERVAL = 5.0
 _JOIN_SECONDS = 0.2
 _OBJECT_STORE_BYTES = 128 << 20
-"""Size in bytes of Ray's object store: only reports in transit go through it."""
+"""Size of Ray's object store in bytes. Only reports in transit pass through it."""
 
 log = logging.getLogger("nanoactor.ray")
 
 
 def main() -> None:
-    """Run until standard input, a pipe from the parent process, is closed."""
+    """Serve until the parent process closes the pipe on standard input."""
     logging.basicConfig(
         level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s %(message)s"
     )
@@ -54,7 +54,7 @@ def _wait_for_parent_exit(stop: threading.Event) -> None:
 def run(
     config: EngineConfig, server: ServerConfig, fleet: FleetConfig, stop: threading.Event
 ) -> None:
-    """Serve until `stop` is set."""
+    """Deploy the application, and serve until `stop` is set."""
     from nanoactor.ray_serve.api import ray, serve
     from nanoactor.ray_serve.application import build
 
@@ -69,7 +69,7 @@ def run(
         options = {"address": "local", "num_cpus": cpus, "object_store_memory": _OBJECT_STORE_BYTES}
         options |= {"include_dashboard": False}
     ray.init(**options, log_to_driver=False, logging_level="error")
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # again, as Ray has set its own handler
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # again, because Ray replaced the handler
     try:
         serve.start(proxy_location="Disabled")
         variables = {name: os.environ[name] for name in (LOOPBACK_VARIABLE,) if name in os.environ}
@@ -90,7 +90,8 @@ def run(
 
 
 def _deploy(application: object, stop: threading.Event) -> bool:
-    """Deploy the application and wait until it runs; return False if `stop` is set meanwhile."""
+    """Deploy the application and wait until it is running. Return False if `stop` is set before
+    that."""
     from nanoactor.ray_serve.api import serve
 
     failures: list[BaseException] = []
@@ -115,7 +116,7 @@ def _deploy(application: object, stop: threading.Event) -> bool:
 
 
 def _failure_text(status: object) -> str:
-    """Return the last lines of an application's failure message."""
+    """Return the last lines of the failure messages in an application's status."""
     deployments = getattr(status, "deployments", {}).values()
     messages = [deployment.message for deployment in deployments if deployment.message] or [
         getattr(status, "message", "")
@@ -125,8 +126,8 @@ def _failure_text(status: object) -> str:
 
 
 def _log_errors(stop: threading.Event) -> None:
-    """Log errors that Ray Serve reports. Streams do not need its controller: they continue while
-    the controller is being replaced and does not answer."""
+    """Log problems that Ray Serve reports. Streams do not depend on its controller, and continue
+    while it is being replaced."""
     from nanoactor.ray_serve.api import serve
 
     last_problem = ""

@@ -1,9 +1,8 @@
-"""`nanoactor serve --replicas N`: starts Ray and the application, and shuts them down cleanly.
+"""`nanoactor serve --replicas N`: start Ray and the application, and shut both down cleanly.
 
-Ray's processes and the driver run in a session of their own, without a terminal. Signals that a
-terminal or a supervisor sends to this process's group do not reach them, so none of them exits
-before responses are complete. This process stops the driver by closing its pipe; the kernel closes
-it if this process dies.
+The driver and Ray's processes run in a separate session without a terminal. Signals from a terminal
+or a supervisor do not reach them, so none of them exits before responses are complete. This process
+stops the driver by closing its pipe; if this process dies, the kernel closes the pipe.
 """
 
 from __future__ import annotations
@@ -34,12 +33,13 @@ log = logging.getLogger("nanoactor.server")
 
 _DRIVER = [sys.executable, "-m", "nanoactor.ray_serve.driver"]
 _EXIT_SECONDS = 60.0
-"""Seconds after the drain timeout in which the driver has to exit."""
+"""Time after the drain timeout within which the driver must exit, in seconds."""
 _INSTALL_COMMAND = "pip install 'nanoactor[ray]'"
 
 
 def check_ray() -> None:
-    """Raise `InvalidConfig`, with the command that installs it, if Ray is not installed."""
+    """Raise `InvalidConfig` if Ray or Ray Serve is not installed. The message contains the command
+    that installs it."""
     if importlib.util.find_spec("ray") is None:
         raise InvalidConfig(f"replicas need Ray, which is not installed: {_INSTALL_COMMAND}")
     if importlib.util.find_spec("starlette") is None:
@@ -47,9 +47,12 @@ def check_ray() -> None:
 
 
 async def serve_replicas(config: EngineConfig, server: ServerConfig, fleet: FleetConfig) -> None:
-    """Serve until SIGTERM, SIGINT or SIGHUP, then let running requests finish; a second signal
-    stops at once. Raises `InvalidConfig` if an option does not work with replicas, and
-    `StartupFailed` if Ray or the application fails to start or dies."""
+    """Serve until SIGTERM, SIGINT or SIGHUP, and then wait until running requests have finished. A
+    second signal ends the server immediately.
+
+    Raises `InvalidConfig` for options that do not work with replicas. Raises `StartupFailed` if Ray
+    or the application fails to start or dies.
+    """
     check_ray()
     if config.otlp_traces_endpoint is not None:
         load_telemetry()  # so that a missing extra is reported here, in one line
@@ -65,8 +68,8 @@ async def serve_replicas(config: EngineConfig, server: ServerConfig, fleet: Flee
             "caches of different sizes: give a number"
         )
     with only_ours():
-        read_model_files(config)  # so that an error in the files is reported here, in one line
-    with contextlib.ExitStack() as resources:  # a second signal closes it, too
+        read_model_files(config)  # to report an error in the files here, in one line
+    with contextlib.ExitStack() as resources:  # a second signal closes it as well
         await _serve_until_signal(resources, config, server, fleet)
 
 
@@ -97,8 +100,8 @@ async def _serve_until_signal(
 def _start_driver(
     private_directory: Path, config: EngineConfig, server: ServerConfig, fleet: FleetConfig
 ) -> subprocess.Popen[bytes]:
-    """Start the driver, and pass it the configuration through a pipe, which keeps API keys off the
-    command line."""
+    """Start the driver process, and send it the configuration through a pipe, so that API keys do
+    not appear on its command line."""
     driver = subprocess.Popen(  # noqa: S603 - our own module
         _DRIVER,
         stdin=subprocess.PIPE,
@@ -121,8 +124,9 @@ def _start_driver(
 
 
 def _forward_stderr(lines: Iterable[bytes]) -> None:
-    """Forward the driver's stderr. Ray cannot turn off its `(raylet)` lines about other processes;
-    they are logged at debug level only, because they call every exit of a controller a failure."""
+    """Copy the driver's stderr to ours. Lines of Ray about other processes, `(raylet)`, cannot be
+    turned off. They are only logged at debug level, because they report every exit of a controller
+    as a failure."""
     for line in lines:
         if b"(raylet)" in line:
             log.debug("%s", line.decode(errors="replace").rstrip())
@@ -132,8 +136,8 @@ def _forward_stderr(lines: Iterable[bytes]) -> None:
 
 
 def environment(private_directory: Path, fleet: FleetConfig) -> dict[str, str]:
-    """Return environment variables for Ray: no usage reports, and unhealthy replicas are stopped by
-    force. If the Ray cluster is ours, a token is required and ports are bound to loopback only."""
+    """Return environment variables for Ray. They disable usage reports, and have unhealthy replicas
+    stopped by force. A Ray instance of our own requires a token and binds its ports to loopback."""
     variables = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1"}
     if fleet.ray_address is not None:
         return {name: value for name, value in variables.items() if name not in os.environ}
@@ -144,7 +148,7 @@ def environment(private_directory: Path, fleet: FleetConfig) -> dict[str, str]:
         **variables,
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),
-        # Set for a side effect: Ray then uses 127.0.0.1 as the address of this machine.
+        # This has a useful side effect: Ray uses 127.0.0.1 as the address of this machine.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "NANOACTOR_RAY_LOOPBACK": "1",
     }
@@ -153,7 +157,7 @@ def environment(private_directory: Path, fleet: FleetConfig) -> dict[str, str]:
 async def _wait_for_driver(
     driver: subprocess.Popen[bytes], shutdown: ShutdownEvent, drain_timeout: float
 ) -> None:
-    """Wait until the driver exits, by itself or because a shutdown was requested. Raises
+    """Wait until the driver exits by itself, or stop it after a shutdown was requested. Raises
     `StartupFailed` if it exits by itself with an error."""
     assert driver.stdin is not None
     driver_exit = asyncio.ensure_future(asyncio.to_thread(driver.wait))
@@ -173,7 +177,7 @@ async def _wait_for_driver(
 
 
 def _kill_driver(driver: subprocess.Popen[bytes]) -> None:
-    """Kill the driver if it is alive; the processes of our own Ray instance end with it."""
+    """Kill the driver if it is alive. The processes of our own Ray instance end with it."""
     if driver.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(driver.pid, signal.SIGKILL)

@@ -1,9 +1,10 @@
-"""Restriction of Ray Serve's replica ports to loopback, which suffices on one machine.
+"""Restriction of Ray Serve's replica ports to the loopback interface, which suffices on one
+machine.
 
-Ray Serve opens a port for each replica on all interfaces. Ray 2.60 has no option to change that, so
-the function that opens the port is replaced in the replica's process before it is called. If that
-function is missing, a warning is logged that the port is open on all interfaces; connections
-require Ray's token even then.
+Ray Serve opens a port for each replica on all interfaces, and Ray 2.60 has no option to change
+that. Therefore, the function that opens the port is replaced in the replica's process before it is
+called. If the function does not exist, a warning is logged that the port is open on all interfaces.
+Connections require Ray's token even then.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ import os
 from typing import Any
 
 LOOPBACK_VARIABLE = "NANOACTOR_RAY_LOOPBACK"
-"""Environment variable set in the processes of a Ray instance that was started for one machine."""
+"""Environment variable that is "1" in the processes of a Ray instance that we started for one
+machine."""
 
 log = logging.getLogger("nanoactor.ray")
 
 
 def bind_to_loopback() -> None:
-    """Make Ray Serve bind its port to loopback in this process if the environment requests it."""
+    """Make Ray Serve bind its port to loopback in this process, if `LOOPBACK_VARIABLE` requests
+    it."""
     if os.environ.get(LOOPBACK_VARIABLE) != "1":
         return
     try:

@@ -1,4 +1,5 @@
-"""Set of serving replicas, shared between the router's thread and the ingress's event loop."""
+"""The set of serving replicas, shared between the thread of Ray's router and the ingress's event
+loop."""
 
 from __future__ import annotations
 
@@ -8,12 +9,12 @@ from collections.abc import Callable
 
 
 class ReplicaGone(Exception):
-    """Raised by a call to a replica that no longer serves."""
+    """The replica that was called no longer serves."""
 
 
 class Members:
-    """Thread-safe set of the serving replicas. The router's thread updates it; event loops that
-    watch it are notified."""
+    """Thread-safe set of the serving replicas. The router's thread updates it, and callbacks on
+    event loops are notified of changes."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -22,17 +23,17 @@ class Members:
 
     @property
     def current(self) -> frozenset[str]:
-        """Return the names of the serving replicas."""
+        """Names of the replicas that are serving now."""
         with self._lock:
             return self._current
 
     def watch(self, changed: Callable[[], None]) -> None:
-        """Call `changed` on the running event loop whenever the members change."""
+        """Call `changed` on the current event loop after each change of the set."""
         with self._lock:
             self._watchers.append((asyncio.get_running_loop(), changed))
 
     def update(self, names: frozenset[str]) -> None:
-        """Update the members and notify the watchers; may be called from any thread."""
+        """Replace the set and notify all watchers. May be called from any thread."""
         with self._lock:
             if names == self._current:
                 return
@@ -44,4 +45,4 @@ class Members:
 
 
 MEMBERS = Members()
-"""Members of the engines' deployment; a process is an ingress for one such deployment only."""
+"""Members of the engines' deployment. A process is the ingress of one such deployment only."""

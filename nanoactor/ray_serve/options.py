@@ -14,8 +14,8 @@ _MAX_VALUE = 3600.0
 
 @dataclasses.dataclass(frozen=True)
 class FleetConfig:
-    """Options of `nanoactor serve` with several replicas. Raises `InvalidConfig` with the name of
-    the first invalid option."""
+    """Options of `nanoactor serve` with several replicas. The constructor raises `InvalidConfig`,
+    naming the first invalid option."""
 
     replicas: int = 0
     """Number of engines that serve on Ray, each with all of the options above. With 0, one engine
@@ -42,7 +42,7 @@ class FleetConfig:
     to `max_replicas`)."""
 
     def __post_init__(self) -> None:
-        """Validate every option. Raises `InvalidConfig`."""
+        """Check all options. Raises `InvalidConfig`, naming the first invalid one."""
         self._check_integer("replicas", minimum=0)
         for name in ("max_replicas", "ingresses"):
             if getattr(self, name) is not None:
@@ -86,6 +86,7 @@ class FleetConfig:
             )
 
     def demand(self, load: Load, max_num_seqs: int) -> float:
-        """Return the number of replicas that one replica's load requires; it may be fractional."""
+        """Return the number of replicas, possibly fractional, that would be needed for one
+        replica's load."""
         by_streams = load.streams / max_num_seqs
         return max(by_streams, load.waiting_tokens / self.target_waiting_tokens)

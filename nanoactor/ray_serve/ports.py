@@ -1,7 +1,7 @@
-"""Choice of a port for an ingress that Ray Serve's own proxy does not use.
+"""Selection of a port for an ingress that Ray Serve's own proxy does not use.
 
-If both listened on the same port, they would share it (`SO_REUSEPORT`), and the proxy would receive
-some of the requests. Ray's `serve run` always starts that proxy, on port 8000.
+If both listened on the same port (`SO_REUSEPORT`), the proxy would receive some of the requests.
+Ray's `serve run` always starts that proxy, on port 8000.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ log = logging.getLogger("nanoactor.ray")
 _PROBE_SECONDS = 2.0
 _MAX_PORTS = 16
 _PROXY_HEALTH_PATH = "/-/healthz"
-"""A route that Ray Serve's proxy has and our servers do not have."""
+"""Path that Ray Serve's proxy serves and our servers do not."""
 _LOOPBACK_OF_WILDCARD = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - nothing is bound here
 
 
 async def avoid_proxy_port(config: ServerConfig) -> ServerConfig:
-    """Return the configuration with the first port, starting at its own, on which no Ray Serve
-    proxy listens. Raises `InvalidConfig` if proxies listen on all of the next `_MAX_PORTS`
-    ports."""
+    """Return a copy of the configuration with the first port, from the configured one, that no Ray
+    Serve proxy uses. Raises `InvalidConfig` if proxies use `_MAX_PORTS` consecutive ports."""
     for port in range(config.port, min(config.port + _MAX_PORTS, 1 << 16)):
         if port and await _is_proxy_port(config.host, port):
             continue
@@ -43,8 +42,8 @@ async def avoid_proxy_port(config: ServerConfig) -> ServerConfig:
 
 
 async def _is_proxy_port(host: str, port: int) -> bool:
-    """Return True if a Ray Serve proxy listens on a port. The port is probed several times, because
-    the proxy may share it with an ingress."""
+    """Return True if a Ray Serve proxy listens on the port. The port is probed several times,
+    because an ingress may share it with the proxy."""
     address = _LOOPBACK_OF_WILDCARD.get(host, host)
     url = (
         f"http://[{address}]:{port}{_PROXY_HEALTH_PATH}"

@@ -1,8 +1,8 @@
-"""Router that sends each call to the replica named by its first argument, and publishes the set of
-replicas.
+"""Request router for Ray Serve. It sends each call to the replica that the first argument names,
+and publishes the set of replicas.
 
-The ingress itself chooses the replica (`nanoactor.fleet.routing`) by cached blocks and load, which
-are unknown to Ray.
+The ingress itself selects the replica (`nanoactor.fleet.routing`), by cached blocks and load, which
+Ray does not know.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from nanoactor.ray_serve.api import PendingRequest, RequestRouter, RunningReplic
 
 
 class ReplicaNameRouter(RequestRouter):
-    """Router by replica name; its only state is the set of replicas."""
+    """Router by replica name. Its only state is the set of replicas."""
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Handle a change of the replicas: some were added, or are about to stop."""
+        """Handle a change of the set: replicas have been added, or are about to stop."""
         super().update_replicas(replicas)
         self._publish_members()
 
@@ -35,8 +35,8 @@ class ReplicaNameRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Return the replica that the call names. A call to a replica that is gone fails at
-        once."""
+        """Return the replica that the call names. If that replica no longer exists, the call fails
+        immediately."""
         if pending_request is None:
             return [candidate_replicas]
         from nanoactor.ray_serve.members import ReplicaGone
@@ -45,7 +45,7 @@ class ReplicaNameRouter(RequestRouter):
         named = [replica for replica in candidate_replicas if replica.replica_id.unique_id == name]
         if not named and not pending_request.future.done():
             pending_request.future.set_exception(ReplicaGone(f"replica {name} no longer serves"))
-            # Ray itself removes only calls that were fulfilled or cancelled.
+            # Ray itself removes only calls that were completed or canceled.
             remove_pending = getattr(self, "_remove_pending_request_from_indices", None)
             if remove_pending is not None:
                 remove_pending(pending_request)

@@ -1,4 +1,4 @@
-"""Autoscaling policy: the number of replicas that the sum of their loads requires."""
+"""Autoscaling policy for Ray Serve: scale to the number of replicas that the total load needs."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import math
 from typing import Any
 
 _TARGET_UTILIZATION = 0.8
-"""Utilization of a replica, as a fraction, above which another replica is needed."""
+"""Utilization of the replicas, from 0 to 1, that the policy aims at."""
 
 
 def by_demand(context: Any) -> tuple[int, dict[str, Any]]:
-    """Return the target number of replicas for Ray Serve, within the configured bounds."""
+    """Return the target number of replicas, within the configured bounds, and an empty policy
+    state. Ray Serve calls this function with its autoscaling context."""
     reported = context.aggregated_metrics.get("demand", {})
     replicas = wanted_replicas(sum(reported.values()))
     min_replicas, max_replicas = (
@@ -21,5 +22,5 @@ def by_demand(context: Any) -> tuple[int, dict[str, Any]]:
 
 
 def wanted_replicas(demand: float) -> int:
-    """Return the number of replicas for this total demand, at least 1."""
+    """Return the number of replicas for a total demand, at least 1."""
     return max(1, math.ceil(demand / _TARGET_UTILIZATION))

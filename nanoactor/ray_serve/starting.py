@@ -1,5 +1,5 @@
-"""Startup of a replica next to serving replicas: it is restricted to half of the cores until it is
-ready.
+"""Startup of a replica while others are serving on the same machine: until it is ready, it is
+restricted to half of the cores.
 
 A lower priority would be simpler, but an unprivileged process cannot raise its priority again.
 """
@@ -16,9 +16,9 @@ from nanoactor.runner.timing.threads import CORES_VARIABLE
 
 @contextlib.contextmanager
 def restricted_to_half_of_cores() -> Iterator[None]:
-    """Restrict this process, and the processes that it starts meanwhile, to half of its allowed
-    cores, and allow all of them again at the end. Runners still choose their number of threads
-    based on all cores."""
+    """Restrict this process, and the processes it starts, to half of the allowed cores in this
+    context. Afterwards, all cores are allowed again. Runners choose their number of threads for all
+    cores nevertheless."""
     cores = os.sched_getaffinity(0)
     if len(cores) < 2:
         yield
@@ -30,14 +30,12 @@ def restricted_to_half_of_cores() -> Iterator[None]:
     finally:
         del os.environ[CORES_VARIABLE]
         own = os.getpid()
-        _set_affinity(
-            [own], cores
-        )  # first, so that processes started from now on may use all cores
+        _set_affinity([own], cores)  # first, so that new processes may use all cores
         _set_affinity(_descendants(own), cores)
 
 
 def _set_affinity(pids: list[int], cores: set[int]) -> None:
-    """Pin all threads of these processes to these cores."""
+    """Allow all threads of these processes to run only on these cores."""
     for pid in pids:
         for task in _tasks(pid):
             with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -1,4 +1,4 @@
-"""The journal: what each request asked for, and the output that was emitted so far."""
+"""The journal entries of live requests: what was submitted, and the output emitted so far."""
 
 from __future__ import annotations
 
@@ -29,9 +29,11 @@ from nanoactor.vision.media import Media
 
 
 class Entry:
-    """The journal entry of one request: what it asked for, and the output that was emitted so far.
+    """The journal entry of one request: its submission, and the output emitted so far. It is the
+    only record that survives a restart of the engine's processes.
 
-    A future wakes the entry's only reader; deltas that arrive before the next read are merged.
+    An entry has a single reader. New output wakes it through a future; output that arrives before
+    the reader's next call is merged.
     """
 
     def __init__(
@@ -43,17 +45,17 @@ class Entry:
         answers: int = 1,
         is_moved: bool = False,
     ) -> None:
-        """Create an entry without output. If `is_moved`, the request comes from another engine and
-        resumes after the output in `submit`."""
+        """Create an entry without output. If `is_moved` is True, the request began in another
+        engine and resumes after the output in `submit`."""
         self.request_id = request_id
         self.submit = submit
         self.media = media
-        """The request's pictures and videos, as given: they may be needed again until it
-        finishes."""
+        """The request's pictures and videos, kept until the request finishes because they may have
+        to be sent again."""
         self.kind = kind
         self.is_moved = is_moved
         """True if the request began in another engine. It was accepted there, so it is not rejected
-        here."""
+        here for lack of room in the queue."""
         self._arrival = time.monotonic()
         self.charge = len(submit.token_ids) or _text_bytes(submit)
         self.media_bytes = sum(one.size for one in media)
@@ -61,26 +63,27 @@ class Entry:
         scored = submit.spec.logprobs >= 0
         self.answers = [Answer(index, scored, self._arrival) for index in range(answers)]
         self.continued = 0
-        """Number of times that the caller has resumed the request's held sequences."""
+        """Number of times that the caller has resumed this request's held sequences."""
         self.error: NanoactorError | None = None
         self.aborted = False
         self.has_left_queue = False
-        """True if the prompt no longer counts as waiting for a first token."""
+        """True if the request no longer counts as waiting, because its first token has arrived or
+        it has ended."""
         self._prompt_logprobs: list[Logprobs | None] = [None]
         self._has_delivered_prompt = False
         self._has_news = False
         self._waiter: asyncio.Future[None] | None = None
         self.accepted = asyncio.Event()
-        """Set when the scheduler has accepted the request, or the request has ended without
-        that."""
+        """Event that is set once the scheduler has accepted the request, or once the request has
+        ended without being accepted."""
         self.ended = asyncio.Event()
-        """Set when no more output follows."""
+        """Event that is set once no more output will follow."""
         self.on_end: Callable[[Entry], None] | None = None
-        """Called once, when the request has ended; telemetry sets it, if that is on."""
+        """Function to call once, when the request has ended; None if telemetry is off."""
 
     @property
     def metrics(self) -> RequestMetrics:
-        """Return the times of the request's events. With several answers, these are the first or
+        """Times of the request's events. If the request has several answers, these are the first or
         the last time of each kind of event."""
         every = [answer.metrics for answer in self.answers]
         if len(every) == 1:
@@ -96,20 +99,20 @@ class Entry:
 
     @property
     def waiting_uids(self) -> list[int]:
-        """Return the uids that count as waiting. Only the first uid of a held request counts, as
-        its sequences start together and are answered together."""
+        """Uids that count as waiting requests. Of a held request only the first uid counts, as its
+        sequences start together and are answered together."""
         return [self.submit.uid] if self.submit.spec.held else list(self.uids)
 
     @property
     def is_held(self) -> bool:
-        """Return True if the request is paused: all of its live sequences have emitted a token
-        since it last resumed."""
+        """True if the request is paused: each of its live sequences has emitted a token since the
+        request was last resumed."""
         live = [answer for answer in self.answers if answer.terminal is None]
         due = all(len(answer.token_ids) > self.continued for answer in live)
         return self.submit.spec.held and bool(live) and due
 
     async def wait_until_held(self) -> None:
-        """Wait until the request is paused or over. Raises the error that ended the request."""
+        """Wait until the request is paused or finished. Raises the error that ended the request."""
         while not (self.is_held or self.is_over):
             await self.wait_for_news()
             self._has_news = False
@@ -117,37 +120,37 @@ class Entry:
 
     @property
     def uids(self) -> range:
-        """Return the uids of the request's sequences."""
+        """Uids of the request's sequences."""
         return range(self.submit.uid, self.submit.uid + len(self.answers))
 
     def answer(self, uid: int) -> Answer:
-        """Return the sequence with this uid."""
+        """Return the answer of the sequence with this uid."""
         return self.answers[uid - self.submit.uid]
 
     def emitted_ids(self, answer: Answer) -> list[int]:
-        """Return the ids of a sequence's emitted tokens, including those emitted by another
-        engine."""
+        """Return the token ids of an answer that were emitted so far, including those emitted by
+        another engine."""
         before = self.submit.output
         return [*(before.token_ids.tolist() if before is not None else ()), *answer.token_ids]
 
     def emitted_characters(self, answer: Answer) -> int:
-        """Return the number of emitted characters of a sequence's text, including those emitted by
-        another engine."""
+        """Return the number of characters of an answer's text that were emitted so far, including
+        those emitted by another engine."""
         return max(0, self.submit.spec.text_options.delivered) + sum(map(len, answer.text))
 
     @property
     def is_over(self) -> bool:
-        """Return True if the request is finished."""
+        """True if the request has finished: it has failed, or all of its sequences have ended."""
         return self.error is not None or all(one.terminal is not None for one in self.answers)
 
     def wake(self) -> None:
-        """Record that there is something to read, and wake the reader."""
+        """Record that there is new output to read, and wake the reader."""
         self._has_news = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def end(self) -> None:
-        """Mark the request as finished."""
+        """Mark the request as finished and wake everything that waits for it."""
         self.accepted.set()
         self.ended.set()
         self.wake()
@@ -156,8 +159,8 @@ class Entry:
             on_end(self)
 
     def note_end(self, uid: int, terminal: Terminal) -> None:
-        """Record the end of one sequence; its error becomes the request's error, unless there is
-        one already."""
+        """Record the end of one sequence. If the sequence failed, its error becomes the error of
+        the request, unless the request already has one."""
         self.answer(uid).terminal = terminal
         if terminal.reason == "error":
             self.error = self.error or InvalidRequest(terminal.error)
@@ -173,14 +176,14 @@ class Entry:
             self.wake()
 
     async def next(self) -> RequestOutput:
-        """Wait for new output and return it. Raises the error that ended the request."""
+        """Wait for new output and return it. Raises the error that ended the request, if any."""
         await self.wait_for_news()
         self._has_news = False
         self.raise_error()
         return self._output()
 
     async def wait_for_news(self) -> None:
-        """Wait until there is something to read, but do not consume it."""
+        """Wait until there is new output to read, without reading it."""
         while not self._has_news or self._must_wait:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -190,32 +193,32 @@ class Entry:
 
     @property
     def _must_wait(self) -> bool:
-        """Return True if the reader should wait although there is new output."""
+        """True if the reader should keep waiting although there is new output."""
         if self.is_over:
             return False
         return self.kind is RequestOutputKind.FINAL_ONLY or not self.has_prompt_logprobs
 
     def forget_partial_scores(self) -> None:
-        """Drop incomplete prompt log-probabilities after a restart, as they are sent again from the
-        start."""
+        """Drop incomplete prompt log-probabilities after a restart, because all of them are sent
+        again."""
         if not self.has_prompt_logprobs:
             self._prompt_logprobs = [None]
 
     @property
     def has_prompt_logprobs(self) -> bool:
-        """Return True if the prompt's log-probabilities are complete or were not requested."""
+        """True if the prompt's log-probabilities are complete or were not requested."""
         wanted = self.submit.spec.prompt_logprobs >= 0
         return not wanted or len(self._prompt_logprobs) == len(self.prompt_token_ids)
 
     def raise_error(self) -> None:
         """Raise the error that ended the request, if there is one."""
         if self.error is not None:
-            # Requests that end together share the error. Without this, its traceback would grow
-            # with each of them.
+            # Requests that end together share the error object. Without this, its traceback would
+            # grow with each raise.
             raise self.error.with_traceback(None)
 
     def add_prompt_logprobs(self, run: ReportedRun) -> None:
-        """Append log-probabilities of the prompt, in the order of its tokens."""
+        """Append log-probabilities for the next prompt tokens."""
         known = self._prompt_logprobs
         for own, top in run.logprobs:
             known.append({self.prompt_token_ids[len(known)]: own} | top)
@@ -223,7 +226,7 @@ class Entry:
             self.wake()
 
     def set_prompt_logprobs(self, logprobs: list[Logprobs | None]) -> None:
-        """Set all log-probabilities of the prompt."""
+        """Set the log-probabilities of all prompt tokens at once."""
         self._prompt_logprobs = logprobs
         self.wake()
 
@@ -259,8 +262,9 @@ def entry_maker(
     id_prefix: str,
     is_moved: bool = False,
 ) -> Callable[[int], Entry]:
-    """Return a factory for the journal entry of a checked request, to be called with the request's
-    uid. Without a `request_id`, the request is named after `id_prefix` and its uid."""
+    """Return a function that creates the journal entry of a checked request, given the request's
+    first uid. A request without a `request_id` is named after `id_prefix` and its uid. `is_moved`
+    is True if the request began in another engine."""
     checked, media = built
 
     def make(uid: int) -> Entry:
@@ -272,11 +276,12 @@ def entry_maker(
 
 
 class Answer:
-    """One of a request's answers: a sequence, and its output so far."""
+    """One of a request's answers (one sequence), and its output so far."""
 
     def __init__(self, index: int, scored: bool, arrival: float) -> None:
         """Create an answer without output. `scored` is True if its tokens come with
-        log-probabilities; `arrival` is the request's arrival time."""
+        log-probabilities; `arrival` is the arrival time of the request, in seconds of the monotonic
+        clock."""
         self.index = index
         self.metrics = RequestMetrics(arrival)
         self.text: list[str] = []
@@ -284,24 +289,24 @@ class Answer:
         self.logprobs: list[Logprobs] | None = [] if scored else None
         self.offsets: list[int] = []
         self.vector: Float32 | None = None
-        """Pooled result, if the request pools."""
+        """The pooled vector, if this is a pooling request."""
         self.terminal: Terminal | None = None
         self._sum = 0.0
         self._delivered = (0, 0)
-        """Number of texts and number of tokens that the reader has received."""
+        """Number of text pieces and of tokens that the reader has received."""
         self._has_delivered_end = False
-        """True if the reader has received the end."""
+        """True if the reader has received the end of the answer."""
 
     def add_logprob_run(self, run: ReportedRun) -> None:
-        """Record the log-probabilities of the newest tokens."""
+        """Append the log-probabilities of the newest tokens, as received from the detokenizer."""
         assert self.logprobs is not None
         tokens = self.token_ids[len(self.logprobs) :]
         pairs = zip(tokens, run.logprobs, strict=True)
         self.add_logprobs([{token: own} | top for token, (own, top) in pairs], run.offsets)
 
     def add_logprobs(self, logprobs: Sequence[Logprobs], offsets: Sequence[int]) -> None:
-        """Append the log-probabilities of the newest tokens, each with the token's own first, and
-        their text offsets."""
+        """Append the log-probabilities of the newest tokens and the tokens' text offsets, in
+        characters. In each dict, the sampled token comes first."""
         assert self.logprobs is not None
         self.logprobs += logprobs
         self.offsets += offsets
@@ -310,13 +315,13 @@ class Answer:
 
     @property
     def has_undelivered(self) -> bool:
-        """Return True if there is output that a reader of deltas has not received."""
+        """True if there is output, or the end, that a reader of deltas has not received yet."""
         ended = self.terminal is not None and not self._has_delivered_end
         return ended or self._delivered != (len(self.text), len(self.token_ids))
 
     def output(self, delta: bool) -> CompletionOutput:
-        """Return the output that the reader has not received yet if `delta`, else all output so
-        far."""
+        """Return the answer's output: if `delta` is True, what the reader has not received yet,
+        else everything so far."""
         texts, tokens = self._delivered if delta else (0, 0)
         self._delivered = len(self.text), len(self.token_ids)
         terminal, scored = self.terminal, self.logprobs is not None
@@ -334,7 +339,7 @@ class Answer:
 
 
 def _text_bytes(submit: Submit) -> int:
-    """Return the size in bytes of the prompt's text and, for a chat, of the options that its
-    template renders."""
+    """Return the size of the prompt's text in bytes (UTF-8); for a chat, this includes the options
+    of the chat template."""
     text = submit.text if submit.chat is None else submit.chat + submit.chat_options
     return len((text or "").encode())

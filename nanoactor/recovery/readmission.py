@@ -1,5 +1,5 @@
-"""Readmission of requests after deaths of processes. Requests that may have caused them are tried
-separately."""
+"""Readmission of requests after the death of a process. Requests that may have caused the death are
+tried separately."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from nanoactor.runtime.recovery import Death
 
 log = logging.getLogger("nanoactor.engine")
 
-# Kinds of node that also handle waiting requests.
+# Kinds of node that also process requests that are still waiting.
 _QUEUE_NODES = ("tokenizer", "vision")
 
 
 class Readmission:
-    """Readmits requests after deaths: all at once, unless some of them may be the cause. Those run
-    separately (see `Suspects`)."""
+    """Decides which requests resume after deaths of processes: all at once, unless some of them may
+    have caused the deaths. Those run separately, in *trials* (see `Suspects` for the method)."""
 
     def __init__(self, max_running: int) -> None:
-        """`max_running` is the maximum number of requests that run at once: the first by priority
-        and arrival."""
+        """`max_running` is the maximum number of requests that the engine runs at once. These are
+        the first ones by priority and arrival."""
         self._max_running = max_running
         self._suspects = Suspects()
         self.trials = 0
-        """Number of trials so far."""
+        """Number of trials since the engine started."""
         self._deferred: dict[int, Entry] = {}
         """Requests that wait for the end of a trial, by their first uid."""
 
     @property
     def is_trial(self) -> bool:
-        """Return True if a trial is running."""
+        """True if a trial is running."""
         return bool(self._suspects.on_trial)
 
     @property
     def waiting(self) -> int:
-        """Return the number of requests that wait for the end of a trial."""
+        """Number of requests that wait for the end of a trial."""
         return len(self._deferred)
 
     def note_deaths(
@@ -47,15 +47,17 @@ class Readmission:
         may_run_on: Callable[[Entry, str], bool],
         now: float,
     ) -> tuple[Entry, Death, int] | None:
-        """Record deaths at time `now`, in seconds; `may_run_on` returns True if a request may have
-        been running on a node. If the request that caused one of the deaths is known, return it,
-        that death, and the number of deaths that it explains, else None."""
+        """Record deaths of processes at time `now` (seconds). `may_run_on(entry, node)` returns
+        True if a request may have been running on a node. If it is now known which request caused a
+        death, return that request, that death, and the number of deaths attributed to it; else
+        None."""
         live = [
             entry for entry in entries if not entry.is_over and _uid(entry) not in self._deferred
         ]
         live.sort(key=lambda entry: (entry.submit.spec.priority, _uid(entry)))
         self._deferred = {}
-        # Of several deaths at once only one is examined, as the others may be its consequences.
+        # Of several simultaneous deaths only one is examined, as the others may be its
+        # consequences.
         death = next((death for death in deaths if death.is_evidence), None) or deaths[0]
         kind = death.node.partition(".")[0]
         running = live if kind in _QUEUE_NODES else live[: self._max_running]
@@ -68,7 +70,7 @@ class Readmission:
         return None if verdict is None else (by_uid[verdict.request], death, verdict.deaths)
 
     def admit(self, entries: Iterable[Entry], now: float) -> Sequence[Entry]:
-        """Return the requests that resume now; the others wait for the end of the trial."""
+        """Return the requests that resume now. The others wait for the end of a trial."""
         live = {_uid(entry): entry for entry in entries if not entry.is_over}
         emitted = {uid: _emitted_tokens(entry) for uid, entry in live.items()}
         chosen = self._suspects.admit(emitted, now)
@@ -86,24 +88,26 @@ class Readmission:
         return [entry for uid, entry in live.items() if uid in chosen]
 
     def admit_next(self, now: float) -> Sequence[Entry]:
-        """Return the requests to admit after a trial: all that were waiting, or the next group to
-        try."""
+        """Return the requests to admit after a trial has ended: all that were waiting, or those of
+        the next trial."""
         deferred, self._deferred = self._deferred, {}
         return self.admit(deferred.values(), now)
 
     def defer(self, entry: Entry) -> bool:
-        """Make a new request wait if another one is being tried alone; return True if it has to
+        """Make a new request wait if another request is being tried alone. Return True if it has to
         wait."""
         if self._suspects.is_alone:
             self._deferred[_uid(entry)] = entry
         return self._suspects.is_alone
 
     def remove_deferred(self, entry: Entry) -> bool:
-        """Remove a request from those that wait; return True if it was waiting."""
+        """Remove a request from those that wait for the end of a trial. Return True if it was
+        waiting."""
         return self._deferred.pop(_uid(entry), None) is not None
 
     def is_cleared(self, entries: Iterable[Entry], now: float) -> bool:
-        """Return True if all requests on trial have finished or passed the point of the crash."""
+        """Return True if all requests on trial have finished or have passed the point of the
+        crash."""
         emitted = {_uid(entry): _emitted_tokens(entry) for entry in entries if not entry.is_over}
         return self._suspects.is_cleared(emitted, now)
 
@@ -113,5 +117,5 @@ def _uid(entry: Entry) -> int:
 
 
 def _emitted_tokens(entry: Entry) -> int:
-    """Return the average number of tokens emitted per answer."""
+    """Return the number of emitted tokens per answer, rounded down."""
     return sum(len(answer.token_ids) for answer in entry.answers) // len(entry.answers)

@@ -1,4 +1,4 @@
-"""Resumption of requests after a restart, from the output that the journal has recorded."""
+"""Resumption of requests after a restart, from the output recorded in the journal."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ POISON = (
 
 
 def resume_submits(entry: Entry) -> list[Submit]:
-    """Return the submissions that resume an unfinished request. If it has no emitted output, the
-    original submission is returned. Otherwise each of its unfinished sequences resumes separately
-    after its emitted tokens, with the random numbers of the positions that follow."""
+    """Return the `Submit` messages that resume an unfinished request. If nothing was emitted, this
+    is the original message. Otherwise each unfinished sequence resumes separately after its emitted
+    tokens. Random numbers depend on the position, so sampling continues as it would have without
+    the restart."""
     spec = entry.submit.spec
     prompt_logprobs = -1 if entry.has_prompt_logprobs else spec.prompt_logprobs
     if not any(answer.token_ids or answer.terminal for answer in entry.answers):
@@ -62,7 +63,8 @@ def _resume_submit(entry: Entry, uid: int, prompt_logprobs: int) -> Submit:
 
 
 def local_terminal(entry: Entry, uid: int, reason: str, error: str = "") -> Terminal:
-    """Return a terminal for a sequence whose end no other process has reported."""
+    """Return the `Terminal` (end message) of a sequence that ends without a message from the
+    detokenizer. `reason` and `error` are as in `Finish`."""
     answer = entry.answer(uid)
     return Terminal(
         uid,

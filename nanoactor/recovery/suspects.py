@@ -1,14 +1,16 @@
-"""Isolation of requests that may crash a process: suspects are tried separately, by bisection.
+"""Search, by bisection, for requests that crash processes.
 
 A request whose tokens, images or grammar crash a process does so again at the same point when it
-resumes. Evidence against a request is a death that its work may have caused: the death of a node
-that handled the request, unless the node was killed by a signal that only other processes send. A
-request that was present at two such deaths of one kind of node, with no progress in between, is a
-suspect. Suspects are readmitted in groups; a death during the trial halves the group. Requests that
-were not present, including new ones, run alongside a group. A single suspect runs alone, as only a
-death with nothing else running is proof. A group is cleared once all its requests have finished or
-passed that point. Finding one culprit among n requests costs two deaths, and one more for each
-halving: log2(n).
+resumes. Evidence against a request is the death of a node that handled the request, unless the node
+was killed by a signal that only other processes send. A request is a *suspect* if it was present at
+two such deaths of one kind of node, with no progress in between.
+
+Suspects are readmitted in groups. A death during a group's trial halves the group. Requests that
+were not present at the deaths, including new ones, run alongside a group. A single suspect runs
+alone, because only a death with nothing else running is proof. A group is cleared once all its
+requests have finished or have passed the point of the crash.
+
+Finding one culprit among n requests costs two deaths, plus log2(n) for the halvings.
 """
 
 from __future__ import annotations
@@ -17,66 +19,68 @@ import dataclasses
 from collections.abc import Collection, Mapping
 
 MAX_READER_LAG = 32
-"""Number of tokens by which readers may lag behind the computation of a sequence on a busy
-machine."""
+"""Maximum number of tokens by which a reader may lag behind the computation on a busy machine."""
 CLEARING_TOKENS = 64
-"""Number of emitted tokens that clear a sequence on trial, however soon they arrive."""
+"""Number of emitted tokens after which a request on trial is cleared, however soon they arrive."""
 _DELIVERY_SECONDS = 2.0
-"""Seconds within which computed tokens reach their reader, however slow the machine is."""
+"""Maximum time, in seconds, until a computed token reaches its reader on a slow machine."""
 TRIAL_SECONDS = 30.0
-"""Seconds without a death after which a group is cleared in any case, as its readers may be
-slow."""
+"""Time without a death, in seconds, after which a group is cleared in any case, since its readers
+may be slow."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
-    """The request that crashed processes, and the number of deaths that it explains."""
+    """The request that was found to crash processes, by number, and the number of deaths attributed
+    to it."""
 
     request: int
     deaths: int
 
 
 class Suspects:
-    """Finds requests that crash processes. Requests are identified by numbers; times are in
+    """Finds the requests that crash processes. Requests are identified by numbers, and times are in
     seconds."""
 
     def __init__(self) -> None:
         self._last_deaths: dict[str, Mapping[int, int]] = {}
-        """By kind of node: the requests that may have caused its last death, with the number of
-        tokens that each had emitted."""
+        """The requests that may have caused the last death of each kind of node, with the number of
+        tokens that each had emitted by then."""
         self._kind = ""
-        """The kind of node that the requests on trial are suspected to crash."""
+        """Kind of node that the requests on trial are suspected of crashing."""
         self._groups: list[list[int]] = []
-        """Groups to be tried, the next one first."""
+        """Groups that have yet to be tried, the next one first."""
         self._accused: Collection[int] = ()
-        """Requests that may have caused the death that raised suspicion; they wait until they are
-        tried."""
+        """Requests that may have caused the death that raised suspicion. They wait until their
+        group is tried."""
         self._trial: dict[int, int] = {}
-        """The group on trial, with the number of tokens that each request had emitted before."""
+        """Requests of the group on trial, with the number of tokens that each had emitted before
+        it."""
         self._began = 0.0
-        """Time at which the running requests were admitted."""
+        """Time at which the current requests were admitted."""
         self._is_alone = self._is_first = False
-        """True if the trial runs alone, and whether the next trial is the first since the last
-        death."""
+        """True if the current trial runs alone, and True if the next trial is the first one since
+        the last death."""
         self._deaths = 0
-        """Number of deaths so far that count against the current suspects."""
+        """Number of deaths so far that are attributed to the current suspects."""
 
     @property
     def on_trial(self) -> Collection[int]:
-        """Return the requests on trial; empty if there is no trial."""
+        """Requests of the group that is being tried; empty if there is none."""
         return self._trial.keys()
 
     @property
     def is_alone(self) -> bool:
-        """Return True if nothing may run alongside the trial."""
+        """True if no other request may run while the current group is being tried."""
         return bool(self._trial) and self._is_alone
 
     def note_death(
         self, emitted: Mapping[int, int], accused: Collection[int], kind: str, now: float
     ) -> Verdict | None:
-        """Record the death of a node of this kind. `emitted` is the number of tokens emitted by
-        each living request. `accused` are the requests that may have caused the death, none if it
-        is no evidence. Return a verdict if a request has caused a death while running alone."""
+        """Record the death of a node of kind `kind` at time `now`. `emitted` maps each live request
+        to its number of emitted tokens. `accused` are the requests that may have caused the death;
+        it is empty if the death is no evidence. Return a verdict if a request has caused a death
+        while it ran alone, else None."""
         trial, self._trial, self._is_first = self._trial, {}, True
         seconds = now - self._began
         uncleared = self._not_cleared(trial, emitted, seconds)
@@ -104,7 +108,7 @@ class Suspects:
         self, emitted: Mapping[int, int], accused: Collection[int], kind: str, seconds: float
     ) -> list[int]:
         """Return the requests that were also present at the last death of this kind of node and
-        have made no progress since; they replace the other suspects."""
+        have made no progress since. If there are any, they replace all other suspects."""
         last = self._last_deaths.get(kind, {})
         if accused:
             self._last_deaths[kind] = {request: emitted[request] for request in accused}
@@ -118,8 +122,8 @@ class Suspects:
         return group
 
     def admit(self, emitted: Mapping[int, int], now: float) -> Collection[int] | None:
-        """Start the next trial, if there is one. Return the living requests that may run now; None
-        if all may run."""
+        """Start the next trial, if there is one. Return the live requests that may run now; None if
+        all of them may. `emitted` maps each live request to its number of emitted tokens."""
         is_first, self._is_first, self._trial, self._began = self._is_first, False, {}, now
         while self._groups and not self._trial:
             self._trial = {
@@ -135,13 +139,15 @@ class Suspects:
         }
 
     def is_cleared(self, emitted: Mapping[int, int], now: float) -> bool:
-        """Return True if all requests on trial have finished or passed the point of the crash."""
+        """Return True if all requests on trial have finished or have passed the point of the
+        crash."""
         return not self._not_cleared(self._trial, emitted, now - self._began)
 
     def _not_cleared(
         self, trial: Mapping[int, int], emitted: Mapping[int, int], seconds: float
     ) -> list[int]:
-        """Return the requests of a trial that are alive and not past the point of the crash."""
+        """Return the requests of a trial that are live and have not passed the point of the
+        crash."""
         return [
             request
             for request in trial
@@ -150,14 +156,14 @@ class Suspects:
 
 
 def _was_near(tokens: int, seconds: float) -> bool:
-    """Return True if a request may have been at the same point in two deaths, given the tokens
-    emitted and the seconds run in between."""
+    """Return True if a request may have been at the same point at two deaths, between which it ran
+    for `seconds` and emitted `tokens` tokens."""
     return tokens < MAX_READER_LAG and (seconds < _DELIVERY_SECONDS or tokens < 2)
 
 
 def _is_near(tokens: int, seconds: float) -> bool:
-    """Return True if a request on trial is not cleared yet. It must make more progress than
-    `_was_near` requires."""
+    """Return True if a request on trial is not cleared yet, after `seconds` and `tokens` emitted
+    tokens. Clearing takes more progress than `_was_near` allows."""
     return tokens < CLEARING_TOKENS and (seconds < 2 * _DELIVERY_SECONDS or tokens < 4)
 
 

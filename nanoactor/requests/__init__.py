@@ -1,1 +1,1 @@
-"""Parameters and outputs of requests, with vLLM's names."""
+"""Parameters and outputs of requests, with the same names as in vLLM."""

@@ -1,4 +1,4 @@
-"""The specification of a request's grammar that is sent between processes: plain data, no
+"""The grammar of a request, in the form that is sent between processes: plain data without a
 parser."""
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from typing import Literal
 import msgspec
 
 MAX_GRAMMAR_BYTES = 256 * 1024
-"""Maximum size of a specification's text in bytes."""
+"""Maximum size of a grammar's text, in bytes."""
 
 Kind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "tools"]
 Thoughts = Literal["none", "open", "optional"]
 OPEN_TAG, CLOSE_TAG = "<think>", "</think>"
-"""Tags that start and end reasoning."""
+"""Tags before and after reasoning."""
 CallForm = Literal["hermes", "qwen3_coder", "llama3_json", "mistral", "mistral_args"]
 CALL_TAGS: Mapping[CallForm, str] = {
     "hermes": "<tool_call>",
@@ -24,57 +24,60 @@ CALL_TAGS: Mapping[CallForm, str] = {
     "mistral": "[TOOL_CALLS]",
     "mistral_args": "[TOOL_CALLS]",
 }
-"""Tag that starts calls, by form; empty if the form has none."""
+"""Tag that starts tool calls, by their syntax; empty if the syntax has no tag."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarSpec:
-    """The required form of a sequence."""
+    """The form that the output of a sequence must have."""
 
     kind: Kind
     value: str = ""
-    """JSON text of a schema, of a list of strings to choose from, or of a `ToolGrammar`; a regular
-    expression; or a grammar in Lark's notation or EBNF. Empty if any JSON object is allowed."""
+    """Constraint, in a format that depends on `kind`: JSON text of a schema, of a list of strings
+    to choose from, or of a `ToolGrammar`; a regular expression; or a grammar in Lark's notation or
+    EBNF. Empty if any JSON object is allowed."""
     thoughts: Thoughts = "none"
-    """Reasoning before the constrained text: "open" if the prompt has opened it, "optional" if the
-    model may open it."""
+    """Reasoning before the constrained text: "none", "open" if the prompt ends with the tag that
+    starts it, or "optional" if the model may start it."""
     free: bool = False
-    """True if reasoning, and text before a call, are excluded from the grammar, which then starts
-    with the tag that ends them."""
+    """True if the grammar applies only from the tag that ends reasoning, or starts a call. The text
+    before that tag is unconstrained."""
     whitespace: bool = True
-    """True if JSON may have spaces and line breaks between its tokens; if not, it is compact."""
+    """True if JSON may have spaces and line breaks between its tokens. False requires compact
+    JSON."""
 
     def to_text(self) -> str:
-        """Return the specification as JSON text, which is the same for equal specifications."""
+        """Encode the specification as JSON text. Equal specifications have equal texts."""
         return msgspec.json.encode(self, order="deterministic").decode()
 
     @classmethod
     def of_text(cls, text: str) -> GrammarSpec:
-        """Parse the output of `to_text`."""
+        """Decode a specification that `to_text` encoded."""
         return msgspec.json.decode(text, type=cls)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFunction:
-    """A function that a sequence may, or must, call."""
+    """A function that the model may call, or must call."""
 
     name: str
     parameters: str = ""
-    """JSON text of the schema of the function's arguments; empty if any object is allowed."""
+    """JSON schema of the arguments, as text; empty if any object is allowed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ToolGrammar:
-    """The calls that a sequence may contain, written as `<tool_call>{"name": ..., "arguments":
-    {...}}</tool_call>` or in another form."""
+    """The tool calls that an output may contain. The default syntax is `<tool_call>{"name": ...,
+    "arguments": {...}}</tool_call>`."""
 
     functions: tuple[ToolFunction, ...]
     required: bool
-    """True if the output must consist of calls, or of an answer that `answer` allows. If not, calls
-    are optional, and text may come first."""
+    """True if the output must consist of calls, or of an answer that matches `answer`. False if
+    calls are optional and text may precede them."""
     parallel: bool = True
-    """True if several calls are allowed."""
+    """True if the output may contain more than one call."""
     form: CallForm = "hermes"
     """Syntax in which the model writes calls."""
     answer: str = ""
-    """JSON text of the schema of an answer that may replace the calls; only with `required`."""
+    """JSON schema, as text, of an answer that the model may give instead of calls. Used only with
+    `required`."""

@@ -1,7 +1,7 @@
-"""Names of vLLM's and SGLang's options and parameters, and what nanoactor does with each.
+"""Names of vLLM's and SGLang's options and parameters, and what nanoactor does with each of them.
 
-The library, the command line and `docs/migrating_from_vllm.md` share one table. An option that is
-not in the table is unknown and is rejected.
+The library, the command line and `docs/migrating_from_vllm.md` share this table. An option that is
+missing from it is unknown and is rejected.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Takes = Literal["value", "flag", "list"]
 
 
 class _AnyValue:
-    """Placeholder for any value."""
+    """Wildcard in `ForeignOption.accepts`: every value is accepted."""
 
     def __repr__(self) -> str:
         return "any value"
@@ -28,44 +28,46 @@ ANY = _AnyValue()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ForeignOption:
-    """An option or a parameter of another engine."""
+    """An option or a request parameter of vLLM or SGLang, and its equivalent in nanoactor."""
 
     theirs: str
     scope: Scope
     ours: str = ""
     """Name of our field with the same meaning; empty if there is none."""
     accepts: tuple[Any, ...] = ()
-    """Values, besides None, that have no effect or request what nanoactor always does."""
+    """Values that are accepted because they have no effect or request what nanoactor always does.
+    None is always accepted."""
     note: str = ""
-    """The difference in meaning, or the reason why the name is not supported."""
+    """How the meaning differs from ours, or why the name is not supported."""
     takes: Takes = "value"
-    """The value that follows the flag on a command line."""
+    """What follows the flag on a command line: one value, nothing, or a list of values."""
     other_flags: tuple[str, ...] = ()
-    """Other flags with the same meaning."""
+    """Other command-line flags with the same meaning."""
     inverts: bool = False
-    """True if the flag turns our option off."""
+    """True if the flag sets our option to False."""
     engine: str = "vLLM"
 
     @property
     def treatment(self) -> Treatment:
-        """Return the treatment of the name by nanoactor."""
+        """How nanoactor treats the name: "same" and "alias" are supported, "moot" has no effect,
+        and "refused" raises an error."""
         if self.ours:
             return "same" if self.ours == self.theirs else "alias"
         return "moot" if self.accepts else "refused"
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Return the command-line flags that have this meaning."""
+        """All command-line flags for the option, including those in `other_flags`."""
         return (f"--{self.theirs.replace('_', '-')}", *self.other_flags)
 
     def allows(self, value: Any) -> bool:
-        """Return True if a value has no effect or requests what nanoactor always does."""
+        """Return True if the value has no effect or requests what nanoactor always does."""
         if value is None or ANY in self.accepts:
             return True
         return any(type(value) is type(one) and value == one for one in self.accepts)
 
     def error_message(self, value: Any) -> str:
-        """Return the error message for a value that is not allowed."""
+        """Return the message of the error to raise for a value that is not allowed."""
         if not self.accepts or (self.takes == "flag" and self.note):
             return f"{self.theirs} is not supported: {self.note}"
         shown = " or ".join(repr(one) for one in (*self.accepts, None))
@@ -308,7 +310,7 @@ ENGINE: tuple[ForeignOption, ...] = (
         takes="flag",
     ),
 )
-"""Options of `LLM` and `AsyncLLM`, and of the command line."""
+"""Options of `LLM` and `AsyncLLM`, which the command line also accepts."""
 
 SERVER: tuple[ForeignOption, ...] = (
     *_same("server", "host port uds root_path allowed_media_domains"),
@@ -418,7 +420,7 @@ SERVER: tuple[ForeignOption, ...] = (
     _server("trust_request_chat_template", accepts=(False,), takes="flag",
             note="chat templates in requests are never used"),
 )  # fmt: skip
-"""Options of the command line only."""
+"""Options of the server's command line only."""
 
 SAMPLING: tuple[ForeignOption, ...] = (
     _sampling("seed", ours="seed", note="-1 means no seed"),
@@ -447,7 +449,7 @@ SAMPLING: tuple[ForeignOption, ...] = (
         note="was removed from the OpenAI API and vLLM; request n answers and choose one by "
         "cumulative_logprob",
     ),
-    # Our tokenizers never put spaces between special tokens.
+    # Our tokenizers never insert spaces between special tokens.
     _sampling("spaces_between_special_tokens", accepts=(True, False)),
     *(
         _sampling(name, accepts=(value,))
@@ -470,8 +472,8 @@ SAMPLING: tuple[ForeignOption, ...] = (
         }.items()
     ),
 )
-"""Parameters of `SamplingParams`; fields that are not listed here have the same name and
-meaning."""
+"""Parameters of vLLM's `SamplingParams`. Fields that are not listed here have the same name and
+meaning in nanoactor."""
 
 NAMES: Mapping[str, ForeignOption] = {name.theirs: name for name in (*ENGINE, *SERVER)}
 """All options of `ENGINE` and `SERVER`, by their names in vLLM and SGLang."""

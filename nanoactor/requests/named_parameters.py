@@ -1,4 +1,5 @@
-"""Parameters passed by name: unknown names are rejected, with a suggestion of the intended one."""
+"""Checks of parameter names: an unknown name is rejected, and the error suggests the name that was
+probably meant."""
 
 from __future__ import annotations
 
@@ -11,21 +12,25 @@ from typing import Any, TypeVar
 from nanoactor.errors import InvalidRequest
 
 _MIN_SIMILARITY = 0.85
-"""Minimum similarity of two names for a suggestion: a wrong one is worse than none."""
+"""Minimum similarity, from 0 to 1, of two names for a suggestion. A wrong suggestion is worse than
+none."""
 C = TypeVar("C", bound=type[Any])
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return a question that suggests the known name that `name` almost certainly stands for; empty
-    if there is none."""
+    """Return ": did you mean NAME?" with the most similar known name, as a suffix for an error
+    message. Return an empty text if no known name is similar."""
     close = difflib.get_close_matches(name, [*known], 1, _MIN_SIMILARITY)
     return f": did you mean {close[0]}?" if close else ""
 
 
 def rejects_unknown_parameters(ignored: Mapping[str, Sequence[Any]]) -> Callable[[C], C]:
-    """Return a decorator that makes a dataclass's constructor raise `InvalidRequest` for unknown
-    parameters. A parameter in `ignored` is accepted with one of its listed values or None, and
-    ignored."""
+    """Return a class decorator that makes a dataclass's constructor raise `InvalidRequest` for
+    unknown parameters.
+
+    `ignored` maps the names of parameters that have no effect to their accepted values. None is
+    always accepted.
+    """
 
     def decorate(cls: C) -> C:
         original_init = cls.__init__

@@ -17,18 +17,19 @@ from nanoactor.requests.structured_outputs import StructuredOutputsParams
 
 MAX_STOP_STRINGS, MAX_STOP_LENGTH, MAX_STOP_IDS = 64, 1024, 256
 MAX_RULED_IDS = 1024
-"""Maximum number of `allowed_token_ids`, and of `logit_bias` entries."""
+"""Maximum length of `allowed_token_ids` and of `logit_bias`."""
 MAX_ANSWERS = 128
-"""Maximum value of a request's `n`."""
+"""Maximum value of `SamplingParams.n`."""
 MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH, MAX_BAD_WORD_TOKENS = 128, 256, 32
 REJECTED: Mapping[str, str] = {
     name.theirs: name.note for name in SAMPLING if name.note and not name.ours
 }
-"""vLLM's parameters that are rejected by name, and the reason for each."""
+"""Parameters of vLLM that are always rejected, and the reason for each."""
 IGNORED: Mapping[str, tuple[Any, ...]] = {
     name.theirs: name.accepts for name in SAMPLING if not name.note and not name.ours
 }
-"""Other parameters of vLLM, with the values that are accepted because they have no effect."""
+"""Parameters of vLLM that nanoactor lacks. The values listed here are accepted, because they have
+no effect."""
 MODEL_DEFAULTS = (
     "temperature",
     "top_p",
@@ -39,15 +40,17 @@ MODEL_DEFAULTS = (
     "repetition_penalty",
     "max_tokens",
 )
-"""Parameters that may be None, which selects the model's recommended value."""
+"""Parameters for which None selects the value that the model recommends."""
 
 
 class DefaultTokens(int):
-    """The value of `max_tokens` if it was not given."""
+    """The default value of `max_tokens`. This type marks that the caller did not set the
+    parameter."""
 
 
 class TokenCap(int):
-    """A `max_tokens` that is lowered, not rejected, if the context leaves less room."""
+    """A value of `max_tokens` that is lowered to the room left in the context. A plain integer that
+    is too large is rejected."""
 
 
 _DEFAULT_MAX_TOKENS = DefaultTokens(16)
@@ -56,81 +59,87 @@ _DEFAULT_MAX_TOKENS = DefaultTokens(16)
 @rejects_unknown_parameters(IGNORED)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Parameters of a request: how to choose tokens and when to stop.
+    """Parameters of a request: how tokens are chosen, and when the output ends.
 
     Omitted parameters have vLLM's defaults. An explicit None selects the value that the model's
-    `generation_config.json` recommends, or has no effect if that recommends none; `max_tokens=None`
-    allows as many tokens as fit. If a request has no `SamplingParams`, all parameters are None, as
-    are those that are omitted on the server or the command line: see `for_model`.
+    `generation_config.json` recommends. If there is no recommendation, the parameter has no effect;
+    `max_tokens=None` allows as many tokens as fit. A request without `SamplingParams` uses all
+    recommended values, as do parameters that are omitted on the server or the command line
+    (`for_model`).
 
-    Truncation follows transformers: temperature, then top-k, then top-p, then min-p, each applied
-    to the result of the previous one. Raises `InvalidRequest` on construction, naming the
+    Filters are applied in the same order as in transformers: temperature, top-k, top-p, min-p. Each
+    uses the result of the previous one. The constructor raises `InvalidRequest`, naming the invalid
     parameter.
     """
 
     n: int = 1
-    """Sequences per prompt. The first has the given seed, the others seeds derived from it."""
+    """Number of sequences per prompt. The first one uses `seed`, the others use seeds derived from
+    it."""
     temperature: float | None = 1.0
-    """0 is greedy. Default on the command line: the model's."""
+    """Sampling temperature; 0 selects greedy decoding. Default on the command line: the value that
+    the model recommends."""
     top_p: float | None = 1.0
-    """Keep the likeliest tokens with this cumulative probability. Default on the command line: the
-    model's."""
+    """Keep the likeliest tokens whose cumulative probability reaches this value. Default on the
+    command line: the value that the model recommends."""
     top_k: int | None = 0
-    """Keep the k likeliest tokens; 0 or -1 keeps all. Default on the command line: the model's."""
+    """Keep this many of the likeliest tokens; 0 or -1 keeps all. Default on the command line: the
+    value that the model recommends."""
     min_p: float | None = 0.0
-    """Drop tokens less likely than this fraction of the likeliest. Default on the command line: the
-    model's."""
+    """Drop tokens whose probability is less than this fraction of the likeliest token's. Default on
+    the command line: the value that the model recommends."""
     presence_penalty: float | None = 0.0
-    """Subtract this from the logit of each token that is already in the output. From -2 to 2.
-    Default on the command line: the model's."""
+    """Subtract this value from the logit of each token that is already in the output. From -2 to 2.
+    Default on the command line: the value that the model recommends."""
     frequency_penalty: float | None = 0.0
-    """Subtract this for each occurrence of the token in the output. From -2 to 2. Default on the
-    command line: the model's."""
+    """Subtract this value from a token's logit for each occurrence of the token in the output. From
+    -2 to 2. Default on the command line: the value that the model recommends."""
     repetition_penalty: float | None = 1.0
-    """Divide positive logits of tokens in the prompt or output by this, and multiply negative ones.
-    1 has no effect. Default on the command line: the model's."""
+    """For tokens in the prompt or the output, divide positive logits by this value, and multiply
+    negative ones by it. 1 has no effect. Default on the command line: the value that the model
+    recommends."""
     logit_bias: Mapping[int, float] | None = dataclasses.field(default=None, hash=False)
-    """Biases, from -100 to 100, to add to the logits of the given token ids."""
+    """Values from -100 to 100 that are added to the logits of tokens, by token id."""
     allowed_token_ids: Sequence[int] | None = None
-    """Choose only from these token ids."""
+    """Sample only from these token ids."""
     bad_words: Sequence[str] | None = None
-    """Texts that the output must not contain, at the start of a word or within one."""
+    """Texts that must not appear in the output, neither at the start of a word nor inside one."""
     seed: int | None = None
-    """Seed of the random numbers; -1 means no seed. Default: drawn when the request is
+    """Seed of the random number generator; -1 means no seed. Default: drawn when the request is
     submitted."""
     logprobs: int | None = None
-    """Return the log-probability of each token and of this many of the likeliest tokens at its
-    position, in the model's own distribution, before temperature and all other rules apply."""
+    """Return the log-probability of each output token, and of this many of the likeliest tokens at
+    its position. They are from the model's own distribution, before temperature and all other
+    rules."""
     prompt_logprobs: int | None = None
-    """Return the same for prompt tokens; the whole prompt is computed, without prefix-cache
-    hits."""
+    """Return log-probabilities of the prompt tokens, with this many of the likeliest tokens at each
+    position. The whole prompt is computed, without prefix-cache hits."""
     max_tokens: int | None = _DEFAULT_MAX_TOKENS
-    """Maximum number of output tokens. Default on the command line: the model's, or as many as fit
-    `max_model_len`."""
+    """Maximum number of output tokens. Default on the command line: the value that the model
+    recommends, or as many as fit `max_model_len`."""
     truncate_prompt_tokens: int | None = None
-    """Keep this many tokens at the end of the prompt; -1 keeps as many as leave room for the
+    """Keep only this many tokens at the end of the prompt; -1 keeps as many as leave room for the
     output."""
     min_tokens: int = 0
-    """Number of output tokens before an end-of-sequence token, stop token or stop string may end
-    the output."""
+    """Minimum number of output tokens. Before that, no end-of-sequence token, stop token or stop
+    string ends the output."""
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
-    """Decode outputs to text; otherwise they have only token ids."""
+    """True to decode the output to text. False returns only token ids."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
-    """The form of the output: {"json": SCHEMA}, {"regex": TEXT}, {"choice": [TEXT, ...]},
+    """Required form of the output: {"json": SCHEMA}, {"regex": TEXT}, {"choice": [TEXT, ...]},
     {"grammar": TEXT} or {"json_object": true}. The output ends when the grammar is complete."""
     logits_processors: None = None
-    """Rejected unless None."""
+    """Not supported. Must be None."""
     best_of: int | None = None
-    """Rejected unless 1 or None."""
+    """Not supported. Must be 1 or None."""
 
     def __post_init__(self) -> None:
-        """Check every value and normalize numbers, `stop` and `stop_token_ids`."""
+        """Check all values, and normalize numbers, `stop` and `stop_token_ids`."""
         make_numbers_plain(self)
         if self.seed == -1 and self.seed is not True:
             object.__setattr__(self, "seed", None)
@@ -182,34 +191,34 @@ class SamplingParams:
 
     @classmethod
     def for_model(cls, **given: Any) -> SamplingParams:
-        """Return parameters that use the model's recommendations for omitted ones. Raises the same
-        exceptions as the constructor."""
+        """Create parameters in which every omitted one has the value that the model recommends.
+        Raises the errors of the constructor."""
         return cls(**{**dict.fromkeys(MODEL_DEFAULTS), **given})
 
 
 @rejects_unknown_parameters({})
 @dataclasses.dataclass(frozen=True)
 class BeamSearchParams:
-    """Parameters of a beam search. Raises `InvalidRequest` on construction, naming the
+    """Parameters of a beam search. The constructor raises `InvalidRequest`, naming the invalid
     parameter."""
 
     beam_width: int
-    """Number of sequences that are continued in each step and returned at the end."""
+    """Number of sequences that are kept after each step and returned at the end."""
     max_tokens: int
-    """Number of output tokens after which every sequence ends."""
+    """Maximum number of output tokens per sequence."""
     ignore_eos: bool = False
     temperature: float = 0.0
-    """Rejected unless 0: nothing is sampled."""
+    """Must be 0, because a beam search samples nothing."""
     length_penalty: float = 1.0
-    """Sequences are ranked by the sum of their log-probabilities, divided by their length raised to
-    this power. From -10 to 10; 0 ranks by the sum, and higher values favor long sequences."""
+    """Sequences are ranked by the sum of their log-probabilities, divided by their length to this
+    power. From -10 to 10. 0 ranks by the sum alone; higher values favor long sequences."""
     include_stop_str_in_output: bool = False
-    """Include the end-of-sequence token in `text`; `tokens` always includes it."""
+    """True to include the end-of-sequence token in `text`. `tokens` always includes it."""
     structured_outputs: None = None
-    """Not supported; must be None."""
+    """Not supported. Must be None."""
 
     def __post_init__(self) -> None:
-        """Check every value and normalize numbers."""
+        """Check all values and normalize numbers."""
         make_numbers_plain(self)
         _check_integer("beam_width", self.beam_width, 1, optional=False)
         _check_integer("max_tokens", self.max_tokens, 1, optional=False)
@@ -234,15 +243,15 @@ _FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "de
 
 
 def derived_seed(seed: int, index: int) -> int:
-    """Return the seed of a request's sequence with this index: the request's own seed for index 0,
-    and for others, 64 bits of a hash of that seed and the index (BLAKE2b, RFC 7693)."""
+    """Return the seed of a request's sequence by its index. Index 0 uses the request's own seed,
+    others a 64-bit BLAKE2b hash (RFC 7693) of that seed and the index."""
     if not index:
         return seed
     text = f"{seed} {index}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
-# Counts and ids are sent as int32.
+# Counts and ids are sent between processes as int32.
 _MAX_INT32 = 2**31 - 1
 
 
@@ -250,7 +259,7 @@ _PLAIN_TYPES = (bool, int, float, str, tuple, type(None), DefaultTokens, TokenCa
 
 
 def plain_number(value: Any) -> Any:
-    """Return a number of another library, such as NumPy, as a Python number; anything else
+    """Convert a number of another library, such as NumPy, to a Python number. Return anything else
     unchanged."""
     if type(value) in _PLAIN_TYPES:
         return value
@@ -263,14 +272,14 @@ def plain_number(value: Any) -> Any:
 
 
 def make_numbers_plain(options: Any) -> None:
-    """Replace the value of every field of a frozen dataclass by its `plain_number`."""
+    """Convert every field of a frozen dataclass with `plain_number`, in place."""
     for name, value in list(vars(options).items()):
         if type(value) not in _PLAIN_TYPES:
             object.__setattr__(options, name, plain_number(value))
 
 
 def format_value(value: Any) -> str:
-    """Format a value for an error message."""
+    """Format a value for an error message, with at most 100 characters."""
     try:
         return f"{value!r:.100}"
     except ValueError:  # Python does not format integers of more than a few thousand digits
@@ -346,7 +355,8 @@ def _check_stop_ids(ids: Any) -> tuple[int, ...]:
 
 
 def _check_biases(given: Any) -> dict[int, float]:
-    """Return the biases by token id; in JSON, the ids are strings."""
+    """Check the argument `logit_bias` and return biases by token id. In JSON, the ids are
+    strings."""
     if given is not None and not isinstance(given, Mapping):
         raise InvalidRequest(f"logit_bias must map token ids to numbers, got {given!r:.100}")
     items = list((given or {}).items())
@@ -368,7 +378,8 @@ def _check_biases(given: Any) -> dict[int, float]:
 
 
 def _check_allowed_ids(given: Any) -> tuple[int, ...] | None:
-    """Return the ids, sorted and without duplicates; None if all ids are allowed."""
+    """Check the argument `allowed_token_ids` and return the ids, sorted and unique. None allows all
+    ids."""
     if given is None:
         return None
     found = tuple(

@@ -1,4 +1,5 @@
-"""Outputs of requests for vectors and scores, with the names and structure of vLLM's."""
+"""Outputs of requests for embedding vectors and scores, with the same names and structure as in
+vLLM."""
 
 from __future__ import annotations
 
@@ -16,10 +17,10 @@ Float32 = NDArray[np.float32]
 
 @dataclasses.dataclass(slots=True)
 class EmbeddingOutput:
-    """The vector of one text."""
+    """The embedding vector of one text."""
 
     embedding: Float32
-    """Embedding vector, (dimensions,)."""
+    """Embedding vector, shape (dimensions,), float32."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -33,13 +34,13 @@ class ScoringOutput:
 
 @dataclasses.dataclass(slots=True)
 class EmbeddingRequestOutput:
-    """The output of a request for a vector."""
+    """The output of a request for an embedding vector."""
 
     request_id: str
     outputs: EmbeddingOutput
     prompt_token_ids: list[int]
     num_cached_tokens: int
-    """Number of tokens found in the prefix cache."""
+    """Number of prompt tokens found in the prefix cache."""
     metrics: RequestMetrics
     finished: bool = True
 
@@ -51,16 +52,18 @@ class ScoringRequestOutput:
     request_id: str
     outputs: ScoringOutput
     prompt_token_ids: list[int]
-    """Token ids of the pair; for embedding models, those of both texts, concatenated."""
+    """Token ids of the scored pair. For embedding models, the ids of the query, then the
+    document."""
     num_cached_tokens: int
     metrics: RequestMetrics
     finished: bool = True
 
 
 def postprocess_vector(vector: Float32, *, dimensions: int | None, normalize: bool) -> Float32:
-    """Return the first `dimensions` elements of a vector; `normalize` scales them to length 1.
+    """Truncate a vector to its first `dimensions` elements, and, with `normalize`, scale it to
+    length 1.
 
-    A vector of zeros is returned unchanged. The length to divide by is at least 1e-12, as in
+    A zero vector stays zero. The norm in the division is at least 1e-12, as in
     `torch.nn.functional.normalize`.
     """
     truncated = vector[:dimensions]
@@ -72,21 +75,22 @@ def postprocess_vector(vector: Float32, *, dimensions: int | None, normalize: bo
 
 
 def match_probability(logits: Float32) -> float:
-    """Return the probability of a match: the probability of "yes" in the softmax over the logits
-    (no, yes)."""
+    """Compute the probability of a match from a reranker's two logits, "no" and "yes": the softmax
+    of "yes"."""
     no, yes = (float(logit) for logit in logits)
     return float(1 / (1 + np.exp(np.clip(no - yes, -700, 700))))
 
 
 def cosine(first: Float32, second: Float32) -> float:
-    """Return the cosine of two vectors of length 1."""
+    """Compute the cosine of two vectors that have length 1: their dot product in float64."""
     return float(np.dot(first.astype(np.float64), second.astype(np.float64)))
 
 
 def pair_score(
     first: EmbeddingRequestOutput, second: EmbeddingRequestOutput
 ) -> ScoringRequestOutput:
-    """Return the score of two texts, computed from their vectors."""
+    """Compute the score of a pair from the embeddings of its two texts: the cosine of the
+    vectors."""
     ids: Sequence[Any] = first.prompt_token_ids + second.prompt_token_ids
     return ScoringRequestOutput(
         request_id=first.request_id,

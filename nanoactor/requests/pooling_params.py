@@ -10,25 +10,26 @@ from nanoactor.requests.params import make_numbers_plain
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PoolingParams:
-    """Parameters of a request for a vector. Raises `InvalidRequest` on construction, naming the
-    parameter."""
+    """Parameters of a request for an embedding vector. The constructor raises `InvalidRequest`,
+    naming the invalid parameter."""
 
     dimensions: int | None = None
-    """Truncate the vector to this length before it is normalized. Default: no truncation. For
+    """Truncate the vector to this length before it is normalized. Default: no truncation. Only for
     models that were trained for truncation (Matryoshka representation learning,
     arXiv:2205.13147)."""
     normalize: bool | None = None
-    """Scale the vector to length 1. Default: as in the model's files."""
+    """Scale the vector to length 1. Default: the setting in the model's files."""
     prompt_name: str | None = None
-    """Name of the model's prompt to put before the text. Default: the model's default prompt."""
+    """Name of one of the model's own prompts, which is put before the text. Default: the model's
+    default prompt."""
     prompt: str | None = None
-    """Prompt to put before the text instead of one of the model's own."""
+    """Text to put before the input, instead of one of the model's own prompts."""
     truncate_prompt_tokens: int | None = None
-    """Keep this many tokens at the end of the text; -1: as many as fit. Default: longer texts are
-    rejected."""
+    """Keep only this many tokens at the end of the text; -1 keeps as many as fit. Default: texts
+    that are too long are rejected."""
 
     def __post_init__(self) -> None:
-        """Check each value and normalize numbers."""
+        """Check all values and normalize numbers."""
         make_numbers_plain(self)
         for name, others in (("dimensions", ()), ("truncate_prompt_tokens", (-1,))):
             value = getattr(self, name)

@@ -1,4 +1,4 @@
-"""Constraints on the form of an output, with vLLM's names and semantics."""
+"""Constraints on the form of an output, with the same names and semantics as in vLLM."""
 
 from __future__ import annotations
 
@@ -23,45 +23,46 @@ _UNSUPPORTED = {
     "disable_any_whitespace",
     "structural_tag": "use tools in chats, or a grammar that contains the tags",
 }
-"""vLLM's fields that are rejected by name, and what to use instead."""
+"""vLLM's fields that are always rejected, and what to use instead of each."""
 _CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "tools")
 _FLAGS = ("json_object", "disable_any_whitespace", "disable_additional_properties")
 
 
 @dataclasses.dataclass(frozen=True)
 class StructuredOutputsParams:
-    """The form that an output must have: exactly one of `json`, `regex`, `choice`, `grammar`,
-    `json_object` and `tools`.
+    """The form that an output must have. Exactly one of `json`, `regex`, `choice`, `grammar`,
+    `json_object` and `tools` must be set.
 
-    Raises `InvalidRequest` on construction, naming the parameter.
+    The constructor raises `InvalidRequest`, naming the invalid parameter.
     """
 
     json: Mapping[str, Any] | str | type[Any] | None = None
-    """A JSON schema as a dict, JSON text, or a pydantic model class. It is converted to text."""
+    """A JSON schema: a dict, JSON text, or a pydantic model class. After construction, always JSON
+    text."""
     regex: str | None = None
     """A regular expression that the whole output must match."""
     choice: Sequence[str] | None = None
-    """A list of texts, one of which must be the output."""
+    """Texts, one of which must be the whole output."""
     grammar: str | None = None
-    """A context-free grammar, in Lark's notation or EBNF."""
+    """A context-free grammar in Lark's notation or in EBNF."""
     json_object: bool = False
-    """Allow any JSON object."""
+    """True to allow any JSON object."""
     disable_any_whitespace: bool = False
-    """Require compact JSON: no spaces or line breaks between its tokens."""
+    """True to require compact JSON, without spaces or line breaks between tokens."""
     disable_additional_properties: bool = False
-    """Forbid properties that the schema does not name in objects for which the schema leaves this
-    open. Schemas combined by `allOf`, `$ref`, `if` or `not` are unchanged."""
+    """True to forbid properties that an object's schema does not name, unless the schema says
+    otherwise. Schemas combined by `allOf`, `$ref`, `if` or `not` are unchanged."""
     whitespace_pattern: None = None
-    """Rejected unless None."""
+    """Not supported. Must be None."""
     structural_tag: None = None
     tools: ToolGrammar | None = None
-    """Functions that the model may, or must, call; not in vLLM."""
+    """Functions that the model may call or must call. Not in vLLM."""
     thoughts: Thoughts = "none"
-    """Reasoning before the constrained output: "open" if the prompt has opened it with `<think>`,
-    "optional" if the model may open it. Not in vLLM."""
+    """Reasoning before the constrained output: "none", "open" if the prompt ends with an open
+    `<think>`, or "optional" if the model may start it. Not in vLLM."""
 
     def __post_init__(self) -> None:
-        """Check every value, and normalize `json` and `choice`."""
+        """Check all values, and normalize `json` and `choice`."""
         self._check_constraints()
         if self.choice is not None:
             object.__setattr__(self, "choice", _choices(self.choice))
@@ -72,7 +73,8 @@ class StructuredOutputsParams:
             raise _error("disable_additional_properties requires json")
 
     def _check_constraints(self) -> None:
-        """Raise `InvalidRequest` for errors that can be found without parsing."""
+        """Check everything that needs no parsing of schemas. Raises `InvalidRequest` for the first
+        error."""
         for name, instead in _UNSUPPORTED.items():
             if getattr(self, name) is not None:
                 raise _error(f"{name} is not supported: {instead}")
@@ -99,7 +101,8 @@ class StructuredOutputsParams:
 
     @classmethod
     def of(cls, given: Any) -> StructuredOutputsParams:
-        """Return `given` if it already has this class, or parameters made from a mapping."""
+        """Create constraints from a mapping of field names to values. An instance is returned
+        unchanged. Raises `InvalidRequest` for unknown fields."""
         if isinstance(given, cls):
             return given
         if not isinstance(given, Mapping):
@@ -115,7 +118,8 @@ class StructuredOutputsParams:
         return cls(**given)
 
     def spec(self) -> GrammarSpec:
-        """Return the specification that the engine's actors use."""
+        """Return the same constraint as a `GrammarSpec`, the form that is sent to the engine's
+        processes."""
         kind, value = self._constraint()
         return GrammarSpec(
             kind=kind,
@@ -147,7 +151,8 @@ def _error(text: str) -> InvalidRequest:
 
 
 def _check_text(name: str, value: Any) -> None:
-    """Reject a value that is not text, cannot be encoded or is too long."""
+    """Raise `InvalidRequest` if a value is not a string, is empty, cannot be encoded or exceeds
+    `MAX_GRAMMAR_BYTES`."""
     if not isinstance(value, str) or not value:
         raise _error(f"{name} must be a non-empty string, got {value!r:.100}")
     try:
@@ -167,7 +172,8 @@ def _choices(given: Any) -> tuple[str, ...]:
 
 
 def _schema_text(schema_or_model: Any, closed: bool) -> str:
-    """Return a schema as compact JSON text. The output has its properties in the schema's order."""
+    """Convert a schema to compact JSON text, keeping the order of properties: the output will have
+    that order too. `closed` forbids properties that the schema does not name."""
     if isinstance(schema_or_model, str):
         _check_text("json", schema_or_model)
     elif isinstance(schema_or_model, type):
@@ -178,14 +184,14 @@ def _schema_text(schema_or_model: Any, closed: bool) -> str:
             )
         schema_or_model = schema_or_model.model_json_schema()
     try:
-        # Always via text: a dict may contain types that JSON lacks, such as tuples.
+        # Always convert via text: a dict may contain types that JSON lacks, such as tuples.
         text = (
             schema_or_model
             if isinstance(schema_or_model, str)
             else json.dumps(schema_or_model, allow_nan=False)
         )
         schema = json.loads(text)
-        if _is_too_deep(schema):  # Python versions differ in the nesting depth that they support
+        if _is_too_deep(schema):  # Python versions differ in their own limit
             raise RecursionError
         if not isinstance(schema, dict):
             raise _error(f"json must be a schema (a JSON object), got {text:.100}")
@@ -217,7 +223,7 @@ def _is_too_deep(value: Any) -> bool:
 
 
 _MAX_DEPTH = 500
-"""Maximum nesting depth of a schema as text; the grammar allows far less."""
+"""Maximum nesting depth of a schema as text. The grammar's own limit is far lower."""
 _COMBINATORS = {"allOf", "$ref", "$dynamicRef", "if", "dependentSchemas"}
 _ADDITIONAL_KEYWORDS = {"additionalProperties", "unevaluatedProperties", "patternProperties"}
 _SCHEMA_KEYWORDS = ("items", "additionalItems", "contains", "additionalProperties")
@@ -226,13 +232,14 @@ _SCHEMA_MAP_KEYWORDS = ("properties", "patternProperties", "$defs", "definitions
 
 
 def _close_objects(schema: Any) -> None:
-    """Set `additionalProperties: false` on the schema's objects that leave it open."""
+    """Forbid unnamed properties, in place, in every object schema that neither allows nor forbids
+    them."""
     if not isinstance(schema, dict):
         return
     for inner in _subschemas(schema):
         _close_objects(inner)
     is_object = schema.get("type") in ("object", ["object", "null"]) or "properties" in schema
-    # Schemas that are combined would forbid each other's properties.
+    # Schemas that are combined with others would forbid each other's properties.
     if is_object and not schema.keys() & (_COMBINATORS | _ADDITIONAL_KEYWORDS):
         schema["additionalProperties"] = False
 

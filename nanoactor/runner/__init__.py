@@ -1,1 +1,2 @@
-"""The runner: the only part of the engine that imports torch."""
+"""The runner, which executes steps on the device. Only this part of the engine and the models
+import torch."""

@@ -1,4 +1,5 @@
-"""The configuration of a rank. Imports no torch, as the user's process must not load it."""
+"""The configuration of a rank (one process with one device), and checks of memory sizes. Imports no
+torch, because the user's process must not load it."""
 
 from __future__ import annotations
 
@@ -10,40 +11,43 @@ from nanoactor.options.config import EngineConfig
 from nanoactor.setup.actors import ActorConfig
 
 SIMULATED = "simulated:"
-"""Prefix of the names of simulated devices; the duration of a step in milliseconds follows."""
+"""Prefix of the names of simulated devices; it is followed by the duration of a step in
+milliseconds."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankConfig:
-    """The configuration that all actors share, and the number of this rank."""
+    """The configuration of one tensor-parallel rank: what all actors share, and the rank's
+    number."""
 
     shared: ActorConfig
     rank: int = 0
     rendezvous_port: int = 0
-    """Port on the loopback interface on which the ranks meet."""
+    """Port on the loopback interface at which the ranks connect to each other."""
     rendezvous_socket: int | None = None
-    """File descriptor of the listening socket, which only rank 0 has."""
+    """File descriptor of the socket that listens on this port; None except on rank 0."""
 
     @property
     def engine(self) -> EngineConfig:
-        """Return the options of the engine."""
+        """The options of the engine."""
         return self.shared.engine
 
     @property
     def files(self) -> ModelFiles:
-        """Return the contents of the model's files."""
+        """The parsed contents of the model's files."""
         return self.shared.files
 
 
 _MIB = 1 << 20
 _MAX_RANKS = 64
 _MIN_LENGTH = 2
-"""Number of tokens in the shortest context: one of the prompt, one of the output."""
+"""Number of tokens in the shortest possible context: one prompt token and one output token."""
 
 
 def check_cache(blocks: int, files: ModelFiles, block_size: int, why: str) -> None:
-    """Raise `NotEnoughMemory` if the longest sequence does not fit into this many blocks. If
-    `max_model_len` may be lowered, only the shortest must fit."""
+    """Raise `NotEnoughMemory` if the longest sequence does not fit into `blocks` blocks of
+    `block_size` tokens. If `max_model_len` is "auto", only the shortest sequence has to fit. `why`
+    explains the number of blocks in the error message."""
     needed = -(-files.max_model_len // block_size)
     if files.is_length_auto:
         needed = min(needed, -(-_MIN_LENGTH // block_size))
@@ -61,11 +65,11 @@ def check_cache(blocks: int, files: ModelFiles, block_size: int, why: str) -> No
 def check_weights(
     weights: int, sequence: int, free: int, ranks: int, *, shared: bool, what: str
 ) -> None:
-    """Raise `NotEnoughMemory`, with advice, if not even the weights fit.
+    """Raise `NotEnoughMemory`, with advice, if not even the weights fit into memory.
 
-    `weights` and `sequence` (the KV cache of the longest sequence) are sizes in bytes over all
-    ranks. `free` is the free memory in bytes of one device, or of all ranks together if they share
-    memory (`shared`).
+    `weights` and `sequence` (the KV cache of the longest sequence) are sizes in bytes, in total
+    over all ranks. `free` is the free memory in bytes: of one device, or of all ranks together if
+    they share memory (`shared`). `what` names the dtype of the weights in the error message.
     """
     available = free // ranks if shared else free
     if weights // ranks <= available:

@@ -1,9 +1,10 @@
-"""Execution of steps on a device. The batch stays on the device, and a decode step replays a single
-graph if the device captures graphs.
+"""Execution of steps on a device. The batch stays on the device. If the device captures graphs, a
+decode step replays a single graph.
 
-A step is laid out on the node's event loop, with NumPy only, and launched on the device's thread: a
-copy of the changes to the device, a graph or single operators, a copy of the token ids to pinned
-memory, and an event. If the device is asynchronous, another thread waits for the event.
+A step is laid out on the node's event loop, with NumPy only, and launched on the device thread. A
+launch consists of a copy of the changes to the device, a graph or single operators, a copy of the
+token ids to pinned memory, and an event. If the device is asynchronous, another thread waits for
+the event.
 """
 
 from __future__ import annotations
@@ -41,33 +42,33 @@ from nanoactor.setup.actors import has_grammars
 log = logging.getLogger("nanoactor.runner")
 
 _MIB = 1 << 20
-# Generous estimates of driver memory: per captured step, in addition to its tensors, and in total.
+# Upper estimates of driver memory: per captured step, in addition to its tensors, and in total.
 _GRAPH_BYTES = 4 * _MIB
 _DRIVER_BYTES = 256 * _MIB
-# Maximum size of a warm-up step on synchronous devices, where a maximal step of a large model would
-# take minutes. The memory of a step is proportional to its tokens.
+# Maximum size of a warm-up step on synchronous devices, on which the largest step of a large model
+# would take minutes. The memory that a step needs is proportional to its tokens.
 _SMALL_WARMUP_TOKENS, _SMALL_WARMUP_ROWS = 256, 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _LaunchedStep:
-    """A queued or finished step."""
+    """A step that was queued on the device or, on a synchronous device, has finished."""
 
     executor: DeviceExecutor
     buffers: StepBuffers
 
     def wait(self) -> StepResult:
-        """Block until the token ids are on the host, and return the step's results."""
+        """Wait until the token ids are on the host, and return the step's results."""
         return self.executor.collect(self.buffers)
 
 
 class DeviceExecutor:
-    """The executor of one rank on one device."""
+    """The executor of one rank on one device; implements `nanoactor.runner.protocol.Executor`."""
 
     def __init__(self, config: RankConfig, device: Device) -> None:
         """Load the weights, size and allocate the KV cache, and capture steps.
 
-        Raises `ModelError` if the model's files are malformed or there is not enough memory.
+        Raises `ModelError` if the model's files are malformed or if there is not enough memory.
         """
         engine = config.engine
         self._config, self._device, self._max_model_len = engine, device, config.files.max_model_len
@@ -86,10 +87,10 @@ class DeviceExecutor:
             self._rehearsal_batch = RehearsalBatch(self._traits, self.block_size)
             self._free_buffers: deque[StepBuffers] = deque()
             self._last_collected: StepBuffers | None = None
-            """Buffers of the latest collected step. The clock counts from the end of that step, so
-            they are reused only after the next one."""
+            """Buffers of the latest collected step. The clock measures from the end of that step,
+            so they are reused only after the next step was collected."""
             self._clock = DeviceClock.started(device)
-            # With several ranks, the measurements of one would include waiting for the others.
+            # With several ranks, the times measured on one would include waiting for the others.
             can_measure = is_single_rank and not engine.threads and not device.traits.asynchronous
             self._threads = ThreadChoice(self._model.threads) if can_measure else None
             constrains = has_grammars(config.files)
@@ -102,40 +103,40 @@ class DeviceExecutor:
 
     @property
     def device_name(self) -> str:
-        """Return the name of the device."""
+        """Human-readable name of the device."""
         return self._device.traits.name
 
     @property
     def asynchronous(self) -> bool:
-        """Return True if `launch` returns before the step is done."""
+        """True if `launch` returns before the step is done."""
         return self._device.traits.asynchronous
 
     @property
     def dtype_name(self) -> str:
-        """Return the name of the dtype that the model computes in."""
+        """Name of the dtype in which the model computes, such as "bfloat16"."""
         return self._model.dtype_name
 
     @property
     def block_size(self) -> int:
-        """Return the number of tokens in a block."""
+        """Number of tokens in a KV cache block."""
         return self._model.block_size
 
     @property
     def too_large(self) -> int:
-        """Return the number of steps with prompts that were too large for any captured step."""
+        """Number of steps with prompts so far that were larger than all captured steps."""
         return self._graphs.too_large
 
     @property
     def uncaptured(self) -> int:
-        """Return the number of steps launched operator by operator because they could not be
-        captured."""
+        """Number of steps so far that were launched operator by operator because their size could
+        not be captured."""
         return self._graphs.uncaptured
 
     # -- the state on the device ----------------------------------------------------------
 
     def _make_state(self, blocks: int, constrains: bool) -> None:
-        """Allocate tables, buffers and a cache of this many blocks; if `constrains`, grammars may
-        constrain rows."""
+        """Allocate tables, buffers and a cache of `blocks` blocks. `constrains` is True if requests
+        may use grammars."""
         config, model, device = self._config, self._model, self._device
         self._batch = self._empty_batch()
         self._resident = ResidentBatch(model, self._batch.layout, blocks)
@@ -162,7 +163,7 @@ class DeviceExecutor:
         self._graphs = GraphRunner(config, model, self._forward, mixed, self.max_depth)
         self._staging = Staging(device, self.max_depth + 2)
         self._rehearsal_staging: Staging | None = None
-        """Staging buffers for rehearsals."""
+        """Staging buffers for rehearsals; None before the first one."""
 
     def _empty_batch(self) -> HostBatch:
         max_blocks = -(-self._max_model_len // self.block_size)
@@ -170,7 +171,7 @@ class DeviceExecutor:
         return HostBatch(self._config.max_num_seqs, max_blocks, self._traits, pooling)
 
     def reset(self) -> None:
-        """Drop all sequences; no step may be in flight."""
+        """Drop all sequences. No step may be in flight."""
         with self._device.stream():
             self._batch, self._dropped = self._empty_batch(), []
             self._resident.reset()
@@ -193,8 +194,8 @@ class DeviceExecutor:
     # -- memory ---------------------------------------------------------------------------
 
     def _warm_up(self, constrains: bool) -> tuple[int, int]:
-        """Run large prefill and decode steps on a small cache. Return the size of the weights and
-        the memory that steps need, both in bytes."""
+        """Run large prefill and decode steps on a small cache. Return (size of the weights, memory
+        that steps need), both in bytes."""
         config, device = self._config, self._device
         begin = time.monotonic()
         device.synchronize()
@@ -213,7 +214,7 @@ class DeviceExecutor:
         blocks = int(prefill.table_blocks.max()) + 1
         self._make_state(blocks, constrains)
         self._run_once(prefill)  # compiles
-        # Memory kept in addition to the cache: buffers, and the libraries' own allocations.
+        # Memory needed in addition to the cache: buffers, and the libraries' own allocations.
         dummies = device.dummy_blocks(config.max_num_seqs, self.block_size)
         cache = (blocks + dummies) * self._model.block_bytes()
         overhead = max(0, free - device.memory().free - cache)
@@ -239,8 +240,8 @@ class DeviceExecutor:
         return used, peak + overhead + (_DRIVER_BYTES if device.traits.asynchronous else 0)
 
     def _warm_up_encoder(self) -> int:
-        """Warm up the encoder, if there is one. Return the bytes that encoding the largest image
-        takes."""
+        """Warm up the encoder, if there is one. Return the memory that encoding the largest image
+        takes, in bytes."""
         if (encoder := self._model.encoder) is None:
             return 0
         max_rows = encoder.max_rows(self._max_model_len)
@@ -251,7 +252,7 @@ class DeviceExecutor:
         return peak * max_rows // rows
 
     def _measure(self, work: Callable[[], None]) -> tuple[float, int]:
-        """Run `work`. Return its duration in seconds and its peak memory in bytes."""
+        """Run `work`. Return (duration in seconds, peak memory in bytes)."""
         self._device.reset_peak_memory()
         begin = time.monotonic()
         work()
@@ -272,17 +273,18 @@ class DeviceExecutor:
     def prepare(
         self, step: Step, pixels: PixelsByNumber = NO_PIXELS, masks: Int32 = NO_MASKS
     ) -> Update:
-        """Lay out a step, with NumPy only."""
+        """Lay out a step, with NumPy only. `pixels` are the pixels that it encodes, by number, and
+        `masks` the token masks of its constrained rows."""
         dropped, self._dropped = self._dropped, []
         return with_vision(self._batch.update(step, masks), step, pixels, dropped)
 
     def drop_pixels(self, numbers: list[int]) -> None:
-        """Drop the partial encodings of these pixels in the next step, as earlier steps may still
-        add to them."""
+        """Drop the partial encodings of these pixels in the next step; earlier steps may still add
+        to them."""
         self._dropped += numbers
 
     def rehearse(self) -> Iterator[object]:
-        """Lay out and pack a dummy prompt, but send nothing to the device."""
+        """Lay out and pack a dummy prompt, without sending anything to the device."""
         update = self._rehearsal_batch.update()
         yield update
         self._rehearsal_staging = self._rehearsal_staging or Staging(self._device, in_flight=1)
@@ -290,7 +292,7 @@ class DeviceExecutor:
         yield self._rehearsal_staging.put_inputs(_staged(update, captured=captured))
 
     def launch(self, prepared: Update) -> _LaunchedStep:
-        """Queue a step, or compute it if the device is synchronous."""
+        """Queue a step on the device, or compute it if the device is synchronous."""
         with self._device.stream():
             if self._threads is None or not prepared.rows:
                 return self._launch(prepared)
@@ -331,13 +333,14 @@ class DeviceExecutor:
         return _LaunchedStep(self, buffers)
 
     def _mark(self, event: TimedEvent) -> None:
-        """Record an event within a step if the device is synchronous; on others, one graph may hold
-        both parts of the step."""
+        """Record an event within a step, but only on a synchronous device. On others, a single
+        graph may contain both parts of the step."""
         if not self.asynchronous:
             event.record()
 
     def collect(self, buffers: StepBuffers) -> StepResult:
-        """Wait for a step and return its results; free the buffers of the step before it."""
+        """Wait for a step and return its results. This also frees the buffers of the previous
+        step."""
         with self._model.translating_errors():
             computed = buffers.collect(self._clock, has_inner_events=not self.asynchronous)
         if self._last_collected is not None:
@@ -347,6 +350,7 @@ class DeviceExecutor:
 
 
 def _staged(update: Update, *, captured: bool) -> Inputs[Array]:
-    """Return the inputs to stage; those of a captured step's prompts are copied separately."""
+    """Return the inputs to stage. The prompts of a captured step are left out, since they are
+    copied separately."""
     inputs = update.inputs
     return dataclasses.replace(inputs, prefill=None, visual=None) if captured else inputs

@@ -1,4 +1,5 @@
-"""Opens the executor for the configured device; imports torch only if that device needs it."""
+"""Creation of the executor for the configured device. Imports torch only if that device needs
+it."""
 
 from __future__ import annotations
 
@@ -10,14 +11,15 @@ from nanoactor.runner.protocol import Executor
 
 
 def open_executor(config: RankConfig) -> Executor:
-    """Return the executor for the configured device; errors in loading the model propagate."""
+    """Create the executor for the configured device, which loads the model. Errors of loading
+    propagate."""
     if config.engine.device.startswith(SIMULATED):
         from nanoactor.runner.simulated import SimulatedExecutor
 
         return SimulatedExecutor(config)
     if "torch" not in sys.modules:
-        # Without this, `import torch` fails if torch_npu is installed and CANN's script is not
-        # sourced.
+        # Otherwise `import torch` fails if torch_npu is installed but CANN's environment script was
+        # not sourced.
         os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     from nanoactor.models.devices import open_device
     from nanoactor.runner.executor import DeviceExecutor

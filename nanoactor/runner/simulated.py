@@ -1,8 +1,8 @@
-"""A simulated device that takes time but computes nothing, to measure the engine itself.
+"""A simulated device, which takes time but computes nothing, for measuring the engine itself.
 
-The device has its own timeline: a step starts when it is submitted or when the previous one ends,
-whichever is later, and its duration is fixed or depends on its number of tokens. Late wake-ups of
-the host do not lengthen a step; submitting the next step late shows up as idle time.
+The device has its own timeline. A step starts when it is submitted or when the previous one ends,
+whichever is later. Its duration is fixed or depends on its number of tokens. Late wake-ups of the
+host do not lengthen a step. Submitting the next step late appears as idle time.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from nanoactor.runner.protocol import StepResult
 from nanoactor.setup.actors import encoder_pages
 
 _BLOCK_SIZE = 16
-# Knuth's multiplicative hash yields random-looking tokens, so that there is text to decode.
+# Knuth's multiplicative hash yields random-looking token ids, so that there is text to decode.
 _HASH_MULTIPLIER = 2654435761
 
 
 def _pick_allowed(mask: Int32, seed: int) -> int:
-    """Return an id that a mask allows and that depends on `seed`; `NOTHING_ALLOWED` if it allows
-    none. Only one word of the mask is unpacked: unpacking all takes 0.4 ms per row for 150,000
-    ids."""
+    """Return a token id that `mask`, (words,), allows and that otherwise depends only on `seed`;
+    `NOTHING_ALLOWED` if there is none. Only one word of the mask is unpacked; unpacking all takes
+    0.4 ms per row for 150,000 ids."""
     words = np.flatnonzero(mask)
     if not len(words):
         return NOTHING_ALLOWED
@@ -48,7 +48,8 @@ def _pick_allowed(mask: Int32, seed: int) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _ScheduledStep:
-    """A step and its place in the device's timeline."""
+    """A step with its results and its place on the device's timeline, in ns of the monotonic
+    clock."""
 
     rows: int
     counts: Int32
@@ -76,8 +77,8 @@ class _ScheduledStep:
 
 
 class SimulatedExecutor:
-    """Executes simulated steps. With device `simulated:5`, each step takes 5 ms, whatever it
-    contains; with `simulated:5+20`, each prompt token and each decode token takes another 20 us."""
+    """Executor of simulated steps. With device `simulated:5`, every step takes 5 ms. With
+    `simulated:5+20`, each prompt token and each decode token takes another 20 us."""
 
     dtype_name = "none"
     device_name = "a simulated device"
@@ -106,14 +107,14 @@ class SimulatedExecutor:
         self.reset()
 
     def reset(self) -> None:
-        """Drop the simulated sequences and restart the timeline."""
+        """Drop all simulated sequences and restart the timeline."""
         self._free_at, self._batch = 0, self._new_batch()
 
     def drop_pixels(self, numbers: list[int]) -> None:
-        """Do nothing, as no image state is kept."""
+        """Do nothing, because no partial encodings are kept."""
 
     def prepare(self, step: Step, pixels: PixelsByNumber, masks: Int32) -> _ScheduledStep:
-        """Schedule a step on the timeline, after all previous steps."""
+        """Place a step on the timeline, after all previous steps, and compute its results."""
         update = self._batch.update(step, masks)
         begin = max(time.monotonic_ns(), self._free_at)
         self._free_at = begin + self._step_ns + self._token_ns * update.rows
@@ -141,11 +142,11 @@ class SimulatedExecutor:
         return prepared
 
     def rehearse(self) -> Iterator[object]:
-        """Lay out a dummy step."""
+        """Lay out a dummy step in a separate batch."""
         yield self._rehearsal_batch.update()
 
     def _scored(self, update: Update) -> StepScores:
-        """Return scores in which all tokens are equally likely."""
+        """Return log-probabilities according to which all tokens are equally likely."""
         assert update.scored is not None
         num_top = min(update.scored.max_logprobs, self._vocabulary)
         table = np.zeros((len(update.scored.counts), 2 + 2 * num_top), np.int32)
@@ -159,8 +160,8 @@ class SimulatedExecutor:
         return rows.message(np.ones((len(rows.numbers), self._width), np.float32))
 
     def _tokens(self, positions: Long, seeds: Long) -> Int32:
-        """Return token ids that depend only on position and seed, as a real sampler's random
-        numbers do."""
+        """Return token ids that depend only on position and seed, like the random numbers of a real
+        sampler."""
         mixed = (positions * 7919 + seeds % 65521) * _HASH_MULTIPLIER
         return ((mixed >> 16) % self._vocabulary).astype(np.int32)
 

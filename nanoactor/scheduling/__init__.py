@@ -1,1 +1,2 @@
-"""Scheduling logic: decides what runs in each step. It maps events to messages and does no I/O."""
+"""The scheduler's logic, which decides what runs in each step. It does no I/O: it receives events
+and returns messages."""

@@ -10,7 +10,8 @@ from nanoactor.media.units import NO_ENCODER, EncoderLimits
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits and options of the scheduler."""
+    """Limits and options of the scheduler. `blocks` and `block_size` are the number of KV-cache
+    blocks and the tokens per block."""
 
     blocks: int
     block_size: int
@@ -24,19 +25,20 @@ class SchedulerConfig:
     max_depth: int = 0
     """Maximum number of steps in flight while steps are short; at least `depth`."""
     plan_lead: Literal["eager", "late"] = "eager"
-    """When to plan a step: as soon as the depth allows ("eager"), or, while steps are in flight,
-    only once the runner requests one because the device is about to go idle ("late")."""
+    """When to plan a step. "eager": as soon as the depth allows. "late": while steps are in flight,
+    only when the runner requests one because the device is about to become idle."""
     prefix_caching: bool = True
     priority_window: int = 1000
-    """Fewer than this many later requests can overtake a request per unit of priority."""
+    """Number of places in the queue that one unit of priority is worth. Per unit of priority
+    difference, fewer than this many later requests can overtake a request."""
     encoder: EncoderLimits = NO_ENCODER
     jump_forward: bool = True
     """True if tokens forced by a grammar are appended without sampling."""
     pooling: str = ""
-    """Pooling method, see `PoolingConfig.kind`; empty if there is none."""
+    """The model's pooling method, as in `PoolingConfig.kind`; empty if the model does not pool."""
     ranks: int = 1
-    """Number of runners, all of which must hold a mask before a step may use it."""
+    """Number of ranks. A step uses a grammar's token mask only once all of them hold it."""
 
     def __post_init__(self) -> None:
-        """Raise `max_depth` to at least `depth`."""
+        """Set `max_depth` to `depth` if it is smaller."""
         object.__setattr__(self, "max_depth", max(self.depth, self.max_depth))

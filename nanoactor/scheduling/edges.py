@@ -1,4 +1,4 @@
-"""The scheduler's outgoing edges, named after the actors that receive from them."""
+"""Names of the scheduler's outgoing edges, after the actors that receive from them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from typing import Any
 
 BLOCKS, DETOKENIZER, GRAMMAR = "blocks", "detokenizer", "grammar"
 VISION = "vision.{}"
-"""Name of the edge to a vision worker, to be formatted with the worker's index."""
+"""Format string of the edge to a vision worker; takes the worker's index."""
 Outgoing = tuple[str, Any]
-"""An edge and the message to send on it."""
+"""Edge name, and the message to send on that edge."""

@@ -1,10 +1,9 @@
-"""Copies of the engine's logic that process dummy requests, to warm up the CPU caches.
+"""Copies of the scheduler and block manager that process dummy requests, to warm up the CPU caches.
 
-After a pause of a few milliseconds, a handler takes three to five times as long as when it is
-called again immediately, because its code and the interpreter's code have been evicted from the CPU
-caches. An actor that is notified of a request before it arrives (`Context.wake_others`) processes a
-dummy request on its own copies until then. The copies share only code with the engine: no state, no
-numbers, no messages.
+After a pause of a few milliseconds, an event handler takes three to five times as long as usual:
+its code and the interpreter's code have been evicted from the CPU caches. An actor that is notified
+of a coming request (`Context.wake_others`) therefore processes a dummy request on its own copies
+until the request arrives. The copies share code with the engine, but no state and no messages.
 """
 
 from __future__ import annotations
@@ -44,7 +43,8 @@ _NO_COUNTS, _TOKEN = np.empty(0, np.int32), np.array([5], np.int32)
 
 
 class Rehearsal:
-    """A scheduler and a block manager that serve dummy requests of one output token, one by one."""
+    """A scheduler and a block manager that serve dummy requests, one at a time. Each request has a
+    prompt of 512 tokens and one output token."""
 
     def __init__(self, block_size: int) -> None:
         blocks, max_model_len = 4 * -(-_PROMPT_LENGTH // block_size), 2 * _PROMPT_LENGTH
@@ -62,7 +62,7 @@ class Rehearsal:
         self._uid = 0
 
     def next_request(self) -> Admit:
-        """Return the next request; no two requests share a block."""
+        """Return a new dummy request. Its blocks differ from those of all earlier requests."""
         tokens = np.arange(_PROMPT_LENGTH, dtype=np.int32) + 7 * self._uid
         request = Admit(
             uid=self._uid,
@@ -75,7 +75,8 @@ class Rehearsal:
         return request
 
     def run(self) -> Iterator[Any]:
-        """Serve a request; encode and yield each message that would be sent to another process."""
+        """Serve one dummy request. Yield each message for another process, after encoding it, and
+        None where a turn yields no step."""
         yield from self._handle(self.next_request())
         yield from self._drain_answers()
         done = StepDone(
@@ -101,7 +102,7 @@ class Rehearsal:
 
 
 def first_step(block_size: int) -> Step:
-    """Return the step that computes a dummy prompt."""
+    """Return the step that computes the prompt of a dummy request; `block_size` is in tokens."""
     return next(sent for sent in Rehearsal(block_size).run() if type(sent) is Step)
 
 

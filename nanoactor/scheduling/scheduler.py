@@ -1,12 +1,13 @@
-"""The scheduler's logic: admission, batching, preemption, termination.
+"""The scheduler's logic: admission, batching, preemption and termination.
 
-It maps events to messages. It does no I/O, reads no clock and knows no block ids, and it looks at
-token values only to see whether they end a sequence or its free text. It is based on three ideas:
+The scheduler receives events and returns messages. It does no I/O, reads no clock and knows no
+block ids. It looks at token values only to see whether they end a sequence or its free text. It is
+based on three ideas:
 
 *The host knows lengths, the device knows tokens.* Step N+1 is planned while step N runs: the length
 of each sequence is known in advance, and the sampled token stays on the device.
 
-*Credits, not queries.* Blocks are spent from a count that the scheduler keeps, the `BlockBudget`.
+*Credits, not queries.* The scheduler itself counts the blocks that it may spend, in `BlockBudget`.
 An admission debits the blocks of a whole prompt; the blocks that the prefix cache saves are
 refunded.
 
@@ -62,7 +63,9 @@ _NO_SLOTS = np.empty(0, np.int64)
 
 
 class Scheduler:
-    """Decides what runs. `handle` processes one event and returns the messages to send."""
+    """Decides which sequences run in each step. `handle` processes one event and returns the
+    messages to send. A *turn* is the message with all decisions that follow from one event; the
+    block manager converts it into a step."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
@@ -86,18 +89,20 @@ class Scheduler:
         )
         self.arrivals = Arrivals(self._output, self.statistics)
         self._planned = self._completed = self._preempted_at = self._requested = 0
-        """The last steps that were planned, completed, preceded by a preemption, and requested."""
+        """Step numbers: the last one planned, the last one completed, the first one planned after
+        the latest preemption, and the last one requested by the runner."""
         self._in_flight: deque[PlannedStep] = deque()
         self._depth = PipelineDepth(config.depth, config.max_depth)
         self._unanswered = UnansweredTurns()
         self._full_version = -1
-        """The running batch's `prefill_version` when its prompts last filled the next step; else
-        -1."""
+        """The running batch's `prefill_version` when prompts last filled the next step's budget; -1
+        if they have not yet."""
         self._turns: list[Outgoing] = []
         self._out: list[Outgoing] = []
 
     def handle(self, event: Any) -> list[Outgoing]:
-        """Process one event and return the messages to send, turns before all others."""
+        """Process one event and return the (edge, message) pairs to send: turns first, then all
+        others."""
         if type(event) is StepDone and self._unanswered.hold_back(event):
             return []
         can_plan_more = self._process(event)
@@ -111,7 +116,8 @@ class Scheduler:
         return [*turns, *out]
 
     def _process(self, event: Any) -> bool:
-        """Process one event, or none; return True if one more step may be planned."""
+        """Process one event, or plan one more step if it is None. Return True if yet another step
+        may be planned."""
         before = self._planned
         if event is not None:
             self._handle(event)
@@ -138,13 +144,14 @@ class Scheduler:
                 self._fail(sequence, end)
 
     def _send_turn(self, fence: int) -> None:
-        """Queue the messages that result from an event, turns first, because steps wait for
-        them."""
+        """Queue the messages that result from an event. The turn is queued separately, since steps
+        wait for it. `fence` is the last step planned before the event."""
         for flush in self._features.frequent["flush"]:
             self._out += flush(self._turn)
         if self._turn.releases_blocks:
             self.budget.expect(self._turn.number, fence)
-        # With late planning, the block manager should have no tokens left to record before a plan.
+        # With late planning, the block manager should have recorded all known tokens before the
+        # next plan.
         may_wait = bool(self._in_flight) and self.config.plan_lead == "eager"
         turn = self._turn.build(self._completed, fence, may_wait=may_wait)
         if turn is not None:
@@ -183,7 +190,7 @@ class Scheduler:
         self._end(sequence, end)
 
     def _end(self, sequence: Sequence, end: End) -> None:
-        """End a sequence, whatever the reason. Its results in flight are dropped."""
+        """End a sequence for any reason. Its results in flight will be dropped."""
         self.statistics.finished += 1
         self._output.stop_ids.remove(sequence.watched_ids)
         self._output.finish(sequence.uid, end, sequence)
@@ -221,8 +228,9 @@ class Scheduler:
                 self._fail(sequence, ends.TAINTED)
 
     def _answer_admission(self, uid: int, hit: int) -> Sequence | None:
-        """Process the answer to the oldest admission; return the sequence if it starts running
-        now."""
+        """Process the answer to the oldest unanswered admission, which must be that of `uid`. `hit`
+        is the number of tokens found in the prefix cache. Return the sequence if it starts running
+        now, else None."""
         admission = self._unanswered.pop(uid)
         sequence = admission.sequence
         sequence.history.note_match(min(hit, sequence.prompt_length))
@@ -241,7 +249,8 @@ class Scheduler:
         return sequence
 
     def _admit_waiting(self) -> None:
-        """Admit sequences from the head of the queue while the next step has budget for them."""
+        """Admit sequences from the head of the queue while the next step has token budget left for
+        them."""
         if not self._room.waiting or self._running.prefill_version == self._full_version:
             return
         budget = self.config.max_num_batched_tokens - self._running.left_to_prefill
@@ -249,13 +258,15 @@ class Scheduler:
             if (head := self._room.head) is None:
                 return
             blocks = -(-head.length // self.config.block_size)
-            # A preempted sequence can be admitted once all its results are in: known == scheduled.
+            # A preempted sequence can be admitted only once all its results have arrived (known ==
+            # scheduled).
             if (
                 head.last_step > self._completed
                 or self.budget.credits < blocks + self._reserved_blocks()
             ):
                 return
-            # Waiting pays off: a block is indexed as soon as the step that computes it is planned.
+            # Wait for a running prompt to compute the shared prefix: a block can be found in the
+            # prefix cache as soon as the step that computes it is planned.
             may_hit = self.config.prefix_caching and head.is_prompt_read
             if may_hit and self._running.will_compute_prefix_of(head):
                 return
@@ -266,11 +277,11 @@ class Scheduler:
             self._full_version = self._running.prefill_version
 
     def _reserved_blocks(self) -> int:
-        """Return the number of credits that admissions leave to sequences that need a block now.
+        """Return the number of credits that admissions must leave for running sequences.
 
         Without this reserve, a preempted sequence would take back the blocks that it had to give
-        up. A few more credits, up to one for each running sequence, keep the next preemption from
-        following immediately.
+        up. A few more credits, up to one for each running sequence, avoid another preemption right
+        away.
         """
         if not len(self._running):
             return 0
@@ -279,12 +290,13 @@ class Scheduler:
         return needed + min(len(self._running), self.config.blocks // 64)
 
     def _available_pages(self) -> int:
-        """Return the number of pages of the encoder cache that admissions may spend."""
+        """Return the number of encoder-cache pages that admissions may spend."""
         return self.items.budget.credits
 
     def _release_held_slot(self) -> None:
-        """Release the slot of a held sequence if another sequence waits and nothing is in flight.
-        The number of freed blocks is known before the next slot is released."""
+        """Release the slot of a held sequence if another sequence waits and no step or answer is
+        outstanding. Only one slot is released at a time: its freed blocks are counted before the
+        next release."""
         is_busy = self._in_flight or self.budget.oldest_unanswered is not None
         if is_busy or self._room.head is None:
             return
@@ -308,9 +320,10 @@ class Scheduler:
             feature.admit(sequence, self._turn.number)
 
     def _grant_blocks(self, starving: list[Sequence]) -> list[Sequence]:
-        """Give one more block to each of these sequences; return those that got one.
+        """Grant one more block to as many of these sequences as possible; return those that
+        received one.
 
-        The others skip this step. The sequence that has waited longest goes first, so that each is
+        The others skip this step. The sequence that has waited longest comes first, so that each is
         passed over at most once.
         """
         step = self._planned + 1
@@ -327,10 +340,11 @@ class Scheduler:
         return granted
 
     def _preempt_for(self, starving: list[Sequence]) -> None:
-        """Preempt the youngest sequences until there is, or will be, a block for each starving one.
+        """Preempt the youngest sequences until a block is, or will be, available for each starving
+        one.
 
-        No sequence is preempted while pending credits suffice or, for at most `depth` steps, while
-        an outstanding answer may return more credits.
+        Preempts nothing while pending credits suffice. If an outstanding answer may return more
+        credits, preemption is delayed by up to `depth` steps.
         """
         step = self._planned + 1
         missing = len(starving) - self.budget.credits - self.budget.pending
@@ -346,8 +360,8 @@ class Scheduler:
 
     def _preempt(self, victim: Sequence) -> None:
         """Preempt a sequence: queue it again, or hold it if its caller decides what is computed
-        next. It still gets its tokens from steps in flight, and can be admitted again once they
-        have arrived."""
+        next. The sequence still receives its tokens from steps in flight, and can be admitted again
+        once they have arrived."""
         self.statistics.preemptions += 1
         steps = [p.step for p in self._in_flight if p.has_row(victim.slot)]
         victim.note_preemption(max(steps, default=0))
@@ -368,7 +382,8 @@ class Scheduler:
     def _may_plan(self) -> bool:
         if not self._depth.has_room(self._in_flight, stepwise=bool(self._running.stepwise)):
             return False
-        # The number of freed blocks must be known within `depth` steps, however slow the edge is.
+        # The number of freed blocks must be known within `depth` steps, however slow the block
+        # manager is.
         unanswered = self.budget.oldest_unanswered
         if unanswered is not None and self._planned >= unanswered + self.config.depth:
             return False
@@ -379,8 +394,8 @@ class Scheduler:
         self._requested = max(self._requested, event.step)
 
     def _plan(self) -> None:
-        """Plan one step: every sequence that decodes, then prompts within the remaining budget.
-        Sequences are admitted between the two, so that newly admitted ones are not preempted
+        """Plan one step: all sequences that decode, then prompts within the remaining token budget.
+        Waiting sequences are admitted between the two, so that they are not preempted
         immediately."""
         decode_batch, grown, num_skipped = self._choose_decodes()
         self._admit_waiting()
@@ -408,8 +423,8 @@ class Scheduler:
         self.statistics.count_step(planned.num_positions, num_decodes, num_skipped)
 
     def _choose_decodes(self) -> tuple[DecodeBatch, list[Sequence], int]:
-        """Return the decode batch, the sequences that get another block, and the number of
-        sequences that skip this step."""
+        """Return the decode batch, the sequences that receive another block, and the number of
+        sequences that skip this step for lack of one."""
         table = self._running.table
         if not len(self._running):
             return table.decode(_NO_SLOTS, none_starving=True), [], 0
@@ -472,7 +487,7 @@ class Scheduler:
             self._turn.add_known(slots, tokens)
 
     def _jump(self, sequence: Sequence, run: Int32) -> None:
-        """Append forced tokens, up to and including one that ends the sequence."""
+        """Append forced tokens without sampling, up to and including one that ends the sequence."""
         slot = sequence.slot
         known, end = self._output.append_run(sequence, run)
         self._turn.add_known_run(slot, known)
@@ -483,19 +498,19 @@ class Scheduler:
     # -- inspection -----------------------------------------------------------------------
 
     def uids_of(self, slots: Int32) -> list[int]:
-        """Return the uid of the sequence in each of these slots."""
+        """Return the uid of the sequence in each of these slots. The slots must be occupied."""
         return list(map(int, self._running.table.uids[slots]))
 
     @property
     def is_stalled(self) -> bool:
-        """Return True if there are live sequences and planning is not paused, but neither a step
-        nor a feature's request that they depend on is in flight."""
+        """True if there are live sequences and planning is not paused, but nothing is in flight
+        that they could be waiting for: no step, and no request of a feature."""
         idle = bool(self.live) and not self._in_flight and not self._depth.is_paused
         return idle and not any(feature.is_waiting for feature in self._features)
 
     def figures(self) -> dict[str, Any]:
-        """Return counts since the start, the current numbers of waiting, running and live
-        sequences, and the figures of all features."""
+        """Return all figures of the scheduler by metric name: counts since the start, the current
+        numbers of waiting, running and live sequences, and the figures of all features."""
         return {
             **dataclasses.asdict(self.statistics),
             "waiting": len(self._room.waiting),
@@ -509,7 +524,8 @@ class Scheduler:
         }
 
     def check_idle(self) -> None:
-        """Raise `ProtocolBug` if anything is held although no request is live."""
+        """Raise `ProtocolBug` if blocks, slots or features' resources are held although no request
+        is live."""
         if not self.live and not self._in_flight and self.budget.oldest_unanswered is None:
             self.budget.check_idle()
             for feature in self._features:
@@ -527,8 +543,8 @@ class Scheduler:
         StepDone: _on_step_done,
         StepWanted: _on_step_wanted,
     }
-    """Handlers of the events that do not belong to a feature."""
+    """Handlers of the events that the scheduler processes itself, by event class."""
     EVENTS: ClassVar[frozenset[type]] = frozenset(HANDLERS).union(
         *(feature.HANDLERS for feature in (Pictures, Constraints, HeldSequences))
     )
-    """All event types that the scheduler handles."""
+    """All event types that `Scheduler.handle` accepts."""

@@ -1,4 +1,4 @@
-"""The scheduler's counters, which the metrics report."""
+"""The scheduler's counters, reported as metrics."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import dataclasses
 
 @dataclasses.dataclass(slots=True)
 class SchedulerStatistics:
-    """Counts since the scheduler started."""
+    """Counts since the scheduler started. Tokens and steps count when they are planned."""
 
     steps: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
     output_tokens: int = 0
-    """Number of tokens reported to the detokenizer."""
+    """Number of tokens sent to the detokenizer."""
     mixed_steps: int = 0
     finished: int = 0
     aborted: int = 0
@@ -21,13 +21,15 @@ class SchedulerStatistics:
     """Number of sequences that ended with reason "failed", such as those with non-finite logits."""
     preemptions: int = 0
     overruns: int = 0
-    """Number of dropped tokens, such as those of sequences that had already ended."""
+    """Number of sampled tokens that were dropped, for example because the sequence had already
+    ended."""
     sat_out: int = 0
-    """Number of rows left out of a step for lack of a block."""
+    """Number of times that a sequence skipped a step for lack of a block."""
     device_seconds: float = 0.0
 
     def count_step(self, prefill_tokens: int, decode_tokens: int, sat_out: int) -> None:
-        """Count a planned step, its tokens, and the rows left out of it."""
+        """Count a planned step with these numbers of tokens; `sat_out` is the number of sequences
+        that skip it for lack of a block."""
         self.steps += 1
         self.prefill_tokens += prefill_tokens
         self.decode_tokens += decode_tokens
@@ -35,7 +37,7 @@ class SchedulerStatistics:
         self.mixed_steps += bool(prefill_tokens and decode_tokens)
 
     def discount_hits(self, prefill_tokens: int) -> None:
-        """Subtract prompt tokens that were found in the prefix cache."""
+        """Subtract prompt tokens that were counted as prefilled but found in the prefix cache."""
         self.prefill_tokens -= prefill_tokens
 
     def count_abort(self) -> None:
@@ -43,5 +45,5 @@ class SchedulerStatistics:
         self.aborted += 1
 
     def count_overrun(self, tokens: int = 1) -> None:
-        """Count tokens dropped after the end of their sequence."""
+        """Count sampled tokens that were dropped, such as those after the end of their sequence."""
         self.overruns += tokens

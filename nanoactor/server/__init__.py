@@ -1,1 +1,1 @@
-"""The HTTP server: a client of `AsyncLLM` that serves the OpenAI API and others."""
+"""The HTTP server, which serves OpenAI's API and others with an `AsyncLLM`."""

@@ -1,4 +1,4 @@
-"""Classification of IP addresses as public or not."""
+"""Check for public IP addresses, to prevent fetches from internal networks."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
 def is_public(text: str) -> bool:
-    """Return True if `text` is a public Internet address. A NAT64 address is judged by the IPv4
-    address that it embeds."""
+    """Return True if `text` is a public Internet address. A NAT64 address is public if the IPv4
+    address that it embeds is public."""
     try:
         address = ipaddress.ip_address(text)
     except ValueError:

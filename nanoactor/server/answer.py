@@ -1,4 +1,4 @@
-"""State of an answer in progress, and the writers that encode it in the format of an API."""
+"""State of an answer in progress, and the writers that encode answers in the format of an API."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from nanoactor.server.requests import Body, ChatRequest, StreamOptions
 
 @dataclasses.dataclass(frozen=True)
 class EchoedPrompt:
-    """Stand-in for an engine request if the prompt is only echoed."""
+    """Replacement for an engine request if nothing is generated and the prompt is only echoed."""
 
     prompt_token_ids: Sequence[int]
 
 
 class Answer:
-    """An answer in progress: its engine requests and their outputs."""
+    """An answer in progress: its engine requests, and the choices built from their outputs."""
 
     def __init__(self, body: Body, requests: Sequence[Request | EchoedPrompt]) -> None:
         self.body = body
@@ -36,35 +36,36 @@ class Answer:
         self.choices: Sequence[Choice] = ()
         self.cached_tokens = 0
         self.choices_per_request = body.n or 1
-        """Number of choices per request."""
+        """Number of choices per prompt, which is the request's `n`."""
         self.prompt_logprobs: list[Any] | None = None
-        """Prompt log-probabilities of a chat, which has one prompt; None unless requested."""
+        """Prompt log-probabilities of a chat; None unless requested. A chat has only one prompt."""
         self.finish_reasons: list[str | None] = [None] * (len(requests) * self.choices_per_request)
         """Finish reason of each choice; None until the choice has finished."""
         self.tokens_sent = [0] * (len(requests) * self.choices_per_request)
-        """Number of tokens sent to the client, for each choice."""
+        """Number of tokens sent to the client, by choice."""
         self.reasoning_tokens = 0
-        """Number of reasoning tokens among the tokens sent, estimated from the text."""
+        """Estimated number of reasoning tokens among the tokens sent, based on the text."""
         self.stop_reason: int | str | None = None
-        """The stop string or stop token id that ended the latest finished choice, if any."""
+        """Stop string, or id of the stop token, that ended the choice that finished last. None if
+        nothing of either kind did."""
         self.phase_seconds: dict[str, float] = {}
         self.token_ids: list[list[int]] | None = None
         """Output token ids of each choice; None unless requested."""
         if body.return_token_ids:
             self.token_ids = [[] for _ in self.tokens_sent]
         self._unsent: list[list[int]] = [[] for _ in self.tokens_sent]
-        """Output token ids of each choice that are not yet in any delta."""
+        """Output token ids of each choice that no delta contains yet."""
         self.has_finished_request = False
-        """True if any of the requests has finished; a chat has only one request."""
+        """True once one of the engine requests has finished. A chat has only one request."""
 
     def count_visible_tokens(self, number: int, completion: CompletionOutput) -> int:
-        """Return the number of new tokens in `completion` that the client gets to see."""
+        """Return the number of new tokens in `completion` that are sent to the client."""
         choice = self.choices[number * self.choices_per_request + completion.index]
         return 0 if choice.is_muted else len(completion.token_ids)
 
     def process(self, number: int, output: RequestOutput) -> list[Delta]:
-        """Process an output of request `number` and return its deltas. Raises `APIError` if the
-        engine has aborted a choice."""
+        """Process an output of the engine request with index `number`, and return the deltas for
+        the client. Raises `APIError` if the engine has aborted a choice."""
         deltas: list[Delta] = []
         first = number * self.choices_per_request
         if output.prompt_logprobs is not None:
@@ -116,8 +117,9 @@ class Answer:
         return deltas
 
     def _attach_token_ids(self, index: int, delta: Delta) -> None:
-        """Add the ids of all tokens since the previous delta to `delta`. The first delta also gets
-        the prompt's token ids, except in a chat, where they are placed next to the choices."""
+        """Add the ids of all tokens since the previous delta to `delta`. The first delta of a text
+        completion also gets the prompt's token ids. In a chat, those are placed next to the
+        choices."""
         assert self.token_ids is not None
         if len(self.token_ids[index]) == len(self._unsent[index]) and not self.is_chat:
             delta["prompt_token_ids"] = [
@@ -127,47 +129,49 @@ class Answer:
 
     @property
     def is_chat(self) -> bool:
-        """Return True if this is a chat completion."""
+        """True if this is a chat completion."""
         return isinstance(self.body, ChatRequest)
 
     @property
     def prompt_tokens(self) -> int:
-        """Return the total number of tokens in all prompts."""
+        """Total number of tokens in all prompts."""
         return sum(len(request.prompt_token_ids) for request in self.requests)
 
     @property
     def log_note(self) -> str:
-        """Return the numbers of prompt and output tokens as text for the access log."""
+        """Numbers of prompt and output tokens, as text for the access log."""
         return f" {self.prompt_tokens}+{sum(self.tokens_sent)} tokens"
 
 
 class AnswerWriter(Protocol):
-    """Writer of an answer in the format of one API, as a stream of events or as a whole."""
+    """Interface for writing an answer in the format of one API: as a stream of events, or as one
+    response."""
 
     ping: bytes
-    """An event without content that keeps a connection open; empty if the API has none."""
+    """An event without content that keeps a connection open. Empty if the API has no such event."""
 
     def begin(self, deltas: list[Delta]) -> bytes:
-        """Return the first events of a stream. `deltas` are the initial deltas of all choices."""
+        """Return the first events of a stream, including `deltas`, the initial deltas of all
+        choices."""
 
     def push(self, deltas: list[Delta]) -> bytes:
-        """Process deltas and return their events."""
+        """Process deltas of a streamed answer, and return their events."""
 
     def collect(self, deltas: list[Delta]) -> None:
         """Process deltas of an answer that is not streamed."""
 
     def end(self) -> bytes:
-        """Return the final events of a complete answer."""
+        """Return the last events of a stream whose answer is complete."""
 
     def error(self, problem: APIError) -> bytes:
-        """Return the final events of a stream that ends with an error."""
+        """Return the last events of a stream that ends with an error."""
 
     def response(self) -> dict[str, Any]:
-        """Return the response body, after `collect` has processed all deltas."""
+        """Return the response body. All deltas must have been passed to `collect`."""
 
 
 class CompletionWriter:
-    """Writer of completions and chats in OpenAI's format."""
+    """Writes text completions and chat completions in OpenAI's format."""
 
     ping = b""
 
@@ -186,18 +190,18 @@ class CompletionWriter:
         self._chunk_head = self._head | ({"object": "chat.completion.chunk"} if chat else {})
 
     def begin(self, deltas: list[Delta]) -> bytes:
-        """Return the events for the role in a chat, or for an echoed prompt."""
+        """Return the first events: the role of each choice in a chat, or the echoed prompts."""
         prompt = {}
         if self._respond.is_chat and self._respond.token_ids is not None:
             prompt["prompt_token_ids"] = [*self._respond.requests[0].prompt_token_ids]
         return b"".join([self._chunk([delta], **prompt) for delta in deltas])
 
     def push(self, deltas: list[Delta]) -> bytes:
-        """Return an event for each delta."""
+        """Return one event per delta."""
         return b"".join([self._chunk([delta]) for delta in deltas])
 
     def collect(self, deltas: list[Delta]) -> None:
-        """Do nothing, because the choices store their own output."""
+        """Do nothing, because the choices keep their own output."""
 
     def _chunk(self, choices: list[Delta], usage: Any = None, **extra_fields: Any) -> bytes:
         value = {**self._chunk_head, "choices": choices, **extra_fields}
@@ -208,16 +212,17 @@ class CompletionWriter:
         return event(value | {"usage": usage} if self._includes_usage else value)
 
     def end(self) -> bytes:
-        """Return the usage event, if requested, and the `[DONE]` event."""
+        """Return the usage event, if the client requested it, and the `[DONE]` event."""
         usage = self._chunk([], self._usage()) if self._includes_usage else b""
         return usage + _DONE
 
     def error(self, problem: APIError) -> bytes:
-        """Return an error event, which replaces `[DONE]`."""
+        """Return the error event. It replaces the `[DONE]` event."""
         return event(problem.body)
 
     def _usage(self) -> dict[str, Any]:
-        """Return the token counts of all choices, and the times if there is only one choice."""
+        """Return the token counts of all choices. If there is only one choice, include its
+        durations."""
         answer = self._respond
         details: dict[str, Any] = {"prompt_tokens_details": {"cached_tokens": answer.cached_tokens}}
         if answer.is_chat:
@@ -227,7 +232,7 @@ class CompletionWriter:
         )
 
     def response(self) -> dict[str, Any]:
-        """Return the response body: all choices and the usage."""
+        """Return the response body with all choices and the usage."""
         answer = self._respond
         choices = [choice.complete() for choice in answer.choices]
         prompt: dict[str, Any] = {}
@@ -244,7 +249,7 @@ _DONE = b"data: [DONE]\n\n"
 
 
 def event(value: Any) -> bytes:
-    """Encode a value as a server-sent event."""
+    """Encode a value as a server-sent event, in bytes."""
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
@@ -257,7 +262,7 @@ def _usage(prompt: int, completion: int) -> dict[str, Any]:
 
 
 def _phase_seconds(metrics: RequestMetrics) -> dict[str, float]:
-    """Return the times that a request spent in the queue, in prefill and in decode, in seconds.
+    """Return the seconds that a request spent waiting, in prefill and in decode, by field name.
 
     The names are those of Groq's API. The result is empty if the request has no output token.
     """

@@ -1,4 +1,4 @@
-"""The HTTP server, assembled from the engine, the text service, the monitor and their routes."""
+"""The HTTP server: creates all services and routes, and starts and stops them."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ log = logging.getLogger("nanoactor.server")
 
 _LISTEN_BACKLOG = 4096
 _MIN_DIVISIBLE_QUEUE = 16
-"""Minimum queue length at which one client may fill only half of the queue."""
+"""Minimum capacity of the waiting queue at which one client is limited to half of it."""
 _PICTURES_BYTES = 64 << 20
-"""Additional bytes allowed in a request's body if the model accepts pictures."""
+"""Additional bytes allowed in a request's body if the model accepts images."""
 _RESPONSE_ID = "{id:(?!input_tokens|compact)[^/]+}"
-"""Path pattern for a response id; it does not match the other routes of the API."""
+"""Path pattern of a response id, which excludes the names of the API's other routes."""
 _FINAL_SEND_SECONDS = 2.0
-"""Maximum number of seconds for sending the last answers at shutdown."""
+"""Maximum number of seconds for sending the last responses at shutdown."""
 
 
 _MAX_HANDSHAKE_SECONDS = 10.0
-"""Maximum number of seconds for a client's TLS handshake."""
+"""Maximum number of seconds for the TLS handshake of a new connection."""
 
 
 class Server:
-    """HTTP server for an engine. Call `start`, then `stop`."""
+    """HTTP server for one engine or a fleet of engines. Call `start`, and later `stop`."""
 
     def __init__(
         self,
@@ -65,14 +65,17 @@ class Server:
         monitor: MonitorProtocol | None = None,
         reuse_port: bool = False,
     ) -> None:
-        """`llm` must not have been started; the server starts and closes it. An `llm` that
-        represents several engines needs its own `text_service` and `monitor`. `reuse_port` lets
-        another server listen on the same port, for instance to replace this one."""
+        """Create the server without starting it.
+
+        `llm` must not have been started, because the server starts and closes it. A fleet needs its
+        own `text_service` and `monitor`. `reuse_port` allows another server to listen on the same
+        port, for instance one that replaces this one.
+        """
         self._reuse_port = reuse_port
         self.config = config
         self.llm = llm
         self.names = config.model_names or (llm.config.model,)
-        """Names that clients may use for the model; answers contain the first one."""
+        """Names of the model that clients may use. Responses contain the first one."""
         self.port = 0
         self.metrics = Metrics(self.names[0], vllm_names=config.vllm_metrics)
         self._tracer = llm if isinstance(llm, AsyncLLM) else None
@@ -89,7 +92,7 @@ class Server:
             self._text_service = TextService(
                 llm.files.tokenizer_directory, max_text_bytes, render_limits, reserved
             )
-        # JSON escapes and decimal token ids take more bytes than the prompt's text.
+        # JSON escapes and decimal token ids need more bytes than the text of the prompt.
         accepts_images = llm.files.images is not None
         max_body_bytes = (
             config.max_body_bytes or max_text_bytes + (1 << 20) + accepts_images * _PICTURES_BYTES
@@ -189,8 +192,8 @@ class Server:
         return routes
 
     async def start(self) -> None:
-        """Start the engine, then listen. Raises the engine's errors, and `OSError` if the address
-        is not available. After an error, nothing is left running."""
+        """Start the engine, and then accept connections. Raises the engine's errors, and `OSError`
+        if the address is not available. After an error, everything is stopped again."""
         tls_context = make_tls_context(self.config)
         listener = bind_socket(self.config, self._reuse_port)
         self.port = 0 if self.config.uds is not None else listener.getsockname()[1]
@@ -230,8 +233,8 @@ class Server:
             raise InvalidConfig(f"default_chat_template_kwargs: {text}") from None
 
     async def drain(self) -> None:
-        """Refuse new requests and wait until all running requests have ended. Requests that exceed
-        `drain_timeout` are aborted."""
+        """Refuse new requests, and wait until all running requests have finished. Requests that
+        take longer than `drain_timeout` seconds are aborted."""
         self._http.is_draining = True
         if self._reuse_port and self._listening_server is not None:
             self._listening_server.close()  # new connections go to the other servers on this port
@@ -245,7 +248,7 @@ class Server:
             await self._http.wait_idle(_FINAL_SEND_SECONDS)
 
     async def stop(self) -> None:
-        """Drain, then stop the server and the engine."""
+        """Drain all requests, and then stop the server and the engine."""
         try:
             await self.drain()
         finally:
@@ -256,13 +259,13 @@ class Server:
 
 
 async def _nothing() -> None:
-    """Do nothing, for a component that needs no start."""
+    """Do nothing. Serves as the `start` of a component that has none."""
 
 
 def _max_answers_per_client(config: EngineConfig) -> int:
-    """Return the maximum number of sequences per client: `max_num_seqs` plus half of the queue,
-    which leaves room for other clients. A queue that is too short to divide may be filled by one
-    client."""
+    """Return the maximum number of sequences per client: `max_num_seqs` plus half of the waiting
+    queue, so that other clients have room. If the queue is too short for that, one client may fill
+    it."""
     queue = config.max_waiting_requests
     return config.max_num_seqs + (queue // 2 if queue >= _MIN_DIVISIBLE_QUEUE else queue + 1)
 
@@ -270,7 +273,7 @@ def _max_answers_per_client(config: EngineConfig) -> int:
 def _lifetime(
     start: Callable[[], Awaitable[object]], stop: Callable[[], Awaitable[None]]
 ) -> Callable[[web.Application], AsyncIterator[None]]:
-    """Wrap a component's start and stop as an aiohttp cleanup context."""
+    """Return an aiohttp cleanup context that starts a component and later stops it."""
 
     async def lifetime(app: web.Application) -> AsyncIterator[None]:
         await start()
@@ -281,7 +284,8 @@ def _lifetime(
 
 
 def raise_descriptor_limit() -> None:
-    """Raise the soft limit on file descriptors to the hard limit: each connection needs one."""
+    """Raise the soft limit on open file descriptors to the hard limit, because each connection
+    needs one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,4 +1,5 @@
-"""Base class of the writers for two APIs that return text, reasoning and calls as blocks."""
+"""Base class of the writers for the Messages API and the Responses API. Both return text, reasoning
+and calls as separate blocks."""
 
 from __future__ import annotations
 
@@ -16,13 +17,13 @@ Event = dict[str, Any]
 
 
 def encode(event: Event) -> bytes:
-    """Encode an event as a server-sent event, with its type as the event name."""
+    """Encode an event as a server-sent event, in bytes. The event's type is its name."""
     return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), msgspec.json.encode(event))
 
 
 class BlockWriter(abc.ABC):
-    """Converts a chat's deltas to consecutive blocks, each with text, reasoning or one call. The
-    subclass for each API defines the events with which a block starts, grows and ends."""
+    """Converts chat deltas to a sequence of blocks. Each block contains text, reasoning or one
+    call. Subclasses define the events of their API for the start, growth and end of a block."""
 
     ping = b""
 
@@ -33,35 +34,35 @@ class BlockWriter(abc.ABC):
         """Finish reason as in a chat completion; None until the output has ended."""
         self._open = False
         self._texts: list[str] = []
-        """Pieces of text, reasoning or arguments in the last block."""
+        """Pieces of the latest block's text, reasoning or arguments."""
 
     @abc.abstractmethod
     def encode_events(self, events: list[Event]) -> bytes:
-        """Encode events for sending."""
+        """Encode events in the format of the API, in bytes."""
 
     @abc.abstractmethod
     def new_block(self, kind: str, call: dict[str, Any]) -> dict[str, Any]:
-        """Return an empty block. `kind` is "text", "thoughts" or "call"; `call` holds a call's id
-        and name."""
+        """Return an empty block. `kind` is "text", "thoughts" or "call". For a call, `call`
+        contains its id and name; otherwise it is empty."""
 
     @abc.abstractmethod
     def open_events(self, kind: str) -> list[Event]:
-        """Return the events that start the last block."""
+        """Return the events that start the latest block."""
 
     @abc.abstractmethod
     def delta_events(self, kind: str, text: str) -> list[Event]:
-        """Return the events that append a piece of text to the last block."""
+        """Return the events that append `text` to the latest block."""
 
     @abc.abstractmethod
     def close_events(self, kind: str, text: str) -> list[Event]:
-        """Store the complete text in the last block and return the events that end the block."""
+        """Store the complete text in the latest block, and return the events that end the block."""
 
     @abc.abstractmethod
     def add_logprobs(self, entries: list[dict[str, Any]]) -> None:
-        """Record log-probabilities of tokens; called before the text of these tokens is added."""
+        """Store log-probabilities of tokens. Called before the text of these tokens is added."""
 
     def push(self, deltas: list[Delta]) -> bytes:
-        """Process deltas and return their events."""
+        """Process deltas of a streamed answer, and return their events."""
         return self.encode_events(self._events(deltas))
 
     def collect(self, deltas: list[Delta]) -> None:
@@ -69,7 +70,8 @@ class BlockWriter(abc.ABC):
         self._events(deltas)
 
     def close(self) -> list[Event]:
-        """Close the open block, if any, and return the events that end it."""
+        """End the open block, and return its last events. Without an open block, return no
+        events."""
         if not self._open:
             return []
         self._open = False
@@ -90,7 +92,8 @@ class BlockWriter(abc.ABC):
         return events
 
     def _add(self, kind: str, text: str) -> list[Event]:
-        """Append text to the open block, or to a new block if the open one is of another kind."""
+        """Append text to the open block. If that block has another kind, end it and start a new
+        one."""
         start_events = [] if self._open and self._kind == kind else self._begin(kind, {})
         self._texts.append(text)
         return [*start_events, *self.delta_events(kind, text)]
@@ -110,8 +113,9 @@ class BlockWriter(abc.ABC):
 
 
 def parse_arguments(text: str) -> dict[str, Any] | None:
-    """Return the arguments of a call as a JSON-encodable object, or None if the text is not such an
-    object, for instance because it was cut off. Lone surrogates are replaced."""
+    """Parse the arguments of a call. Return None if the text is not a JSON object, for instance
+    because it was cut off. Lone surrogates are replaced, so that the result can be encoded as
+    JSON."""
     try:
         value = json.loads(text or "{}", strict=False, parse_constant=_reject_constant)
         msgspec.json.encode(value := _encodable(value))

@@ -1,4 +1,4 @@
-"""Selection of a model's tool-call form, from its chat template unless configured."""
+"""Syntax of a model's tool calls: selection, and the parser for each syntax."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from nanoactor.server.tool_choice import Tool
 from nanoactor.server.xml_calls import QwenCoderCalls
 
 SPECIAL_TOKEN_FORMS: tuple[CallForm, ...] = ("llama3_json", "mistral", "mistral_args")
-"""Call forms marked by special tokens, which the output text omits by default."""
+"""Syntaxes marked by special tokens, which are omitted from the output text by default."""
 
 
 def call_form(configured: str, template_form: CallForm) -> CallForm:
-    """Return the call form to use. `configured` is the server option; "auto" uses the
-    template's."""
+    """Return the tool-call syntax to use. `configured` is the server option. If it is "auto", the
+    syntax detected from the chat template is used."""
     match configured:
         case "hermes" | "qwen3_coder" | "llama3_json":
             return configured
@@ -27,7 +27,7 @@ def call_form(configured: str, template_form: CallForm) -> CallForm:
 
 
 def call_finder(form: CallForm, tools: Sequence[Tool]) -> CallFinder:
-    """Return a parser that finds calls of `tools` in the output."""
+    """Create a parser that finds calls of `tools` in the model's output."""
     match form:
         case "qwen3_coder":
             return QwenCoderCalls({one.function.name: one.function.parameters for one in tools})

@@ -1,7 +1,8 @@
-"""Canonical order of JSON members, so that equal tools and calls produce equal prompts.
+"""Canonical order of JSON members, so that equal tools and equal calls produce equal prompts.
 
-The prefix cache compares tokens, whereas the order of an object's members has no meaning in JSON.
-Some clients change that order between two turns of a conversation; this module makes it uniform.
+In JSON, the order of an object's members has no meaning, but the prefix cache compares tokens. Some
+clients change the order between two requests of a conversation. This module sorts members
+uniformly.
 """
 
 from __future__ import annotations
@@ -11,17 +12,16 @@ from typing import Any
 
 _KEYWORD_ORDER = ("$schema", "type", "title", "description", "enum", "properties", "required")
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-"""Keywords whose values map arbitrary names to schemas."""
+"""Schema keywords whose value maps arbitrary names to schemas."""
 _VALUE_KEYWORDS = ("default", "const", "examples", "enum", "required", "example")
-"""Keywords whose values are not schemas."""
+"""Schema keywords whose value is not a schema."""
 
 
 def canonical_schema(schema: Any) -> Any:
     """Return a JSON schema with its members in canonical order.
 
-    Keywords get a fixed order. Properties in the list `required` come first, in the order of that
-    list; the others follow, sorted by name. If all properties are required, the list determines
-    their entire order.
+    Keywords have a fixed order. Properties that `required` lists come first, in the order of that
+    list. Other properties follow, sorted by name.
     """
     if isinstance(schema, list):
         return [canonical_schema(one) for one in schema]
@@ -57,25 +57,25 @@ def _property_order(members: Mapping[str, Any], first: Any) -> list[str]:
 
 
 def sort_members(value: Any) -> Any:
-    """Return a JSON value with the members of its objects sorted by name."""
+    """Return a JSON value in which the members of every object are sorted by name."""
     if isinstance(value, Mapping):
         return {name: sort_members(value[name]) for name in sorted(value)}
     return [sort_members(one) for one in value] if isinstance(value, list) else value
 
 
 class ArgumentOrder:
-    """Puts the arguments of one function's calls in the order of the function's schema."""
+    """Sorts the arguments of a function's calls in the order of the function's schema."""
 
     def __init__(self, schema: Any) -> None:
-        """`schema` must already be ordered, and must not change."""
+        """Store the schema, which must be in canonical order and must not change."""
         self._schema = schema
         self._positions: dict[int, dict[str, int]] = {}
-        """Position of each name in a schema's `properties`, by the `id` of that mapping. Computed
-        only once, because a call may have many objects and a schema many properties."""
+        """Index of each property name in a schema's `properties`, by the `id` of that mapping.
+        Cached, because a call may have many objects and a schema many properties."""
 
     def apply(self, arguments: Any) -> Any:
-        """Return the arguments of a call with their members in the order of the schema. Members
-        that the schema does not name follow, sorted by name."""
+        """Return arguments with their members in the order of the schema. Members that the schema
+        does not name follow, sorted by name."""
         return self._apply(arguments, self._schema)
 
     def _apply(self, value: Any, schema: Any) -> Any:

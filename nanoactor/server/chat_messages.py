@@ -1,8 +1,8 @@
-"""Chat messages in requests: their documented structure, validation and conversion.
+"""Chat messages in requests: their structure, validation and conversion.
 
-A conversation is passed to the chat template as the client wrote it: members keep their order, and
-members that only a template reads are kept. The structures here are used to validate conversations
-and to create the OpenAPI document.
+A conversation is passed to the chat template in the form in which the client sent it: members keep
+their order, and members that only a template reads are kept. The structures here serve to validate
+conversations and to generate the OpenAPI document.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from nanoactor.text.conversation import REASONING_PARTS, TEXT_PARTS, check_messa
 
 _IMAGE = "image_url"
 _MEDIA = {"image": "images", "audio": "audio", "video": "videos", "file": "files"}
-"""Words that occur in the types of media parts, each mapped to the plural that error messages
-use."""
+"""Words that occur in the types of media parts, each mapped to its plural for error messages."""
 
 
 class ImageURL(Struct, forbid_unknown_fields=True):
-    """The address of a picture."""
+    """An image, as a URL or with its data in a `data:` URL."""
 
     url: Annotated[
         str, Meta(description="A data:image/...;base64 URL, or a URL of an allowed host")
@@ -33,8 +32,8 @@ class ImageURL(Struct, forbid_unknown_fields=True):
 
 
 class ContentPart(Struct, omit_defaults=True):
-    """A part of a message's content: text, earlier reasoning of the assistant, or a picture if the
-    model has vision."""
+    """A content part of a message: text, the assistant's earlier reasoning, or, for vision models,
+    an image."""
 
     type: Annotated[str, Meta(examples=[*TEXT_PARTS, *REASONING_PARTS, _IMAGE])]
     text: str | None = None
@@ -44,7 +43,7 @@ class ContentPart(Struct, omit_defaults=True):
 
 
 class CalledFunction(Struct):
-    """The function that an assistant called."""
+    """The function that the assistant called, and its arguments."""
 
     name: str
     arguments: Annotated[
@@ -53,7 +52,7 @@ class CalledFunction(Struct):
 
 
 class ToolCall(Struct):
-    """A call in an assistant's earlier message."""
+    """A function call in an earlier message of the assistant."""
 
     function: CalledFunction
     id: str | None = None
@@ -62,8 +61,8 @@ class ToolCall(Struct):
 
 
 class Message(Struct):
-    """One message of a conversation. Fields that servers return as null may be sent back as null.
-    Members that are not declared here are passed to the chat template."""
+    """A message of a conversation. Members that are not declared here are passed to the chat
+    template. Members that servers return as null may be sent back as null."""
 
     role: Annotated[
         str,
@@ -94,8 +93,8 @@ _FUNCTION_MEMBERS = frozenset(CalledFunction.__struct_fields__)
 def check_conversation(
     messages: Sequence[Message], raw: Sequence[Any], accepts_images: bool
 ) -> None:
-    """Raise `APIError` if the messages are invalid, or if one contains a picture and
-    `accepts_images` is False. `raw` contains the same messages as the client wrote them."""
+    """Raise `APIError` if a message is invalid, or if it contains an image and `accepts_images` is
+    False. `raw` contains the same messages as plain JSON values."""
     for number, message in enumerate(messages):
         for index, part in enumerate(message.content if isinstance(message.content, list) else ()):
             _check_part(part, f"messages[{number}].content[{index}]", accepts_images)
@@ -128,8 +127,8 @@ def _check_part(part: ContentPart, path: str, accepts_images: bool) -> None:
 
 
 def unknown_members(raw: Sequence[Any], template_members: Collection[str]) -> Iterator[str]:
-    """Yield the paths of message members that this server does not know and the chat template does
-    not read. `template_members` contains the names of the members that the template reads."""
+    """Yield the paths of message members that neither this server nor the chat template reads.
+    `template_members` are the names of members that the template reads."""
     for number, message in enumerate(raw):
         path = f"messages[{number}]"
         yield from _unknown_in(message, _MESSAGE_MEMBERS, template_members, path)
@@ -158,7 +157,7 @@ def _unknown_in(
 
 
 def conversation(raw: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages in the form that `AsyncLLM` accepts: only picture parts are changed."""
+    """Convert messages to the form that `AsyncLLM` accepts. Only image parts differ."""
     return [_message(message) for message in raw]
 
 
@@ -177,7 +176,7 @@ def _part(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_pictures(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with each picture part reduced to its type."""
+    """Return a copy of the messages in which each image part has only its type."""
     reduced_messages = []
     for message in messages:
         content = message.get("content")
@@ -189,7 +188,7 @@ def without_pictures(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
 
 
 def text_of(message: Mapping[str, Any]) -> str:
-    """Return the text of a message's content."""
+    """Return the text of a message. Several text parts are joined with line breaks."""
     content = message.get("content")
     if isinstance(content, list):
         return "\n".join(str(part.get("text", "")) for part in content)
@@ -197,13 +196,13 @@ def text_of(message: Mapping[str, Any]) -> str:
 
 
 async def load_pictures(messages: Sequence[dict[str, Any]], loader: MediaLoader) -> None:
-    """Replace picture URLs with the pictures' bytes, in place. Raises `InvalidRequest` if a picture
-    cannot be loaded."""
+    """Replace image URLs in content parts with the bytes of the images, in place. Raises
+    `InvalidRequest` if an image cannot be loaded."""
     pictures = [
         part
         for message in messages
         for part in (message["content"] if isinstance(message.get("content"), list) else ())
         if part["type"] == "image"
     ]
-    for part in pictures:  # sequentially, so that a request fetches only one at a time
+    for part in pictures:  # one after the other, so that a request fetches only one image at a time
         part["image"] = await loader.load(part["image"])

@@ -1,4 +1,5 @@
-"""Choices of an answer, which convert a model's text to deltas or to a complete choice."""
+"""Choices of an answer: conversion of a model's text to deltas, or to a complete choice of the
+response."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ def _choice(index: int, reason: str | None, logprobs: Any = None, **content: Any
 
 
 class TextChoice:
-    """A choice of a text completion."""
+    """A choice of a text completion, that is, one of its continuations."""
 
     def __init__(
         self,
@@ -27,37 +28,39 @@ class TextChoice:
         logprobs: TextLogprobs | None = None,
         is_muted: bool = False,
     ) -> None:
-        """`echo` is the prompt if the completion repeats it. If `is_muted`, the output is
-        omitted."""
+        """Create the choice. `echo` is the prompt if the client asked to repeat it. `is_muted`
+        omits the generated text."""
         self._index = index
         self._echo = echo
         self.logprobs = logprobs
         self.is_muted = is_muted
         self.prompt_logprobs: list[Any] | None = None
-        """Prompt log-probabilities in the form of the response; None unless requested."""
+        """Prompt log-probabilities as in the response; None unless requested."""
         self._text: list[str] = []
         self._reason: str | None = None
 
     def begin(self) -> list[Delta]:
-        """Return the echoed prompt, unless its log-probabilities are still to come."""
+        """Return a delta with the echoed prompt, if any. If its log-probabilities are requested,
+        `push_prompt` returns the prompt instead."""
         return self.push(self._echo) if self._echo and self.logprobs is None else []
 
     def push_prompt(self, output: RequestOutput) -> list[Delta]:
-        """Return the echoed prompt with its log-probabilities, which the first output contains."""
+        """Return a delta with the echoed prompt and its log-probabilities, which are in the first
+        output."""
         if self.logprobs is None or not self._echo or output.prompt_logprobs is None:
             return []
         self.logprobs.add_prompt(output.prompt_token_ids, output.prompt_logprobs, self._echo)
         return self.push(self._echo)
 
     def push(self, text: str) -> list[Delta]:
-        """Return a delta with the text unchanged."""
+        """Return a delta with the new text, or no delta if the text is empty."""
         if not text:
             return []
         self._text.append(text)
         return [_choice(self._index, None, self._new_logprobs(), text=text)]
 
     def reasoning_share(self, tokens: int) -> int:
-        """Return 0: a text completion has no reasoning."""
+        """Return 0, because a text completion has no separate reasoning."""
         return 0
 
     def _new_logprobs(self) -> Any:
@@ -69,7 +72,7 @@ class TextChoice:
         return [_choice(self._index, reason, self._new_logprobs(), text="")]
 
     def complete(self) -> Delta:
-        """Return the complete choice, including the prompt if it is echoed."""
+        """Return the complete choice of the response, including an echoed prompt."""
         logprobs = None if self.logprobs is None else self.logprobs.all_entries()
         choice = _choice(self._index, self._reason, logprobs, text="".join(self._text))
         if self.prompt_logprobs is not None:
@@ -78,7 +81,7 @@ class TextChoice:
 
 
 class ChatChoice:
-    """A choice of a chat completion: content, reasoning and calls."""
+    """A choice of a chat completion: the message's content, reasoning and tool calls."""
 
     def __init__(
         self,
@@ -90,9 +93,12 @@ class ChatChoice:
         *,
         named_call: bool = False,
     ) -> None:
-        """Without a `reasoning` or `tools` parser, the reasoning or the calls stay in the content.
-        If `single_call`, calls after the first are dropped. If `named_call`, the request has named
-        the function to call."""
+        """Create the choice. With `reasoning=None`, reasoning stays in the content; with
+        `tools=None`, calls do.
+
+        `single_call` drops all calls after the first. `named_call` is True if the request names the
+        function to call.
+        """
         self.logprobs = logprobs
         self.is_muted = False
         self._single_call = single_call
@@ -105,18 +111,18 @@ class ChatChoice:
         self._calls: list[dict[str, Any]] = []
         self._reason: str | None = None
         self._latest = (0, 0)
-        """Numbers of reasoning characters and of other characters in the latest piece."""
+        """Number of reasoning characters, and of other characters, in the latest piece of text."""
 
     def begin(self) -> list[Delta]:
         """Return the initial delta, which contains the role."""
         return [self._chat_delta({"role": "assistant", "content": ""})]
 
     def push_prompt(self, output: RequestOutput) -> list[Delta]:
-        """Return no deltas, because a conversation is not echoed."""
+        """Return no deltas, because the prompt of a chat is not echoed."""
         return []
 
     def push(self, text: str) -> list[Delta]:
-        """Add text and return the deltas that can now be sent."""
+        """Process new text. Return the deltas that can be sent now."""
         thoughts = ""
         if self._reasoning is not None:
             thoughts, text = self._reasoning.push(text)
@@ -124,9 +130,9 @@ class ChatChoice:
         return self._with_logprobs(self._deltas(thoughts, self._pieces(text)))
 
     def reasoning_share(self, tokens: int) -> int:
-        """Estimate how many of the latest piece's `tokens` are reasoning tokens: in proportion to
-        the reasoning characters. If the piece has produced no text yet, count all of its tokens
-        while reasoning is open, and none otherwise."""
+        """Estimate how many of the latest piece's `tokens` are reasoning tokens, from the share of
+        reasoning characters. For a piece without text so far, all tokens count if the output is in
+        its reasoning, and none otherwise."""
         if self._reasoning is None:
             return 0
         thoughts, other_characters = self._latest
@@ -140,7 +146,8 @@ class ChatChoice:
         return [text] if text else []
 
     def finish(self, reason: str) -> list[Delta]:
-        """Return deltas with the text held back by the parsers, and then the finish reason."""
+        """Return deltas for the text that the parsers held back, and a final delta with the finish
+        reason."""
         thoughts = text = ""
         if self._reasoning is not None:
             thoughts, text = self._reasoning.finish()
@@ -148,14 +155,15 @@ class ChatChoice:
         if self._tools is not None:
             pieces += self._tools.finish()
         deltas = self._deltas(thoughts, pieces)
-        # As in OpenAI's API, the finish reason is not "tool_calls" if the request has named the
-        # function to call.
+        # As in OpenAI's API, the finish reason stays "stop" if the request named the function to
+        # call.
         has_calls = self._calls and reason == "stop" and not self._named_call
         self._reason = "tool_calls" if has_calls else reason
         return self._with_logprobs([*deltas, self._chat_delta({}, self._reason)])
 
     def _with_logprobs(self, deltas: list[Delta]) -> list[Delta]:
-        """Attach the log-probabilities of all tokens since the last deltas to the first delta."""
+        """Add the log-probabilities of all tokens since the last deltas to the first of these
+        deltas."""
         if self.logprobs is not None and deltas:
             deltas[0]["logprobs"] = self.logprobs.pop_new()
         return deltas
@@ -177,7 +185,7 @@ class ChatChoice:
                 "function": {"name": piece.name, "arguments": ""},
             }
             self._calls.append(call)
-            # A copy, because arguments are appended to the stored call.
+            # A copy, because later arguments are appended to the stored call.
             return {"tool_calls": [{"index": piece.index, **copy.deepcopy(call)}]}
         if isinstance(piece, Arguments):
             self._calls[piece.index]["function"]["arguments"] += piece.text
@@ -189,7 +197,7 @@ class ChatChoice:
         return _choice(self._index, reason, delta=delta)
 
     def complete(self) -> Delta:
-        """Return the complete message."""
+        """Return the complete choice, with the message."""
         content = "".join(self._content)
         message: dict[str, Any] = {
             "role": "assistant",

@@ -1,4 +1,4 @@
-"""Routes that vLLM's server has and that health probes, routers and other programs rely on."""
+"""Routes that health probes, routers and other programs know from vLLM's server."""
 
 from __future__ import annotations
 
@@ -26,22 +26,23 @@ _FILE_MEMBERS = (
     "special_tokens_map_file",
     "name_or_path",
 )
-"""Members of a tokenizer's configuration that contain file names."""
+"""Fields of a tokenizer's configuration that contain file names and are not returned."""
 
 
 class CompatRoutes:
     """Handlers of `/version`, `/load`, `/docs`, `/ping` and `/invocations`, and of the optional
-    routes: `/tokenizer_info`, and the routes that control the engine."""
+    routes: `/tokenizer_info`, and those that control the engine."""
 
     def __init__(
         self, llm: Engine, completions: Completions, http: HttpFrontend, names: Sequence[str]
     ) -> None:
-        """`names` are the model's names for clients."""
+        """Store the services. `names` are the names that clients may use for the model."""
         self._llm, self._completions, self._http = llm, completions, http
         self._names = names
 
     def routes(self, document: Mapping[str, Any], health: Any) -> Routes:
-        """Return the routes that every server has. `health` is the handler of `/health`."""
+        """Return the routes that are always served. `health` is the handler of `/health`, and
+        `document` is the OpenAPI document."""
         return {
             "/version": ("GET", self.version),
             "/load": ("GET", self.load),
@@ -51,11 +52,11 @@ class CompatRoutes:
         }
 
     def tokenizer_routes(self) -> Routes:
-        """Return the routes that expose the tokenizer."""
+        """Return the optional route that exposes the tokenizer's configuration."""
         return {"/tokenizer_info": ("GET", self.tokenizer_info)}
 
     def control_routes(self) -> Routes:
-        """Return the routes that control the engine."""
+        """Return the optional routes that control the engine or expose its configuration."""
         return {
             "/server_info": ("GET", self.server_info),
             "/get_world_size": ("GET", self.world_size),
@@ -74,7 +75,8 @@ class CompatRoutes:
         return json_response({"server_load": self._completions.num_live})
 
     async def invocations(self, request: web.Request) -> web.StreamResponse:
-        """Handle `POST /invocations`: a chat if the body has messages, else a completion."""
+        """Handle `POST /invocations`: run a chat if the body has `messages`, or a text completion
+        if it has `prompt`."""
         body = await self._http.body(request)
         try:
             decoded = msgspec.json.decode(body)
@@ -113,7 +115,8 @@ class CompatRoutes:
         return self._llm
 
     async def server_info(self, request: web.Request) -> web.StreamResponse:
-        """Handle `GET /server_info`: return the engine's options under vLLM's names."""
+        """Handle `GET /server_info`: return the engine's options, under the names that vLLM
+        uses."""
         config_format = request.query.get("config_format", "text")
         if config_format not in ("text", "json"):
             raise invalid("config_format must be text or json", "config_format")
@@ -145,15 +148,15 @@ class CompatRoutes:
         return json_response({"vllm_config": config_value, "version": nanoactor.__version__})
 
     async def world_size(self, request: web.Request) -> web.StreamResponse:
-        """Handle `GET /get_world_size`: return the number of ranks."""
+        """Handle `GET /get_world_size`: return the number of tensor-parallel ranks."""
         return json_response({"world_size": self._llm.config.tensor_parallel_size})
 
     async def reset_prefix_cache(self, request: web.Request) -> web.StreamResponse:
-        """Handle `POST /reset_prefix_cache`: clear the prefix cache."""
+        """Handle `POST /reset_prefix_cache`: invalidate the prefix cache."""
         return json_response({"success": await self._require_single_engine().reset_prefix_cache()})
 
     async def pause(self, request: web.Request) -> web.StreamResponse:
-        """Handle `POST /pause?mode=keep`: suspend all requests until `/resume`."""
+        """Handle `POST /pause?mode=keep`: make all requests wait until `/resume`."""
         mode = request.query.get("mode", "")
         if mode != "keep":
             raise invalid(
@@ -175,12 +178,13 @@ class CompatRoutes:
 
 
 def _token_text(value: Any) -> Any:
-    """Return the text of a special token, or any other value unchanged."""
+    """Return the text of a special token that is a JSON object. Return any other value
+    unchanged."""
     return value["content"] if isinstance(value, dict) and "content" in value else value
 
 
 def _docs_page(document: Mapping[str, Any]) -> Callable[[web.Request], Any]:
-    """Return the handler of a page that lists all routes. The page loads no other resources."""
+    """Return the handler of a page that lists all routes. The page loads no external resources."""
     rows = "".join(
         f"<tr><td>{method.upper()}</td><td><code>{html.escape(path)}</code></td>"
         f"<td>{html.escape(operation['summary'])}</td></tr>"

@@ -1,4 +1,5 @@
-"""Handlers for `/v1/completions` and for the chat requests of three APIs."""
+"""Handlers of `/v1/completions` and `/v1/chat/completions`. Chats of the Responses API and the
+Messages API are answered here too."""
 
 from __future__ import annotations
 
@@ -61,18 +62,18 @@ from nanoactor.text.template import TemplateFacts
 _STREAM_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
-    # Some proxies buffer responses until they are complete unless this header forbids it.
+    # Unless this header forbids it, some proxies buffer a response until it is complete.
     "X-Accel-Buffering": "no",
 }
 _DISCONNECTED = (asyncio.CancelledError, ConnectionError)
-"""Exceptions raised if a client has disconnected."""
+"""Exceptions raised when a client has disconnected."""
 Send = Callable[[list[Delta]], Awaitable[None]]
-"""Sends deltas of an answer to the client."""
+"""Function that sends deltas of an answer to the client."""
 MakeWriter = Callable[[Answer], AnswerWriter]
 
 
 class Completions:
-    """Handlers of the two completion routes, also used for the chats of other APIs."""
+    """Handlers of the two completion routes, which also answer the chats of other APIs."""
 
     def __init__(
         self,
@@ -88,10 +89,13 @@ class Completions:
         tool_call_parser: str = "auto",
         reasoning_parser: str = "auto",
     ) -> None:
-        """`text_service` is None if the engine has no tokenizer. `separate_reasoning` is the
-        default for requests that do not set it. `max_answers` is the maximum number of answers in
-        progress per client. If `cap_max_tokens`, a `max_tokens` that exceeds the remaining context
-        is lowered instead of refused."""
+        """Store the services and options.
+
+        `text_service` is None if the engine has no tokenizer. `separate_reasoning` applies to
+        requests that do not set it. `max_answers` is the maximum number of answers in progress per
+        client. With `cap_max_tokens`, a `max_tokens` that exceeds the remaining context is lowered
+        instead of rejected.
+        """
         self._llm = llm
         self._text_service = text_service
         self._http = http
@@ -143,7 +147,8 @@ class Completions:
     async def answer_chat(
         self, request: web.Request, body: ChatRequest, make_writer: MakeWriter = CompletionWriter
     ) -> web.StreamResponse:
-        """Answer a chat from any API. `make_writer` creates the writer for the API's format."""
+        """Answer a chat request of any API. `make_writer` creates the writer that encodes the
+        answer in the API's format."""
         template = self._text_service.template if self._text_service is not None else None
         variables = template.variables if template is not None else ()
         options = template_options(body, variables, self._http.template_defaults)
@@ -158,13 +163,13 @@ class Completions:
         prompts = [conversation(body.raw["messages"])]
         messages = without_pictures(prompts[0])
         constraint, thoughts = body.constraint, None
-        if constraint is not None:  # it applies only after the reasoning
+        if constraint is not None:  # it constrains only the text after the reasoning
             thoughts = await self._thoughts(body, messages, options)
             constraint = constraint.for_model(thoughts, self._call_form)
 
         async def choices() -> Sequence[Choice]:
             output_start: OutputStart = thoughts or await self._thoughts(body, messages, options)
-            # If the output continues a message's content, it does not start with reasoning.
+            # An output that continues a message's content does not start with reasoning.
             output_start = (
                 "content"
                 if body.continue_final_message and output_start == "none"
@@ -182,7 +187,8 @@ class Completions:
     async def _text_logprobs(
         self, body: CompletionRequest, prompts: Sequence[Prompt]
     ) -> list[Callable[[], TextLogprobs] | None]:
-        """Return a `TextLogprobs` factory for each prompt, or None for each if not requested."""
+        """Return a factory of `TextLogprobs` for each prompt. All items are None if
+        log-probabilities are not requested."""
         num_top, as_ids = num_logprobs(body), bool(body.return_tokens_as_token_ids)
         if num_top is None:
             return [None] * len(prompts)
@@ -195,7 +201,7 @@ class Completions:
     def _chat_choice(
         self, body: ChatRequest, index: int, output_start: OutputStart, separate: bool
     ) -> ChatChoice:
-        """Create a choice. Unless `separate`, reasoning stays in the content."""
+        """Create a choice of a chat. With `separate=False`, reasoning stays in the content."""
         as_ids = bool(body.return_tokens_as_token_ids)
         tools: CallFinder | None = None
         if body.calls_tools:
@@ -213,7 +219,7 @@ class Completions:
     async def _answer_echo_only(
         self, request: web.Request, body: CompletionRequest, prompts: Sequence[Prompt]
     ) -> web.StreamResponse:
-        """Answer with only the prompts, without using the engine."""
+        """Answer with the prompts alone, without generating anything."""
         sampling_params(_with_one_token(body))
         echoed = [EchoedPrompt(await self._token_ids(prompt)) for prompt in prompts]
         answer = Answer(body, echoed)
@@ -231,7 +237,8 @@ class Completions:
         return await self._respond(request, answer, CompletionWriter(answer), finish)
 
     async def _token_ids(self, prompt: Prompt) -> Sequence[int]:
-        """Return the token ids of a prompt. Raises `APIError` if they leave no room for output."""
+        """Return the token ids of a prompt. Raises `APIError` if the prompt leaves no room for
+        output."""
         if isinstance(prompt, Mapping):
             ids: Sequence[int] = prompt["prompt_token_ids"]
         elif self._text_service is None or not isinstance(prompt, str):
@@ -243,7 +250,7 @@ class Completions:
         return ids
 
     async def _echoes(self, prompts: Sequence[Prompt]) -> list[str]:
-        """Return the text of each prompt."""
+        """Return the text of each prompt, decoding those given as token ids."""
         ids = [prompt["prompt_token_ids"] for prompt in prompts if isinstance(prompt, Mapping)]
         if ids and self._text_service is None:
             raise invalid("echo requires a tokenizer, but the engine has none", "echo")
@@ -253,14 +260,15 @@ class Completions:
     async def _thoughts(
         self, body: ChatRequest, messages: list[Any], options: Mapping[str, Any]
     ) -> Thoughts:
-        """Return the reasoning mode of the output: "open" if the prompt ends with an open
-        `<think>`, which the output will not repeat."""
+        """Return the reasoning mode of the output. "open" means that the prompt ends with
+        `<think>`, so that the output starts within the reasoning."""
         if body.continue_final_message:
             return "open" if ends_in_thoughts(text_of(messages[-1])) else "none"
         if self._text_service is None or body.add_generation_prompt is False:
             return "none"
         thoughts = await self._text_service.thoughts(options, messages)
-        # In this format, outputs start with reasoning without a tag, unless the prompt closed it.
+        # With this parser, outputs start with reasoning although no tag precedes it, unless the
+        # prompt has closed the reasoning.
         return (
             "open" if self._reasoning_parser == "deepseek_r1" and thoughts != "none" else thoughts
         )
@@ -282,9 +290,10 @@ class Completions:
         make_choices: Callable[[], Awaitable[Sequence[Choice]]],
         inputs: _AnswerInputs,
     ) -> web.StreamResponse:
-        """Generate an answer within the client's limit. The prompts are queued first, so that a
-        full queue is reported at once and the choices are prepared while the prompts wait."""
-        # Validate `n` first, so that an invalid value is not reported as too many answers.
+        """Generate an answer, within the client's limit on answers in progress. The prompts are
+        queued first: a full queue is reported immediately, and the choices are prepared while the
+        prompts wait."""
+        # Check `n` first, so that an invalid value is not reported as too many answers.
         choices_per_prompt = SamplingParams(n=1 if body.n is None else body.n).n
         with self._shares.hold(self._http.client_of(request), len(prompts) * choices_per_prompt):
             return await self._run_answer(request, body, prompts, make_choices, inputs)
@@ -302,7 +311,7 @@ class Completions:
         self._live[answer] = requests
         try:
             answer.choices = await make_choices()
-            # No header has been sent yet, so an error in a prompt can still set the HTTP status.
+            # No header has been sent yet, so an invalid prompt can still determine the HTTP status.
             with errors_name_field(constraint):
                 for engine_request in requests:
                     await engine_request.accepted()
@@ -323,7 +332,7 @@ class Completions:
             self._count_turn_tokens(answer, inputs)
 
     def _count_finish_reasons(self, answer: Answer) -> None:
-        """Count the answer's choices by finish reason."""
+        """Count the choices of an ended answer by finish reason, for the metrics."""
         error, unfinished = sys.exception(), "error"
         if isinstance(error, _DISCONNECTED):
             unfinished = "abort"
@@ -335,8 +344,9 @@ class Completions:
             self._metrics.success.labels(reason or unfinished).inc()
 
     def _count_turn_tokens(self, answer: Answer, inputs: _AnswerInputs) -> None:
-        """Record how many prompt tokens of the previous turn were reused and how many were
-        recomputed, if the answer is complete."""
+        """Record how many prompt tokens of the conversation's previous request were reused from the
+        prefix cache, and how many were computed again. Does nothing if the answer has not
+        finished."""
         if inputs.messages and answer.has_finished_request:
             size: int = self._llm.facts["block_size"]
             counted = self._turns.add(
@@ -373,8 +383,8 @@ class Completions:
         writer: AnswerWriter,
         read: Callable[[Send], Awaitable[None]],
     ) -> web.StreamResponse:
-        """Send the deltas that `read` produces, either as a stream or as one response."""
-        # Encoded before any header is sent, so that an error can still set the HTTP status.
+        """Send the deltas that `read` produces, as a stream or as a single response."""
+        # Encode these events before the headers are sent, so that an error can set the HTTP status.
         first_events = writer.begin(
             [delta for choice in answer.choices for delta in choice.begin()]
         )
@@ -394,7 +404,7 @@ class Completions:
         first_events: bytes,
         read: Callable[[Send], Awaitable[None]],
     ) -> web.StreamResponse:
-        """Send server-sent events. Once the headers are sent, errors are reported as events."""
+        """Send a stream of server-sent events. After the headers, errors are sent as events."""
         context, response = context_of(request), web.StreamResponse(headers=_STREAM_HEADERS)
         await response.prepare(request)
 
@@ -407,7 +417,8 @@ class Completions:
         except ConnectionError:
             raise
         except Exception as error:
-            # The error event replaces the mark by which clients recognize the end.
+            # The error event replaces the final event, by which clients recognize a complete
+            # stream.
             problem = context.to_api_error(error)
             last = writer.error(problem)
             context.broken_off = True
@@ -418,7 +429,7 @@ class Completions:
         return response
 
     async def _read_all(self, answer: Answer, requests: Sequence[Request], send: Send) -> None:
-        """Read the outputs of all requests. The first error cancels the others."""
+        """Read the outputs of all engine requests. The first error cancels the remaining ones."""
         if len(requests) == 1:
             await self._read(answer, 0, requests[0], send)
             return
@@ -447,36 +458,36 @@ class Completions:
 
     @property
     def num_live(self) -> int:
-        """Return the number of answers in progress."""
+        """Number of answers in progress."""
         return len(self._live)
 
     def abort_all(self) -> None:
-        """Abort all answers in progress. Each client receives an error."""
+        """Abort all answers in progress. Their clients receive an error."""
         for requests in self._live.values():
             for request in requests:
                 request.close()
 
 
 async def _send(writer: AnswerWriter, write: Write, deltas: list[Delta]) -> None:
-    """Write deltas to the client. Waits while the client has 64 KiB of unread data; meanwhile, new
-    output is merged at its source. Raises `ConnectionError` if the client has disconnected."""
+    """Send deltas to the client. Waits while the client has 64 KiB of unread data; new output is
+    merged meanwhile. Raises `ConnectionError` if the client has disconnected."""
     if written := writer.push(deltas):
         await write(written)
 
 
 def _with_one_token(body: CompletionRequest) -> CompletionRequest:
-    """Return the body with `max_tokens` 1, because the engine cannot generate 0 tokens. The caller
-    drops the output."""
+    """Return a copy of the body with `max_tokens=1`, because the engine cannot generate 0 tokens.
+    The caller drops the output."""
     return msgspec.structs.replace(body, max_tokens=1, min_tokens=None)
 
 
 @dataclasses.dataclass(frozen=True)
 class _AnswerInputs:
-    """Inputs of an answer besides the request's body."""
+    """Inputs of an answer in addition to the request's body."""
 
     options: Mapping[str, Any] | None = None
-    """Variables for the chat template."""
+    """Variables for the chat template; None for a text completion."""
     constraint: Constraint | None = None
     writer: MakeWriter = CompletionWriter
     messages: Sequence[Any] = ()
-    """Messages of a chat, without the content of pictures."""
+    """Messages of a chat, without the data of images. Empty for a text completion."""

@@ -95,7 +95,7 @@ class ServerConfig:
     which let any caller change the state of the engine or read its configuration."""
 
     def __post_init__(self) -> None:
-        """Check each option on its own."""
+        """Check all options that can be checked individually."""
         if not isinstance(self.port, int) or not 0 <= self.port < 1 << 16:
             raise InvalidConfig(f"port must be an integer from 0 to 65535, got {self.port!r}")
         for name in ("drain_timeout", "idle_timeout", "body_timeout", "send_timeout"):
@@ -114,7 +114,8 @@ class ServerConfig:
                 )
 
     def _check_names(self) -> None:
-        """Check and normalize the model's names and the root path; check the TLS file options."""
+        """Normalize the model's names and the root path, and check them. Check that both TLS files
+        are set, or neither."""
         value = self.served_model_name
         names = (value,) if isinstance(value, str) else tuple(value or ())
         if not all(isinstance(name, str) and name for name in names):
@@ -143,7 +144,7 @@ class ServerConfig:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """Return the configured names of the model; empty if there are none."""
+        """Configured names of the model; empty if none are configured."""
         return cast("tuple[str, ...] | None", self.served_model_name) or ()
 
     def _check_positive(self, name: str) -> None:
@@ -153,7 +154,7 @@ class ServerConfig:
 
     @property
     def on_loopback(self) -> bool:
-        """Return True if only local clients can connect."""
+        """True if only clients on this machine can connect."""
         if self.uds is not None or self.host == "localhost":
             return True
         try:

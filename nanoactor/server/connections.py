@@ -1,4 +1,4 @@
-"""Client connections: a limit on their number, and responses to malformed requests."""
+"""Client connections: the limit on their number, and responses to malformed HTTP requests."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from nanoactor.server.context import context_of, json_response
 from nanoactor.server.errors import RETRY_AFTER, APIError, unavailable
 
 _MAX_QUOTED_CHARACTERS = 200
-"""Maximum number of characters quoted from a parser's message."""
+"""Maximum number of characters quoted from an error message of the HTTP parser."""
 _LINGER_SECONDS = 2.0
-"""Seconds for which the rest of a refused body is read, so that the client can read the answer."""
+"""Seconds for which the rest of a rejected body is still read, so that the client can read the
+response."""
 
 LogRequest = Callable[[web.BaseRequest, int, float], None]
-"""Called with a request, the status of the response and the duration in seconds."""
+"""Callback that receives a request, the status of its response and the duration in seconds."""
 
 
 def connection_factory(
     server: web.Server, config: ServerConfig, log_request: LogRequest
 ) -> Callable[[], asyncio.BaseProtocol]:
-    """Return a protocol factory for new connections to `server`. Connections beyond the limit are
-    refused. `log_request` is called for requests that are rejected at this stage."""
+    """Return a protocol factory for connections to `server`. Connections beyond `max_connections`
+    are refused. `log_request` is called for malformed requests."""
     options: dict[str, Any] = {
         "loop": asyncio.get_running_loop(),
         "keepalive_timeout": config.idle_timeout,
@@ -47,16 +48,18 @@ def connection_factory(
 
 
 class Connection(web.RequestHandler):
-    """Connection that answers malformed requests in the API's format and logs no traceback."""
+    """A client connection. Malformed requests get a response in the API's format, without a
+    traceback in the log."""
 
     def __init__(self, server: web.Server, log_request: LogRequest, **options: Any) -> None:
         super().__init__(server, **options)
         self._log_request = log_request
         self.stalled = False
-        """True if the connection timed out because the client did not read the data sent."""
+        """True if the connection was closed because the client did not read the sent data in
+        time."""
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """Record whether the connection timed out because the client did not read a response."""
+        """Handle the end of the connection, and record whether the client stopped reading."""
         self.stalled = isinstance(exc, TimeoutError)
         super().connection_lost(exc)
 
@@ -67,7 +70,7 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Respond to malformed HTTP requests and to uncaught errors."""
+        """Create the response to a malformed HTTP request or an uncaught error."""
         context = context_of(request)
         if request.writer.output_size:
             raise ConnectionError("the answer has already begun, so it can only be cut off")
@@ -75,7 +78,7 @@ class Connection(web.RequestHandler):
             problem = context.to_api_error(exc)
         else:
             problem = malformed(exc, status)
-            request._version = HttpVersion11  # aiohttp assumes 1.0 if it cannot parse a request
+            request._version = HttpVersion11  # aiohttp assumes 1.0 if parsing fails
             context.note += f" {problem.message!r:.200}"
         response = json_response(
             context.error_body(problem), status=problem.status, headers=context.headers
@@ -86,7 +89,7 @@ class Connection(web.RequestHandler):
 
 
 def malformed(error: BaseException | None, status: int = 400) -> APIError:
-    """Return the error for bytes that are not a valid HTTP request."""
+    """Convert an error of the HTTP parser to the error that the client receives."""
     message = error.message if isinstance(error, HttpProcessingError) else str(error or "")
     first_line = message.strip().partition("\n")[0].rstrip(":")
     if isinstance(error, LineTooLong):
@@ -103,10 +106,10 @@ def malformed(error: BaseException | None, status: int = 400) -> APIError:
 
 
 class _Refusal(asyncio.Protocol):
-    """Protocol that refuses a connection beyond the limit."""
+    """Protocol of a connection that is refused because there are too many."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Respond with status 503 and close the connection."""
+        """Send a response with status 503 and close the connection."""
         transport = cast("asyncio.Transport", transport)  # uvloop's is not a subclass
         body = msgspec.json.encode(unavailable("too many connections").body)
         head = (

@@ -1,4 +1,4 @@
-"""Per-request state other than the body, and JSON responses."""
+"""State of an HTTP request besides its body, and a helper for JSON responses."""
 
 from __future__ import annotations
 
@@ -32,31 +32,32 @@ _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
 class RequestContext:
-    """State of a request while it is handled, and its outcome for the log."""
+    """State of one HTTP request while it is handled, and details of its outcome for the log."""
 
     def __init__(self, request: web.BaseRequest) -> None:
         header = request.headers.get("x-request-id", "")
         self.id = header if _ID.fullmatch(header) else f"req-{uuid.uuid4().hex}"
         self.path = _canonical(request.path)
         self.headers = {"x-request-id": self.id, "Server": "nanoactor"}
-        """Headers of any response to the request, including errors."""
+        """Headers of every response to this request, including error responses."""
         self.fields: frozenset[str] = frozenset()
-        """Names of the fields of this kind of request."""
+        """Names of the request's fields, for errors that name one."""
         self.field_names: Mapping[str, str] = {}
-        """Field names in the request's API that differ from a chat's, by the chat's field name."""
+        """Field names in the request's API, by the corresponding field name of a chat, where they
+        differ."""
         self.note = ""
-        """Details of the outcome, for the access log."""
+        """Details of the outcome, as text for the access log."""
         self.broken_off = False
-        """True if the response ended with an error after it had started."""
+        """True if the stream ended with an error after it had started."""
 
     def strip_root(self, root: str) -> None:
-        """Remove the proxy's prefix `root` from the path, if present."""
+        """Remove the proxy's path prefix `root`, if the path starts with it."""
         if root and (self.path == root or self.path.startswith(f"{root}/")):
             self.path = _canonical(self.path.removeprefix(root))
 
     def to_api_error(self, error: Exception) -> APIError:
-        """Convert an exception to an error for the client. The cause of an internal error is only
-        logged."""
+        """Convert an exception to an error for the client. The cause of an internal error is logged
+        and not sent."""
         problem = error if isinstance(error, APIError) else from_engine(error, self.fields)
         problem = rename_fields(problem, self.field_names)
         if problem.code == "internal_error":
@@ -64,7 +65,7 @@ class RequestContext:
         return problem
 
     def error_body(self, problem: APIError) -> Any:
-        """Return the body of an error response, in the format of the request's API."""
+        """Return the body of an error response in the format of the request's API."""
         if self.path.startswith("/v1/messages"):
             return error_body(problem, self.id)
         return problem.body
@@ -72,11 +73,11 @@ class RequestContext:
 
 _CONTEXT = web.RequestKey("context", RequestContext)
 CURRENT_ID: contextvars.ContextVar[str] = contextvars.ContextVar("request id", default="")
-"""Id of the current request, for log lines written while it is handled."""
+"""Id of the HTTP request that is currently handled, for log records."""
 
 
 def context_of(request: web.BaseRequest) -> RequestContext:
-    """Return the context of a request, creating it on first use."""
+    """Return the context of an HTTP request. The first call creates it."""
     if _CONTEXT not in request:
         request[_CONTEXT] = context = RequestContext(request)
         CURRENT_ID.set(context.id)
@@ -95,8 +96,8 @@ def origin_of(request: web.BaseRequest, model: str) -> Origin:
 
 
 def _canonical(path: str) -> str:
-    """Return the path in the form of the routes: without trailing slashes, and with the /v1 that
-    clients may omit."""
+    """Return the path as it is written in the routes: without trailing slashes, and with the prefix
+    `/v1`, which clients may omit."""
     path = path.rstrip("/") or "/"
     if path in _V1_PATHS or path.startswith("/models/"):
         return f"/v1{path}"
@@ -104,10 +105,10 @@ def _canonical(path: str) -> str:
 
 
 def answer_as_http1(request: web.BaseRequest) -> None:
-    """Respond in HTTP/1.1 if the request has an HTTP version that this server does not support."""
+    """Set the response's HTTP version to 1.1 if the request has a version that is not supported."""
     if request.version not in (HttpVersion10, HttpVersion11):
         request._cache["version"] = HttpVersion11  # where aiohttp caches it
 
 
 json_response = functools.partial(web.json_bytes_response, dumps=msgspec.json.encode)
-"""Creates a JSON response from a value, with optional `status` and `headers`."""
+"""Function that creates a JSON response from a value. `status` and `headers` are optional."""

@@ -1,4 +1,4 @@
-"""Errors reported to clients, in OpenAI's format and with the matching HTTP status."""
+"""Errors for clients, in OpenAI's format and with the appropriate HTTP status."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ RETRY_AFTER = "1"
 """Value of the header `Retry-After`, in seconds. A full queue usually has room again after a few
 steps of the engine."""
 _MAX_MESSAGE_CHARACTERS = 2000
-"""Maximum number of characters in a message, as some messages quote the request."""
-# Anchored at the ends of the decoder's messages, as the text in between may quote the client.
+"""Maximum length of a message, which may quote the request, in characters."""
+# Match only the ends of the decoder's messages, because the middle may quote the client.
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.([A-Za-z_][\w.\[\]]*)`$")
 _UNKNOWN = re.compile(r"^Object contains unknown field `(.*)`(?: - at `\$\.?([^`]*)`)?$", re.DOTALL)
 
 
 class ErrorDetail(Struct):
-    """The `error` object of a response."""
+    """The `error` object in an error response."""
 
     message: str
     type: str
@@ -45,7 +45,7 @@ class Error(Struct):
 
 
 class APIError(Exception):
-    """Error response to a request."""
+    """An error that is sent to the client as a response."""
 
     def __init__(
         self,
@@ -56,7 +56,8 @@ class APIError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """`param` names the invalid field of the request; `code` is machine-readable."""
+        """Create the error. `param` is the name of the invalid request field, and `code` is a
+        machine-readable reason."""
         super().__init__(message)
         self.status = status
         self.message = message[:_MAX_MESSAGE_CHARACTERS]
@@ -66,7 +67,7 @@ class APIError(Exception):
 
     @property
     def body(self) -> Error:
-        """Return the response body."""
+        """The body of the error response, in OpenAI's format."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         if self.status == 429:
             kind = "rate_limit_error"
@@ -74,17 +75,18 @@ class APIError(Exception):
 
 
 def invalid(message: str, param: str | None = None) -> APIError:
-    """Return a 400 error for a request that cannot be served as it is."""
+    """Create an error with status 400, for an invalid request. `param` is the invalid field."""
     return APIError(400, message, param=param)
 
 
 def unavailable(message: str) -> APIError:
-    """Return a 503 error for a request that this server cannot serve now, or no longer serves."""
+    """Create an error with status 503, for a request that may succeed later or on another
+    server."""
     return APIError(503, message, headers={"Retry-After": RETRY_AFTER})
 
 
 def check_model(name: str, names: Sequence[str]) -> None:
-    """Raise `APIError` unless `name` is one of the served model's names."""
+    """Raise `APIError` (status 404) unless `name` is one of the served model's names."""
     if name not in names:
         served = " or ".join(map(repr, names))
         text = f"the model {name[:200]!r} does not exist; this server serves {served}"
@@ -92,13 +94,14 @@ def check_model(name: str, names: Sequence[str]) -> None:
 
 
 def context_length_exceeded(tokens: int, limit: int) -> APIError:
-    """Return the error for a prompt with too many tokens, worded like the engine's error."""
+    """Create the error for a prompt with too many tokens. The wording is the same as that of the
+    engine."""
     text = f"a prompt has {tokens} tokens, but max_model_len is {limit}"
     return APIError(400, text, param="prompt", code="context_length_exceeded")
 
 
 _RETRY_LATER = {"Retry-After": RETRY_AFTER}
-# Beginnings of the engine's messages about lengths; the text after them may quote a client.
+# Start of the engine's messages about lengths. The rest of a message may quote the client.
 _TOO_LONG = re.compile(
     r"(the|a) prompt has \d+ (tokens|bytes)"
     r"|(max|min)_tokens is \d+, but after a prompt"
@@ -107,8 +110,8 @@ _TOO_LONG = re.compile(
 
 
 def death_message(error: BaseException) -> str:
-    """Return the message about the engine's death for clients. The text of an exception that caused
-    it is only logged, because it may name files."""
+    """Return the message for clients about the engine's death. If an exception caused the death,
+    its text is only logged, because it may contain file names."""
     cause = error.__cause__
     if cause is None or isinstance(cause, NodeDied | NodeStalled):
         return str(error)
@@ -116,25 +119,26 @@ def death_message(error: BaseException) -> str:
 
 
 def from_engine(error: Exception, names: frozenset[str]) -> APIError:
-    """Convert an engine's error for a client. `names` are the field names of the request."""
+    """Convert an exception of the engine to an error for the client. `names` are the request's
+    field names."""
     if isinstance(error, EngineOverloaded):
         return APIError(429, str(error), code="overloaded", headers={"Retry-After": RETRY_AFTER})
     if isinstance(error, EngineDead | EngineClosed):
         return APIError(503, death_message(error), code="engine_dead")
     if isinstance(error, OutOfResources):
         return APIError(503, str(error), code="out_of_resources", headers=_RETRY_LATER)
-    if isinstance(error, PoisonRequest):  # a status that clients do not retry
+    if isinstance(error, PoisonRequest):  # clients do not retry this status
         return APIError(422, str(error), code="poison_request")
     if isinstance(error, ComputationFailed):
         return APIError(500, str(error), code="computation_failed")
     if isinstance(error, InvalidRequest):
         text = str(error)
-        # If a parameter is invalid, the engine's message begins with its name.
+        # For an invalid parameter, the engine's message starts with its name.
         parameter = re.match(r"\w+", text)
         param = parameter[0] if parameter and parameter[0] in names else None
         code = "context_length_exceeded" if _TOO_LONG.match(text) else None
         return APIError(400, text, param=param, code=code)
-    if isinstance(error, RecursionError):  # Python's limit, which also counts calls
+    if isinstance(error, RecursionError):  # raised by Python, for deep nesting or many calls
         return _too_deep()
     return APIError(
         500, "internal error; see the server's log for the cause", code="internal_error"
@@ -142,7 +146,8 @@ def from_engine(error: Exception, names: frozenset[str]) -> APIError:
 
 
 def rename_fields(problem: APIError, names: Mapping[str, str]) -> APIError:
-    """Replace a chat's field names in an error with those of another API; return the error."""
+    """Replace the field names of a chat with those of another API, in place, in an error's message
+    and `param`. Return the error."""
     for ours, theirs in names.items():
         if re.match(rf"{re.escape(ours)}\b", problem.message):
             problem.message = theirs + problem.message.removeprefix(ours)
@@ -157,7 +162,7 @@ def _too_deep() -> APIError:
 
 
 def from_decoding(error: Exception) -> APIError:
-    """Return the error for a body that is not JSON, or does not have the expected structure."""
+    """Convert an error of the JSON decoder to an error for the client."""
     if isinstance(error, RecursionError):
         return _too_deep()
     if isinstance(error, UnicodeDecodeError):

@@ -1,7 +1,8 @@
-"""Table of all request fields, which tells whether a field is honored, refused or ignored.
+"""Table of all request fields: whether each is supported ("honoured"), rejected ("refused") or
+ignored.
 
-All fields that OpenAI's, Anthropic's and vLLM's APIs define for the generating routes are listed.
-`docs/server.md` contains this table; `python -m tests.server.fields_table` generates it.
+It lists all fields that the APIs of OpenAI, Anthropic and vLLM define for the routes that generate
+text. `python -m tests.server.fields_table` generates the table in `docs/server.md` from it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _CHAT_AND_TEXT, _CHAT, _TEXT = ("chat", "completions"), ("chat",), ("completions
 _RESPONSES, _MESSAGES = ("responses",), ("messages",)
 _AGENTS, _ALL = ("responses", "messages"), ("chat", "completions", "responses", "messages")
 TEMPLATE_FIELDS = ("reasoning_effort", "verbosity", "enable_thinking", "thinking")
-"""Fields that a chat template may read as variables of the same names."""
+"""Request fields that a chat template may read as variables with the same names."""
 _POOLING = "embeddings", "rerank", "score"
 _NOT_STORED = "responses are not stored; send the whole conversation as input"
 _FOR_TEMPLATES = "passed to the chat template if the template reads it, otherwise ignored"
@@ -30,31 +31,33 @@ _FOR_TEMPLATES = "passed to the chat template if the template reads it, otherwis
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Field:
-    """A top-level field of a request."""
+    """A top-level field of the request body, and how the server treats it."""
 
     name: str
     routes: tuple[str, ...]
     status: Status
     neutral: tuple[Any, ...] = ()
-    """Values besides null that request nothing. They are accepted even if the field is refused."""
+    """Values, besides null, that have no effect. They are accepted even if the field is rejected
+    otherwise."""
     note: str = ""
 
 
 _NOT_SENT = {"output_kind", "detokenize", "structured_outputs", *REJECTED}
 SAMPLING = tuple(f.name for f in dataclasses.fields(SamplingParams) if f.name not in _NOT_SENT)
-"""Names of the engine's sampling parameters that are also request fields. `output_kind` and
-`detokenize` are up to the server, and several request fields can define a constraint."""
+"""Sampling parameters of the engine that are also request fields. The server sets `output_kind` and
+`detokenize` itself, and constraints have several fields of their own."""
 
 _CHAT_ONLY_SAMPLING = {"n", "logprobs", "prompt_logprobs", "truncate_prompt_tokens", "max_tokens"}
 EXTENSIONS = tuple(name for name in SAMPLING if name not in {*_CHAT_ONLY_SAMPLING, "stop"})
-"""Sampling parameters that the Responses and Messages routes also accept, even if their APIs do not
+"""Sampling parameters that the Responses and Messages routes accept although their APIs do not
 define them."""
 
 
 def _fields(
     status: Status, routes: tuple[str, ...], *names: str, note: str = "", **neutral: Any
 ) -> list[Field]:
-    """Return fields with the same status. A keyword argument is a field's neutral value."""
+    """Create fields with the same status. Each keyword argument creates a field and sets its
+    neutral value."""
     fields = [Field(name, routes, status, note=note) for name in names]
     return fields + [Field(name, routes, status, (v,), note) for name, v in neutral.items()]
 
@@ -246,26 +249,26 @@ TOKENIZE_FIELDS: dict[str, Field] = {
         ("tokenize",), "chat_template", mm_processor_kwargs={}, return_token_strs=False
     )
 }
-"""Fields of vLLM's `/tokenize` that are refused because they would change the answer, by name."""
+"""Fields of vLLM's `/tokenize` that are rejected because they would change the result, by name."""
 
 
 def route_fields(route: str) -> dict[str, Field]:
-    """Return the fields of a route, by name."""
+    """Return the fields of a route by name."""
     return {field.name: field for field in FIELDS if route in field.routes}
 
 
 def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
-    """Return True if a value is null or one of the neutral values."""
+    """Return True if the value is null or one of the neutral values, which have no effect."""
     return value is None or any(_is_same(value, other) for other in neutral)
 
 
 def _is_same(value: Any, neutral: Any) -> bool:
-    # In Python, True equals 1 and False equals 0; to a client they are different values.
+    # In Python, True equals 1 and False equals 0, but to a client they are different values.
     return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
 
 
 class WarnOnce:
-    """Field names that were warned about, once per name and for at most `MAX_NAMES` names."""
+    """Logs a warning once per unsupported field name, for at most `MAX_NAMES` different names."""
 
     MAX_NAMES = 200
 
@@ -273,7 +276,7 @@ class WarnOnce:
         self._names: set[str] = set()
 
     def warn(self, name: str, treatment: str) -> None:
-        """Log how a field is treated, the first time that it occurs."""
+        """Log how a field is treated, unless its name has been logged before."""
         if len(self._names) >= self.MAX_NAMES:
             return
         name = _INDEX.sub("[*]", name[:200])[:80]

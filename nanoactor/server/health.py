@@ -1,4 +1,4 @@
-"""Engine health, judged by the age of each actor's latest step while work is pending."""
+"""Health of the engine, based on the time since each actor's latest step while work is pending."""
 
 from __future__ import annotations
 
@@ -11,44 +11,48 @@ Figures = Mapping[str, Mapping[str, Any]]
 
 
 _DOWNSTREAM_ACTORS = ("detokenizer", "frontend")
-"""Actors that process a step only when they receive its tokens."""
+"""Actors that process a step only after they receive its tokens."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Health:
-    """Engine health, as reported by /health."""
+    """Health of the engine, as returned by `/health`."""
 
     status: str
     """"ok", "recovering", "stalled" or "dead"."""
     culprit: str
-    """The stalled actor, the processes being replaced or the cause of death; empty if "ok"."""
+    """What is wrong: the stalled actor, the processes that are being replaced, or the cause of
+    death. Empty if the status is "ok"."""
     work_pending: bool
     step_age: float | None
-    """Seconds since the latest completed step, or since work arrived if that is later; None if
-    nothing is pending. During recovery, seconds since the processes died."""
+    """Seconds since the latest completed step, or since work arrived if that was later. During
+    recovery, seconds since the processes died. None if no work is pending."""
     actors: Mapping[str, Mapping[str, float | None]]
-    """By actor: seconds since the actor's latest step, and since it last reported statistics."""
+    """For each actor: seconds since its latest step, and seconds since its last statistics."""
 
     @property
     def is_ok(self) -> bool:
-        """Return True if a load balancer should send requests here."""
+        """True if a load balancer should send requests to this server."""
         return self.status == "ok"
 
 
 def assess(figures: Figures, heard_at: Mapping[str, int], now: int, limit: float) -> Health:
-    """Assess health from each actor's latest statistics and the time of its last report, in ns.
+    """Assess the engine's health from each actor's latest statistics.
 
-    Work is pending if the scheduler or the frontend has requests. An actor stalls if, while work is
-    pending, its latest step or its last report is more than `limit` seconds old; a step gets the
-    additional time that the device may take for the current step. Actors after the scheduler only
-    have to process what the scheduler has sent them, since a long prefill has steps without tokens.
+    `heard_at` is the time of each actor's last report and `now` the current time, both in ns on the
+    monotonic clock. Work is pending if the scheduler or the frontend has requests.
+
+    An actor has stalled if, while work is pending, its latest step or its last report is more than
+    `limit` seconds old. A step may also take the additional time that the device reports for it.
+    Actors after the scheduler need only have processed the tokens sent to them, because a long
+    prefill has steps without tokens.
     """
     scheduler = figures.get("scheduler", {})
     work_since, tokens_sent_at = (
         int(scheduler.get(name, 0)) for name in ("live_since", "tokens_at")
     )
     pending = bool(work_since) or bool(figures.get("frontend", {}).get("entries", 0))
-    if scheduler.get("paused"):  # no steps are expected, so none is late
+    if scheduler.get("paused"):  # without steps, none can be late
         work_since, pending = 0, False
     actors: dict[str, dict[str, float | None]] = {}
     lags: dict[str, float] = {}
@@ -78,8 +82,9 @@ def assess(figures: Figures, heard_at: Mapping[str, int], now: int, limit: float
 def _culprit(
     actors: Mapping[str, Mapping[str, float | None]], lags: Mapping[str, float], limit: float
 ) -> str:
-    """Return the actor with the longest silence above `limit`, as the actors that wait for it lag
-    as much. If there is none, return the actor with the largest lag above `limit`, if any."""
+    """Return the actor that most likely blocks the others: the one with the longest silence above
+    `limit`, because actors that wait for it lag as much. If there is none, return the actor with
+    the largest lag above `limit`, or an empty text."""
     silent = {name: ages_of_actor["silence"] or 0.0 for name, ages_of_actor in actors.items()}
     for ages in (silent, lags):
         worst = max(ages, key=lambda name: ages[name], default="")
@@ -89,10 +94,11 @@ def _culprit(
 
 
 def recovering(victims: str, seconds: float) -> Health:
-    """Return the health while dead processes are replaced and requests wait."""
+    """Return the health while processes are replaced. `victims` are their names, and `seconds` is
+    the time since they died."""
     return Health("recovering", victims, True, seconds, {})
 
 
 def dead(reason: str) -> Health:
-    """Return the health of a dead engine."""
+    """Return the health of an engine that has died for this reason."""
     return Health("dead", reason, True, None, {})

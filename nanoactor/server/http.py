@@ -1,4 +1,5 @@
-"""HTTP handling common to all requests: access checks, bodies, headers, errors and access log."""
+"""Processing that all HTTP requests share: access checks, bodies, headers, errors and the access
+log."""
 
 from __future__ import annotations
 
@@ -30,12 +31,12 @@ from nanoactor.telemetry.origin import ORIGIN
 access_log = logging.getLogger("nanoactor.access")
 
 OPEN_PATHS = ("/live", "/ready", "/favicon.ico")
-"""Paths that need no API key: probes use them, or browsers request them on their own."""
+"""Paths that require no API key, because probes or browsers request them without one."""
 _POLLED_PATHS = (*OPEN_PATHS, "/health", "/metrics", "/activity")
-"""Paths that programs poll; successful requests for them are logged at debug level."""
+"""Paths that programs poll. Successful requests for them are logged at debug level."""
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|\d+\.\d+\.\d+\.\d+|localhost|[\w.-]+\.localhost)(:\d+)?")
 _MIN_SIMILARITY = 0.85
-"""Minimum similarity at which an existing path is suggested for an unknown one."""
+"""Minimum similarity, from 0 to 1, at which an existing path is suggested for an unknown one."""
 _NOT_SERVED = {
     "/embed": "embeddings are served at /v1/embeddings",
     "/pooling": "embeddings are served at /v1/embeddings, and scores at /score",
@@ -52,9 +53,10 @@ _NOT_SERVED = {
     "/api/": "Ollama's API is not supported; OpenAI's API is, at /v1/chat/completions",
     "/generate": "text is generated at /v1/completions and /v1/chat/completions",
 }
-"""Hints for clients that look for another server's feature, by a part of the requested path."""
+"""Hints for clients that request a feature of another server. A key is a part of the requested
+path."""
 _MAX_LARGE_BODIES = 64
-"""Number of bodies of the maximum size that may be in transit at once."""
+"""Number of bodies of the maximum size that may be received at the same time."""
 _SMALL_BODY = 1 << 16
 _CLIENT_GONE_STATUS = 499
 """Status that is logged if the client has disconnected, as in nginx."""
@@ -62,13 +64,13 @@ _OUTCOMES = {429: "overloaded", _CLIENT_GONE_STATUS: "client_gone", 503: "unavai
 
 _BODY = web.RequestKey("body", bytes)
 Routes = Mapping[str, tuple[str, Handler]]
-"""By path: the comma-separated methods, and the handler."""
+"""For each path: comma-separated HTTP methods, and the handler."""
 B = TypeVar("B", bound=Struct)
 _GENERATION_REQUESTS = (CompletionRequest, ChatRequest, MessagesRequest, ResponsesRequest)
 
 
 class HttpFrontend:
-    """Dispatches requests to their handlers and converts errors to responses."""
+    """Passes requests to their handlers, and converts exceptions to error responses."""
 
     def __init__(
         self,
@@ -80,8 +82,9 @@ class HttpFrontend:
         *,
         is_traced: bool = False,
     ) -> None:
-        """`names` are the model's names for clients. `metrics` counts requests, and `decoder`
-        decodes their bodies. `is_traced` is True if the engine makes spans of requests."""
+        """Store the options. `names` are the names that clients may use for the model, `metrics`
+        counts the requests, and `decoder` decodes their bodies. `is_traced` is True if the engine
+        sends spans of requests."""
         self._config = config
         self._names = names
         self._is_traced = is_traced
@@ -89,28 +92,29 @@ class HttpFrontend:
         self._metrics = metrics
         self._keys = Keys(config.api_keys)
         self.template_defaults = dict(config.default_chat_template_kwargs or {})
-        """Variables of the chat template for requests that do not set them."""
+        """Chat template variables that apply to requests which do not set them."""
         self.decoder = decoder
         self._body_budget = _MAX_LARGE_BODIES * max_body_bytes
         self._paths: list[str] = []
         self._prefixes = dict.fromkeys(("", config.root_path))
-        """Prefixes of all routes: a proxy may keep its own part of a path, or remove it."""
+        """Path prefixes of all routes. A proxy may remove its own prefix from a path, or keep
+        it."""
         quiet = (config.disable_access_log_for_endpoints or "").split(",")
         self._unlogged = {path.strip() for path in quiet}
         self.is_draining = False
-        """True if new work is refused."""
+        """True if new requests are refused because the server is shutting down."""
         self.active_posts = 0
         """Number of POST requests in progress, counted from the arrival of their headers."""
         self._idle = asyncio.Event()
         self._idle.set()
 
     def application(self, routes: Routes) -> web.Application:
-        """Return the application that serves these routes."""
+        """Create the aiohttp application that serves these routes."""
         self._paths = [path for path in routes if "{" not in path]
         app = web.Application(middlewares=[self._log_outcome, self._answer_errors, self._admit])
         app.on_response_prepare.append(self._add_headers)
         for path, (method, handler) in routes.items():
-            # Clients may omit the /v1 or add trailing slashes.
+            # Clients may omit /v1 or append slashes.
             pattern = path.replace("/v1/", "/{version:(v1/)?}") + "{slashes:/*}"
             for path_pattern, prefix in itertools.product((path, pattern), self._prefixes):
                 for name in method.split(", "):
@@ -119,7 +123,7 @@ class HttpFrontend:
         return app
 
     async def wait_idle(self, seconds: float) -> bool:
-        """Wait until no work is running; return False on timeout."""
+        """Wait until no POST request is in progress. Return False after `seconds` seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._idle.wait()
@@ -129,7 +133,7 @@ class HttpFrontend:
 
     @web.middleware
     async def _log_outcome(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Count a request and log its outcome."""
+        """Run the request, count it, and write it to the access log."""
         context_of(request).strip_root(self._config.root_path)
         if self._is_traced:
             ORIGIN.set(origin_of(request, self._names[0]))
@@ -153,7 +157,8 @@ class HttpFrontend:
 
     @web.middleware
     async def _answer_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Convert an error to a response. Closes the connection if the body is not fully read."""
+        """Convert exceptions to error responses. Close the connection if the request's body was not
+        read completely."""
         context = context_of(request)
         try:
             return await handler(request)
@@ -174,7 +179,8 @@ class HttpFrontend:
 
     @web.middleware
     async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Answer CORS preflights; raise `APIError` for unauthorized callers and unknown paths."""
+        """Answer CORS preflight requests. Raise `APIError` for unauthorized callers and unknown
+        paths, and pass other requests on."""
         if request.version not in (HttpVersion10, HttpVersion11):
             raise APIError(505, "this server supports only HTTP/1.1 and HTTP/1.0")
         if request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers:
@@ -198,7 +204,8 @@ class HttpFrontend:
         return await handler(request)
 
     def _hint(self, path: str) -> str:
-        """Return a hint about an unknown path, followed by a space; empty if there is none."""
+        """Return a hint for an unknown path, in parentheses after a space. Empty if there is
+        none."""
         for part, text in _NOT_SERVED.items():
             if part in path:
                 return f" ({text})"
@@ -219,14 +226,17 @@ class HttpFrontend:
             )
 
     def client_of(self, request: web.Request) -> str:
-        """Return an identifier of the request's client."""
+        """Return an identifier of the client: a digest of its API key, or its address."""
         credentials = request.headers.get("Authorization"), request.headers.get("x-api-key")
         return self._keys.client(*credentials, request.remote or "")
 
     def _check_host(self, request: web.Request) -> None:
-        """Check the `Host` header: a remote site can point its own name at 127.0.0.1 and make a
-        browser call this server. If the server is on a loopback interface and needs no API key, the
-        name must be one that nobody else can own, or an allowed one."""
+        """Check the `Host` header of requests to a loopback interface, unless an API key is
+        required.
+
+        A remote site can point its own name at 127.0.0.1 and make a browser call this server (DNS
+        rebinding). The host must therefore be a local name or address, or one of `allowed_hosts`.
+        """
         config, host = self._config, request.headers.get("Host", "").lower()
         if not config.on_loopback or config.api_keys or not host or _HOST.fullmatch(host):
             return
@@ -242,7 +252,7 @@ class HttpFrontend:
     # -- headers --------------------------------------------------------------------------
 
     async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Add the headers of every response, and the CORS headers for allowed origins."""
+        """Add the headers that every response has, and CORS headers for allowed origins."""
         response.headers.update(context_of(request).headers)
         if self._config.cors_origins:
             response.headers["Vary"] = "Origin"
@@ -260,7 +270,7 @@ class HttpFrontend:
         response = web.Response(status=204)
         if self._allowed_origin(request):
             response.headers["Access-Control-Allow-Methods"] = "GET, POST"
-            # Clients add headers of their own; an allowed origin may send any header.
+            # Clients may define their own headers. An allowed origin may send any.
             requested_headers = request.headers.get("Access-Control-Request-Headers", "")
             response.headers["Access-Control-Allow-Headers"] = requested_headers
             response.headers["Access-Control-Max-Age"] = "600"
@@ -269,7 +279,7 @@ class HttpFrontend:
     # -- access log -----------------------------------------------------------------------
 
     def log_request(self, request: web.BaseRequest, status: int, seconds: float) -> None:
-        """Count and log a request."""
+        """Count a request, and write it to the access log. `seconds` is its duration."""
         context = context_of(request)
         outcome = _OUTCOMES.get(status) or ("ok" if status < 400 else f"{status // 100}xx")
         path = context.path if context.path in self._paths else "other"
@@ -292,7 +302,7 @@ class HttpFrontend:
     # -- bodies ---------------------------------------------------------------------------
 
     async def read(self, request: web.Request, kind: type[B]) -> B:
-        """Read and decode a body of this kind. Raises `APIError` if it is invalid."""
+        """Read a request's body and decode it as `kind`. Raises `APIError` if it is invalid."""
         body = self.decoder.decode(kind, await self.body(request))
         context = context_of(request)
         context.fields = frozenset(kind.__struct_fields__)
@@ -305,8 +315,8 @@ class HttpFrontend:
         return body
 
     async def body(self, request: web.Request) -> bytes:
-        """Return the complete body of a request. Raises `APIError` if the content type is not JSON,
-        or if the body is too long or arrives too slowly. A second call returns the same body."""
+        """Return the complete body of a request, cached after the first call. Raises `APIError` if
+        the content type is not JSON, or if the body is too long or arrives too slowly."""
         cached: bytes | None = request.get(_BODY)
         if cached is not None:
             return cached
@@ -340,8 +350,8 @@ class HttpFrontend:
         return body
 
     async def _read(self, request: web.Request) -> bytes:
-        """Read the whole body. All large bodies in transit share one budget; small bodies do not
-        count toward it."""
+        """Read the complete body. All large bodies that are being received share a memory budget;
+        small bodies are not counted."""
         body = bytearray()
         counted = 0
         try:
@@ -363,4 +373,5 @@ class HttpFrontend:
 
 
 async def _expect_later(request: web.Request) -> None:
-    """Do nothing. `_receive_body` answers `Expect: 100-continue` once the headers are accepted."""
+    """Do nothing. `_receive_body` responds to `Expect: 100-continue` once it has accepted the
+    headers."""

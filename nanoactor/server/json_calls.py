@@ -1,11 +1,12 @@
-"""Parsers of calls that models write as bare JSON objects: the forms of Llama 3 and Mistral.
+"""Parsers of tool calls that models write as bare JSON objects, in the syntaxes of Llama 3 and
+Mistral:
 
     {"name": "weather", "parameters": {"city": "Oslo"}}; {"name": ...}
     [TOOL_CALLS][{"name": "weather", "arguments": {"city": "Oslo"}}, ...]
     [TOOL_CALLS]weather[ARGS]{"city": "Oslo"}
 
-If the arguments are an object that follows the name, they are emitted as they arrive. The result
-does not depend on how the text is split.
+If the arguments are an object and follow the name, they are emitted as they arrive. The result does
+not depend on how the text is split.
 """
 
 from __future__ import annotations
@@ -40,12 +41,13 @@ class _ObjectEnd:
     """Finds the end of a JSON object whose text arrives in pieces."""
 
     def __init__(self, depth: int = 0) -> None:
-        """`depth` is the number of braces and brackets that are already open."""
+        """Start the search. `depth` is the number of braces and brackets that are already open."""
         self._depth = depth
         self._quoted = self._escaped = False
 
     def find(self, text: str) -> int | None:
-        """Return the index in `text` after the closing brace, or None if it is still to come."""
+        """Return the index after the object's closing brace, or None if the brace is not in `text`.
+        Call this with each piece in turn."""
         for at, character in enumerate(text):
             if self._escaped:
                 self._escaped = False
@@ -64,14 +66,16 @@ class _ObjectEnd:
 
 
 class _JsonCalls(CallStateMachine):
-    """Finder of JSON objects that are calls. Subclasses determine where a call may occur."""
+    """State machine that finds JSON objects that are calls. Subclasses determine where a call may
+    start."""
 
     def __init__(self, names: Collection[str] = ()) -> None:
-        """`names` are the names of the functions. If empty, any name is accepted."""
+        """Create the parser. `names` are the names of the functions; if empty, any name is
+        accepted."""
         super().__init__()
         self._names = names
         self._parts: list[str] = []
-        """Pieces of the candidate object so far, if it is held back until its end."""
+        """Pieces of the object that is held back, because it may be a call."""
         self._end = _ObjectEnd()
         self._step: Callable[[list[Piece]], bool] = self._begin
 
@@ -80,18 +84,21 @@ class _JsonCalls(CallStateMachine):
 
     @abc.abstractmethod
     def _begin(self, pieces: list[Piece]) -> bool:
-        """Process the held text in the initial state."""
+        """Process the buffered text in the initial state. Return True if the next step can run."""
 
     @abc.abstractmethod
     def _after_object(self, was_call: bool) -> None:
-        """Select the parsing step that follows the end of a candidate."""
+        """Select the step after the end of an object. `was_call` is True if the object was a
+        call."""
 
     def _mark(self) -> str:
-        """Return the mark that preceded the held text; it is emitted as text if no call follows."""
+        """Return the tag that preceded the buffered text. It is emitted as text if no call
+        follows."""
         return ""
 
     def _candidate(self, pieces: list[Piece]) -> bool:
-        """Decide whether to stream the object that starts here as a call."""
+        """Check whether the object that starts here is a call in the usual form, whose arguments
+        can be streamed. Return False if more text is needed."""
         header = _HEADER.match(self._buffer[:_MAX_HEADER_CHARACTERS])
         if header is not None:
             name = decode_json_string(header[1])
@@ -110,7 +117,8 @@ class _JsonCalls(CallStateMachine):
     def _open(
         self, name: str, rest: str, tail: Callable[[list[Piece]], bool], pieces: list[Piece]
     ) -> None:
-        """Start a call whose arguments are the object that follows."""
+        """Start a call. `rest` starts with its arguments, an object, and `tail` is the step after
+        them."""
         pieces.append(Call(self.calls, name))
         self.calls += 1
         self._has_text_since_call = False
@@ -129,7 +137,7 @@ class _JsonCalls(CallStateMachine):
         return True
 
     def _tail(self, pieces: list[Piece]) -> bool:
-        """Drop the rest of the object after the arguments: other members and the closing brace."""
+        """Skip the rest of the call's object: further members and the closing brace."""
         end = self._outer.find(self._buffer)
         self._buffer = "" if end is None else self._buffer[end:]
         if end is None:
@@ -138,8 +146,8 @@ class _JsonCalls(CallStateMachine):
         return True
 
     def _whole_object(self, pieces: list[Piece]) -> bool:
-        """Hold back a candidate up to its end, as its members are in an unusual order or it may not
-        be a call."""
+        """Hold an object back until its end, because its members are in an unusual order or it may
+        not be a call."""
         end = self._end.find(self._buffer)
         self._parts.append(self._buffer if end is None else self._buffer[:end])
         self._buffer = "" if end is None else self._buffer[end:]
@@ -150,7 +158,7 @@ class _JsonCalls(CallStateMachine):
         return True
 
     def _emit_object(self, raw: str, pieces: list[Piece]) -> bool:
-        """Emit a complete object as a call or as text. Return True if it is a call."""
+        """Emit a complete object as a call, or else as text. Return True if it is a call."""
         call = decode_call(raw)
         if call is None or not self._is_known(call[0]):
             self._emit_text(raw, pieces)
@@ -163,8 +171,8 @@ class _JsonCalls(CallStateMachine):
     def _text_up_to(
         self, mark: str, next_step: Callable[[list[Piece]], bool], pieces: list[Piece]
     ) -> bool:
-        """Emit the text up to a mark, without the whitespace before the mark. Return True if the
-        mark was found."""
+        """Emit text up to a tag, without whitespace before the tag. Return True if the tag was
+        found; `next_step` runs next in that case."""
         before, mark_found, rest = self._buffer.partition(mark)
         if mark_found:
             self._emit_text(before.rstrip(), pieces)
@@ -178,7 +186,7 @@ class _JsonCalls(CallStateMachine):
         return False
 
     def finish(self) -> list[Piece]:
-        """Return the text that is still held back at the end of the output."""
+        """Return the remaining pieces at the end of the output."""
         pieces: list[Piece] = []
         rest, self._buffer = "".join(self._parts) + self._buffer, ""
         self._parts = []
@@ -191,7 +199,8 @@ class _JsonCalls(CallStateMachine):
 
 
 class LlamaCalls(_JsonCalls):
-    """Finds tool calls in Llama 3 output: JSON objects at its start or after `<|python_tag|>`."""
+    """Parser of Llama 3's tool calls: JSON objects at the start of the output or after
+    `<|python_tag|>`."""
 
     def _begin(self, pieces: list[Piece]) -> bool:
         stripped = self._buffer.lstrip()
@@ -210,7 +219,8 @@ class LlamaCalls(_JsonCalls):
         return self._text_up_to(PYTHON_TAG, self._tagged, pieces)
 
     def _tagged(self, pieces: list[Piece]) -> bool:
-        """Process what follows a tag: an object, or a Python program, which stays text."""
+        """Process the text after a tag: a JSON object, or a Python program, which is emitted as
+        text."""
         stripped = self._buffer.lstrip()
         if not stripped:
             return False
@@ -222,7 +232,7 @@ class LlamaCalls(_JsonCalls):
         self._step = self._between if was_call else self._text
 
     def _between(self, pieces: list[Piece]) -> bool:
-        """Skip the separators between calls."""
+        """Skip separators between calls."""
         self._buffer = self._buffer.lstrip(" \t\r\n;,")
         if not self._buffer or (self._buffer != PYTHON_TAG and PYTHON_TAG.startswith(self._buffer)):
             return False
@@ -236,10 +246,11 @@ class LlamaCalls(_JsonCalls):
 
 
 class MistralCalls(_JsonCalls):
-    """Finder of calls in Mistral output: after `[TOOL_CALLS]`, as objects or name and arguments."""
+    """Parser of Mistral's tool calls: after `[TOOL_CALLS]`, JSON objects, or a name followed by
+    arguments."""
 
     def new_id(self) -> str:
-        """Return an id as required by Mistral's chat templates: nine letters or digits."""
+        """Return a new call id of nine letters or digits, as Mistral's chat templates require."""
         return "".join(secrets.choice(_ALPHABET) for _ in range(9))
 
     def _begin(self, pieces: list[Piece]) -> bool:
@@ -259,7 +270,7 @@ class MistralCalls(_JsonCalls):
         return True
 
     def _named(self, pieces: list[Piece]) -> bool:
-        """Parse a name and the text that is allowed between the name and the arguments."""
+        """Parse a function's name, and whatever may stand between the name and the arguments."""
         is_whole = "{" in self._buffer or len(self._buffer) >= _MAX_HEADER_CHARACTERS
         match = _NAMED.match(self._buffer[:_MAX_HEADER_CHARACTERS]) if is_whole else None
         if match is not None:
@@ -267,7 +278,7 @@ class MistralCalls(_JsonCalls):
             return True
         if not is_whole:
             return False
-        self._step = self._begin  # the mark was only mentioned
+        self._step = self._begin  # the tag was only mentioned in text
         self._emit_text(TOOL_CALLS, pieces)
         return True
 
@@ -282,7 +293,7 @@ class MistralCalls(_JsonCalls):
         self._step = self._between if self._in_list else self._begin
 
     def _between(self, pieces: list[Piece]) -> bool:
-        """Skip the separators between the calls in a list, and the end of the list."""
+        """Skip separators between the calls of a list, and the end of the list."""
         self._buffer = self._buffer.lstrip(" \t\r\n,")
         if not self._buffer:
             return False

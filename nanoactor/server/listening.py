@@ -1,4 +1,4 @@
-"""Sockets on which a server listens: TCP or Unix, plain or with TLS."""
+"""Sockets on which the server listens: TCP or Unix, plain or with TLS."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from nanoactor.server.config import ServerConfig
 
 
 def bind_socket(config: ServerConfig, reuse_port: bool = False) -> socket.socket:
-    """Return a socket bound to the configured address; called before the model is loaded. Raises
+    """Create a socket that is bound to the configured address, before the model is loaded. Raises
     `OSError` if the address is not available."""
     if config.uds is not None:
         return _bind_unix(Path(config.uds))
     family, _, _, _, address = socket.getaddrinfo(
         config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
-    # The kernel closes connections whose clients leave sent data unread for this many ms.
+    # The kernel closes a connection if the client leaves data unread for this time, in ms.
     unread_timeout_ms = max(1, min(int(1000 * config.send_timeout), 2**31 - 1))
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -54,7 +54,7 @@ def _bind_unix(path: Path) -> socket.socket:
 
 
 def _remove_stale_socket(path: Path) -> None:
-    """Remove the socket file of a killed server, on which no process listens."""
+    """Remove the socket file of a killed server, to which no process listens anymore."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(path.stat().st_mode):
             return  # binding reports the existing file
@@ -66,14 +66,14 @@ def _remove_stale_socket(path: Path) -> None:
 
 
 def remove_unix_socket(config: ServerConfig) -> None:
-    """Remove the socket file if the server listens on a Unix socket."""
+    """Remove the socket file, if the server listens on a Unix socket."""
     if config.uds is not None:
         Path(config.uds).unlink(missing_ok=True)
 
 
 def make_tls_context(config: ServerConfig) -> ssl.SSLContext | None:
-    """Return the TLS context, or None if no certificate is configured. Raises `InvalidConfig` if
-    the files are invalid."""
+    """Create the TLS context. Return None if no certificate is configured. Raises `InvalidConfig`
+    if the files are invalid."""
     if config.ssl_certfile is None or config.ssl_keyfile is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -93,7 +93,7 @@ def _no_password() -> str:
 
 
 def url_of(config: ServerConfig, port: int) -> str:
-    """Return the URL of the server, for display."""
+    """Return the URL of the server, for messages."""
     if config.uds is not None:
         return f"unix:{config.uds}"
     scheme = "http" if config.ssl_certfile is None else "https"

@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's formats for completions and chats, and in vLLM's for prompts."""
+"""Log-probabilities in the formats of responses: OpenAI's for outputs, and vLLM's for prompts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ JsonObject = dict[str, Any]
 
 
 def token_text(token: int, logprob: Logprob, as_ids: bool) -> str:
-    """Return a token's text, or its id if `as_ids` or if its bytes are unknown. Bytes that are not
-    valid UTF-8 are escaped as in OpenAI's API, so that no two tokens get the same text."""
+    """Return the text of a token as in OpenAI's API, or "token_id:ID" if `as_ids` is set or the
+    bytes are unknown. Bytes that are not valid UTF-8 are escaped, so that different tokens have
+    different texts."""
     if as_ids or logprob.bytes is None:
         return f"token_id:{token}"
     try:
@@ -23,7 +24,7 @@ def token_text(token: int, logprob: Logprob, as_ids: bool) -> str:
 
 
 def keep_top(entries: Logprobs, token: int, num_top: int) -> Logprobs:
-    """Return the entries of the token itself and of the `num_top` likeliest tokens."""
+    """Keep only the entries of the token itself and of the `num_top` likeliest tokens."""
     return {
         other: entry
         for other, entry in entries.items()
@@ -32,11 +33,13 @@ def keep_top(entries: Logprobs, token: int, num_top: int) -> Logprobs:
 
 
 class TextLogprobs:
-    """Log-probabilities of one choice of a completion, available in pieces and as a whole."""
+    """Log-probabilities of one choice of a text completion, returned in parts for a stream or all
+    at once."""
 
     def __init__(self, num_top: int, as_ids: bool, spans: Spans = (b"", [])) -> None:
-        """`num_top` is the number of likeliest tokens reported at each position. If `as_ids`,
-        tokens are reported by id. `spans` are the spans of the prompt's tokens if it is echoed."""
+        """Create an empty collection. `num_top` is the number of likeliest tokens to report per
+        position. `as_ids` reports tokens by id. `spans` are the positions of the prompt's tokens,
+        if it is echoed."""
         self._num_top, self._as_ids, self._spans = num_top, as_ids, spans
         self._echoed = 0
         self._pending = _no_entries()
@@ -45,7 +48,7 @@ class TextLogprobs:
     def add_prompt(
         self, ids: Sequence[int], logprobs: Sequence[Logprobs | None], echo: str
     ) -> None:
-        """Add the log-probabilities of the prompt that the choice starts with."""
+        """Add the log-probabilities of the echoed prompt, whose text is `echo`."""
         first_bytes, starts = self._spans
         for token, entries, start in zip(ids, logprobs, starts, strict=True):
             own = Logprob(0.0, bytes=first_bytes) if entries is None else entries[token]
@@ -53,7 +56,7 @@ class TextLogprobs:
         self._echoed = len(echo)
 
     def add(self, completion: CompletionOutput) -> None:
-        """Add the log-probabilities of new tokens."""
+        """Add the log-probabilities of an output's new tokens."""
         new_logprobs, offsets = completion.logprobs or [], completion.text_offsets or []
         for token, logprobs, offset in zip(
             completion.token_ids, new_logprobs, offsets, strict=True
@@ -73,7 +76,7 @@ class TextLogprobs:
         pending["top_logprobs"].append(top)
 
     def pop_new(self) -> JsonObject | None:
-        """Return the new entries, or None if there are none."""
+        """Return the entries added since the last call, or None if there are none."""
         if not self._pending["tokens"]:
             return None
         new, self._pending = self._pending, _no_entries()
@@ -82,7 +85,7 @@ class TextLogprobs:
         return new
 
     def all_entries(self) -> JsonObject:
-        """Return all entries that `pop_new` has returned."""
+        """Return all entries that `pop_new` has returned so far."""
         return self._all
 
 
@@ -91,16 +94,17 @@ def _no_entries() -> JsonObject:
 
 
 class ChatLogprobs:
-    """Log-probabilities of a chat message, available in pieces and as a whole."""
+    """Log-probabilities of a chat message, returned in parts for a stream or all at once."""
 
     def __init__(self, num_top: int, as_ids: bool) -> None:
-        """`num_top` is the number of likeliest tokens reported at each position."""
+        """Create an empty collection. `num_top` is the number of likeliest tokens to report per
+        position. `as_ids` reports tokens by id."""
         self._num_top, self._as_ids = num_top, as_ids
         self._pending: list[JsonObject] = []
         self._all: list[JsonObject] = []
 
     def add(self, completion: CompletionOutput) -> None:
-        """Add the log-probabilities of new tokens."""
+        """Add the log-probabilities of an output's new tokens."""
         new_logprobs = completion.logprobs or []
         for token, logprobs in zip(completion.token_ids, new_logprobs, strict=True):
             likeliest = sorted(logprobs.items(), key=lambda item: item[1].rank or 0)
@@ -116,7 +120,7 @@ class ChatLogprobs:
         }
 
     def pop_new(self) -> JsonObject | None:
-        """Return the new entries, or None if there are none."""
+        """Return the entries added since the last call, or None if there are none."""
         if not self._pending:
             return None
         new, self._pending = self._pending, []
@@ -124,15 +128,15 @@ class ChatLogprobs:
         return {"content": new, "refusal": None}
 
     def all_entries(self) -> JsonObject:
-        """Return all entries that `pop_new` has returned."""
+        """Return all entries that `pop_new` has returned so far."""
         return {"content": self._all, "refusal": None}
 
 
 def prompt_logprobs(
     ids: Sequence[int], logprobs: Sequence[Logprobs | None], num_top: int
 ) -> list[JsonObject | None]:
-    """Return the log-probabilities of a prompt in vLLM's format: a dict by token id for each token,
-    or None for a token without log-probabilities."""
+    """Return the log-probabilities of a prompt in vLLM's format: for each token, a dict by token
+    id, or None if the token has no log-probabilities."""
     pairs = zip(ids, logprobs, strict=True)
     return [
         None if entries is None else _entries_by_id(keep_top(entries, token, num_top))

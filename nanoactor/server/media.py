@@ -1,4 +1,4 @@
-"""Loading of pictures by URL: from a `data:` URL, or from a host that the operator trusts.
+"""Loading of images by URL: from a `data:` URL, or from a host that the operator allows.
 
 The sender of a URL chooses where this server connects. Therefore, a host must be allowed by name,
 and the server connects only to addresses verified as public. Every redirect is checked again.
@@ -25,7 +25,7 @@ from nanoactor.errors import EngineClosed, InvalidConfig, InvalidRequest
 from nanoactor.server.addresses import is_public
 
 LookUp = Callable[[str, int], Awaitable[Sequence[str]]]
-"""Called with a host name and a port; returns the host's addresses."""
+"""Function that resolves a host name and a port to the host's IP addresses."""
 
 _ADVICE = "send the picture itself as data:image/png;base64,..."
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,30}):")
@@ -34,9 +34,9 @@ _WEB_PORTS = (80, 443)
 _REDIRECT_STATUSES = (301, 302, 303, 307, 308)
 _MAX_URL_CHARACTERS = 8192
 _MAX_CONNECTIONS = 64
-"""Maximum number of concurrent connections in total; each may load `max_bytes` into memory."""
+"""Maximum number of concurrent connections in total. Each may load `max_bytes` into memory."""
 _MAX_LOOKUPS = 4
-"""Maximum number of concurrent lookups of host names."""
+"""Maximum number of concurrent name lookups."""
 
 _NAME = re.compile(r"(?=.{1,253}\Z)(?:[a-z0-9_-]{1,63}\.)*[a-z0-9_-]{1,63}")
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
@@ -49,30 +49,31 @@ _UNTYPED_TYPES = ("", "application/octet-stream", "binary/octet-stream")
 _HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "nanoactor"}
 
 _MAX_HEAD_CHARACTERS = 1024
-"""Maximum number of characters in a `data:` URL up to and including the comma."""
+"""Maximum length of the part of a `data:` URL up to and including the comma, in characters."""
 _SMALL_DATA = 1 << 20
 _PIECE_CHARACTERS = 1 << 16
-"""Number of base64 characters decoded per call; a multiple of four."""
+"""Number of base64 characters decoded per call, a multiple of four."""
 _SPACES = b" \t\n\f\r"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MediaLimits:
-    """Limits on fetched pictures. Raises `InvalidConfig`, which names the invalid option."""
+    """Limits for fetching images. The constructor raises `InvalidConfig`, naming the invalid
+    option."""
 
     allowed_domains: tuple[str, ...]
     """Allowed host names, in lower case. ".example.org" or "*.example.org" allows all subdomains of
     example.org, but not example.org itself. An entry allows ports 80 and 443, or only the port that
     it contains, as in "example.org:8080". If empty, nothing is fetched."""
     max_bytes: int = 20 << 20
-    """Maximum size of an encoded picture, in bytes."""
+    """Maximum size of an encoded image, in bytes."""
     timeout: float = 10.0
-    """Maximum number of seconds from the lookup of the first host to the picture's last byte."""
+    """Maximum time from the first name lookup to the last byte of the image, in seconds."""
     max_redirects: int = 3
     """Maximum number of redirects per URL."""
 
     def __post_init__(self) -> None:
-        """Check each option on its own."""
+        """Check each option individually."""
         for entry in self.allowed_domains:
             _Rule.parse(entry)
         for name, minimum in (("max_bytes", 1), ("max_redirects", 0)):
@@ -86,7 +87,7 @@ class MediaLimits:
 
 
 class MediaLoader:
-    """Loads pictures by URL. Must be closed; after that, it fetches nothing more."""
+    """Loads images by URL. Must be closed after use. After `close`, nothing more is fetched."""
 
     def __init__(
         self,
@@ -106,10 +107,11 @@ class MediaLoader:
         self._idle.set()
 
     async def load(self, url: str) -> bytes:
-        """Return the bytes of the picture that a URL contains or leads to, still encoded.
+        """Return the bytes of the image that a URL contains or refers to, still encoded (JPEG, PNG,
+        ...).
 
-        Only the number of bytes is checked, not their content. Raises `InvalidRequest` if the URL
-        is not allowed or does not lead to a picture, and `EngineClosed` for a fetch after `close`.
+        The content is not checked, only its size. Raises `InvalidRequest` if the URL is not allowed
+        or does not refer to an image, and `EngineClosed` for a fetch after `close`.
         """
         match = _SCHEME.match(url)
         if match is None:
@@ -124,7 +126,7 @@ class MediaLoader:
         return await self._fetch(url)
 
     async def close(self) -> None:
-        """Abort running fetches and close all connections."""
+        """Abort running fetches, and close all connections."""
         self._closed = True
         for limit in self._running:
             if not limit.expired():
@@ -135,7 +137,8 @@ class MediaLoader:
         await self._resolver.close()
 
     async def _fetch(self, url: str) -> bytes:
-        """Fetch the URL within the time limit; convert aiohttp's errors to `InvalidRequest`."""
+        """Fetch a URL within the time limit. Errors of aiohttp are converted to
+        `InvalidRequest`."""
         seconds = self._limits.timeout
         try:
             async with asyncio.timeout(seconds) as limit:
@@ -148,13 +151,13 @@ class MediaLoader:
                 f"the picture did not arrive within {seconds:g} s: try again, or {_ADVICE}"
             ) from None
         except (aiohttp.ClientError, OSError) as error:
-            # The error's own text contains addresses, which must not be exposed.
+            # The error's text contains addresses, which must not be exposed.
             raise InvalidRequest(f"{_reason(error)}: try again, or {_ADVICE}") from error
 
     @contextlib.contextmanager
     def _register(self, limit: asyncio.Timeout) -> Iterator[None]:
-        """Register a fetch so that `close` can abort it, by expiring its time limit, and wait for
-        it to end."""
+        """Register a running fetch through its time limit: `close` expires the limit to abort the
+        fetch, and then waits for its end."""
         self._running.add(limit)
         self._idle.clear()
         try:
@@ -165,7 +168,7 @@ class MediaLoader:
                 self._idle.set()
 
     async def _follow(self, url: URL) -> bytes:
-        """Fetch the URL and follow redirects. Each URL is checked before it is fetched."""
+        """Fetch a URL, following redirects. Each URL is checked before it is fetched."""
         subject = "the image URL"
         for _ in range(self._limits.max_redirects + 1):
             self._check(url, subject)
@@ -180,7 +183,8 @@ class MediaLoader:
         )
 
     def _check(self, url: URL, subject: str) -> None:
-        """Raise `InvalidRequest` if the URL itself shows that it may not be fetched."""
+        """Raise `InvalidRequest` unless the scheme, host and port of a URL are allowed. `subject`
+        names the URL in the error."""
         if url.scheme not in _WEB_SCHEMES:
             raise _wrong_scheme(subject, url.scheme)
         if "@" in url.raw_authority:
@@ -197,12 +201,12 @@ class MediaLoader:
             raise InvalidRequest(f"{subject} has a host that this server does not allow: {_ADVICE}")
         if not any(rule.allows(port) for rule in rules):
             raise InvalidRequest(f"{subject} has the port {port}, which this server does not allow")
-        # Addresses are checked here, because only names reach the resolver.
+        # Check IP addresses here, because only host names reach the resolver.
         if _is_address(host) and not self._is_public(host):
             raise _not_public()
 
     def _open(self) -> aiohttp.ClientSession:
-        """Return the shared session, creating it on first use."""
+        """Return the shared HTTP session, creating it on first use."""
         if self._closed:
             raise _closed_error()
         if self._session is None:
@@ -212,14 +216,15 @@ class MediaLoader:
                 ),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 headers=_HEADERS,
-                timeout=aiohttp.ClientTimeout(),  # no timeout: `_fetch` has one
+                timeout=aiohttp.ClientTimeout(),  # none: `_fetch` limits the time
                 auto_decompress=False,
                 trust_env=False,
             )
         return self._session
 
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
-        """Return the body of a picture response. The size is limited, whatever length it claims."""
+        """Return the body of a response with an image. The limit on the size is enforced even if
+        the response states a smaller length."""
         _check_head(response)
         limit = self._limits.max_bytes
         if (response.content_length or 0) > limit:
@@ -239,15 +244,15 @@ class MediaLoader:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Rule:
-    """An entry of `allowed_domains`."""
+    """An entry of `MediaLimits.allowed_domains`."""
 
     host: str
-    """Host name or address; a leading dot means that the rule matches all subdomains."""
+    """Host name or IP address. With a leading dot, the rule matches all subdomains."""
     port: int | None
 
     @classmethod
     def parse(cls, entry: str) -> _Rule:
-        """Parse an entry. Raises `InvalidConfig` if no host could match it."""
+        """Parse an entry of `allowed_domains`. Raises `InvalidConfig` if it is malformed."""
         match = _ENTRY.fullmatch(entry)
         try:
             if match is None:
@@ -266,7 +271,7 @@ class _Rule:
         return cls(f".{host}" if match[1] else host, port)
 
     def matches(self, host: str) -> bool:
-        """Return True if the rule matches this host."""
+        """Return True if the rule applies to this host, which must be in canonical form."""
         return host.endswith(self.host) if self.host.startswith(".") else host == self.host
 
     def allows(self, port: int | None) -> bool:
@@ -275,21 +280,23 @@ class _Rule:
 
 
 class _Resolver(AbstractResolver):
-    """Resolver that returns only public addresses to aiohttp.
+    """Name resolver for aiohttp that returns only public addresses.
 
-    aiohttp connects to exactly the addresses that were checked: it does not look up the name again.
+    aiohttp connects to exactly the addresses that were checked, because it does not look up the
+    name again.
     """
 
     def __init__(self, look_up: LookUp | None, is_public: Callable[[str], bool]) -> None:
         self._look_up = look_up or self._system_lookup
         self._is_public = is_public
-        # Slow name servers must not occupy the event loop's default threads, which others need.
+        # Slow name servers must not block the default threads of the event loop.
         self._threads = ThreadPoolExecutor(_MAX_LOOKUPS, "nanoactor-names")
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
-        """Return all addresses of a host. Raises `InvalidRequest` unless all of them are public."""
+        """Return all addresses of a host. Raises `InvalidRequest` if there are none, or if any of
+        them is not public."""
         try:
             addresses = await self._look_up(host, port)
         except (socket.gaierror, UnicodeError):
@@ -310,7 +317,7 @@ class _Resolver(AbstractResolver):
         ]
 
     async def close(self) -> None:
-        """Cancel pending lookups; running ones end by themselves."""
+        """Cancel pending lookups. Running lookups end by themselves."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _system_lookup(self, host: str, port: int) -> list[str]:
@@ -322,8 +329,8 @@ class _Resolver(AbstractResolver):
 
 
 def _canonical(host: str) -> str:
-    """Return a host in the form used for comparison. Raises `ValueError` if it is neither a valid
-    name nor an address in its usual form."""
+    """Return a host name or IP address in the form used for comparisons. Raises `ValueError` for
+    anything else, including addresses in unusual notation."""
     if ":" in host:
         if "%" in host:
             raise ValueError
@@ -331,14 +338,14 @@ def _canonical(host: str) -> str:
     host = host.lower()
     if not _NAME.fullmatch(host):
         raise ValueError
-    # The system would read 0x7f.1 and 2130706433 as addresses; so would browsers.
+    # The system and browsers would read 0x7f.1 and 2130706433 as addresses.
     if _NUMBER.fullmatch(host.rpartition(".")[2]):
         return str(ipaddress.IPv4Address(host))
     return host
 
 
 def _is_address(host: str) -> bool:
-    """Return True if a canonical host is an IP address."""
+    """Return True if a host in canonical form is an IP address."""
     return ":" in host or not host.strip("0123456789.")
 
 
@@ -346,7 +353,7 @@ def _is_address(host: str) -> bool:
 
 
 def _parse_url(text: str, subject: str) -> URL:
-    """Parse a URL. Its path and query are left unchanged, since they may be signed."""
+    """Parse a URL. Path and query remain as they are, because they may be signed."""
     if len(text) > _MAX_URL_CHARACTERS:
         raise InvalidRequest(f"{subject} must not be longer than {_MAX_URL_CHARACTERS} characters")
     if _UNSAFE.search(text):
@@ -362,7 +369,7 @@ def _parse_url(text: str, subject: str) -> URL:
 
 
 def _redirect_target(url: URL, response: aiohttp.ClientResponse) -> URL:
-    """Return the target URL of a redirect, which is still to be checked."""
+    """Return the URL to which a response redirects. The caller must check it."""
     subject = "the address that the image URL redirects to"
     location = response.headers.get("Location")
     if not location:
@@ -375,8 +382,8 @@ def _redirect_target(url: URL, response: aiohttp.ClientResponse) -> URL:
 
 
 def _check_head(response: aiohttp.ClientResponse) -> None:
-    """Raise `InvalidRequest` if the status or headers show that the response is not a picture, or
-    is compressed."""
+    """Raise `InvalidRequest` if the status or the headers show that a response is not an image, or
+    that it is compressed."""
     if response.status != 200:
         raise InvalidRequest(
             f"the image URL does not lead to a picture: its host answered {response.status}, "
@@ -434,9 +441,9 @@ def _closed_error() -> EngineClosed:
 
 
 async def _load_data(url: str, max_bytes: int) -> bytes:
-    """Return the content of a `data:` URL. Spaces and line breaks within base64 are skipped, as in
-    browsers, because mail encoders insert them. Other deviations, such as another alphabet or
-    missing padding, are errors."""
+    """Return the data of a `data:` URL. Spaces and line breaks within base64 are skipped, as in
+    browsers, because mail encoders insert them. Any other deviation, such as missing padding,
+    raises `InvalidRequest`."""
     comma = url.find(",", 0, _MAX_HEAD_CHARACTERS)
     if comma < 0:
         raise InvalidRequest("the data: URL has no comma: write data:image/png;base64,...")
@@ -453,7 +460,7 @@ async def _load_data(url: str, max_bytes: int) -> bytes:
 
 
 def _decode_base64(url: str, start: int, max_bytes: int) -> bytes:
-    """Decode the base64 text that begins at index `start`."""
+    """Decode the base64 text that starts at index `start` of a `data:` URL."""
     text = _strip_whitespace(url, start, max_bytes)
     if not text:
         raise InvalidRequest("the data: URL has no data after the comma")
@@ -462,7 +469,7 @@ def _decode_base64(url: str, start: int, max_bytes: int) -> bytes:
         raise _too_large(max_bytes)
     pieces = (text[at : at + _PIECE_CHARACTERS] for at in range(0, len(text), _PIECE_CHARACTERS))
     try:
-        # The treatment of padding by strict_mode differs between versions of Python.
+        # Versions of Python treat padding in strict_mode differently.
         if len(text) % 4 or text.find(b"=", 0, len(text) - padding) >= 0:
             raise ValueError
         return b"".join(binascii.a2b_base64(piece, strict_mode=True) for piece in pieces)
@@ -474,11 +481,10 @@ def _decode_base64(url: str, start: int, max_bytes: int) -> bytes:
 
 
 def _strip_whitespace(url: str, start: int, max_bytes: int) -> bytes:
-    """Return the base64 text without whitespace. Raises `InvalidRequest` if it is too long for
-    `max_bytes` bytes.
+    """Return the base64 text without whitespace. Raises `InvalidRequest` if it would decode to more
+    than `max_bytes` bytes.
 
-    As in decoding, the text is processed in pieces, because a thread holds the GIL for the duration
-    of one call.
+    The text is processed in pieces, because a thread holds the GIL for the duration of one call.
     """
     limit = (max_bytes + 2) // 3 * 4
     pieces: list[bytes] = []

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: latencies of requests, and the actors' own figures."""
+"""Prometheus metrics: request latencies, and statistics of the engine's actors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from nanoactor.server.vllm_metrics import with_vllm_names
 disable_created_metrics()  # type: ignore[no-untyped-call]  # counter creation times are not used
 
 FINISHED_REASONS = ("stop", "length", "abort", "error")
-"""Possible finish reasons of an answer."""
+"""Finish reasons by which answers are counted."""
 
 _LATENCY_BOUNDS = (
     0.001,
@@ -50,10 +50,12 @@ _TOKEN_BOUNDS = tuple(float(1 << power) for power in range(18))
 
 
 class Histogram:
-    """Histogram for per-token updates: `observe` can record a value several times at once."""
+    """Histogram that is cheap to update for every token: `observe` can record a value several times
+    at once."""
 
     def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
-        """`bounds` are the upper bounds of the buckets, in ascending order."""
+        """Create an empty histogram. `bounds` are the upper bounds of the buckets, in ascending
+        order."""
         self._name = name
         self._text = text
         self._bounds = [float(bound) for bound in bounds]
@@ -61,12 +63,12 @@ class Histogram:
         self._sum = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
-        """Record a value `count` times."""
+        """Record `value` as `count` observations."""
         self._counts[bisect.bisect_left(self._bounds, value)] += count
         self._sum += value * count
 
     def family(self) -> Metric:
-        """Return the histogram with cumulative buckets, as Prometheus requires."""
+        """Return the histogram with cumulative bucket counts, as Prometheus requires."""
         edges = [*map(floatToGoString, self._bounds), "+Inf"]
         totals = itertools.accumulate(self._counts)
         buckets = [(edge, float(total)) for edge, total in zip(edges, totals, strict=True)]
@@ -76,8 +78,8 @@ class Histogram:
 
 
 class Timer:
-    """Timer of one answer. It measures when tokens arrive on the server's event loop, so the
-    client's reading speed does not count."""
+    """Latencies of one answer. They are measured when tokens reach the server's event loop, so that
+    the client's reading speed has no influence."""
 
     def __init__(self, metrics: Metrics, times: RequestMetrics) -> None:
         self._metrics = metrics
@@ -87,11 +89,11 @@ class Timer:
 
     @property
     def count(self) -> int:
-        """Return the number of tokens received."""
+        """Number of tokens received so far."""
         return self._tokens
 
     def add_tokens(self, count: int) -> None:
-        """Record `count` new tokens."""
+        """Record the arrival of `count` new tokens."""
         if not count:
             return
         times, metrics = self._times, self._metrics
@@ -106,8 +108,8 @@ class Timer:
         self._tokens += count
 
     def end(self, prompt: int | None) -> None:
-        """Record the end of an answer. `prompt` is the number of prompt tokens, or None if another
-        answer to the same prompt records them."""
+        """Record the end of the answer. `prompt` is the number of prompt tokens, or None if another
+        answer to the same prompt has recorded them."""
         times, metrics = self._times, self._metrics
         if prompt is not None and times.first_scheduled_time is not None:
             metrics.queue.observe(times.first_scheduled_time - times.arrival_time)
@@ -120,8 +122,8 @@ class Timer:
             metrics.tpot.observe((self._last - times.first_token_time) / (self._tokens - 1))
 
     def _observe_phases(self, first_step: float) -> None:
-        """Record the durations of prefill, decode and both; the first step started at
-        `first_step`."""
+        """Record the durations of prefill, of decode and of both. `first_step` is the start of the
+        first step, in seconds of `time.monotonic()`."""
         metrics, first = self._metrics, self._times.first_token_time
         if first is None:
             return
@@ -131,11 +133,11 @@ class Timer:
 
 
 class Metrics(Collector):
-    """All metrics of a server."""
+    """All metrics of a server, as a collector for prometheus_client."""
 
     def __init__(self, model: str = "", *, vllm_names: bool = False) -> None:
-        """`model` is the name that clients use. If `vllm_names`, metrics that vLLM also has are
-        additionally reported under vLLM's names."""
+        """Create all metrics. `model` is the model's name for clients. `vllm_names` additionally
+        reports metrics under the names that vLLM uses."""
         self._model, self._vllm_names = model, vllm_names
         self._registry = CollectorRegistry(auto_describe=False)
         ProcessCollector(registry=self._registry)
@@ -212,7 +214,7 @@ class Metrics(Collector):
             _LAG_BOUNDS,
         )
         self.engine_metrics: Callable[[], Iterator[Metric]] = lambda: iter(())
-        """Returns the latest known metrics of the engine."""
+        """Function that yields the latest known metrics of the engine."""
         self._registry.register(self)
 
     def _histogram(
@@ -223,7 +225,7 @@ class Metrics(Collector):
         return histogram
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all metrics, for the registry."""
+        """Yield all metrics. Called by the registry."""
         info = InfoMetricFamily("nanoactor", "The served model and the version of nanoactor.")
         info.add_metric([], {"model_name": self._model, "version": nanoactor.__version__})
         yield info
@@ -234,12 +236,13 @@ class Metrics(Collector):
             yield from with_vllm_names([*families, *self.success.collect()], self._model)
 
     def text(self) -> bytes:
-        """Return the metrics in the Prometheus text format."""
+        """Return all metrics in the Prometheus text format."""
         text: bytes = generate_latest(self._registry)
         return text
 
     def record_pooling(self, times: RequestMetrics, prompt: int) -> None:
-        """Record a finished embedding or score. `prompt` is the number of tokens in its prompt."""
+        """Record a finished embedding or score request. `prompt` is the number of its prompt
+        tokens."""
         if times.first_scheduled_time is not None:
             self.queue.observe(times.first_scheduled_time - times.arrival_time)
         if times.finished_time is not None:

@@ -1,5 +1,5 @@
-"""Monitor that polls the engine twice a second for /metrics, /health and the page, regardless of
-how often these are requested."""
+"""Monitor that polls the engine twice a second and keeps the results for `/metrics`, `/health` and
+the web page. The rate does not depend on how often clients request these."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ from nanoactor.server.metrics import Metrics
 log = logging.getLogger("nanoactor.server")
 
 INTERVAL, BINS, MAX_SNAPSHOTS = 0.5, 10, 60
-"""Seconds between snapshots, number of bins per snapshot, and number of snapshots kept."""
+"""Seconds between two snapshots, number of bins per snapshot, and number of snapshots kept."""
 _LAG_INTERVAL = 0.02
 _HEALTH_LIMIT_FRACTION = 0.5
-"""Fraction of the stall timeout after which /health fails, so that load balancers can react before
-the stalled process is killed."""
+"""Fraction of the stall timeout after which `/health` reports a failure, so that load balancers
+react before the stalled process is killed."""
 _AVERAGED_SNAPSHOTS = 20
-"""Number of snapshots, ten seconds of them, over which busy and idle shares are averaged."""
+"""Number of snapshots over which busy and idle shares are averaged; together they cover ten
+seconds."""
 _IDLE_HELP = "Share of the time with pending work in which the device was idle, over ten seconds."
 _AGE_HELP = "Age of each actor's latest step while there is work, otherwise 0."
 _CACHED_HELP = "Prompt tokens that were looked up in the prefix cache."
@@ -67,39 +68,42 @@ _COUNTERS = (
         "encoder_hits",
     ),
 )
-"""Counters: name, help text, and the actor and name of the source statistic."""
+"""Counters: name, help text, actor, and the name of the actor's statistic."""
 _VISION_COUNTERS = (
     ("pictures", "Pictures that came with requests.", "items"),
     ("pictures_decoded", "Pictures that were decoded because their pixels were needed.", "decoded"),
     ("picture_decode_seconds", "Time in which vision workers decoded pictures.", "decode_seconds"),
 )
-"""Counters summed over all vision workers: name, help text, and name of the source statistic."""
+"""Counters summed over all vision workers: name, help text, and name of the statistic."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Snapshot:
-    """State of the engine at one moment."""
+    """State of the engine at one point in time."""
 
     number: int
     tracks: dict[str, list[int]]
-    """By actor and device: busy percentage in each of the `BINS` intervals before the snapshot."""
+    """Busy time in percent, in each of the `BINS` intervals before the snapshot, by actor or
+    device."""
     dead_actors: list[str]
-    """Actors whose process has died since the previous snapshot or is being replaced."""
+    """Actors whose process has died since the previous snapshot, or is being replaced."""
     busy_seconds: float
-    """Seconds for which the device has been busy since the start."""
+    """Total time for which the device has been busy, in seconds."""
     load_seconds: float
-    """Seconds for which there has been work since the start."""
+    """Total time for which there has been work, in seconds."""
     steps: int
     """Number of steps that the device has completed."""
     figures: dict[str, float]
-    """Figures of the queue, the sequences and the cache."""
+    """Statistics of the waiting queue, the sequences and the KV cache."""
 
 
 class Monitor:
-    """Keeps the latest snapshots, and measures the delay of the event loop's timers."""
+    """Keeps the latest snapshots of one engine, and measures the delay of the event loop's
+    timers."""
 
     def __init__(self, llm: AsyncLLM, metrics: Metrics, stall_timeout: float | None) -> None:
-        """`stall_timeout` is the engine's, in seconds; /health fails long before it."""
+        """Create the monitor. `stall_timeout` is the engine's, in seconds. `/health` reports a
+        stall after half of that time, or never if it is None."""
         self._llm = llm
         self._metrics = metrics
         self._limit = math.inf if stall_timeout is None else _HEALTH_LIMIT_FRACTION * stall_timeout
@@ -117,7 +121,7 @@ class Monitor:
         metrics.engine_metrics = self.collect
 
     async def start(self) -> None:
-        """Take the first snapshot and start the monitoring tasks."""
+        """Take the first snapshot, and start the tasks that take the next ones."""
         await self._take_snapshot()
         self._tasks = [
             asyncio.ensure_future(self._snapshot_loop()),
@@ -125,7 +129,7 @@ class Monitor:
         ]
 
     async def stop(self) -> None:
-        """Stop taking snapshots, and wait until that has ended."""
+        """Cancel the tasks, and wait until they have ended."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -144,7 +148,7 @@ class Monitor:
                 log.exception("the engine's health could not be read")
 
     def _log_health(self) -> None:
-        """Log each change of the health once."""
+        """Log every change of the engine's health."""
         health = self.health()
         if health.is_ok != self._was_ok:
             self._was_ok = health.is_ok
@@ -154,7 +158,7 @@ class Monitor:
                 log.error("the engine is %s: %s", health.status, health.culprit)
 
     async def _measure_lag(self) -> None:
-        """Measure the delay of the event loop's timers."""
+        """Measure the delay of timers, the time by which a sleeping task wakes up too late."""
         while True:
             due = time.monotonic() + _LAG_INTERVAL
             await asyncio.sleep(_LAG_INTERVAL)
@@ -219,26 +223,27 @@ class Monitor:
         return self._figures.get(actor, {})
 
     def _window(self, snapshots: int) -> tuple[Snapshot, Snapshot]:
-        """Return two snapshots: the one `snapshots` before the latest, or the oldest, and the
-        latest."""
+        """Return a pair of snapshots: the one taken `snapshots` before the latest (or the oldest
+        that is kept), and the latest."""
         return self._snapshots[max(0, len(self._snapshots) - 1 - snapshots)], self._snapshots[-1]
 
     def _idle_share(self, snapshots: int) -> float:
-        """Return the device's idle share of the time with work, over the last `snapshots`
-        snapshots."""
+        """Return the share of time in which the device was idle although there was work, from 0 to
+        1, over the last `snapshots` snapshots."""
         first, last = self._window(snapshots)
         load = last.load_seconds - first.load_seconds
         busy = last.busy_seconds - first.busy_seconds
         return min(1.0, max(0.0, 1 - busy / load)) if load > 0 else 0.0
 
     def _step_seconds(self, snapshots: int) -> float:
-        """Return the mean seconds per step, over the last `snapshots` snapshots."""
+        """Return the mean duration of a step in seconds, over the last `snapshots` snapshots."""
         first, last = self._window(snapshots)
         steps = last.steps - first.steps
         return (last.busy_seconds - first.busy_seconds) / steps if steps else 0.0
 
     def _busy_shares(self, snapshots: int) -> dict[str, float]:
-        """Return the mean busy share of each track, over the last `snapshots` snapshots."""
+        """Return the share of time in which each actor and device was busy, from 0 to 1, over the
+        last `snapshots` snapshots."""
         averaged = list(self._snapshots)[-snapshots:]
         total = 100 * BINS * len(averaged)
         return {
@@ -249,7 +254,7 @@ class Monitor:
     # -- reporting ------------------------------------------------------------------------
 
     def health(self) -> Health:
-        """Return the current health."""
+        """Return the current health of the engine."""
         if (error := self._llm.dead) is not None:
             return dead(death_message(error))
         if (recovery := self._llm.recovering) is not None:
@@ -270,7 +275,8 @@ class Monitor:
         yield CounterMetricFamily("nanoactor_restart_seconds", text, value=seconds)
 
     def samples_since(self, number: int) -> dict[str, Any]:
-        """Return the snapshots after the one with this number, for the page."""
+        """Return the data of all snapshots after the one with this number, in the form that the web
+        page reads."""
         new = [snapshot for snapshot in self._snapshots if snapshot.number > number]
         before, last = self._window(1)
         return {
@@ -288,7 +294,7 @@ class Monitor:
         }
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the engine's metrics, for Prometheus."""
+        """Yield the metrics of the engine, for Prometheus."""
         if not self._snapshots:
             return
         last = self._snapshots[-1]

@@ -1,4 +1,4 @@
-"""Routes for operators: health, metrics, traces, and the web page."""
+"""Routes for operators: health, metrics, traces and the web page."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ _ICON = (
     '<rect x="4" y="10.6" width="6" height="2.4" rx="1"/></g></svg>'
 )
 # An event loop that runs late records a span (for example, of the device) some time after the
-# span's end. Consecutive snapshots therefore overlap by this many ns; `join_snapshots` removes the
-# duplicates.
+# span's end. Consecutive snapshots therefore overlap by this many ns, and `join_snapshots` removes
+# the duplicates.
 _LATE_NS = 500_000_000
 _TRACE_INTERVAL = 0.5
-"""Seconds between snapshots. Must be well below the two seconds of spans that a busy track
-keeps."""
+"""Seconds between two snapshots of a trace. Must be well below the two seconds of spans that a busy
+track keeps."""
 _MAX_EXPORTS = 4
 _CHUNK_BYTES = 1 << 16
 _EXPORTER = [sys.executable, "-m", "nanoactor.tracing.export"]
 
 
 class ObservationRoutes:
-    """Handlers of the read-only routes."""
+    """Handlers of the read-only routes for operators."""
 
     def __init__(
         self,
@@ -56,8 +56,8 @@ class ObservationRoutes:
         http: HttpFrontend,
         text_service: TextService | None,
     ) -> None:
-        """`tracer` is None if there are several engines; `text_service` is None if there is no
-        tokenizer."""
+        """Store the services. `tracer` is None if the server has several engines, and
+        `text_service` is None if there is no tokenizer."""
         self._tracer = tracer
         self._monitor = monitor
         self._metrics = metrics
@@ -73,7 +73,7 @@ class ObservationRoutes:
         return json_response({"status": "ok"})
 
     async def ready(self, request: web.Request) -> web.StreamResponse:
-        """Handle `GET /ready`: report whether requests are accepted."""
+        """Handle `GET /ready`: return status 200 if requests are accepted, and 503 otherwise."""
         if self._http.is_draining:
             raise unavailable("the server is shutting down")
         health = self._monitor.health()
@@ -82,8 +82,8 @@ class ObservationRoutes:
         return json_response({"status": "ok"})
 
     async def health(self, request: web.Request) -> web.StreamResponse:
-        """Handle `GET /health`: report the age of each actor's latest step; the status is 503
-        unless the engine is healthy."""
+        """Handle `GET /health`: return the engine's health, with the age of each actor's latest
+        step. The status is 503 if the engine is not healthy."""
         health = self._monitor.health()
         value = {**dataclasses.asdict(health), "draining": self._http.is_draining}
         if self._text_service is not None:
@@ -91,24 +91,24 @@ class ObservationRoutes:
         return json_response(value, status=200 if health.is_ok else 503)
 
     async def icon(self, request: web.Request) -> web.StreamResponse:
-        """Handle `GET /favicon.ico`; the icon depicts three actors."""
+        """Handle `GET /favicon.ico`: return the icon, which shows three actors."""
         headers = {"Cache-Control": "max-age=86400"}
         return web.Response(text=_ICON, headers=headers, content_type="image/svg+xml")
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:
-        """Handle `GET /metrics`: return the metrics in Prometheus format."""
+        """Handle `GET /metrics`: return all metrics in the Prometheus text format."""
         kind = {"Content-Type": CONTENT_TYPE_LATEST}
         return web.Response(body=self._metrics.text(), headers=kind)
 
     async def activity(self, request: web.Request) -> web.StreamResponse:
-        """Handle `GET /activity?since=N`: return the latest data for the web page."""
+        """Handle `GET /activity?since=N`: return the snapshots after number N, for the web page."""
         number = _only_parameter(request, "since", "0")
         if not re.fullmatch(r"\d{1,15}", number, re.ASCII):
             raise invalid("since must be the number returned by an earlier answer", "since")
         return json_response(self._monitor.samples_since(int(number)))
 
     async def page(self, request: web.Request) -> web.StreamResponse:
-        """Handle `GET /`: return the web page."""
+        """Handle `GET /`: return the web page with a chat and a live view of the actors."""
         headers = {
             "Content-Security-Policy": self._policy,
             "X-Content-Type-Options": "nosniff",
@@ -120,8 +120,8 @@ class ObservationRoutes:
         )
 
     async def trace(self, request: web.Request) -> web.StreamResponse:
-        """Handle `GET /trace?seconds=N`: record the actors' activity for N seconds and return it as
-        JSON for ui.perfetto.dev."""
+        """Handle `GET /trace?seconds=N`: record the activity of all actors for N seconds, and
+        return a timeline as JSON for ui.perfetto.dev."""
         if self._tracer is None:
             raise APIError(404, "a timeline shows a single engine, but this server runs several")
         seconds = _seconds(_only_parameter(request, "seconds", "1"))
@@ -143,7 +143,8 @@ class ObservationRoutes:
             self._running_exports -= 1
 
     async def _record(self, tracer: Tracer, seconds: float) -> list[list[NodeTrace]]:
-        """Take snapshots repeatedly and return them; tracks keep only the last few seconds."""
+        """Return snapshots of the trace, taken repeatedly because tracks keep only the last few
+        seconds."""
         begin = since = time.monotonic_ns()
         end = begin + int(seconds * 1e9)
         snapshots: list[list[NodeTrace]] = []
@@ -156,7 +157,7 @@ class ObservationRoutes:
         return snapshots
 
     async def _export(self, request: web.Request, snapshots: bytes) -> web.StreamResponse:
-        """Export the snapshots in a separate process and forward its output to the client."""
+        """Convert snapshots to JSON in a separate process, and forward its output to the client."""
         pipe = asyncio.subprocess.PIPE
         exporter = await asyncio.create_subprocess_exec(*_EXPORTER, stdin=pipe, stdout=pipe)
         assert exporter.stdin is not None
@@ -168,7 +169,7 @@ class ObservationRoutes:
             await exporter.stdin.drain()
             exporter.stdin.close()
             while chunk := await exporter.stdout.read(_CHUNK_BYTES):
-                await response.prepare(request)  # has an effect only the first time
+                await response.prepare(request)  # only the first call has an effect
                 await response.write(chunk)
             if not response.prepared:
                 raise APIError(
@@ -183,14 +184,16 @@ class ObservationRoutes:
 
 
 def _only_parameter(request: web.Request, name: str, default: str) -> str:
-    """Return the only query parameter that a path accepts; raise `APIError` if there is another."""
+    """Return the query parameter `name`, or `default` if it is missing. Raises `APIError` if the
+    request has any other parameter."""
     if others := [other for other in request.query if other != name]:
         raise invalid(f"{others[0][:100]!r} is not a parameter of {request.path}", others[0])
     return request.query.get(name, default)
 
 
 def _spans_until(node: NodeTrace, end: int) -> NodeTrace:
-    """Return the trace without spans that end after `end`; the next snapshot includes them."""
+    """Return the trace without spans that end after `end`, in ns. The next snapshot includes
+    them."""
     tracks = [
         dataclasses.replace(track, spans=track.spans[track.spans["end"] <= end])
         for track in node.tracks
@@ -208,8 +211,8 @@ def _seconds(text: str) -> float:
 
 
 def _content_policy(page: str) -> str:
-    """Return the Content-Security-Policy of the page, which permits only the page's own script and
-    style, data: images, and calls to this server."""
+    """Return the Content-Security-Policy of the web page. It permits the page's own script and
+    style, data: images, and requests to this server."""
 
     def allowed(tag: str) -> str:
         parts: list[Any] = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)

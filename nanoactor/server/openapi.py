@@ -1,4 +1,4 @@
-"""The OpenAPI document, generated from the structures into which requests are decoded."""
+"""The OpenAPI document, generated from the classes into which request bodies are decoded."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ _ERROR_RESPONSES = {
 
 
 def document(names: Sequence[str], needs_key: bool, root: str = "") -> dict[str, Any]:
-    """Return the complete document of a server whose model has these names. `needs_key` is True if
-    callers need an API key; `root` is the path under which a proxy exposes the server."""
+    """Return the OpenAPI document of a server. `names` are the model's names. `needs_key` is True
+    if clients need an API key. `root` is the path under which a proxy exposes the server."""
     kinds = [kind for kind, _ in _POST_ROUTES.values()]
     references, schemas = msgspec.json.schema_components(
         [*kinds, Error, AnthropicError], ref_template="#/components/schemas/{name}"
@@ -136,8 +136,8 @@ def document(names: Sequence[str], needs_key: bool, root: str = "") -> dict[str,
 
 
 def _refused_field_schemas(route: str) -> dict[str, Any]:
-    """Return schemas for the fields that a route refuses; they list the only values that are
-    accepted."""
+    """Return schemas for the fields that a route rejects. Each schema lists the only values that
+    are accepted."""
     text = "Not supported: other values are rejected."
     return {
         name: {"description": text, "enum": [None, *field.neutral]}
@@ -147,8 +147,8 @@ def _refused_field_schemas(route: str) -> dict[str, Any]:
 
 
 def _operation(text: str, *content_types: str, error: str = "Error") -> dict[str, Any]:
-    """Return an operation object whose success response has these content types; `error` names the
-    schema of its error responses."""
+    """Return an OpenAPI operation with the summary `text`. Successful responses have the given
+    content types, and `error` is the name of the schema of error responses."""
     shape = {"application/json": {"schema": {"$ref": f"#/components/schemas/{error}"}}}
     answer = {"description": "The answer", "content": {kind: {} for kind in content_types}}
     errors = {

@@ -1,4 +1,4 @@
-"""Pings: events that keep a stream's connection open while there is nothing else to send."""
+"""Pings: events that keep a stream's connection open while there is no output to send."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 PING_SECONDS = 10.0
-"""Seconds of silence after which a ping is sent. Proxies close connections that are silent for 30
-to 60 s."""
+"""Seconds without output after which a ping is sent. Proxies close connections after 30 to 60 s
+without data."""
 Write = Callable[[bytes], Awaitable[None]]
 
 
 class Pinged:
-    """Writer of one stream's events; it sends a ping whenever the stream has been silent for
-    `PING_SECONDS`."""
+    """Writer for the events of one stream. After `PING_SECONDS` without an event, it sends a
+    ping."""
 
     def __init__(self, write: Write, ping: bytes) -> None:
         self._write, self._ping = write, ping
@@ -22,12 +22,13 @@ class Pinged:
         self._last = self._loop.time()
 
     async def write(self, events: bytes) -> None:
-        """Write events; raise `ConnectionError` if the client has disconnected."""
+        """Write events to the client. Raises `ConnectionError` if the client has disconnected."""
         self._last = self._loop.time()
         await self._write(events)
 
     async def ping(self) -> None:
-        """Write a ping after each silence until canceled, or until the client has disconnected."""
+        """Write a ping after every `PING_SECONDS` without an event. Returns when the client has
+        disconnected; otherwise runs until canceled."""
         with contextlib.suppress(ConnectionError):
             while True:
                 await asyncio.sleep(self._last + PING_SECONDS - self._loop.time())
@@ -37,8 +38,8 @@ class Pinged:
 
 @contextlib.asynccontextmanager
 async def pinged(write: Write, ping: bytes) -> AsyncIterator[Write]:
-    """Yield a `write` function that also keeps the connection open with pings, or the original
-    `write` if the API has no ping."""
+    """Yield a `write` function, and send pings while it is not called. If `ping` is empty because
+    the API has no pings, yield `write` itself."""
     if not ping:
         yield write
         return

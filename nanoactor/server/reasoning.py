@@ -1,9 +1,9 @@
-"""Parser that separates a model's reasoning from its content, in Qwen3's format: `<think>…</think>`
-first.
+"""Parser that separates a model's reasoning from its content, in Qwen3's format:
+`<think>…</think>`, and then the content.
 
 The tags are dropped, as are the line breaks that Qwen3's chat template writes around reasoning and
-content. An answer that is sent back with the next question therefore renders to the same prompt
-again.
+content. Therefore, an answer that the client sends back in the next request renders to the same
+tokens.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Literal
 
 OPEN, CLOSE = "<think>", "</think>"
 OutputStart = Literal["none", "optional", "open", "content"]
-"""How an output starts: "open" within reasoning that the prompt has opened, "content" within
-content that the prompt has started. For "none" and "optional", the output itself shows whether it
+"""How an output starts. "open": inside reasoning that the prompt has started. "content": inside
+content that the prompt has started. "none" and "optional": the output itself shows whether it
 starts with reasoning."""
 
 
 def partial_tag_length(text: str, tag: str) -> int:
-    """Return the length of the longest suffix of `text` that is a proper prefix of `tag`."""
+    """Return the length of the longest suffix of `text` that is an incomplete start of `tag`."""
     for size in range(min(len(tag) - 1, len(text)), 0, -1):
         if text.endswith(tag[:size]):
             return size
@@ -27,7 +27,7 @@ def partial_tag_length(text: str, tag: str) -> int:
 
 
 def ends_in_thoughts(text: str) -> bool:
-    """Return True if an output that starts with this text is still in its reasoning."""
+    """Return True if a text starts with reasoning that is still open at its end."""
     return text.lstrip().startswith(OPEN) and CLOSE not in text
 
 
@@ -35,28 +35,30 @@ class _State(enum.Enum):
     START = enum.auto()
     THINKING = enum.auto()
     BETWEEN = enum.auto()
-    """After the reasoning, with only line breaks so far."""
+    """After the reasoning, before the first character of content that is not a line break."""
     CONTENT = enum.auto()
 
 
 class ReasoningParser:
-    """Parser of an output that arrives in pieces; the result does not depend on how it is split."""
+    """Parser of an output that arrives in pieces. The result does not depend on how the output is
+    split."""
 
     def __init__(self, output_start: OutputStart = "optional") -> None:
-        """`output_start` is how the output starts, as far as its prompt determines it."""
+        """Create the parser. `output_start` is what the prompt determines about the start of the
+        output."""
         self._prompt_opens_reasoning = output_start == "open"
         self._state = _State.CONTENT if output_start == "content" else _State.START
         self._buffer = ""
         self._has_reasoning = False
-        """True if any reasoning has been emitted. Until then, leading line breaks are dropped."""
+        """True if any reasoning has been returned. Until then, leading line breaks are dropped."""
 
     @property
     def is_thinking(self) -> bool:
-        """Return True if the text so far ends within reasoning."""
+        """True if the text so far ends inside reasoning."""
         return self._state is _State.THINKING
 
     def push(self, text: str) -> tuple[str, str]:
-        """Add text; return the (reasoning, content) that can now be emitted."""
+        """Append text. Return the (reasoning, content) that can be emitted now."""
         if self._state is _State.CONTENT:
             return "", text
         self._buffer += text
@@ -72,8 +74,8 @@ class ReasoningParser:
         return thoughts, content
 
     def _start(self) -> str:
-        """Determine whether the output starts with reasoning; return the held text if it is
-        content."""
+        """Determine whether the output starts with reasoning. If it does not, return the text so
+        far, which is content."""
         start = self._buffer.lstrip()
         if start.startswith(OPEN):
             self._state, self._buffer = _State.THINKING, start[len(OPEN) :]
@@ -101,7 +103,7 @@ class ReasoningParser:
         return thoughts
 
     def finish(self) -> tuple[str, str]:
-        """Return the (reasoning, content) that was held back, at the end of the output."""
+        """Return the remaining (reasoning, content) at the end of the output."""
         rest, self._buffer = self._buffer, ""
         if self._state is _State.THINKING:
             return rest.rstrip("\n"), ""

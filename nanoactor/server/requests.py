@@ -1,6 +1,6 @@
-"""Bodies of requests as typed structures, from which the OpenAPI document is generated.
+"""Request bodies as typed classes, from which the OpenAPI document is also generated.
 
-The structures contain the honored fields; `fields.py` determines how all others are treated.
+The classes declare the supported fields. `fields.py` defines how all other fields are treated.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from nanoactor.server.tool_choice import (
 )
 
 MAX_PROMPTS, MAX_ITEMS = 512, 4096
-"""Maximum number of prompts, and of items in any other list, in a request; more would block the
+"""Maximum number of prompts in a request, and of items in any other list. More would block the
 event loop for too long."""
 _DEFAULT_MAX_TOKENS = 16
 
@@ -50,23 +50,23 @@ _SGLANG = Meta(description="SGLang's name for max_tokens or min_tokens")
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
-    """Options of a stream: what it contains in addition to text."""
+    """Options of a stream: additional information about token usage."""
 
     include_usage: bool | None = None
-    """True if the stream ends with its token usage."""
+    """True if the stream ends with the token usage."""
     continuous_usage_stats: bool | None = None
-    """True if each event also carries the token usage so far."""
+    """True if every event contains the token usage so far."""
     include_obfuscation: Annotated[bool, Meta(description="Ignored")] | None = None
 
 
-# Requests accept all sampling parameters in `SAMPLING`, which need no declaration here.
+# All names in `SAMPLING` are fields of requests. They are created here, without declarations.
 if TYPE_CHECKING:
 
     class _Sampling(Constrained, kw_only=True):
         skip_special_tokens: bool | None = None
 
     class Extended(Struct, kw_only=True):
-        """Sampling parameters. Type checkers see only those that the code accesses by name."""
+        """Sampling parameters. Type checkers see only those that are accessed by name."""
 
         temperature: float | None = None
         top_p: float | None = None
@@ -85,7 +85,7 @@ else:
 
 
 class _Body(_Sampling, kw_only=True, forbid_unknown_fields=True):
-    """Fields that text and chat completions share. The sampling parameters listed here are those
+    """Fields of both text and chat completions. The sampling parameters declared here are those
     that the HTTP API treats specially."""
 
     model: Annotated[str, Meta(description="Default: the served model")] | None = None
@@ -127,16 +127,17 @@ class CompletionRequest(_Body, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def constraint(self) -> Constraint | None:
-        """Return the constraint of the answers, if any. Raises `APIError` if there are several."""
+        """Constraint on the answers; None if there is none. Raises `APIError` if there are
+        several."""
         return constraint_of(self)
 
 
 class _WithRawBody(Struct, dict=True):
-    """A request body, parts of which are passed to the chat template."""
+    """A request body of which some parts are passed to the chat template unchanged."""
 
     @property
     def raw(self) -> dict[str, Any]:
-        """Return the body as the client sent it, with unknown members and in the original order."""
+        """The decoded JSON of the body, with unknown members and in the original order."""
         raw: dict[str, Any] | None = self.__dict__.get("raw")
         return msgspec.to_builtins(self) if raw is None else raw
 
@@ -170,19 +171,20 @@ class ChatRequest(_Body, _WithRawBody, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def calls_tools(self) -> bool:
-        """Return True if the model may call a function."""
+        """True if the model may call a function."""
         return bool(self.tools) and self.tool_choice != "none"
 
     @property
     def constraint(self) -> Constraint | None:
-        """Return the constraint of the answer, if any. Raises `APIError` if there are several."""
+        """Constraint on the answer; None if there is none. Raises `APIError` if there are
+        several."""
         parallel = self.parallel_tool_calls is not False
         tools, choice = self.tools or (), self.tool_choice
         demanded_calls = tool_grammar(tools, choice, parallel)
         return constraint_of(self, demanded_calls, possible_calls(tools, choice, parallel))
 
     def check(self) -> None:
-        """Raise `APIError` for unsupported or contradictory fields."""
+        """Raise `APIError` if the fields contradict each other or are not supported."""
         check_tool_choice(self.tools or (), self.tool_choice)
         if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs requires logprobs to be true", "top_logprobs")
@@ -193,7 +195,7 @@ class ChatRequest(_Body, _WithRawBody, kw_only=True, forbid_unknown_fields=True)
 
 
 class TokenizeRequest(_WithRawBody, kw_only=True, forbid_unknown_fields=True):
-    """Body of `POST /tokenize`: a prompt or messages."""
+    """Body of `POST /tokenize`, with either a prompt or messages."""
 
     ROUTE: ClassVar[str] = "tokenize"
     model: str | None = None
@@ -210,7 +212,7 @@ class TokenizeRequest(_WithRawBody, kw_only=True, forbid_unknown_fields=True):
     thinking: Annotated[Any, _FOR_TEMPLATE] = None
 
     def check(self) -> None:
-        """Raise `APIError` for contradictory fields."""
+        """Raise `APIError` if the fields contradict each other."""
         if (self.prompt is None) == (self.messages is None):
             raise invalid("give either prompt or messages, but not both", "prompt")
         chat_fields = (self.tools, self.chat_template_kwargs, self.add_generation_prompt)
@@ -241,7 +243,7 @@ _MAX_UNKNOWN_FIELDS = 200
 
 @functools.cache
 def _route_fields(kind: type[Struct]) -> dict[str, Field]:
-    """Return the `Field` entries of a structure's route, by field name; empty if it has no
+    """Return the `Field` entries of a body's route by field name. Empty if the body has no
     route."""
     route: str = getattr(kind, "ROUTE", "")
     return TOKENIZE_FIELDS if route == "tokenize" else route_fields(route)
@@ -249,7 +251,8 @@ def _route_fields(kind: type[Struct]) -> dict[str, Field]:
 
 @functools.cache
 def _nested_structs(kind: type[Struct]) -> dict[str, type[Struct]]:
-    """Return, by field name, the structure that a field contains, directly or in a list."""
+    """Return the classes of nested objects by field name. A field contains the object itself, or a
+    list of such objects."""
     hints = get_type_hints(kind).items()
     return {name: inner for name, hint in hints for inner in _structures(hint)}
 
@@ -262,8 +265,8 @@ def _structures(hint: Any) -> Iterator[type[Struct]]:
 
 
 class Decoder:
-    """Decoder of request bodies into structures. Unknown fields are ignored with a warning, or
-    refused if `strict`."""
+    """Decoder of request bodies. Unknown fields are ignored with a warning; a strict decoder
+    rejects them."""
 
     def __init__(
         self,
@@ -271,8 +274,8 @@ class Decoder:
         accepts_images: bool = False,
         template_members: Callable[[], Collection[str]] = tuple,
     ) -> None:
-        """`accepts_images` is True if the model accepts images; `template_members` returns the
-        names of message members that the chat template reads."""
+        """Create the decoder. `accepts_images` is True if the model accepts images.
+        `template_members` returns the names of the message members that the chat template reads."""
         self._strict, self._accepts_images, self._template_members = (
             strict,
             accepts_images,
@@ -281,7 +284,7 @@ class Decoder:
         self._warn_once = WarnOnce()
 
     def decode(self, kind: type[B], body: bytes) -> B:
-        """Decode a body into a structure of this kind; raise `APIError` if it is invalid."""
+        """Decode a JSON body as an instance of `kind`. Raises `APIError` if it is invalid."""
         try:
             raw = msgspec.json.decode(body)
             if issubclass(kind, _WithRawBody) and isinstance(raw, dict):
@@ -298,8 +301,8 @@ class Decoder:
         return decoded
 
     def chat(self, translated: dict[str, Any]) -> ChatRequest:
-        """Convert a translated request of another API to a `ChatRequest`; raise `APIError` if it is
-        invalid."""
+        """Convert a request of another API, already translated to a chat request, to a
+        `ChatRequest`. Raises `APIError` if it is invalid."""
         try:
             body = msgspec.convert(translated, ChatRequest)
         except msgspec.ValidationError as error:
@@ -308,7 +311,8 @@ class Decoder:
         return body
 
     def warn(self, name: str, treatment: str) -> None:
-        """Log once how an unsupported field is treated; if strict, raise `APIError` instead."""
+        """Log, once, how an unsupported field is treated. A strict decoder raises `APIError`
+        instead."""
         if self._strict:
             raise invalid(f"{name} {treatment}", name.partition(":")[0])
         self._warn_once.warn(name, f"{treatment} (--strict rejects it)")
@@ -319,9 +323,11 @@ class Decoder:
         options: dict[str, Any],
         template_renders_tools: bool,
     ) -> None:
-        """If the chat template would not show tools, remove them from its options, with a warning.
-        A model that need not call a function can answer without tools; a request that demands a
-        call is refused later."""
+        """Remove tools from `options`, the chat template's variables, if the template would not
+        show them to the model. A warning is logged.
+
+        Requests whose tool choice demands a call keep their tools and are rejected later.
+        """
         choice = body.tool_choice if isinstance(body, ChatRequest) else None
         if options.get("tools") and not template_renders_tools and not demands_calls(choice):
             self.warn("tools", "is not shown to the model by its chat template")
@@ -355,9 +361,10 @@ class Decoder:
             self._warn_once.warn(path, "the chat template does not read (--strict rejects it)")
 
     def _remove_unknown_fields(self, raw: Any, kind: type[Struct], path: str) -> None:
-        """Remove ignored fields from a decoded body; raise `APIError` for refused fields."""
+        """Remove ignored fields from a decoded body, in place. Raises `APIError` for rejected
+        fields."""
         if not isinstance(raw, dict):
-            return  # decoding into the structure reports the error
+            return  # decoding reports this error
         config = kind.__struct_config__
         unknown = raw.keys() - set(kind.__struct_fields__) if config.forbid_unknown_fields else ()
         if len(unknown) > _MAX_UNKNOWN_FIELDS:
@@ -398,9 +405,11 @@ class Decoder:
 def sampling_params(
     body: Body, constraint: Constraint | None = None, *, cap_max_tokens: bool = False
 ) -> SamplingParams:
-    """Return the engine's sampling parameters; raise `InvalidRequest` or `APIError`, naming the
-    invalid parameter. `cap_max_tokens` lowers a `max_tokens` for which the context leaves too
-    little room, instead of rejecting it."""
+    """Convert a request to the engine's sampling parameters.
+
+    `cap_max_tokens` lowers a `max_tokens` that exceeds the remaining context, instead of rejecting
+    it. Raises `InvalidRequest` or `APIError`, naming the invalid parameter.
+    """
     values = {name: getattr(body, name) for name in SAMPLING}
     _apply_aliases(body, values)
     if values["max_tokens"] is None:
@@ -423,8 +432,8 @@ def sampling_params(
 
 
 def _apply_aliases(body: Body, values: dict[str, Any]) -> None:
-    """Copy parameters that are given under their SGLang names to `values`; raise `APIError` if a
-    parameter has different values under its two names."""
+    """Copy parameters with SGLang's names to `values`, under ours. Raises `APIError` if both names
+    are set to different values."""
     for name in ("max_tokens", "min_tokens"):
         alias = name.replace("_", "_new_")
         if (value := getattr(body, alias)) is not None:
@@ -438,8 +447,8 @@ def _apply_aliases(body: Body, values: dict[str, Any]) -> None:
 
 
 def num_logprobs(body: Body) -> int | None:
-    """Return the number of most likely tokens to report at each position; None if no
-    log-probabilities are requested."""
+    """Return the number of likeliest tokens to report per position; None if no log-probabilities
+    are requested."""
     if isinstance(body, ChatRequest):
         return (body.top_logprobs or 0) if body.logprobs else None
     if body.logprobs is True:
@@ -450,8 +459,8 @@ def num_logprobs(body: Body) -> int | None:
 
 
 def request_prompts(body: CompletionRequest, max_model_len: int) -> list[Prompt]:
-    """Return a request's prompts as the engine accepts them; raise `APIError` if they are
-    invalid."""
+    """Return the prompts of a request in the form that the engine accepts. Raises `APIError` if
+    they are invalid."""
     prompt, is_truncated = body.prompt, body.truncate_prompt_tokens is not None
     if body.echo and is_truncated:
         raise invalid(
@@ -477,7 +486,7 @@ def _prompt(item: str | int | list[Any], max_model_len: int | None) -> Prompt:
     if isinstance(item, str):
         return item
     if isinstance(item, list) and max_model_len is not None and len(item) >= max_model_len:
-        raise context_length_exceeded(len(item), max_model_len)  # before every token id is checked
+        raise context_length_exceeded(len(item), max_model_len)  # before each id is checked
     if isinstance(item, list) and item and all(isinstance(token, int) for token in item):
         return {"prompt_token_ids": item}
     raise invalid("each item of prompt must be a string or a non-empty list of token ids", "prompt")
@@ -488,9 +497,11 @@ def template_options(
     variables: Collection[str] = (),
     defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Return the variables that the chat template receives in addition to the messages. Fields such
-    as `reasoning_effort` are included only if they are among `variables`, which the template reads.
-    `defaults` apply to variables that the request omits or sets to null."""
+    """Return the variables to pass to the chat template in addition to the messages.
+
+    Request fields such as `reasoning_effort` are included only if `variables`, the names that the
+    template reads, contains them. `defaults` replace variables that are omitted or null.
+    """
     variables_set = _template_fields(body, variables) | (body.chat_template_kwargs or {})
     options = {
         name: defaults[name] if variables_set.get(name) is None else variables_set[name]
@@ -508,7 +519,7 @@ def template_options(
         options["add_generation_prompt"] = body.add_generation_prompt
     if body.continue_final_message:
         options["continue_final_message"] = True
-    if body.tools:  # also if the choice is "none", so that the prompt matches the adjacent turns
+    if body.tools:  # even for choice "none", so that all prompts of a conversation match
         options["tools"] = body.raw["tools"]
     return options
 
@@ -516,8 +527,8 @@ def template_options(
 def _template_fields(
     body: ChatRequest | TokenizeRequest, variables: Collection[str]
 ) -> dict[str, Any]:
-    """Return the fields that the template reads as variables. `reasoning_effort` also determines
-    `enable_thinking` if that is not set, as in vLLM."""
+    """Return the request fields that the template reads as variables. If `enable_thinking` is not
+    set, `reasoning_effort` determines it, as in vLLM."""
     fields = {name: getattr(body, name, None) for name in TEMPLATE_FIELDS}
     if fields["reasoning_effort"] is not None and fields["enable_thinking"] is None:
         fields["enable_thinking"] = fields["reasoning_effort"] != "none"

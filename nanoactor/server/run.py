@@ -1,4 +1,4 @@
-"""`nanoactor serve`: a server from startup until a signal ends it."""
+"""The main coroutine of `nanoactor serve`, from startup until a signal."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ log = logging.getLogger("nanoactor.server")
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _DUPLICATE_SECONDS = 0.5
-"""Seconds within which a second signal counts as a duplicate of the first: `timeout` sends two at
-once, one to the process and one to its process group."""
+"""Time within which a second signal is a duplicate of the first, in seconds. The command `timeout`
+sends two at once: to the process and to its process group."""
 _DEAD_SECONDS = 5.0
-"""Seconds for which /health reports a dead engine before the server exits as well."""
+"""Time for which `/health` reports a dead engine before the server exits, in seconds."""
 
 
 async def serve(llm: AsyncLLM, config: ServerConfig) -> None:
-    """Serve until SIGTERM, SIGINT or SIGHUP, then let running requests finish; a second signal ends
-    the process at once. Raises `EngineDead` if the engine has died."""
+    """Serve until SIGTERM, SIGINT or SIGHUP, and then wait until running requests have finished. A
+    second signal ends the process immediately. Raises `EngineDead` if the engine has died."""
     server = Server(llm, config)
     shutdown = ShutdownEvent()
     loop = asyncio.get_running_loop()
-    # Under nohup, SIGHUP is ignored; keep ignoring it.
+    # nohup ignores SIGHUP. Keep ignoring it.
     handles_sighup = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
     handled_signals = [
         number for number in SIGNALS if handles_sighup or number is not signal.SIGHUP
@@ -50,7 +50,7 @@ async def serve(llm: AsyncLLM, config: ServerConfig) -> None:
             await asyncio.gather(starting, return_exceptions=True)
             return
         await starting
-        # Objects that exist now stay alive; the garbage collector need not scan them repeatedly.
+        # Existing objects stay alive. The garbage collector need not scan them again.
         gc.collect()
         gc.freeze()
         await asyncio.wait((dying, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -94,16 +94,17 @@ async def _start(server: Server) -> None:
 
 
 class ShutdownEvent(asyncio.Event):
-    """Event that is set when the server is to shut down."""
+    """Event that is set when the server should shut down."""
 
     def __init__(self, before_end: Callable[[], object] = lambda: None) -> None:
-        """`before_end` is called when a second signal ends this process at once."""
+        """Create the event. `before_end` is called before a second signal ends this process
+        immediately."""
         super().__init__()
         self._since, self._before_end = 0.0, before_end
 
     def on_signal(self, number: signal.Signals) -> None:
-        """Request a shutdown. If one is already in progress, let the signal's default action end
-        this process and its child processes."""
+        """Set the event. If a shutdown is already in progress, restore the signal's default action
+        and send the signal again, which ends this process and its child processes."""
         now = time.monotonic()
         if self._since and now - self._since > _DUPLICATE_SECONDS:
             self._before_end()

@@ -1,9 +1,9 @@
-"""Reasoning in an opaque field that clients store and send back without reading it.
+"""Encoding of reasoning in an opaque field that clients store and send back unread.
 
 The Responses API and the Messages API each have such a field: `encrypted_content` of a reasoning
-item, and `signature` of a thinking block whose text is omitted. Nothing is encrypted, as the
-operator of the server can read everything anyway. Reasoning that is sent back lets the next prompt
-match the previous one, token by token.
+item, and `signature` of a thinking block whose text is omitted. Nothing is encrypted, because the
+server's operator can read everything anyway. With the reasoning sent back, the next prompt repeats
+the previous one token by token, and the prefix cache applies.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import zlib
 
 _PREFIX = "nanoactor1."
 _MAX_EXPANSION = 4
-"""Maximum number of bytes to which one compressed byte may expand, so that a request expands to at
-most a few times its own size."""
+"""Maximum number of bytes to which a compressed byte may expand, so that a request expands to a few
+times its own size at most."""
 
 
 def seal(thoughts: str) -> str:
-    """Return reasoning as printable ASCII; it is compressed unless the compression ratio exceeds
-    the limit of `unseal`."""
+    """Encode reasoning as printable ASCII. It is compressed, unless `unseal` would reject the
+    compression ratio."""
     text = thoughts.encode("utf-8", "replace")
     packed = zlib.compress(text)
     if len(text) > _MAX_EXPANSION * len(packed):
@@ -29,7 +29,7 @@ def seal(thoughts: str) -> str:
 
 
 def unseal(text: str) -> str | None:
-    """Return the reasoning that `seal` has encoded as this text, or None for any other text."""
+    """Return the reasoning that `seal` encoded, or None for any other text."""
     if not text.startswith(_PREFIX):
         return None
     try:

@@ -1,4 +1,5 @@
-"""Interfaces that the server requires: of the engine, which may be a fleet, and of the monitor."""
+"""Interfaces that the server requires from its engine, which may be a fleet, and from its
+monitor."""
 
 from __future__ import annotations
 
@@ -19,20 +20,20 @@ from nanoactor.tracing import Trace
 
 
 class Engine(Protocol):
-    """`AsyncLLM`, or an equivalent for several engines."""
+    """An `AsyncLLM`, or an equivalent for several engines."""
 
     config: EngineConfig
     files: ModelFiles
 
     async def start(self) -> Any:
-        """Start accepting and serving requests."""
+        """Start the engine, and return when it accepts requests."""
 
     async def close(self) -> None:
-        """Close the engine; unfinished requests raise `EngineClosed`."""
+        """Close the engine. Unfinished requests raise `EngineClosed`."""
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return facts about the KV cache, the device and the dtype."""
+        """Properties of the KV cache, the device and the dtype."""
 
     def submit(
         self,
@@ -42,7 +43,7 @@ class Engine(Protocol):
         priority: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[Request]:
-        """Queue several prompts: all of them, or none if one cannot be queued."""
+        """Queue several prompts: either all of them or none."""
 
     async def embed(
         self,
@@ -64,30 +65,31 @@ class Engine(Protocol):
         request_id: str | None = None,
         priority: int = 0,
     ) -> ScoringRequestOutput:
-        """Score how well a document matches a query."""
+        """Score how well a document matches a query: a probability, or the cosine of two
+        vectors."""
 
 
 class Tracer(Protocol):
-    """An engine that can trace its actors."""
+    """An engine that can record a trace of its actors."""
 
     async def trace(self, since: int = 0) -> Trace:
-        """Return the trace since a time on the monotonic clock, in ns."""
+        """Return a trace from the time `since`, in ns on the monotonic clock."""
 
 
 class MonitorProtocol(Protocol):
-    """Monitor of the engine, for `/health`, `/metrics` and the web page."""
+    """Provider of health, metrics and live data for `/health`, `/metrics` and the web page."""
 
     async def start(self) -> None:
-        """Start monitoring."""
+        """Start monitoring in the background."""
 
     async def stop(self) -> None:
-        """Stop monitoring."""
+        """Stop monitoring, and wait until it has ended."""
 
     def health(self) -> Health:
-        """Return the current health."""
+        """Return the current health of the engine or the fleet."""
 
     def samples_since(self, number: int) -> dict[str, Any]:
-        """Return the snapshots after the one with this number, for the web page."""
+        """Return the data of all snapshots after the one with this number, for the web page."""
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics for Prometheus."""
+        """Yield all metrics, for Prometheus."""

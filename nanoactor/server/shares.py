@@ -1,4 +1,4 @@
-"""Limit on each client's answers in progress, so that no client can fill the queue."""
+"""Limit on the answers in progress per client, so that no client can fill the whole queue."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from nanoactor.server.errors import RETRY_AFTER, APIError
 
 
 class Shares:
-    """Counter of the answers in progress of each client. A client is identified by its API key, or
-    by its address if no keys are set."""
+    """Counts the answers in progress of each client. A client is identified by its API key, or by
+    its address if no keys are configured."""
 
     def __init__(self, limit: int) -> None:
-        """`limit` is the maximum number of answers per client, waiting or running."""
+        """Start with no clients. `limit` is the maximum number of waiting and running answers per
+        client."""
         self._limit = limit
         self._in_progress: Counter[str] = Counter()
 
     def __len__(self) -> int:
-        """Return the number of clients with answers in progress."""
+        """Return the number of clients that have answers in progress."""
         return len(self._in_progress)
 
     @contextlib.contextmanager
     def hold(self, client: str, answers: int) -> Iterator[None]:
-        """Count a client's answers while they are in progress; raise `APIError` if there are too
-        many."""
+        """Count `answers` answers of a client as in progress until the context ends. Raises
+        `APIError` (429) if the client would exceed its limit."""
         if self._in_progress[client] + answers > self._limit:
             text = (
                 f"this client has {self._in_progress[client]} answers in progress and has "

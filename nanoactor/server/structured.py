@@ -1,5 +1,4 @@
-"""Output constraints of requests, read from the fields that OpenAI's API, vLLM and other servers
-define."""
+"""Output constraints of requests, read from the fields of OpenAI's API, vLLM and other servers."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from nanoactor.server.errors import invalid
 
 
 class JsonSchema(Struct, forbid_unknown_fields=True):
-    """The JSON schema that an answer must follow."""
+    """A JSON schema that the answer must match."""
 
     name: Annotated[str, Meta(description="Ignored, as is `description`")]
     schema: dict[str, Any]
@@ -30,7 +29,7 @@ class JsonSchema(Struct, forbid_unknown_fields=True):
 
 
 class ResponseFormat(Struct, forbid_unknown_fields=True):
-    """The response format, as OpenAI's API defines it."""
+    """The required format of the answer, as in OpenAI's API."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -46,7 +45,7 @@ class ResponseFormat(Struct, forbid_unknown_fields=True):
 
 
 class StructuredOutputs(Struct, forbid_unknown_fields=True):
-    """The form of an answer, as vLLM defines it; exactly one of the first five members must be
+    """The required form of the answer, as in vLLM. Exactly one of the first five members must be
     set."""
 
     json: dict[str, Any] | str | None = None
@@ -64,16 +63,16 @@ class StructuredOutputs(Struct, forbid_unknown_fields=True):
 
 _FORMAT_SCHEMA = "response_format.schema"
 STRICT_STRUCTS = (ResponseFormat, JsonSchema, StructuredOutputs)
-"""Structures whose unknown members are always refused, as they would change the output."""
+"""Classes whose unknown members are always rejected, because they would change the output."""
 _ENGINE_PARAMETER = "structured_outputs"
-"""Name of the engine's parameter; the engine's error messages about constraints start with it."""
+"""Name of the engine's parameter, with which its error messages about constraints start."""
 _OTHER_NAME = Meta(description="SGLang's or llama.cpp's name for a member of structured_outputs")
 _OLDER_NAME = Meta(description="Older name for a member of structured_outputs")
 
 
 class Constrained(Struct, kw_only=True):
-    """Fields that constrain the output. If several are set, they must specify the same
-    constraint."""
+    """Fields that constrain the output. If a request sets several of them, they must specify the
+    same constraint."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -89,23 +88,24 @@ class Constrained(Struct, kw_only=True):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Constraint:
-    """The output constraint of a request; a request has at most one."""
+    """The output constraint of a request, which may have at most one."""
 
     field: str
-    """Name of the request's field that sets the constraint."""
+    """Name of the request field that sets the constraint."""
     values: dict[str, Any]
-    """Arguments of `StructuredOutputsParams`."""
+    """Arguments for `StructuredOutputsParams`."""
     thoughts: Thoughts = "none"
-    """Reasoning before the constrained output: none, opened by the prompt, or optional."""
+    """Reasoning before the constrained output: "none", "open" (started by the prompt) or
+    "optional"."""
 
     @property
     def params(self) -> StructuredOutputsParams:
-        """Return the constraint as the engine's parameters. Raises `InvalidRequest` if it is
-        invalid."""
+        """The constraint as a parameter of the engine. Raises `InvalidRequest` if it is invalid."""
         return StructuredOutputsParams(**self.values, thoughts=self.thoughts)
 
     def for_model(self, thoughts: Thoughts, form: CallForm) -> Constraint:
-        """Return the constraint for a model with this reasoning mode and this form of calls."""
+        """Return a copy of the constraint for a model with this reasoning mode and this syntax of
+        tool calls."""
         values = dict(self.values)
         if isinstance(tools := values.get("tools"), ToolGrammar):
             values["tools"] = dataclasses.replace(tools, form=form)
@@ -114,8 +114,8 @@ class Constraint:
 
 @contextlib.contextmanager
 def errors_name_field(constraint: Constraint | None) -> Iterator[None]:
-    """Convert an `InvalidRequest` that names the engine's parameter `structured_outputs` to an
-    `APIError` that names the request's own field."""
+    """Convert an `InvalidRequest` about the engine's parameter `structured_outputs`, raised in this
+    context, to an `APIError` that names the request's own field."""
     try:
         yield
     except InvalidRequest as error:
@@ -130,11 +130,11 @@ def errors_name_field(constraint: Constraint | None) -> Iterator[None]:
 def constraint_of(
     body: Constrained, calls: ToolGrammar | None = None, free_calls: ToolGrammar | None = None
 ) -> Constraint | None:
-    """Return a request's constraint; raise `APIError` if it has several.
+    """Return the constraint of a request, or None. Raises `APIError` if the request has several.
 
-    `calls` are the calls that the request demands or whose arguments it constrains; `free_calls`
-    are the calls that may replace content described by `response_format`. If calls are demanded,
-    there is no content for `response_format` to describe, so it has no effect.
+    `calls` are tool calls that the request demands, or whose arguments it constrains. `free_calls`
+    are calls that the model may make instead of an answer in `response_format`. If calls are
+    demanded, `response_format` has no effect, because there is no other content.
     """
     requested = _requested_constraints(body)
     first, second = [*requested, "", ""][:2]
@@ -158,7 +158,7 @@ def constraint_of(
 
 def _checked_schema(values: dict[str, Any]) -> str:
     """Return the schema of `response_format` as JSON text. Errors name that field, although the
-    schema becomes part of the calls' grammar."""
+    schema becomes a part of the grammar for calls."""
     constraint = Constraint("response_format", values)
     with errors_name_field(constraint):
         schema = constraint.params.json
@@ -179,12 +179,12 @@ _NAMES = {
     "ebnf": "grammar",
     "grammar": "grammar",
 }
-"""Maps older names and other servers' names of constraints to ours."""
+"""Older names, and names of other servers, mapped to the members of `StructuredOutputs`."""
 
 
 def _requested_constraints(body: Constrained) -> dict[str, dict[str, Any]]:
-    """Return the arguments of `StructuredOutputsParams` by the request's field that sets them. A
-    constraint that is given under several names, for servers of several versions, counts once."""
+    """Return the arguments for `StructuredOutputsParams`, by the request field that sets them. If
+    several fields set the same constraint, only the first is returned."""
     by_field: dict[str, dict[str, Any]] = {}
     response_format = body.response_format
     if response_format is not None and (
@@ -207,7 +207,7 @@ def _requested_constraints(body: Constrained) -> dict[str, dict[str, Any]]:
 
 
 def _with_decoded_schema(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments; if a schema is given as JSON text, it is decoded."""
+    """Return the arguments with a schema in JSON text decoded, so that schemas can be compared."""
     schema = values.get("json")
     if not isinstance(schema, str):
         return values

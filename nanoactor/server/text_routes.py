@@ -26,7 +26,7 @@ from nanoactor.vision.counting import PictureExpander
 
 
 class TextRoutes:
-    """Handlers of routes that need only the tokenizer or facts about the model."""
+    """Handlers of routes that need only the tokenizer or properties of the model."""
 
     def __init__(
         self,
@@ -36,8 +36,8 @@ class TextRoutes:
         media: MediaLoader,
         names: Sequence[str],
     ) -> None:
-        """`text_service` is None if the engine has no tokenizer; `names` are the names by which
-        clients call the model."""
+        """Store the services. `text_service` is None if the engine has no tokenizer. `names` are
+        the names that clients may use for the model."""
         self._llm = llm
         self._media = media
         self._picture_expander = PictureExpander(llm.config, llm.files)
@@ -49,12 +49,12 @@ class TextRoutes:
     # -- models ---------------------------------------------------------------------------
 
     async def models(self, request: web.Request) -> web.StreamResponse:
-        """Handle `GET /v1/models`: list the names of the served model."""
+        """Handle `GET /v1/models`: list the served model, once under each of its names."""
         cards = [self._card(name) for name in self._names]
         return json_response({"object": "list", "data": cards})
 
     async def model(self, request: web.Request) -> web.StreamResponse:
-        """Handle `GET /v1/models/{name}`: describe the served model."""
+        """Handle `GET /v1/models/{name}`: return the properties and limits of the served model."""
         check_model(name := request.match_info["model"], self._names)
         return json_response(self._card(name))
 
@@ -95,7 +95,8 @@ class TextRoutes:
     # -- text and ids ---------------------------------------------------------------------
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
-        """Handle `POST /tokenize`: tokenize a text or a conversation as the engine would."""
+        """Handle `POST /tokenize`: return the token ids of a text or a conversation, as the engine
+        would compute them."""
         body = await self._http.read(request, TokenizeRequest)
         text_service = self._require_text_service()
         if body.prompt is not None:
@@ -106,8 +107,8 @@ class TextRoutes:
         return json_response({"tokens": ids, "count": len(ids), "max_model_len": limit})
 
     async def chat_tokens(self, body: ChatRequest | TokenizeRequest) -> list[int]:
-        """Return the token ids of a conversation's prompt, with one placeholder for each token of
-        an image. Raises `APIError` and `InvalidRequest`."""
+        """Return the token ids of a conversation's prompt, with one placeholder token per image
+        token. Raises `APIError` or `InvalidRequest` if the conversation is invalid."""
         text_service = self._require_text_service()
         options = template_options(
             body, text_service.template.variables, self._http.template_defaults

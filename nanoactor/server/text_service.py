@@ -1,7 +1,7 @@
 """Tokenization, detokenization and template rendering for the server, in a separate process.
 
 The service is a small actor system of its own, next to the engine's. The server's event loop only
-forwards requests to it, so a client that tokenizes a book delays neither prompts nor streams.
+forwards requests to it. A client that tokenizes a book therefore delays no other request or stream.
 """
 
 from __future__ import annotations
@@ -52,13 +52,14 @@ log = logging.getLogger("nanoactor.server")
 T = TypeVar("T")
 
 _MAX_IN_FLIGHT = 32
-"""Maximum number of requests in flight to the service; further requests wait in the server."""
+"""Maximum number of requests in flight to the service. Further requests wait in the server."""
 _MAX_WAITING = 256
-"""Maximum number of requests that wait in the server."""
+"""Maximum number of requests that wait in the server. Further requests are rejected."""
 _REPLY_TIMEOUT, _STREAM_REPLY_TIMEOUT = 30.0, 3.0
-"""Seconds to wait for a reply; the shorter time applies while a stream waits for the reply."""
+"""Maximum time to wait for a reply, in seconds. The shorter time applies if a stream waits for the
+reply."""
 _MIN_RESTART_DELAY, _MAX_RESTART_DELAY = 0.5, 30.0
-"""Shortest and longest delay, in seconds, before a dead process is restarted."""
+"""Minimum and maximum delay before a dead process is restarted, in seconds."""
 _MAX_CACHED_OPTIONS = 256
 _HEAVY_MODULES = ("torch", "transformers", "torch_npu")
 _NICE = 10
@@ -67,49 +68,50 @@ _SAMPLE_CHAT = '[{"role": "user", "content": "?"}]'
 
 @message(100)
 class TextRequest:
-    """Message from the server to the service: call a method."""
+    """Message from the server to the service that calls a method."""
 
     number: int
     method: str
     arguments: bytes
-    """List of arguments, encoded as msgpack."""
+    """List of arguments, encoded with msgpack."""
 
 
 @message(101)
 class TextReply:
-    """Reply of the service to the server."""
+    """Message from the service to the server with the result of a method."""
 
     number: int
     result: bytes
-    """Result, encoded as msgpack; empty if there is an error."""
+    """Result of the method, encoded with msgpack. Empty after an error."""
     error: str
     refused: bool = False
-    """True if a lack of machine resources, rather than the request, caused the error."""
+    """True if the machine ran out of a resource. False if the request caused the error."""
 
 
 @message(102)
 class Withdraw:
-    """Message from the server to the service: cancel a request whose reply is no longer awaited."""
+    """Message from the server to the service that cancels a request."""
 
     number: int
 
 
 class TextWorker(Actor):
     """Actor of the service, in its own process. It handles short requests one after the other. Long
-    texts are processed on a thread; chat templates and unbounded tokenizers run in a child
+    texts are processed on a thread, and chat templates and unbounded tokenizers in a child
     process."""
 
     def __init__(self, config: tuple[Path, RenderOptions, tuple[int, ...]]) -> None:
-        """`config` contains the tokenizer's directory, the limits of chat templates, and the token
-        ids reserved for images and videos."""
+        """Store the configuration: the tokenizer's directory, the template and its limits, and the
+        token ids reserved for images and videos."""
         self._directory, self._render_options, self._reserved = config
         self._templates: RenderQueue | None = None
         self._long_texts = WorkerThread("long texts")
         self._span_finder: SpanFinder | None = None
-        """Created on demand: building its tables takes a moment, and few requests need them."""
+        """Created on first use, because its tables take a moment to build and few requests need
+        them."""
 
     def setup(self) -> TemplateFacts:
-        """Load the tokenizer; return facts about the chat template."""
+        """Load the tokenizer. Return the capabilities of the chat template."""
         from nanoactor.text.tokenizer import TextEncoder
 
         self._templates = RenderQueue(self._directory, self._render_options)
@@ -121,13 +123,13 @@ class TextWorker(Actor):
         return facts
 
     def stop(self) -> None:
-        """Stop the thread for long texts and the process that renders templates."""
+        """Stop the thread for long texts and the child process."""
         self._long_texts.close()
         if self._templates is not None:
             self._templates.close()
 
     def handlers(self) -> Mapping[type, Handler]:
-        """Return the handlers of requests and withdrawals."""
+        """Return the handlers of `TextRequest` and `Withdraw` messages."""
         return {TextRequest: self._request, Withdraw: self._withdraw}
 
     def _withdraw(self, event: Withdraw) -> None:
@@ -157,7 +159,8 @@ class TextWorker(Actor):
                 self._reply(event.number, method)
 
     def _encode(self, number: int, pieces: Sequence[Piece], convert: Callable[[Any], Any]) -> None:
-        """Encode these texts and reply with `convert` applied to the list of their token ids."""
+        """Encode texts and send a reply: the result of `convert`, which is applied to the list of
+        token ids per text."""
         if not self._encoder.is_bounded and self._templates is not None:
             done = functools.partial(self.context.call_soon, self._encoded, number, convert)
             self._templates.encode(number, pieces, done)
@@ -214,7 +217,7 @@ class TextWorker(Actor):
             with native_calls():
                 result = msgspec.msgpack.encode(compute(), enc_hook=np.ndarray.tolist)
             reply = TextReply(number, result, "")
-        except Exception as error:  # no client request may end the process
+        except Exception as error:  # no request of a client may end this process
             if is_out_of_resources(error):
                 error = out_of_resources(error)
             refused = isinstance(error, OutOfResources)
@@ -231,7 +234,7 @@ def _as_spans(pairs: list[tuple[list[int], list[int]]]) -> list[Spans]:
 
 
 class TextClient(Actor):
-    """Actor on the server's event loop that calls the service."""
+    """Actor on the server's event loop that sends requests to the service."""
 
     def __init__(self, config: None) -> None:
         self._replies: dict[int, asyncio.Future[TextReply]] = {}
@@ -240,22 +243,22 @@ class TextClient(Actor):
         self._waiting = 0
 
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
-        """Start the actor and look up its outbox to the service."""
+        """Start the actor and open its outbox to the service."""
         super().start(context, ready)
         self._outbox = context.outbox("text_service")
 
     def handlers(self) -> Mapping[type, Handler]:
-        """Return the handler of replies."""
+        """Return the handler of `TextReply` messages."""
         return {TextReply: self._reply}
 
     async def call(self, method: str, arguments: bytes) -> TextReply:
-        """Send a request and wait for its reply; raise `EngineOverloaded` if too many requests
-        wait."""
+        """Send a request and return its reply. Raises `EngineOverloaded` if too many requests are
+        waiting."""
         if self._waiting >= _MAX_WAITING:
             raise EngineOverloaded(f"{_MAX_WAITING} texts are already waiting to be tokenized")
         self._waiting += 1
         try:
-            await self._slots.acquire()  # released by the reply, even if no one awaits it
+            await self._slots.acquire()  # the reply releases it, even after a cancellation
         finally:
             self._waiting -= 1
         number = next(self._numbers)
@@ -276,7 +279,7 @@ class TextClient(Actor):
             reply.set_result(event)
 
     def fail(self, error: BaseException) -> None:
-        """Fail all outstanding requests with `error`."""
+        """Make all pending calls raise `error`."""
         for reply in self._replies.values():
             self._slots.release()
             if not reply.done():
@@ -286,8 +289,11 @@ class TextClient(Actor):
 
 class TextService:
     """Tokenizes, detokenizes and renders templates in another process, which is restarted if it
-    dies. Every text method except `thoughts` raises `InvalidRequest` for invalid input, and
-    `EngineDead` while the process is dead or does not reply."""
+    dies.
+
+    All text methods except `thoughts` raise `InvalidRequest` for invalid input, and `EngineDead`
+    while the process is dead or does not reply.
+    """
 
     def __init__(
         self,
@@ -296,24 +302,24 @@ class TextService:
         render_options: RenderOptions,
         reserved: tuple[int, ...] = (),
     ) -> None:
-        """`max_bytes` is the maximum size of a request's arguments in bytes; `render_options` are
-        the limits of chat templates; `reserved` are the token ids reserved for images and
-        videos."""
+        """Create the service without starting it. `max_bytes` is the maximum size of a request's
+        arguments. `render_options` are the template and its limits. `reserved` are the token ids
+        reserved for images and videos."""
         self._config = directory, render_options, reserved
         self._max_bytes = max_bytes
         self._dead: EngineDead | None = EngineDead("the text service has not been started")
         self._is_silent = False
         self._restarting: asyncio.Task[None] | None = None
         self._client: TextClient | None = None
-        """None until the process has started; before that, `start` raises the errors."""
+        """None until the process has started. Until then, `start` raises errors of the process."""
         self._thoughts: dict[bytes, Thoughts] = {}
-        """Reasoning mode after a prompt, by the digest of its template options."""
+        """Cached results of `thoughts`, by a digest of the template options."""
         self._is_guessing = False
         self.template = TemplateFacts()
-        """Facts about the model's chat template; set by `start`."""
+        """Capabilities of the model's chat template; set by `start`."""
 
     async def start(self) -> None:
-        """Start the process that tokenizes and renders templates."""
+        """Start the process, and return when it is ready."""
         self._client = None
         self._system = System(_topology(self._config, self._max_bytes), Options(), self._on_death)
         await self._system.start()
@@ -326,7 +332,7 @@ class TextService:
         self._dead, self._is_silent = None, False
 
     async def close(self) -> None:
-        """Stop the process; pending calls fail."""
+        """Stop the process. Pending calls fail."""
         if self._restarting is not None:
             self._restarting.cancel()
             await asyncio.gather(self._restarting, return_exceptions=True)
@@ -334,7 +340,8 @@ class TextService:
 
     @property
     def state(self) -> str:
-        """Return "ok", "silent" if a request has timed out since the last reply, or "dead"."""
+        """State of the service: "ok", "silent" if a request has timed out since the last reply, or
+        "dead" while the process is not running."""
         if self._dead is not None:
             return "dead"
         return "silent" if self._is_silent else "ok"
@@ -364,30 +371,31 @@ class TextService:
                 return
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Return the token ids of a text; `add_special_tokens` includes the special tokens that the
+        """Encode a text to token ids. `add_special_tokens` includes the special tokens that the
         tokenizer adds."""
         return await self._call(list[int], "encode", text, add_special_tokens)
 
     async def encode_conversation(self, messages: str, options: str) -> list[int]:
-        """Return the token ids of a conversation, given its messages and template options as JSON
-        text."""
+        """Render a conversation and encode the prompt to token ids. `messages` and `options`, the
+        template's variables, are JSON texts."""
         return await self._call(list[int], "render", messages, options, True)
 
     async def encode_chat(self, messages: Any, options: Mapping[str, Any]) -> list[int]:
-        """Return the token ids of a conversation."""
+        """Render a conversation and encode the prompt to token ids."""
         return await self.encode_conversation(_json(messages), _json(options))
 
     async def decode_all(self, token_id_lists: Sequence[Sequence[int]]) -> list[str]:
-        """Return the text of each list of token ids, including special tokens."""
+        """Decode each list of token ids to text, including special tokens."""
         return await self._call(list[str], "decode", token_id_lists)
 
     async def spans(self, prompts: Sequence[Any]) -> list[Spans]:
-        """Return the token `Spans` of each prompt. A prompt is a text or a list of token ids."""
+        """Find the position of each token in the prompts, each of which is a text or a list of
+        token ids. Return one `Spans` per prompt."""
         return await self._call(list[Spans], "spans", prompts)
 
     async def thoughts(self, options: Mapping[str, Any], messages: Any) -> Thoughts:
-        """Return the reasoning mode after the prompt to which these messages and template options
-        render. If the service does not reply, return the mode without options."""
+        """Return the reasoning mode after the prompt that these messages and template options
+        render to. If the service does not reply, return the mode for a prompt without options."""
         if self.template.reasoning_varies:
             return await self._thoughts_after(_json(messages), _json(options))
         options = {name: value for name, value in options.items() if name != "tools"}
@@ -410,7 +418,7 @@ class TextService:
                 str, "render", messages, options, False, reply_timeout=_STREAM_REPLY_TIMEOUT
             )
         except InvalidRequest:
-            return "none"  # the engine's own tokenizer refuses these options, too
+            return "none"  # the engine's tokenizer will reject these options, too
         except NanoactorError as error:
             if not self._is_guessing:
                 self._is_guessing = True
@@ -426,7 +434,7 @@ class TextService:
     async def _call(
         self, kind: type[T], method: str, *arguments: Any, reply_timeout: float = _REPLY_TIMEOUT
     ) -> T:
-        """Call a method of the worker; return its result, decoded as `kind`."""
+        """Call a method of the worker, and decode its result as `kind`."""
         try:
             encoded = msgspec.msgpack.encode(arguments)
         except OverflowError:

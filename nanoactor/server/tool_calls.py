@@ -1,11 +1,11 @@
-"""Parser of function calls in a model's output, in the form that Hermes and Qwen3 write:
+"""Parser of tool calls in the syntax that Hermes and Qwen3 use:
 
     <tool_call>
     {"name": "weather", "arguments": {"city": "Oslo"}}
     </tool_call>
 
-Arguments are forwarded verbatim as they arrive. Text after an opening tag that is not a call
-remains text. Whitespace around calls is dropped.
+Arguments are returned unchanged, as they arrive. If the text after an opening tag is not a call, it
+stays text. Whitespace around calls is dropped.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from nanoactor.server.reasoning import OutputStart, partial_tag_length
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _MAX_HEADER_CHARACTERS = 1024
-"""Number of characters within which the arguments of a call must begin in order to be streamed."""
-# Matches a call up to the beginning of its arguments, which are an object or a string.
+"""Maximum number of characters before the arguments of a call. Longer calls are not streamed, but
+returned at their end."""
+# Matches the start of a call up to its arguments, which are an object or a string.
 _HEADER = re.compile(
     r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*"arguments"\s*:\s*(?=[{"])', re.DOTALL
 )
@@ -36,7 +37,7 @@ _SPACE, _COLON, _COMMA = re.compile(r"\s*"), re.compile(r"\s*:\s*"), re.compile(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
-    """Start of a function call."""
+    """The start of a function call. `index` counts the calls of the output from 0."""
 
     index: int
     name: str
@@ -44,7 +45,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Arguments:
-    """Next piece of a call's arguments, which are JSON text."""
+    """The next piece of the arguments of call number `index`, as JSON text."""
 
     index: int
     text: str
@@ -54,26 +55,26 @@ Piece = str | Call | Arguments
 
 
 class CallFinder(Protocol):
-    """Interface of the parsers that find calls in a text, one for each form of calls."""
+    """Interface of the parsers that find tool calls in an output, one for each syntax."""
 
     def new_id(self) -> str:
-        """Return an id for a call."""
+        """Return a new, random id for a call."""
 
     def push(self, text: str) -> list[Piece]:
-        """Add text; return the pieces that can now be emitted, in order."""
+        """Append text. Return the pieces that can be emitted now, in order."""
 
     def finish(self) -> list[Piece]:
-        """Return the pieces that were held back, at the end of the output."""
+        """Return the remaining pieces at the end of the output."""
 
 
 def new_id() -> str:
-    """Return an id for a call, in the format of OpenAI's API."""
+    """Return a new, random id for a call, in the format of OpenAI's API."""
     return f"call_{secrets.token_hex(12)}"
 
 
 class CallStateMachine(abc.ABC):
-    """State machine that parses a text in pieces. Each step consumes what it can of the held text
-    and returns whether the next step can run."""
+    """Base class of parsers for text that arrives in pieces. A parser is a state machine: each step
+    consumes as much buffered text as it can, and returns True if another step can run."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -82,11 +83,11 @@ class CallStateMachine(abc.ABC):
         """True if text has followed the last call. Whitespace directly after a call is dropped."""
 
     def new_id(self) -> str:
-        """Return an id for a call."""
+        """Return a new, random id for a call."""
         return new_id()
 
     def push(self, text: str) -> list[Piece]:
-        """Add text; return the pieces that can now be emitted, in order."""
+        """Append text. Return the pieces that can be emitted now, in order."""
         self._buffer += text
         pieces: list[Piece] = []
         while self._advance(pieces):
@@ -95,7 +96,8 @@ class CallStateMachine(abc.ABC):
 
     @abc.abstractmethod
     def _advance(self, pieces: list[Piece]) -> bool:
-        """Run the current step; return True if the next step can run."""
+        """Run the step of the current state, adding to `pieces`. Return True if another step can
+        run."""
 
     def _emit_text(self, text: str, pieces: list[Piece]) -> None:
         if not self._has_text_since_call:
@@ -108,31 +110,31 @@ class CallStateMachine(abc.ABC):
 class _State(enum.Enum):
     TEXT = enum.auto()
     HEADER = enum.auto()
-    """After an opening tag, up to the arguments of a call in the usual form."""
+    """After an opening tag, before the arguments of a call in the usual form."""
     UNUSUAL = enum.auto()
-    """Within a call of another form, which is held until its end."""
+    """Inside a call in another form, which is held back until its end."""
     OBJECT = enum.auto()
     STRING = enum.auto()
-    """Within arguments given as a string that contains an object. They are held, too, because
-    pieces may split the string's escape sequences."""
+    """Inside arguments that are a string with an encoded object. They are held back until their
+    end, because a piece may end inside an escape sequence."""
     TAIL = enum.auto()
-    """After the arguments, up to the brace that closes the call."""
+    """After the arguments, before the brace that closes the call."""
     NEXT = enum.auto()
-    """After that brace, up to a tag, or up to another call if the tags were omitted."""
+    """After that brace, before a tag, or before another call if the tags are missing."""
 
 
 class ToolCallParser(CallStateMachine):
-    """Parser of calls in a text that arrives in pieces; the result does not depend on how it is
+    """Parser of tool calls in `<tool_call>` tags. The result does not depend on how the text is
     split."""
 
     def __init__(self) -> None:
         super().__init__()
         self._state = _State.TEXT
         self._whitespace = ""
-        """Whitespace before the last opening tag; part of the text if no call follows."""
+        """Whitespace before the last opening tag. It is part of the text if no call follows."""
         self._parts: list[str] = []
-        """Scanned parts of a held call. They are not scanned again, so that the cost of a long call
-        is not quadratic in its length."""
+        """Parts of a held-back call that have been scanned. They are not scanned again, so that the
+        cost is linear in the length of the call."""
         self._depth = 0
         self._quoted = self._escaped = False
         self._steps = {
@@ -186,7 +188,7 @@ class ToolCallParser(CallStateMachine):
         return True
 
     def _unusual_call(self, pieces: list[Piece]) -> bool:
-        """Hold a call up to the first closing tag outside strings."""
+        """Hold a call back until the first closing tag that is not inside a string."""
         for at, character in enumerate(self._buffer):
             if self._in_string(character) or character != "<":
                 continue
@@ -205,8 +207,7 @@ class ToolCallParser(CallStateMachine):
         return False
 
     def _emit_whole_call(self, raw: str, close: str, pieces: list[Piece]) -> None:
-        """Emit a call whose arguments could not be streamed because of its form, or the text if it
-        is not a call."""
+        """Emit a held-back call. If the text is not a call, emit it as text, with its tags."""
         call = decode_call(raw)
         if call is None:
             self._emit_text(f"{self._whitespace}{OPEN}{raw}{close}", pieces)
@@ -222,7 +223,8 @@ class ToolCallParser(CallStateMachine):
         self._depth, self._quoted, self._escaped = 0, False, False
 
     def _object(self, pieces: list[Piece]) -> bool:
-        """Emit an object up to its closing brace, or up to the point where it is cut off."""
+        """Emit the arguments up to the closing brace, or up to the point where the call is cut
+        off."""
         end = self._end_of_object()
         passed = self._buffer if end is None else self._buffer[:end]
         if passed:
@@ -243,12 +245,12 @@ class ToolCallParser(CallStateMachine):
                 self._depth -= 1
                 if not self._depth:
                     return at + 1
-            elif character == "<":  # not JSON: the closing tag of an incomplete call
+            elif character == "<":  # not JSON: the closing tag after an incomplete call
                 return at
         return None
 
     def _in_string(self, character: str) -> bool:
-        """Process a character; return True if it belongs to a string, including the quotation
+        """Process a character. Return True if it is part of a string, which includes the quotation
         marks."""
         if self._escaped:
             self._escaped = False
@@ -262,7 +264,7 @@ class ToolCallParser(CallStateMachine):
         return True
 
     def _string(self, pieces: list[Piece]) -> bool:
-        """Hold a string until it ends, then emit the arguments in it."""
+        """Hold a string back until its end, and then emit the arguments that it encodes."""
         for at, character in enumerate(self._buffer):
             self._in_string(character)
             if not self._quoted and not self._escaped:
@@ -277,7 +279,7 @@ class ToolCallParser(CallStateMachine):
         return False
 
     def _tail(self, pieces: list[Piece]) -> bool:
-        """Drop the rest of a call."""
+        """Skip the rest of a call after its arguments."""
         return self._skip_to(f"{CLOSE}|{OPEN}|}}")
 
     def _next(self, pieces: list[Piece]) -> bool:
@@ -297,13 +299,13 @@ class ToolCallParser(CallStateMachine):
         return True
 
     def finish(self) -> list[Piece]:
-        """Return the pieces that were held back, at the end of the output."""
+        """Return the remaining pieces at the end of the output."""
         pieces: list[Piece] = []
         remainder, self._buffer = "".join(self._parts) + self._buffer, ""
         if self._state is _State.TEXT and (remainder.strip() or not self.calls):
             self._emit_text(remainder, pieces)
         elif self._state in (_State.HEADER, _State.UNUSUAL):
-            # If a quotation mark was left open, a closing tag was mistaken for a part of a string.
+            # If a quotation mark was not closed, a closing tag was mistaken for part of a string.
             raw, close, rest = remainder.partition(CLOSE)
             self._emit_whole_call(raw, close, pieces)
             if close:
@@ -315,25 +317,26 @@ class ToolCallParser(CallStateMachine):
 
 
 class CallsAfterReasoning:
-    """Parser of calls in output that includes reasoning. Calls in the reasoning remain text.
+    """Parser of tool calls in an output whose reasoning is not separated. Calls inside the
+    reasoning stay text.
 
     The result does not depend on how the output is split.
     """
 
     def __init__(self, output_start: OutputStart, calls: CallFinder | None = None) -> None:
-        """`output_start` is how the output starts, if its prompt shows it; `calls` parses the text
-        after the reasoning."""
+        """Create the parser. `output_start` is what the prompt determines about the start of the
+        output. `calls` parses the text after the reasoning."""
         self._calls = calls or ToolCallParser()
         self._in_reasoning = {"open": True, "content": False}.get(output_start)
-        """True if the output is in its reasoning; None until the output shows it."""
+        """True while the output is in its reasoning; None until the output shows whether it is."""
         self._buffer = ""
 
     def new_id(self) -> str:
-        """Return an id for a call."""
+        """Return a new, random id for a call."""
         return self._calls.new_id()
 
     def push(self, text: str) -> list[Piece]:
-        """Add text; return the pieces that can now be emitted, in order."""
+        """Append text. Return the pieces that can be emitted now, in order."""
         if self._in_reasoning is False:
             return self._calls.push(text)
         self._buffer += text
@@ -354,13 +357,13 @@ class CallsAfterReasoning:
         return [*([reasoning] if reasoning else []), *self._calls.push(rest)]
 
     def finish(self) -> list[Piece]:
-        """Return the pieces that were held back, at the end of the output."""
+        """Return the remaining pieces at the end of the output."""
         rest, self._buffer = self._buffer, ""
         return [*([rest] if rest else []), *self._calls.finish()]
 
 
 def decode_json_string(quoted: str) -> str | None:
-    """Return the text of a JSON string, or None if `quoted` is not one."""
+    """Decode a JSON string. Return None if `quoted` is not one."""
     try:
         text = json.loads(quoted, strict=False)
     except ValueError:
@@ -369,14 +372,14 @@ def decode_json_string(quoted: str) -> str | None:
 
 
 def replace_surrogates(text: str) -> str:
-    """Return the text with surrogate pairs joined and lone surrogates replaced. JSON escapes can
-    write surrogates, but UTF-8 cannot encode them."""
+    """Join surrogate pairs, and replace lone surrogates. JSON escapes may contain surrogates, but
+    UTF-8 cannot encode them."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def decode_call(raw: str) -> tuple[str, str] | None:
-    """Return the name of a complete call and its arguments as JSON text, or None if `raw` is not a
-    call."""
+    """Return the name and the arguments (JSON text) of a complete call. Return None if `raw` is not
+    a call."""
     try:
         call = _members(raw)
     except (ValueError, RecursionError):
@@ -393,8 +396,9 @@ def decode_call(raw: str) -> tuple[str, str] | None:
 
 
 def _members(raw: str) -> dict[str, tuple[Any, str]]:
-    """Return an object's members by name, each as its value and its original text, because decoding
-    and encoding may change a number. Raises `ValueError` if `raw` is not an object."""
+    """Return the members of a JSON object by name, each as its value and its original text. The
+    text is needed because decoding and encoding may change a number. Raises `ValueError` if `raw`
+    is not an object."""
     start = _SPACE.match(raw, 0)
     position = start.end() if start else 0
     if raw[position : position + 1] != "{":

@@ -1,4 +1,4 @@
-"""Tools of a conversation, and the calls that a request demands or allows."""
+"""Tools of a request, and the grammars of the calls that the request demands or allows."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from nanoactor.server.errors import invalid
 
 
 class Function(Struct):
-    """A function that a model may call. Members that are not declared here are also passed to the
-    chat template."""
+    """A function that the model may call. Undeclared members are passed to the chat template,
+    too."""
 
     name: str
     description: str | None = None
@@ -27,34 +27,35 @@ class Function(Struct):
 
 
 class Tool(Struct):
-    """A tool; only functions are supported."""
+    """A tool. Only functions are supported."""
 
     function: Function
     type: Literal["function"] = "function"
 
 
 class NamedFunction(Struct, forbid_unknown_fields=True):
-    """A function, identified by its name."""
+    """Name of a function that a tool choice refers to."""
 
     name: str
 
 
 class AllowedTool(Struct, forbid_unknown_fields=True):
-    """A function that may be called."""
+    """A function that the model may call, in the list of `AllowedTools`."""
 
     function: NamedFunction
     type: Literal["function"] = "function"
 
 
 class AllowedTools(Struct, forbid_unknown_fields=True):
-    """The functions that may be called. The prompt shows all tools of the request."""
+    """The functions that the model may call, and whether it must call one. The prompt shows all
+    tools of the request."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[AllowedTool], Meta(min_length=1, max_length=MAX_FUNCTIONS)]
 
 
 class ToolDemand(Struct, forbid_unknown_fields=True):
-    """A choice of one function to call, or of several functions that may be called."""
+    """A tool choice that names one function to call, or several functions that may be called."""
 
     type: Literal["function", "allowed_tools"] = "function"
     function: NamedFunction | None = None
@@ -62,13 +63,14 @@ class ToolDemand(Struct, forbid_unknown_fields=True):
 
 
 ToolChoice = Literal["none", "auto", "required"] | ToolDemand
-# As in OpenAI's API, a function without `parameters` has none: its arguments are an empty object.
+# As in OpenAI's API, a function without `parameters` takes no arguments: they must be an empty
+# object.
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def check_tool_kinds(tools: Any) -> None:
-    """Raise `APIError` if a list of tools, as decoded from JSON, contains a tool that is not a
-    function."""
+    """Raise `APIError` if `tools`, decoded from JSON but not validated yet, contains a tool that is
+    not a function."""
     for number, tool in enumerate(tools if isinstance(tools, list) else ()):
         kind = tool.get("type", "function") if isinstance(tool, dict) else "function"
         if kind != "function" and isinstance(kind, str):
@@ -81,8 +83,7 @@ def check_tool_kinds(tools: Any) -> None:
 
 
 def named_tool(choice: ToolChoice | None) -> str | None:
-    """Return the name of the one function that a choice demands; None if it demands none by
-    name."""
+    """Return the name of the single function that a choice demands, or None."""
     if isinstance(choice, ToolDemand) and choice.function is not None:
         return choice.function.name
     return None
@@ -93,7 +94,7 @@ def _allowed_tools(choice: ToolChoice | None) -> AllowedTools | None:
 
 
 def demands_calls(choice: ToolChoice | None) -> bool:
-    """Return True if the output must call a function."""
+    """Return True if the tool choice requires the model to call a function."""
     allowed = _allowed_tools(choice)
     if allowed is not None:
         return allowed.mode == "required"
@@ -101,8 +102,8 @@ def demands_calls(choice: ToolChoice | None) -> bool:
 
 
 def check_tool_choice(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
-    """Raise `APIError` if a choice is malformed or demands a function that is not among the
-    tools."""
+    """Raise `APIError` if a tool choice is malformed, or if it names a function that is not among
+    the tools."""
     if choice in (None, "none", "auto"):
         return
     if not tools:
@@ -125,7 +126,7 @@ def check_tool_choice(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
 
 
 def _chosen_names(choice: ToolChoice | None) -> list[str]:
-    """Return the names of the functions that a choice contains."""
+    """Return the names of all functions that a tool choice contains."""
     allowed, named = _allowed_tools(choice), named_tool(choice)
     if allowed is not None:
         return [one.function.name for one in allowed.tools]
@@ -135,12 +136,15 @@ def _chosen_names(choice: ToolChoice | None) -> list[str]:
 def tool_grammar(
     tools: Sequence[Tool], choice: ToolChoice | None, parallel: bool
 ) -> ToolGrammar | None:
-    """Return the grammar of the calls that an answer must or may contain; None if no call is
-    constrained. The arguments of a demanded call, and of any call of a strict function, must match
-    the function's schema. `parallel` allows several calls."""
+    """Return the grammar of the calls that the answer must or may contain. Return None if calls are
+    unconstrained.
+
+    Arguments must match the function's schema if a call is demanded, or if the function is strict.
+    `parallel` allows several calls.
+    """
     functions = _allowed_functions(tools, choice)
     if named_tool(choice) is not None:
-        # Only one call, as in OpenAI's API: a client that names a function expects only one.
+        # Only one call, as in OpenAI's API: a client that names a function expects a single call.
         return ToolGrammar(
             functions=_constrained_functions(functions), required=True, parallel=False
         )
@@ -161,8 +165,8 @@ def tool_grammar(
 def possible_calls(
     tools: Sequence[Tool], choice: ToolChoice | None, parallel: bool
 ) -> ToolGrammar | None:
-    """Return the grammar of the calls that may replace an answer in another form; None if no call
-    may."""
+    """Return the grammar of the calls that the model may make instead of an answer in another form.
+    Return None if no call is possible."""
     functions = _allowed_functions(tools, choice)
     if choice == "none" or demands_calls(choice) or not functions:
         return None
@@ -172,14 +176,13 @@ def possible_calls(
 
 
 def _allowed_functions(tools: Sequence[Tool], choice: ToolChoice | None) -> list[Function]:
-    """Return the functions that a choice allows."""
+    """Return the functions that a tool choice allows."""
     names = _chosen_names(choice)
     return [tool.function for tool in tools if not names or tool.function.name in names]
 
 
 def _functions_by_strictness(functions: Sequence[Function]) -> tuple[ToolFunction, ...]:
-    """Return all functions. Only the arguments of strict functions are constrained, by their
-    schemas."""
+    """Convert functions for a grammar. Only the arguments of strict functions are constrained."""
     constrained = iter(
         _constrained_functions([function for function in functions if function.strict])
     )
@@ -200,8 +203,8 @@ def _constrained_functions(functions: Sequence[Function]) -> tuple[ToolFunction,
 
 
 def unenforced_format_paths(grammar: ToolGrammar | None, tools: Sequence[Tool]) -> Iterator[str]:
-    """Yield the location of each `format` that is not enforced in the arguments of calls, although
-    the rest of the function's schema is."""
+    """Yield the location of each JSON schema `format` that is not enforced, in the schemas that are
+    enforced otherwise."""
     if grammar is None:
         return
     enforced = {one.name for one in grammar.functions if one.parameters}
@@ -213,8 +216,8 @@ def unenforced_format_paths(grammar: ToolGrammar | None, tools: Sequence[Tool]) 
 
 def _schema_texts(functions: Sequence[Function]) -> Iterator[tuple[Function, bytes]]:
     """Yield each function with its schema as JSON text. Raises `APIError` as soon as the schemas
-    together exceed the size limit of a grammar, so that no more of them are parsed on this event
-    loop."""
+    together exceed the maximum size of a grammar, so that the event loop encodes no more of
+    them."""
     size = 0
     for function in functions:
         parameters = function.parameters

@@ -1,4 +1,4 @@
-"""Helpers shared by the translations of the Messages and Responses APIs to chats."""
+"""Helpers for converting requests of the Messages API and the Responses API to chat requests."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from typing import Any
 from nanoactor.server.errors import invalid
 
 Warn = Callable[[str, str], None]
-"""Function that logs an unsupported feature and its treatment once, or raises if strict."""
+"""Function that receives the name of an unsupported feature and how it is treated. It logs each
+name once. In strict mode, it raises `APIError` instead."""
 Chat = dict[str, Any]
-"""Body of a chat request, or a part of it."""
+"""Body of a chat request, or an object inside it."""
 ONLY_FUNCTIONS = "is left out of the prompt because only functions are supported"
 
 
 def text_part(text: str) -> Chat:
-    """Return a text part of a message's content."""
+    """Create a text part for the content of a chat message."""
     return {"type": "text", "text": text}
 
 
 def content_of(parts: list[Chat]) -> Any:
-    """Return the parts joined into one text if all of them are text, which is equivalent, or else
-    the list."""
+    """Return content parts as one text, joined with line breaks, if all of them are text.
+    Otherwise, return them as a list."""
     if all(part["type"] == "text" for part in parts):
         return "\n".join(part["text"] for part in parts)
     return parts
@@ -30,18 +31,18 @@ def content_of(parts: list[Chat]) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Options of a translation that do not depend on the request."""
+    """Properties of the model and the server that affect the conversion of every request."""
 
     accepts_images: bool = False
     """True if the model accepts images."""
     renders_result_pictures: bool = False
-    """True if the model's chat template renders images in tool results."""
+    """True if the chat template renders images inside tool results."""
     drop_volatile_lines: bool = True
 
 
 def split_pictures(parts: list[Chat], options: Options) -> tuple[Any, list[Chat]]:
-    """Return the content of a tool result, and the images in it that its message cannot show, which
-    follow in a user message."""
+    """Split a tool result. Return its content, and the images that the chat template cannot render
+    inside a tool message. The caller puts these images into a user message."""
     if options.renders_result_pictures:
         return content_of(parts), []
     texts = [part for part in parts if part["type"] == "text"]
@@ -49,14 +50,15 @@ def split_pictures(parts: list[Chat], options: Options) -> tuple[Any, list[Chat]
 
 
 def require(value: Any, name: str, path: str) -> Any:
-    """Return `value`, a member of the object at `path`; raise `APIError` if it is missing."""
+    """Return `value`, the member `name` of the object at `path`. Raises `APIError` if the value is
+    None."""
     if value is None:
         raise invalid(f"{path} requires the field {name}", f"{path}.{name}")
     return value
 
 
 def function_tool(name: str, description: str | None, schema: Any, strict: bool | None) -> Chat:
-    """Return a function as a tool of a chat request."""
+    """Create a tool of a chat request from a function. Values that are None are omitted."""
     members = {"name": name, "description": description, "parameters": schema, "strict": strict}
     present = {key: value for key, value in members.items() if value is not None}
     return {"type": "function", "function": present}

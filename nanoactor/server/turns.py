@@ -1,4 +1,5 @@
-"""Conversation turns: how much of the previous turn's prompt is found in the prefix cache."""
+"""Conversation turns, each a request and its answer: how much of the previous turn's prompt was
+found in the prefix cache."""
 
 from __future__ import annotations
 
@@ -10,17 +11,18 @@ from typing import Any
 import msgspec
 
 MAX_TURNS = 4096
-"""Maximum number of turns stored."""
+"""Maximum number of turns that are remembered."""
 
 
 class Turns:
-    """Store of the latest turns, keyed by their messages. A later turn of a conversation is found
-    to continue an earlier one if it starts with the same messages."""
+    """The latest turns, identified by digests of their messages. A turn continues an earlier one if
+    its messages start with the earlier turn's messages."""
 
     def __init__(self, max_turns: int = MAX_TURNS) -> None:
         self._max_turns = max_turns
         self._tokens: OrderedDict[bytes, int] = OrderedDict()
-        """Number of prompt tokens of each turn, by the digest of its options and messages."""
+        """Number of prompt tokens of each turn, by a digest of its template options and
+        messages."""
 
     def add(
         self,
@@ -30,12 +32,12 @@ class Turns:
         cached_tokens: int,
         block_size: int,
     ) -> tuple[int, int]:
-        """Record a turn; return how many tokens of the longest recorded turn that it continues came
-        from the prefix cache, and how many were recomputed: (0, 0) if it continues none.
+        """Record a turn. Return two token counts for the longest earlier turn that it continues:
+        reused from the prefix cache, and computed again. Return (0, 0) if it continues none.
 
-        The last block of the earlier prompt is never counted, as the answer fills it. `messages`
-        and `options` are those passed to the chat template; the order of their members does not
-        matter.
+        The last block of the earlier prompt is not counted, because it was completed by the answer.
+        `messages` and `options` are those passed to the chat template; the order of their members
+        is ignored.
         """
         *earlier_digests, digest_of_turn = _digests(messages, options)
         known_tokens = [
@@ -53,7 +55,7 @@ class Turns:
 
 
 def _digests(messages: Sequence[Any], options: Mapping[str, Any]) -> Iterator[bytes]:
-    """Yield, for each prefix of the messages, a digest of the options and that prefix."""
+    """Yield a digest of the options and the messages so far, for each message."""
     state = hashlib.blake2b(msgspec.json.encode(options, order="sorted"), digest_size=16)
     for message in messages:
         state.update(msgspec.json.encode(message, order="sorted"))

@@ -1,4 +1,4 @@
-"""Our metrics under vLLM's names, for dashboards that were made for vLLM."""
+"""Copies of our metrics under the names that vLLM uses, for existing dashboards."""
 
 from __future__ import annotations
 
@@ -29,15 +29,18 @@ NAMES: Mapping[str, str] = {
     "request_output_tokens": "request_generation_tokens",
     "request_max_num_generation_tokens": "request_max_num_generation_tokens",
 }
-"""Maps our names, without `nanoactor_`, to vLLM's, without `vllm:`. The units are the same.
+"""Our metric names (without `nanoactor_`), mapped to vLLM's (without `vllm:`). The units are the
+same.
+
 `num_requests_waiting` counts requests until their first token. `prompt_tokens` counts only computed
-tokens, not those found in the prefix cache."""
+tokens, not those found in the prefix cache.
+"""
 _OUR_PREFIX = "nanoactor_"
 
 
 def with_vllm_names(families: Iterable[Metric], model: str) -> Iterator[Metric]:
-    """Yield copies of the metric families that vLLM has too, with vLLM's labels `model_name` and
-    `engine`."""
+    """Yield copies of all metrics that vLLM also has, under its names and with its labels
+    `model_name` and `engine`."""
     labels = {"model_name": model, "engine": "0"}
     for family in families:
         theirs = NAMES.get(family.name.removeprefix(_OUR_PREFIX))

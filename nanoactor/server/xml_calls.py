@@ -1,4 +1,4 @@
-"""Parser of function calls in the form that Qwen3-Coder writes:
+"""Parser of tool calls in the syntax that Qwen3-Coder uses:
 
     <tool_call>
     <function=weather>
@@ -8,10 +8,10 @@
     </function>
     </tool_call>
 
-A value is the text between its tags; one line break at each end is dropped, if present. The
-function's schema lists the allowed types of the value. As in vLLM, they are tried in the order
-null, integer, number, boolean, object, array; the first that fits is used, and string otherwise.
-Strings are forwarded as they arrive. The result does not depend on how the output is split.
+A value is the text between its tags, without one line break at each end. The function's schema
+lists the types that the value may have. As in vLLM, they are tried in the order null, integer,
+number, boolean, object, array; a value that fits none of them is a string. Strings are returned as
+they arrive. The result does not depend on how the text is split.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from nanoactor.server.tool_calls import (
 FUNCTION, PARAMETER = "<function=", "<parameter="
 END_OF_FUNCTION, END_OF_PARAMETER = "</function>", "</parameter>"
 _VALUE_END = re.compile(r"\n?</parameter>|\n(?=<parameter=|</function>)")
-"""The end of a value: its closing tag or, if that was omitted, a tag that starts a line."""
+"""The end of a value: its closing tag or, if that is missing, a tag at the start of a line."""
 _VALUE_END_TAGS = (
     f"\n{END_OF_PARAMETER}",
     END_OF_PARAMETER,
@@ -49,23 +49,24 @@ _JSON_TYPES = {"null", "integer", "number", "boolean", "object", "array", "strin
 
 
 class QwenCoderCalls(CallStateMachine):
-    """Parser of the XML calls of Qwen3-Coder in a text that arrives in pieces."""
+    """Parser of Qwen3-Coder's tool calls. The result does not depend on how the text is split."""
 
     def __init__(self, schemas: Mapping[str, Any] | None = None) -> None:
-        """`schemas` are the schemas of the functions' arguments, by function name."""
+        """Create the parser. `schemas` maps each function's name to the JSON schema of its
+        arguments."""
         super().__init__()
         self._schemas = schemas or {}
         self._whitespace = ""
         self._name = ""
         self._has_call_tag = False
         self._parameter_count = 0
-        """Number of parameters of the current call so far."""
+        """Number of parameters in the current call so far."""
         self._value_types: frozenset[str] = frozenset()
         self._parts: list[str] = []
-        """Parts of the current value, if it is held until its end."""
+        """Parts of the current value, if it is held back until its end."""
         self._value_begun = False
-        """True if the start of the current value has been processed: a leading line break is
-        dropped."""
+        """True once the first character of the current value has arrived and a leading line break,
+        if any, has been dropped."""
         self._step: Callable[[list[Piece]], bool] = self._text
 
     def _advance(self, pieces: list[Piece]) -> bool:
@@ -90,7 +91,7 @@ class QwenCoderCalls(CallStateMachine):
         return False
 
     def _opening(self, pieces: list[Piece]) -> bool:
-        """Parse a function's name after its own tag, or after the opening tag of a call."""
+        """Parse a function's name after `<function=`, which may follow an opening tag."""
         stripped = self._buffer.lstrip()
         if not stripped or (stripped != FUNCTION and FUNCTION.startswith(stripped)):
             return False
@@ -158,11 +159,12 @@ class QwenCoderCalls(CallStateMachine):
         self._step = self._string_value if is_string else self._value
 
     def _drop_leading_break(self) -> bool:
-        """Drop the line break at the start of a value; return False if it may still arrive."""
+        """Drop the line break at the start of a value. Return False if the first character has not
+        arrived."""
         if not self._value_begun:
             if not self._buffer:
                 return False
-            # An empty value may have only one line break, which is both its first and its last.
+            # The line break of an empty value is both its first and its last character.
             self._buffer = self._buffer.removeprefix("\n")
             self._value_begun = True
         return True
@@ -185,11 +187,11 @@ class QwenCoderCalls(CallStateMachine):
         return False
 
     def _value(self, pieces: list[Piece]) -> bool:
-        """Hold a value that is not a string until its end, then emit it as JSON."""
+        """Hold back a value that is not a string until its end, and then emit it as JSON."""
         if not self._drop_leading_break():
             return False
         end = _VALUE_END.search(self._buffer)
-        if end is None:  # only text that may be part of an end is scanned again
+        if end is None:  # do not scan the rest of the text again
             keep = min(len(self._buffer), _MAX_END_CHARACTERS)
             self._parts.append(self._buffer[: len(self._buffer) - keep])
             self._buffer = self._buffer[len(self._buffer) - keep :]
@@ -211,9 +213,8 @@ class QwenCoderCalls(CallStateMachine):
         return True
 
     def finish(self) -> list[Piece]:
-        """Return the pieces that were held back, at the end of the output. The arguments of a call
-        that is cut off within a value remain incomplete; a call that only lacks closing tags is
-        completed."""
+        """Return the remaining pieces at the end of the output. A call that lacks only closing tags
+        is completed. If it is cut off inside a value, its arguments stay incomplete."""
         pieces: list[Piece] = []
         rest, self._buffer = self._buffer, ""
         if self._step == self._parameters:
@@ -232,8 +233,8 @@ def _json_string(text: str) -> str:
 
 
 def _parameter_types(schema: Any, key: str) -> frozenset[str]:
-    """Return the JSON types that a parameter may have; only "string" if the schema specifies
-    none."""
+    """Return the JSON types that the schema allows for the parameter `key`; only "string" if it
+    specifies none."""
     properties = schema.get("properties") if isinstance(schema, dict) else None
     parameter_schema = properties.get(key) if isinstance(properties, dict) else None
     return frozenset(_types(parameter_schema)) or frozenset({"string"})
@@ -264,7 +265,8 @@ def _type_of(value: Any) -> str:
 
 
 def _coerce(text: str, types: frozenset[str]) -> str:
-    """Return a value as JSON text of a type in `types` that it matches, or else as a string."""
+    """Return a value as JSON text of the first type in `types` that it fits, or as a JSON string if
+    it fits none."""
     bare = text.strip()
     if "null" in types and bare.lower() == "null":
         return "null"

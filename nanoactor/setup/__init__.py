@@ -1,1 +1,1 @@
-"""The configuration that actors receive."""
+"""The configuration that the actors of an engine receive."""

@@ -1,2 +1,2 @@
-"""Converts text to token ids and back. Importing this package loads neither torch nor
-transformers."""
+"""Conversion of text to token ids and back, chat templates, and stop strings. Importing this
+package loads neither torch nor transformers."""

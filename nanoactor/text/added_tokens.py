@@ -1,4 +1,4 @@
-"""Tokens that transformers adds to a `tokenizer.json` from the files next to it."""
+"""Tokens that extend a `tokenizer.json`: transformers reads them from other files of the model."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ ADDED_TOKENS = "added_tokens.json"
 
 
 def add_tokens(tokenizer: Tokenizer, directory: Path) -> None:
-    """Add the tokens that other files list to a tokenizer that was read from its own file.
+    """Add the tokens that a model's other files list to the tokenizer loaded from its
+    `tokenizer.json`.
 
-    New tokens get the next free ids, in the order of transformers' `TokenizersBackend`. Raises
-    `ModelError` if the files are malformed, or if they list a token with another id than it got.
+    New tokens get the next free ids, in the order that transformers' `TokenizersBackend` uses.
+    Raises `ModelError` if a file is malformed, or if it lists a token under a different id than it
+    has in the tokenizer.
     """
     try:
         config = optional_json(directory / TOKENIZER_CONFIG)
@@ -47,7 +49,7 @@ def add_tokens(tokenizer: Tokenizer, directory: Path) -> None:
 
 
 def _tokens_by_id(directory: Path, config: Mapping[str, Any]) -> dict[int, AddedToken]:
-    """Return the added tokens that a file lists with their ids."""
+    """Return the added tokens that `tokenizer_config.json` or `added_tokens.json` lists, by id."""
     if "added_tokens_decoder" in config:
         return {
             int(id_): _added_token(token) for id_, token in config["added_tokens_decoder"].items()
@@ -60,7 +62,7 @@ def _tokens_by_id(directory: Path, config: Mapping[str, Any]) -> dict[int, Added
 
 
 def _special_tokens(directory: Path, config: Mapping[str, Any]) -> list[AddedToken]:
-    """Return the special tokens that a file lists without ids."""
+    """Return the special tokens that the model's files list without ids."""
     legacy = (
         {} if "added_tokens_decoder" in config else optional_json(directory / SPECIAL_TOKENS_MAP)
     )

@@ -1,4 +1,5 @@
-"""Converts bad words to token ids, and checks that a request's rules leave a token to choose."""
+"""Conversion of bad words to token ids, and a check that the rules of a request allow at least one
+token."""
 
 from __future__ import annotations
 
@@ -13,16 +14,16 @@ from nanoactor.requests.params import MAX_BAD_WORD_TOKENS
 
 
 def spellings(words: Sequence[str]) -> list[str]:
-    """Return each word as it is and with a leading space."""
+    """Return two spellings of each word, as it is and with a leading space, because tokenizers
+    encode a word differently inside a text."""
     return [text for word in words for text in (word, " " + word.lstrip())]
 
 
 def with_bad_words(
     rules: TokenRules, words: Sequence[str], encode: Callable[[str], Sequence[int]]
 ) -> TokenRules:
-    """Return the rules with the ids of bad words, each as it is and with a leading space:
-    tokenizers distinguish the start of a word from its middle. Raises `InvalidRequest` for a word
-    with too many tokens."""
+    """Return a copy of the rules that forbids words: each as it is and with a leading space, which
+    tokenizers encode differently. Raises `InvalidRequest` for a word with too many tokens."""
     sequences: dict[tuple[int, ...], None] = {}
     for word in words:
         for text in spellings([word]):
@@ -42,7 +43,7 @@ def with_bad_words(
 
 
 def check_tokens_remain(rules: TokenRules, stopping: Stopping) -> None:
-    """Raise `InvalidRequest` if the rules allow no token at the first position."""
+    """Raise `InvalidRequest` if the rules of a request forbid every token at the first position."""
     allowed = set(rules.allowed_ids.tolist())
     if not allowed:
         return

@@ -1,7 +1,8 @@
-"""The messages of a conversation, in the same forms for the HTTP API and the library.
+"""Chat messages: validation, and conversion to the forms that a chat template reads. The HTTP API
+and the library share this module.
 
-`check_messages` rejects invalid messages. `fit_messages` converts the message forms of OpenAI's
-API, vLLM and transformers to the forms that a given chat template reads.
+`check_messages` rejects invalid messages. `fit_messages` converts the forms of OpenAI's API, vLLM
+and transformers to those that a given chat template reads.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from typing import Any, Literal
 from nanoactor.errors import InvalidRequest
 
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Types of content parts that hold text, and the name of the member that holds it."""
+"""Types of content parts with text, each mapped to the member that contains the text."""
 REASONING_PARTS = {"thinking": "thinking", "reasoning": "text"}
-"""Types of content parts that hold an assistant's earlier reasoning, and the name of the member
-that holds it."""
+"""Types of content parts with an assistant's earlier reasoning, each mapped to the member that
+contains it."""
 REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
-"""Names of the member for an assistant's reasoning. The first one present is used, as in
-transformers."""
+"""Names under which a message may contain the assistant's reasoning. The first one present is used,
+as in transformers."""
 _ROLE_OF_MEMBER = {
     "tool_calls": "assistant",
     "reasoning_content": "assistant",
@@ -36,24 +37,26 @@ NullContent = Literal["absent", "none", "empty"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Forms:
-    """The forms of messages that a chat template reads."""
+    """The forms of messages that a model's chat template reads, as `detect_forms` finds them."""
 
     part_roles: tuple[str, ...] = ()
-    """Roles that accept a list of text parts as content; messages of other roles get one text."""
+    """Roles whose content may be a list of text parts. For other roles, the parts are joined to one
+    text."""
     single_roles: tuple[str, ...] = ()
-    """Roles that require a list with one text part as content."""
+    """Roles whose content must be a list of exactly one text part."""
     accepts_text_arguments: bool = False
-    """True if the template renders the arguments of a call unchanged if they are JSON text."""
+    """True if call arguments that are JSON text appear unchanged in the prompt."""
     accepts_object_arguments: bool = True
-    """True if the arguments of a call may be an object."""
+    """True if call arguments may be a JSON object (a dict)."""
     null_content: NullContent = "absent"
-    """Replacement for null content: no member, None or an empty text."""
+    """How to express null content: omit the member, or set it to None or to an empty text."""
     supports_developer: bool = False
-    """True if the template supports the role "developer"; if not, "system" is used instead."""
+    """True if the template supports the role "developer"; otherwise, "system" replaces it."""
 
 
 def check_messages(messages: Sequence[Any]) -> None:
-    """Raise `InvalidRequest`, with the place of the error, for an invalid conversation."""
+    """Raise `InvalidRequest` for an invalid conversation. The error message contains the position,
+    such as `messages[2]`."""
     if not messages:
         raise InvalidRequest("the list of messages must not be empty")
     for number, message in enumerate(messages):
@@ -121,7 +124,8 @@ def _check_calls(calls: Any) -> None:
 
 
 def depends_on_forms(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Return True if the rendering of the messages depends on the forms that the template reads."""
+    """Return True if a message has a member that templates read in different forms: content that is
+    not text, tool calls, or the role "developer"."""
     return any(
         not isinstance(message.get("content"), str)
         or message.get("tool_calls")
@@ -131,8 +135,8 @@ def depends_on_forms(messages: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def fit_messages(messages: Sequence[Mapping[str, Any]], forms: Forms) -> list[dict[str, Any]]:
-    """Return the messages converted to `forms`. Content that is already in a valid form is kept,
-    including the order of unknown members. Null members are omitted."""
+    """Convert messages to the forms in `forms`. Content that already has a valid form is kept,
+    unknown members keep their order, and null members are omitted."""
     return [_fit_message(message, forms) for message in messages]
 
 
@@ -158,7 +162,8 @@ def _fit_message(given: Mapping[str, Any], forms: Forms) -> dict[str, Any]:
 
 
 def _split_reasoning(content: Sequence[Any]) -> tuple[list[Any], str]:
-    """Return the content parts without those that hold reasoning, and the reasoning as one text."""
+    """Separate reasoning from other content parts. Return the other parts, and the reasoning as one
+    text."""
     parts, reasoning = [], []
     for part in content:
         name = REASONING_PARTS.get(str(part.get("type"))) if isinstance(part, Mapping) else None
@@ -170,8 +175,8 @@ def _split_reasoning(content: Sequence[Any]) -> tuple[list[Any], str]:
 
 
 def _fit_parts(parts: list[Any], role: str, forms: Forms) -> Any:
-    """Return text parts as a list in the one form that templates read, or as one text with line
-    breaks between the parts, as in vLLM. If any part is not text, always return a list."""
+    """Convert content parts to a list of `{"type": "text", ...}`, or join them with line breaks, as
+    vLLM does. If any part is not text, always return a list."""
     fitted = [_fit_part(part) for part in parts]
     if role in forms.part_roles or any(part.get("type") != "text" for part in fitted):
         return fitted
@@ -199,7 +204,7 @@ def _fit_arguments(function: Mapping[str, Any], forms: Forms) -> dict[str, Any]:
     if "arguments" not in function:
         return dict(function)
     arguments = function["arguments"]
-    # Some clients send null or an empty text if a call has no arguments.
+    # Some clients send null or an empty text for a call without arguments.
     if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
         arguments = "{}"
     if isinstance(arguments, str) and not forms.accepts_text_arguments:
@@ -210,8 +215,8 @@ def _fit_arguments(function: Mapping[str, Any], forms: Forms) -> dict[str, Any]:
 
 
 def _parse_arguments(arguments: str) -> Any:
-    """Return the object that a JSON text encodes. Any other text is returned, and rendered,
-    unchanged."""
+    """Parse call arguments in JSON. If the text does not encode an object, return it unchanged, so
+    that it is rendered as it is."""
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -223,9 +228,12 @@ def _parse_arguments(arguments: str) -> Any:
 
 
 def append_marker(messages: list[dict[str, Any]], marker: str) -> tuple[list[dict[str, Any]], str]:
-    """Return fitted messages with a unique marker appended to the content of the last message, and
-    that content's text without the marker. Raises `InvalidRequest` if the content has no text to
-    continue."""
+    """Append a unique marker to the content of the last message. Return the messages, and the
+    content's text without the marker.
+
+    `messages` must come from `fit_messages`. Raises `InvalidRequest` if the content has no text to
+    continue.
+    """
     *others, last = messages
     content = last.get("content")
     if isinstance(content, str):
@@ -238,12 +246,12 @@ def append_marker(messages: list[dict[str, Any]], marker: str) -> tuple[list[dic
 
 
 def cut_at_marker(prompt: str, marker: str, text: str) -> str:
-    """Return a prompt up to the marker that follows `text`, without the marker and the template's
-    output after it.
+    """Cut a rendered prompt off at the marker that follows `text`, so that the model continues the
+    last message.
 
-    The space after the marker shows whether the template trims the content. If it does, the prompt
-    is trimmed too, as in transformers. Raises `InvalidRequest` if the template has changed the
-    text.
+    `append_marker` inserted the marker with a space after it. If the template trimmed that space,
+    the end of the prompt is trimmed too, as in transformers. Raises `InvalidRequest` if the
+    template changed the text.
     """
     at = prompt.rfind(marker)
     if at < 0 or not prompt[:at].rstrip().endswith(text.strip()):
@@ -258,7 +266,8 @@ def cut_at_marker(prompt: str, marker: str, text: str) -> str:
 # -- which forms a template reads -------------------------------------------------------------
 
 RenderProbe = Callable[[list[dict[str, Any]]], str]
-"""Function that renders a conversation, or returns an empty text if the template rejects it."""
+"""Function that renders a conversation. It returns an empty text if the template rejects the
+conversation."""
 _KEY, _ONE, _TWO = "probe_key", "probe one", "probe two"
 _TEXT = json.dumps({_KEY: "probe value"})
 _PARTS = [{"type": "text", "text": _ONE}, {"type": "text", "text": _TWO}]
@@ -266,8 +275,8 @@ _USER_TURN = {"role": "user", "content": "?"}
 
 
 def detect_forms(render_probe: RenderProbe, source: str) -> Forms:
-    """Determine which forms a template reads by rendering probes. `source` is the template's
-    source."""
+    """Determine which message forms a template reads, by rendering test conversations. `source` is
+    the template's source text."""
     null_content, accepts_text, accepts_objects = _argument_forms(render_probe)
     list_roles = tuple(
         role for role in STANDARD_ROLES if _renders_unchanged(render_probe, role, _PARTS)
@@ -291,8 +300,8 @@ def detect_forms(render_probe: RenderProbe, source: str) -> Forms:
 
 
 def _argument_forms(render_probe: RenderProbe) -> tuple[NullContent, bool, bool]:
-    """Return the replacement for null content, whether arguments may be text, and whether they may
-    be objects."""
+    """Return the replacement for null content, whether call arguments may be text, and whether they
+    may be objects."""
     contents: dict[NullContent, dict[str, Any]] = {
         "absent": {},
         "none": {"content": None},
@@ -303,14 +312,15 @@ def _argument_forms(render_probe: RenderProbe) -> tuple[NullContent, bool, bool]
         rendered = render_probe(tool_call_conversation(content, json.loads(_TEXT)))
         accepts_objects = (
             _KEY in rendered and f"'{_KEY}'" not in rendered
-        )  # else it is a Python repr
+        )  # else it is rendered as a Python repr
         if accepts_text or accepts_objects:
             return name, accepts_text, accepts_objects
     return "absent", False, True
 
 
 def tool_call_conversation(content: Mapping[str, Any], arguments: Any) -> list[dict[str, Any]]:
-    """Return a conversation in which an assistant calls a function and receives its result."""
+    """Return a conversation in which the assistant calls a function `f` and receives its result.
+    `content` is merged into the assistant's message."""
     function = {"name": "f", "arguments": arguments}
     # Mistral's templates require ids of nine characters.
     call = {"id": "probe0001", "type": "function", "function": function}
@@ -324,7 +334,8 @@ def tool_call_conversation(content: Mapping[str, Any], arguments: Any) -> list[d
 def _renders_unchanged(
     render_probe: RenderProbe, role: str, content: str | list[dict[str, str]]
 ) -> bool:
-    """Return True if the texts in `content` are rendered unchanged, and not as a Python repr."""
+    """Return True if the template copies the texts in `content` to the prompt, and not as a Python
+    repr of a list."""
     message = {"role": role, "content": content}
     before: list[dict[str, Any]] = []
     if role == "assistant":

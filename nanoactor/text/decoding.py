@@ -1,9 +1,9 @@
-"""Decodes token ids to text, one token at a time.
+"""Incremental decoding of token ids to text.
 
 The concatenation of all pieces equals the text of all ids decoded at once. For byte-level
-tokenizers (Qwen's, GPT's), each id represents a few bytes, which an incremental UTF-8 decoder
-converts in constant time. For other tokenizers, a window of tokens is decoded again for each new
-token, and the texts are compared.
+tokenizers (Qwen's, GPT's), each id stands for a few bytes, and an incremental UTF-8 decoder
+converts them in constant time. For other tokenizers, each new token is decoded together with the
+tokens before it, and the text that is already known is removed.
 """
 
 from __future__ import annotations
@@ -15,28 +15,29 @@ import types
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
-if TYPE_CHECKING:  # the user's process imports this module but does not need the library
+if TYPE_CHECKING:  # not needed in the user's process, which imports this module
     from tokenizers import Tokenizer
 
 
 class IncrementalDecoder(Protocol):
-    """The decoding state of one request."""
+    """Decoder of one request's output, which holds the state between tokens."""
 
     standalone_texts: Mapping[int, str]
-    """Texts of the tokens whose text does not depend on their neighbors. A text may be used instead
-    of `push` while `has_pending_text` is False."""
+    """Texts of the tokens that decode independently of their neighbors, by token id. While
+    `has_pending_text` is False, a caller may use such a text instead of calling `push`."""
     has_pending_text: bool
-    """True if the text of some pushed tokens is not final yet."""
+    """True if some pushed tokens are not fully decoded yet, such as the first bytes of a
+    character."""
 
     def push(self, token: int) -> str:
-        """Append a token; return the text that is now final, which may be empty."""
+        """Append a token. Return the text that became final, which may be empty."""
 
     def finish(self) -> str:
-        """Return the remaining text at the end of the output."""
+        """Return the remaining text, after the last token."""
 
 
 class DecoderFactory:
-    """Chooses the decoding method for a tokenizer and holds the tables that all its decoders
+    """Creates the decoders of all requests for one tokenizer, and holds the tables that they
     share."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -50,12 +51,13 @@ class DecoderFactory:
         self._fallback = frozenset(i for t, i in vocabulary.items() if _is_byte_fallback(t))
         ordinary = (i for t, i in vocabulary.items() if t.isascii() and t.isalpha())
         self._anchor = min(ordinary, default=0)
-        """An ordinary token to decode before another token, so that the latter is not at the
-        start."""
+        """An ordinary token, which is put before a token that must not be decoded as the first
+        one."""
         self._pieces: dict[int, bytes] = {}
 
     def piece(self, token: int) -> bytes:
-        """Return the bytes of one token by itself; for a special token, the bytes of its name."""
+        """Return the bytes of a single token. For a special token, these are the bytes of its
+        name."""
         if self._table is not None:
             return self._table.get(token, b"")
         if token not in self._pieces:
@@ -66,13 +68,14 @@ class DecoderFactory:
         if token in self._fallback:
             name = self._tokenizer.id_to_token(token) or ""
             return bytes.fromhex(name[3:5])
-        # Decode the token inside a text: at the start, decoders may remove its leading space.
+        # Decode after an ordinary token: decoders may remove a leading space at the start of a
+        # text.
         anchor_text = self._tokenizer.decode([self._anchor], skip_special_tokens=False)
         text = self._tokenizer.decode([self._anchor, token], skip_special_tokens=False)
         return text[len(anchor_text) :].encode()
 
     def new(self, skip_special: bool) -> IncrementalDecoder:
-        """Return a decoder for one request; `skip_special` omits special tokens from the text."""
+        """Create the decoder of one request. `skip_special` omits special tokens from the text."""
         skipped = self._special if skip_special else frozenset[int]()
         if self._table is not None:
             standalone_texts = (
@@ -92,11 +95,11 @@ def _is_byte_fallback(token: str) -> bool:
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Return the alphabet of byte-level tokenizers: 256 printable characters, and the byte that
-    each represents.
+    """Return the 256 characters of byte-level tokenizers, each mapped to the byte that it
+    represents.
 
-    Printable Latin-1 characters represent themselves; the other bytes are mapped to characters from
-    U+0100 on.
+    Printable Latin-1 characters represent themselves. The other bytes are represented by characters
+    from U+0100 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -108,7 +111,7 @@ def _byte_table(tokenizer: Tokenizer) -> dict[int, bytes]:
     alphabet = byte_alphabet()
 
     def as_bytes(token: str) -> bytes:
-        # A token with any other character, such as an added token, is plain text.
+        # A token with any other character is plain text, such as an added token.
         if all(character in alphabet for character in token):
             return bytes(alphabet[character] for character in token)
         return token.encode()
@@ -118,7 +121,7 @@ def _byte_table(tokenizer: Tokenizer) -> dict[int, bytes]:
 
 
 def _find_standalone_texts(table: dict[int, bytes]) -> dict[int, str]:
-    """Return the texts of the tokens whose bytes form whole characters."""
+    """Return the texts of all tokens whose bytes are complete UTF-8 characters, by token id."""
     standalone_texts = {}
     for token, data in table.items():
         with contextlib.suppress(UnicodeDecodeError):
@@ -127,8 +130,8 @@ def _find_standalone_texts(table: dict[int, bytes]) -> dict[int, str]:
 
 
 class _ByteLevelDecoder:
-    """Converts tokens to bytes with a table, and bytes to text incrementally. Unknown ids are
-    skipped."""
+    """Decoder for byte-level tokenizers: a table converts tokens to bytes, and an incremental UTF-8
+    decoder converts bytes to text. Unknown ids are skipped."""
 
     def __init__(
         self, table: dict[int, bytes], skipped: frozenset[int], standalone_texts: dict[int, str]
@@ -140,7 +143,7 @@ class _ByteLevelDecoder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int) -> str:
-        """Append a token; return the characters that it completes."""
+        """Append a token. Return the characters that it completes."""
         if token in self._skipped:
             return ""
         text = self._utf8.decode(self._table.get(token, b""))
@@ -148,17 +151,17 @@ class _ByteLevelDecoder:
         return text
 
     def finish(self) -> str:
-        """Return a replacement character if there are incomplete bytes."""
+        """Return a replacement character (U+FFFD) if an incomplete character remains."""
         return self._utf8.decode(b"", final=True)
 
 
 class _WindowDecoder:
-    """Decodes a window of tokens with and without the new ones, and emits the difference.
+    """Decoder for other tokenizers: decodes a window of recent tokens with and without the new
+    token, and returns the difference.
 
-    The window starts with tokens whose text has already been emitted, because decoders treat the
-    first token of a sequence differently. Nothing is emitted while the text of the last token may
-    still change, which is the case if it ends inside a character or belongs to a run of byte
-    tokens.
+    The window starts with tokens whose text has already been returned, because the first token of a
+    sequence is decoded differently. Nothing is returned while the text may still change, that is,
+    while it ends inside a character or in a run of byte tokens.
     """
 
     standalone_texts: Mapping[int, str] = types.MappingProxyType(
@@ -174,14 +177,14 @@ class _WindowDecoder:
         self._byte_tokens = byte_tokens
         self._window: list[int] = []
         self._emitted_tokens = 0
-        """Number of leading tokens of the window whose text has been emitted."""
+        """Number of tokens at the start of the window whose text has already been returned."""
 
     def _decode(self, tokens: list[int]) -> str:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
         return text
 
     def push(self, token: int) -> str:
-        """Append a token; return the text that is now final."""
+        """Append a token. Return the text that became final, which may be empty."""
         if token in self._skipped or self._tokenizer.id_to_token(token) is None:
             return ""
         self._window.append(token)
@@ -194,7 +197,7 @@ class _WindowDecoder:
 
     def _emit(self, text: str) -> str:
         before = self._decode(self._window[: self._emitted_tokens]) if self._emitted_tokens else ""
-        # Keep a run of byte tokens together: only the whole run can be decoded.
+        # Keep a run of byte tokens together, because only the whole run can be decoded.
         keep = max(1, len(self._window) - self._emitted_tokens)
         self._window = self._window[-keep:]
         self._emitted_tokens = len(self._window)

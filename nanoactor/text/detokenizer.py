@@ -1,5 +1,8 @@
-"""The detokenizer's logic: decodes tokens to text, finds stop strings, and emits one terminal per
-request."""
+"""The logic of the detokenizer actor: decodes output tokens, finds stop strings, and collects the
+output for the frontend.
+
+Each request ends with one `Terminal`, a message with the finish reason and the final counts.
+"""
 
 from __future__ import annotations
 
@@ -33,39 +36,39 @@ _NO_SCORES: Mapping[int, Score] = {}
 
 @dataclasses.dataclass(slots=True)
 class _Entry:
-    """A request between its `Open` and its `Finish`."""
+    """Decoding state of one request, from its `Open` message to its `Finish` message."""
 
     options: TextOptions
     decoder: IncrementalDecoder | None
     matcher: StopMatcher
     standalone_texts: Mapping[int, str]
-    """Texts of the tokens that need neither decoder nor matcher while the decoder holds no text
-    back."""
+    """Texts of tokens that need no decoder and no matcher, by token id. Valid only while the
+    decoder has no pending text. Empty if the request has stop strings."""
     tokens: int
-    """Number of output tokens processed; also the index of the next token."""
+    """Number of output tokens processed, which is also the index of the next token."""
     prompt: Int32
     scored: int = 1
-    """Position of the next prompt token to get a log-probability."""
+    """Index of the prompt token whose log-probability arrives next."""
     decoded: int = 0
-    """Number of output characters decoded so far, including those held back. Counted only if
-    log-probabilities are requested."""
+    """Number of output characters decoded, including those held back for stop strings. Counted only
+    if log-probabilities are requested."""
     characters: int = 0
     characters_to_skip: int = 0
-    """Number of characters, sent before a restart, that are still to be decoded again."""
+    """Number of characters to drop because they were already sent before a restart."""
     ended: bool = False
-    """True if a stop string has been found; later text is dropped. The terminal is sent only after
-    the scheduler's `Finish`, which arrives when the request's KV blocks are released."""
+    """True once a stop string has been found. Later text is dropped. The terminal is sent only
+    after the scheduler's `Finish`, because the request's KV blocks are released at that time."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Pending:
-    """Output of a request that has not been sent to the frontend."""
+    """Output of one request that the frontend has not received yet."""
 
     opened: Int32 | None = None
     text: list[str] = dataclasses.field(default_factory=list)
     ids: list[int] = dataclasses.field(default_factory=list)
     scores: list[Score] = dataclasses.field(default_factory=list)
-    """One score for each of `ids`; empty if no log-probabilities are requested."""
+    """One score per element of `ids`; empty if log-probabilities are not requested."""
     prompt_scores: list[Score] = dataclasses.field(default_factory=list)
     vector: Float32 | None = None
     terminal: Terminal | None = None
@@ -75,27 +78,27 @@ _NOTHING_HIDDEN: Mapping[int, int] = {}
 
 
 def _last_indices(event: Tokens, uids: list[int]) -> dict[int, int]:
-    """Return, for each of these requests, the index of its last token in the step."""
+    """Return the index of each request's last token in the step, by uid."""
     pairs = zip(event.uids.tolist(), event.indices.tolist(), strict=True)
     return {uid: index for uid, index in pairs if uid in uids}
 
 
 class Detokenizer:
-    """Decoding state of all requests, and their pending output for the frontend. The pending output
-    of a request is merged into one delta until the frontend reads it."""
+    """Decoding state of all requests, and their pending output. Until the frontend reads it, the
+    output of a request is merged into one delta."""
 
     def __init__(self, decoders: DecoderFactory | None) -> None:
-        """Create a detokenizer without requests. If `decoders` is None, token ids are forwarded
-        without text; requests with stop strings have already been rejected."""
+        """Create a detokenizer without requests. With `decoders=None`, only token ids are
+        forwarded. Requests with stop strings have been rejected earlier in that case."""
         self._decoders = decoders
         self._entries: dict[int, _Entry] = {}
         self._pending: dict[int, _Pending] = {}
         self._step = 0
         self.stopped: list[int] = []
-        """Ids of the requests that a stop string has ended since this list was last cleared."""
+        """Ids of the requests that a stop string has ended. The owner clears the list."""
 
     def open(self, event: Open) -> None:
-        """Open a request. If it continues an earlier output, decode that output to restore the
+        """Add a request. If it continues earlier output, decode that output again to restore the
         state."""
         decoder = None
         if self._decoders is not None and event.options.detokenize:
@@ -118,7 +121,7 @@ class Detokenizer:
         pending.opened = prompt
 
     def process(self, event: Tokens) -> None:
-        """Decode the tokens of a step, then finish the requests that end with it."""
+        """Decode the tokens of a step, and then finish the requests that the step ends."""
         self._step = event.step
         hiding_uids = [finish.uid for finish in event.finishes if finish.hide_last]
         hidden = _last_indices(event, hiding_uids) if hiding_uids else _NOTHING_HIDDEN
@@ -140,7 +143,7 @@ class Detokenizer:
             ):
                 self._add_token(uid, index, token, hidden.get(uid) == index, scores.get(uid))
                 continue
-            # Fast path of `_add_token` for ordinary tokens: most tokens of most requests.
+            # Fast path of `_add_token` for ordinary tokens, which most tokens of most requests are.
             pending = get_pending(uid)
             pending.ids.append(token)
             entry.tokens = index + 1
@@ -156,8 +159,8 @@ class Detokenizer:
             self._finish(finish)
 
     def _collect_scores(self, scores: RequestScores) -> dict[int, Score]:
-        """Store the log-probabilities of prompts; return the log-probabilities of this step's
-        tokens, by request."""
+        """Store the log-probabilities of prompts. Return those of the step's output tokens, by
+        uid."""
         output_scores: dict[int, Score] = {}
         for run in score_runs(scores):
             if not run.is_prompt:
@@ -178,7 +181,7 @@ class Detokenizer:
             raise ProtocolBug(
                 f"token {index} arrived for request {uid}, which was never opened or has ended"
             )
-        if entry.ended or index < entry.tokens:  # past a stop string, or seen before a restart
+        if entry.ended or index < entry.tokens:  # after a stop, or a repeat after a restart
             return
         if index > entry.tokens:
             raise ProtocolBug(
@@ -199,12 +202,12 @@ class Detokenizer:
             self.stopped.append(uid)
 
     def _decode(self, entry: _Entry, token: int) -> str:
-        """Decode a token; return the text that can now be emitted."""
+        """Decode a token. Return the text that cannot be part of a stop string."""
         early = entry.tokens < entry.options.min_tokens
         entry.tokens += 1
         text = entry.decoder.push(token) if entry.decoder else ""
         entry.decoded += len(text)
-        # Text before `min_tokens` cannot be part of a stop string, so it is not held back.
+        # Before `min_tokens`, text cannot be part of a stop string, so it is not held back.
         return text if early else entry.matcher.push(text)
 
     def _emit(self, entry: _Entry, pending: _Pending, text: str) -> None:
@@ -217,14 +220,15 @@ class Detokenizer:
             pending.text.append(text)
 
     def _finish(self, finish: Finish) -> None:
-        """Create a request's terminal after emitting its remaining text. A stop string that was
-        found determines the finish reason."""
+        """Add a request's remaining text and its terminal to the pending output. If a stop string
+        was found, it determines the finish reason."""
         entry = self._entries.pop(finish.uid, None)
         reason, stop_reason, error = finish.reason, finish.stop_reason, finish.error
         tokens = characters = 0
         pending = self._get_pending(finish.uid)
         if entry is not None:
-            # After an error, held text is not flushed: it must not match a stop string.
+            # After an error, do not release held-back text, because it must not match a stop
+            # string.
             if not entry.ended and entry.decoder and reason not in FAILURES:
                 rest = entry.matcher.push(entry.decoder.finish()) + entry.matcher.finish()
                 self._emit(entry, pending, rest)
@@ -252,8 +256,11 @@ class Detokenizer:
     # -- output for the frontend ----------------------------------------------------------
 
     def pop_delta(self, budget: int) -> OutputDelta | None:
-        """Remove and return pending output of up to about `budget` bytes; None if there is none.
-        Output that exceeds the budget is split; the terminal is sent with the last part."""
+        """Remove up to about `budget` bytes of pending output and return them as one delta. Return
+        None if nothing is pending.
+
+        Output over the budget is split, and the terminal is in the last part.
+        """
         builder = _DeltaBuilder(budget, None if self._decoders is None else self._decoders.piece)
         complete = 0
         for uid, pending in self._pending.items():
@@ -263,11 +270,11 @@ class Detokenizer:
         self._drop_sent(complete)
         next_uid = next(iter(self._pending), None)
         if next_uid is not None and self._pending[next_uid].prompt_scores:
-            self._pending[next_uid] = self._pending.pop(next_uid)  # let other requests go first
+            self._pending[next_uid] = self._pending.pop(next_uid)  # so that other requests go first
         return builder.build(self._step)
 
     def _drop_sent(self, count: int) -> None:
-        """Drop the pending output of the first `count` requests."""
+        """Remove the pending output of the first `count` requests, which has been sent."""
         if count == len(self._pending):
             self._pending = {}
         else:
@@ -276,20 +283,21 @@ class Detokenizer:
 
     @property
     def entries(self) -> int:
-        """Return the number of requests with decoding state."""
+        """Number of requests with decoding state."""
         return len(self._entries)
 
     @property
     def pending(self) -> int:
-        """Return the number of requests with output for the frontend."""
+        """Number of requests with output that the frontend has not read."""
         return len(self._pending)
 
 
 class _DeltaBuilder:
-    """A delta under construction, with room for about `budget` more bytes."""
+    """A delta that is being filled. `budget` is the number of bytes, approximately, that still
+    fit."""
 
     def __init__(self, budget: int, piece: Callable[[int], bytes] | None) -> None:
-        """Create an empty delta. `piece` returns a token's bytes; it is None if there is no
+        """Create an empty delta. `piece` returns the bytes of a token; None if there is no
         tokenizer."""
         self.budget = budget
         self._piece = piece
@@ -303,7 +311,7 @@ class _DeltaBuilder:
         self._vectors: list[tuple[int, Float32]] = []
 
     def add(self, uid: int, pending: _Pending) -> bool:
-        """Add a request's pending output; return False if some of it did not fit."""
+        """Move a request's pending output to the delta. Return False if some of it did not fit."""
         if pending.opened is not None:
             self._opened.append(Opened(uid, pending.opened))
             self.budget -= pending.opened.nbytes + 64
@@ -341,8 +349,8 @@ class _DeltaBuilder:
     def _add_scores(
         self, uid: int, scores: list[Score], max_count: int = sys.maxsize, is_prompt: bool = False
     ) -> int:
-        """Move the first scores of a list to the delta, as many as fit but at least one; return the
-        number of scores moved."""
+        """Move scores from the start of a list to the delta: as many as fit, but at least one.
+        Return the number of moved scores."""
         run = ScoreRun(uid, is_prompt, scores, [])
         moved, size = pop_scores(run, self.budget, max_count, self._piece)
         self._scores.append(moved)
@@ -350,7 +358,7 @@ class _DeltaBuilder:
         return len(moved.scores)
 
     def build(self, step: int) -> OutputDelta | None:
-        """Return the delta; None if it is empty."""
+        """Return the finished delta, or None if it is empty."""
         if not (self._opened or self._uids or self._terminals or self._scores):
             return None
         return OutputDelta(
@@ -367,8 +375,8 @@ class _DeltaBuilder:
 
 
 def _split(text: str, ids: list[int], budget: int) -> tuple[str, list[int]]:
-    """Return as much of the text and the ids as fits. A character counts as four bytes, the maximum
-    in UTF-8."""
+    """Return the part of a text and of its ids that fits into `budget` bytes. A character counts as
+    four bytes, the maximum in UTF-8."""
     if 4 * len(text) + 4 * len(ids) <= budget:
         return text, ids
     length = max(1, budget // 8)

@@ -1,4 +1,4 @@
-"""Finds the end-of-sequence token in a tokenizer's files without loading the tokenizer."""
+"""Search for the end-of-sequence token in a tokenizer's files, without loading the tokenizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nanoactor.text.template_files import TOKENIZER_CONFIG, optional_json, speci
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EndToken:
-    """Text and id of an end-of-sequence token."""
+    """An end-of-sequence token: its text and its id."""
 
     text: str
     id: int
@@ -38,8 +38,8 @@ class _WithVocabulary(msgspec.Struct):
 
 
 def end_token(directory: Path) -> EndToken | None:
-    """Return the tokenizer's `eos_token`; None if its files do not name one, or name one without an
-    id. Raises `ModelError` for malformed files."""
+    """Return the tokenizer's `eos_token`. Return None if its files do not name one, or if its id is
+    unknown. Raises `ModelError` for malformed files."""
     try:
         config = optional_json(directory / TOKENIZER_CONFIG)
         text = special_tokens(directory, config).get("eos_token")
@@ -56,8 +56,8 @@ def end_token(directory: Path) -> EndToken | None:
 
 
 def _find_token_id(file: Path, text: str) -> int | None:
-    """Return a token's id in a `tokenizer.json`, or None. Added tokens are searched first: they
-    usually include the token, and reading a vocabulary takes longer."""
+    """Return the id of a token in a `tokenizer.json`, or None. Added tokens are searched first,
+    because they usually include it, and reading a vocabulary takes longer."""
     check_file(file)
     try:
         content = file.read_bytes()
@@ -66,4 +66,4 @@ def _find_token_id(file: Path, text: str) -> int | None:
                 return token.id
         return msgspec.json.decode(content, type=_WithVocabulary).model.vocab.get(text)
     except (OSError, msgspec.MsgspecError, UnicodeError):
-        return None  # the tokenizer's process reports what is wrong with the file
+        return None  # the tokenizer's process reports the file's error

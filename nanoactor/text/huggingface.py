@@ -1,5 +1,5 @@
-"""All uses of transformers: to load a tokenizer for users, and to convert the tokenizer of a model
-without a `tokenizer.json`.
+"""All uses of transformers: loading a tokenizer for users, and converting the tokenizer of a model
+that has no `tokenizer.json`.
 
 No other module of the engine imports transformers, and none of the engine's processes loads it.
 """
@@ -30,7 +30,7 @@ log = logging.getLogger("nanoactor.tokenizer")
 
 _TOKENIZER = "tokenizer.json"
 _SOURCES = (("tokenizer.model",), ("vocab.json", "merges.txt"))
-"""Sets of files from which transformers can make a `tokenizer.json`."""
+"""Groups of files. From each complete group, transformers can create a `tokenizer.json`."""
 _DESCRIPTIONS = (
     "config.json",
     "tokenizer_config.json",
@@ -38,13 +38,14 @@ _DESCRIPTIONS = (
     "added_tokens.json",
     "chat_template.jinja",
 )
-"""Other files that the conversion reads."""
+"""Other files that the conversion reads, if they exist."""
 _OUTPUTS = ("tokenizer_config.json", _TOKENIZER)
-"""Files that a conversion writes; the first contains special tokens and chat templates."""
+"""Files that a conversion creates, in the order in which they are moved to the cache. The first one
+contains special tokens and chat templates."""
 
 
 def load_pretrained(directory: Path, **options: Any) -> PreTrainedTokenizerBase:
-    """Load a model's tokenizer with transformers, from local files only; `options` are passed to
+    """Load a model's tokenizer with transformers, from local files only. `options` are passed to
     `from_pretrained`.
 
     Raises `ModelError` if transformers cannot load it.
@@ -57,7 +58,7 @@ def load_pretrained(directory: Path, **options: Any) -> PreTrainedTokenizerBase:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 directory, local_files_only=True, trust_remote_code=False, **options
             )
-    except Exception as error:  # a tokenizer's files can be wrong in any way
+    except Exception as error:  # invalid files may raise any exception
         reason = _reason(error, outer)
         text = f"transformers cannot load the tokenizer of {directory}: {reason}"
         raise ModelError(text) from reason
@@ -80,14 +81,15 @@ def _reason(error: BaseException, outer: BaseException | None) -> BaseException:
 
 
 class LazyTokenizer:
-    """Loads a model's tokenizer once, on first use, from any thread."""
+    """A model's tokenizer that is loaded on first use. All methods are thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._loaded: PreTrainedTokenizerBase | None = None
 
     def load(self, directory: Path) -> PreTrainedTokenizerBase:
-        """Return the tokenizer, the same object each time. Raises as `load_pretrained` does."""
+        """Return the tokenizer, the same object each time. Raises the errors of
+        `load_pretrained`."""
         with self._lock:
             if self._loaded is None:
                 self._loaded = load_pretrained(directory)
@@ -95,11 +97,12 @@ class LazyTokenizer:
 
 
 def find_tokenizer(directory: Path, timeout: float) -> Path:
-    """Return the directory that contains a model's `tokenizer.json`, special tokens and chat
-    template. If the model's own directory has no `tokenizer.json`, this is a directory in the
-    user's cache, for which transformers converts the model's other files, either now (within
-    `timeout` seconds) or earlier for another engine. Raises `ModelError` if the conversion
-    fails."""
+    """Return the directory with a model's `tokenizer.json`, special tokens and chat template.
+
+    This is the model's own directory if it contains a `tokenizer.json`. Otherwise, transformers
+    converts the model's files to a directory in the user's cache, within `timeout` seconds. Later
+    calls use the cached files. Raises `ModelError` if the conversion fails.
+    """
     if (directory / _TOKENIZER).exists():
         return directory
     _check_sources(directory)
@@ -141,7 +144,7 @@ def _cache_directory() -> Path:
 
 
 def _fingerprint(directory: Path) -> str:
-    """Return a hash of the inputs of a conversion."""
+    """Return a hash of all files that a conversion reads and of the version of transformers."""
     import importlib.metadata  # imports e-mail and archive packages; every actor loads this module
 
     digest = hashlib.sha256(importlib.metadata.version("transformers").encode())
@@ -154,7 +157,7 @@ def _fingerprint(directory: Path) -> str:
 
 
 def _run_conversion(directory: Path, target: str, timeout: float) -> None:
-    """Convert in a separate process, so that no long-lived process has to load transformers."""
+    """Run `convert` in a separate process, so that no long-lived process loads transformers."""
     path = [entry for entry in sys.path if isinstance(entry, str)]
     program = (
         f"import sys; sys.path[:] = {path!r}; from nanoactor.text.huggingface import convert; "
@@ -185,8 +188,8 @@ def _run_conversion(directory: Path, target: str, timeout: float) -> None:
 
 
 def convert(parent: int, directory: str, target: str) -> None:
-    """Convert a tokenizer, as the main function of a process: write the files of `_OUTPUTS` to
-    `target`. If the conversion fails, the last line of the output is the error."""
+    """Convert a tokenizer and write the files of `_OUTPUTS` to `target`. This is the main function
+    of a process. If the conversion fails, the last line of its output is the error."""
     die_with_parent(parent, "convert")
     # Hide torch: it takes seconds to load, and tokenizers do not need it.
     sys.modules["torch"] = None  # type: ignore[assignment]

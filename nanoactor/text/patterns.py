@@ -1,4 +1,4 @@
-"""Identifies tokenizers whose time and memory are bounded by the length of the text.
+"""Detection of tokenizers whose time and memory are bounded by the length of the text.
 
 A `tokenizer.json` may contain regular expressions, which the library matches by backtracking, and
 replacements, which may multiply the length of a text. Tokenizers that are known to be bounded run
@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 LONG_TEXT = 64 * 1024
-"""Number of characters that take about 20 ms to encode; a longer text is encoded on a thread."""
+"""Number of characters that take about 20 ms to encode. Longer texts are encoded on a thread."""
 _MAX_GROWTH = 64.0
-"""Maximum factor by which all normalizers together may multiply the length of a text."""
+"""Maximum factor by which all normalizers together may lengthen a text."""
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -30,8 +30,8 @@ _BOUNDED_PATTERNS = frozenset(
         r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     }
 )
-"""Patterns of GPT-2, of Qwen and Llama 3, and one that keeps combining marks with letters. They
-scan a run of characters once or twice."""
+"""Split patterns that scan a run of characters once or twice: those of GPT-2, Qwen and Llama 3, and
+one that keeps combining marks with letters."""
 _SINGLE_RUN = re.compile(
     r"(\\[swdSWD]|\[[^\[\]]*\]|\\p\{\w+\}|[^\\()\[\]{}|*+?.^$])(\+|\*|\?|\{\d+(,\d*)?\})"
 )
@@ -49,7 +49,7 @@ _NORMALIZER_GROWTH = {
     "Precompiled": 18.0,
     "Prepend": 1.0,
 }
-"""Maximum factor by which a normalizer multiplies the length of a text, by type."""
+"""Maximum factor by which each type of normalizer lengthens a text."""
 _SPLITTERS = {
     "ByteLevel",
     "Metaspace",
@@ -65,8 +65,8 @@ _SPLITTERS = {
 
 
 def is_bounded(tokenizer: Mapping[str, Any]) -> bool:
-    """Return True if the tokenizer's JSON shows that its time and memory are bounded by the length
-    of the text."""
+    """Return True if the tokenizer's definition (`tokenizer.json`) shows that its time and memory
+    are bounded by the length of the text."""
     growth = math.prod(
         _growth(normalizer) for normalizer in _parts(tokenizer.get("normalizer"), "normalizers")
     )
@@ -75,7 +75,7 @@ def is_bounded(tokenizer: Mapping[str, Any]) -> bool:
 
 
 def _parts(step: Any, name: str) -> Iterator[Mapping[str, Any]]:
-    """Yield the parts of a step if it is a sequence, else the step itself."""
+    """Yield a pipeline step. If it is a sequence, yield its parts instead, recursively."""
     if step is None:
         return
     if step.get("type") == "Sequence":
@@ -104,7 +104,7 @@ def _is_simple_splitter(splitter: Mapping[str, Any]) -> bool:
 
 
 def _is_simple(pattern: str) -> bool:
-    """Return True if a regular expression is one of the known ones, has no repetition, or is a
-    single run of one character class."""
+    """Return True if a regular expression cannot backtrack for long: it is in `_BOUNDED_PATTERNS`,
+    has no repetition, or repeats a single character class."""
     repeats = bool(set(pattern) & set("*+?{("))
     return pattern in _BOUNDED_PATTERNS or not repeats or bool(_SINGLE_RUN.fullmatch(pattern))

@@ -1,7 +1,8 @@
-"""The process that runs a chat template, and a tokenizer that is not known to be bounded. It reads
-requests from standard input and writes replies to standard output.
+"""Main program of the child process that runs a chat template, and any tokenizer that is not known
+to be bounded.
 
-Each message is an 8-byte length followed by JSON. The process ends when its input ends.
+It reads requests from standard input and writes replies to standard output. Each message is an
+8-byte length followed by JSON. The process ends when its input ends.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ if TYPE_CHECKING:
 
 LENGTH = struct.Struct("<Q")
 _MAX_MEMORY = 1 << 30
-"""Maximum address space in bytes. A template can grow a text exponentially, by doubling it."""
+"""Maximum address space in bytes. The limit is needed because a template can double a text
+repeatedly."""
 
 _MAX_TOKENIZER_MEMORY = 4 << 30
-"""Maximum address space in bytes with a tokenizer, whose vocabulary needs memory too."""
+"""Maximum address space in bytes with a loaded tokenizer, whose vocabulary needs memory too."""
 
 
 def main(directory: str, characters: int) -> None:
-    """Serve requests until the input ends. A prompt may have up to `characters` characters. The
-    first request contains the template's source, or null for the model's own template."""
+    """Serve requests until the input ends. `characters` is the maximum length of a rendered prompt.
+    The first request contains the template's source, or null for the model's own template."""
     ignore_group_signals()
     _limit_memory(_MAX_MEMORY)
     (source,) = _read_request()
@@ -42,7 +44,7 @@ def main(directory: str, characters: int) -> None:
     except ModelError as error:
         _write_reply({"model_error": str(error)})
         return
-    except Exception as error:  # a template can be wrong in any way
+    except Exception as error:  # an invalid template may raise any exception
         _write_reply({"model_error": f"the model's chat template is malformed: {error!r}"})
         return
     _write_reply({"value": None})
@@ -51,7 +53,7 @@ def main(directory: str, characters: int) -> None:
 
 
 def _read_request() -> list[Any]:
-    """Return the next request; an empty list if the input has ended."""
+    """Read the next request. Return an empty list if the input has ended."""
     header = os.read(0, LENGTH.size)
     if not header:
         return []
@@ -79,7 +81,7 @@ def _handle(template: ChatTemplate, directory: Path, request: list[Any]) -> dict
             return {"value": _spans(directory, request[1])}
         return {"value": _run_template(template, request)}
     except InvalidRequest as error:
-        # Once it has reached the memory limit, the process may stay near it.
+        # After reaching the memory limit once, the process may stay close to it.
         return {"error": str(error), "must_restart": isinstance(error.__cause__, MemoryError)}
     except OutOfResources:
         gib = _MAX_TOKENIZER_MEMORY >> 30

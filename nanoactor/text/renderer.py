@@ -1,10 +1,10 @@
-"""A disposable process for programs that come with a model.
+"""A disposable process for the programs that are part of a model.
 
-A chat template is a program. A sandbox prevents harm, but not an endless loop or the exhaustion of
-memory. The same applies to a tokenizer's regular expressions and replacements, unless they are
-known to be bounded (`patterns.py`). Such programs run in a child of the rendering process, with
+A chat template is a program. Jinja's sandbox prevents access to the system, but not an endless loop
+or the exhaustion of memory. The same applies to a tokenizer's regular expressions and replacements,
+unless they are known to be bounded (`patterns.py`). Such programs run in a child process with
 limits on CPU time, memory and output. A child that exceeds its time or memory limit is killed, and
-another one is started.
+the next request starts a new one.
 """
 
 from __future__ import annotations
@@ -35,29 +35,31 @@ if TYPE_CHECKING:
     from nanoactor.text.tokenizer import Piece
 
 _POLL_SECONDS = 0.02
-"""Seconds between two checks of a child's CPU time."""
+"""Seconds between two checks of the child's CPU time."""
 _WALL_CLOCK_FACTOR = 10.0
-"""Wall-clock limit as a multiple of the CPU limit: a child may have to wait for a CPU."""
+"""Wall-clock limit as a multiple of the CPU time limit, because a child may have to wait for a
+CPU."""
 _STARTUP_SECONDS = 5.0
-"""Extra seconds of CPU time allowed for startup."""
+"""Additional seconds of CPU time for the start of the child."""
 _FIRST_ATTEMPT_SECONDS = 0.5
-"""Seconds of CPU time after which a job is stopped and requeued behind the others."""
+"""Seconds of CPU time after which the first attempt of a job is stopped. The job is then queued
+again behind the others."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RenderOptions:
-    """A chat template and the limits for one conversation."""
+    """A chat template, and the limits for rendering one conversation."""
 
     seconds: float
-    """CPU time limit in seconds."""
+    """Maximum CPU time in seconds."""
     characters: int
-    """Maximum number of output characters."""
+    """Maximum length of a rendered prompt, in characters."""
     template: str | None = None
-    """Source of the template; None selects the model's own."""
+    """Source of the template; None selects the model's own template."""
 
 
 class TimeLimitExceeded(Exception):
-    """The child has exceeded the time limit."""
+    """A request took more CPU time or wall-clock time than its limit."""
 
 
 class _ChildEnded(Exception):
@@ -65,13 +67,13 @@ class _ChildEnded(Exception):
 
 
 class _Child:
-    """The child process and its request protocol."""
+    """The child process and its pipes: sends requests and receives replies."""
 
     def __init__(self, directory: Path, options: RenderOptions) -> None:
         path = [entry for entry in sys.path if isinstance(entry, str)]
         program = (
             f"import sys; sys.path[:] = {path!r}; "
-            # First, because the parent may end while the other modules are imported.
+            # First, because the parent may end while the other imports are running.
             "from nanoactor.runtime.process import die_with_parent; "
             f"die_with_parent({os.getpid()}, 'template'); "
             "from nanoactor.text.render_child import main; "
@@ -86,7 +88,7 @@ class _Child:
         self.send([options.template])
 
     def send(self, request: list[Any]) -> None:
-        """Send a request to the child. If the child has ended, `answer` reports that."""
+        """Send a request to the child. If the child has ended, the error is raised by `answer`."""
         assert self.process.stdin is not None
         body = json.dumps(request).encode()
         with contextlib.suppress(BrokenPipeError):
@@ -94,9 +96,9 @@ class _Child:
             self.process.stdin.flush()
 
     def answer(self, limit: float) -> Any:
-        """Wait for the child's answer, for up to `limit` seconds of the child's CPU time.
+        """Wait for the child's answer, for up to `limit` seconds of its CPU time.
 
-        Raises `TimeLimitExceeded` if the child takes longer, `_ChildEnded` if it has ended.
+        Raises `TimeLimitExceeded` after that time, and `_ChildEnded` if the child has ended.
         """
         begin, used = time.monotonic(), self._cpu_seconds()
 
@@ -141,21 +143,21 @@ class _Child:
 
 
 class Renderer:
-    """Renders a model's template in a child process. Calls block, and the child ends with the
-    thread that started it."""
+    """Runs a model's chat template and tokenizer in a child process. All calls block. The child
+    ends together with the thread that started it."""
 
     def __init__(self, directory: Path, options: RenderOptions) -> None:
-        """Create the renderer without starting its process."""
+        """Create the renderer. The first request starts the child."""
         self._directory, self._options = directory, options
         self._child: _Child | None = None
         self._lock = threading.Lock()
         self.cancelled = False
-        """True if the current job has been canceled; reset for the next job."""
+        """True if the current job was canceled. Set to False at the start of the next job."""
 
     def describe(self) -> tuple[TemplateFacts, str]:
-        """Return the template's capabilities, and the error of the test rendering, or an empty
-        text. Raises `ModelError` if the template is malformed, and `InvalidRequest` if reading it
-        exceeds the time limit."""
+        """Return the template's capabilities, and the error of a test rendering (empty if it
+        succeeded). Raises `ModelError` if the template is malformed, and `InvalidRequest` if
+        reading it exceeds the time limit."""
         if not read_template_files(self._directory, self._options.template).sources:
             return TemplateFacts(), ""
         try:
@@ -175,24 +177,24 @@ class Renderer:
         return dataclasses.replace(facts, **probed), ""
 
     def render(self, messages: str, options: str, seconds: float) -> str:
-        """Return the prompt for a conversation within `seconds` seconds of CPU time. `messages` and
-        `options` are JSON texts. Raises `InvalidRequest` if rendering fails, and
-        `TimeLimitExceeded` if it takes longer."""
+        """Render a conversation to a prompt within `seconds` of CPU time. `messages` and `options`
+        are JSON texts. Raises `InvalidRequest` if rendering fails, and `TimeLimitExceeded` if it
+        takes too long."""
         text: str = self.ask(["render", messages, options], seconds)
         return text
 
     def time_limit_error(self, request: list[Any] | None = None) -> InvalidRequest:
-        """Return the error for a request that has exceeded the time limit."""
+        """Return the error for a request that exceeded its time limit."""
         what, seconds = _subject_of(request), self._options.seconds
         return InvalidRequest(f"{what} was stopped because it took longer than {seconds:g} s")
 
     def ask(self, request: list[Any], seconds: float) -> Any:
-        """Return the child's answer to a request within `seconds` of CPU time. Raises as `render`
-        does."""
+        """Send a request to the child and return its reply, within `seconds` of CPU time. Raises
+        the errors of `render`."""
         try:
             try:
                 answer = self._ask_once(request, seconds)
-            except _ChildEnded:  # perhaps by a late cancellation of the previous request
+            except _ChildEnded:  # a late cancellation of the previous request may have ended it
                 self.end()
                 answer = self._ask_once(request, seconds)
         except TimeLimitExceeded:
@@ -236,14 +238,14 @@ class Renderer:
         return child.answer(seconds)
 
     def cancel(self) -> None:
-        """Cancel the current request, which then fails. May be called from any thread."""
+        """Cancel the current request, which then fails. Thread-safe."""
         with self._lock:
             self.cancelled = True
             if self._child is not None:
                 self._child.process.kill()
 
     def end(self) -> None:
-        """End the child; the next request starts a new one."""
+        """End the child. The next request starts a new one."""
         with self._lock:
             child, self._child = self._child, None
         if child is not None:
@@ -251,15 +253,15 @@ class Renderer:
 
 
 Done = Callable[[Any], None]
-"""Callback that receives the result of a request, or the `Exception` raised instead."""
+"""Callback that receives the result of a job, or the exception that it raised."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class _Job:
-    """A queued request. The job with the lowest (`attempt`, `sequence_number`) runs first."""
+    """A queued request. Jobs run in ascending order of (`attempt`, `sequence_number`)."""
 
     attempt: int
-    """0 at first, 1 after the job has been requeued behind the others; a negative value ends the
+    """0 for a new job, 1 for one that was stopped and queued again. A negative value ends the
     thread."""
     sequence_number: int
     number: int = dataclasses.field(compare=False)
@@ -268,13 +270,13 @@ class _Job:
 
 
 class RenderQueue:
-    """A thread that runs jobs in a renderer, one at a time, and passes the results to callbacks.
+    """A thread that runs jobs in a `Renderer`, one at a time, and passes the results to callbacks.
 
-    Jobs run in order, but one that takes long is restarted after the others.
+    Jobs run in order of arrival. A job that takes long is stopped and run again after the others.
     """
 
     def __init__(self, directory: Path, options: RenderOptions) -> None:
-        """Start the thread, and the child if the model has a template."""
+        """Start the thread, which also reads the model's template."""
         self._renderer = Renderer(directory, options)
         self._seconds = options.seconds
         self._jobs: queue.PriorityQueue[_Job] = queue.PriorityQueue()
@@ -285,21 +287,22 @@ class RenderQueue:
         self._has_template, self.note = bool(files.sources), files.note
         self._lock = threading.Lock()
         self._active: set[int] = set()
-        """Numbers of the unfinished jobs that have not been canceled."""
+        """Numbers of the unfinished jobs that were not canceled."""
         self._current: int | None = None
         self._thread = threading.Thread(target=self._run, name="render", daemon=True)
         self._thread.start()
 
     def describe(self) -> tuple[TemplateFacts, str]:
-        """Wait for the result of `Renderer.describe`. May be called only once, at startup."""
+        """Wait for the result of `Renderer.describe`, which the thread computes at startup. May be
+        called only once."""
         found = self._described.get()
         if isinstance(found, Exception):
             raise found
         return found
 
     def render(self, number: int, messages: str, options: str, done: Done) -> None:
-        """Queue a conversation for rendering. `done` is called on the queue's thread, or, if the
-        model has no template, by this call."""
+        """Queue a conversation for rendering. `done` is called on the queue's thread. If the model
+        has no template, `done` is called immediately, with the error."""
         if not self._has_template:
             text = "the model has no chat template; give a text prompt instead of messages"
             done(InvalidRequest(text))
@@ -307,13 +310,14 @@ class RenderQueue:
         self._put(number, ["render", messages, options], done)
 
     def encode(self, number: int, pieces: Sequence[Piece], done: Done) -> None:
-        """Queue texts to encode with a tokenizer that is not known to be bounded. `done` is called
-        on the queue's thread with a list of token ids for each text."""
+        """Queue texts for a tokenizer that is not known to be bounded. `done` is called on the
+        queue's thread with a list of token ids per text."""
         self._put(number, ["encode", [*pieces]], done)
 
     def spans(self, number: int, prompts: Sequence[Any], done: Done) -> None:
-        """Queue prompts (texts or token ids) to find their `Spans` with a tokenizer that is not
-        known to be bounded. `done` is called on the queue's thread with the `Spans` as lists."""
+        """Queue prompts (texts or token ids) to find the position of each token, for a tokenizer
+        that is not known to be bounded. `done` is called on the queue's thread with one `Spans` per
+        prompt, as lists."""
         self._put(number, ["spans", [*prompts]], done)
 
     def _put(self, number: int, request: list[Any], done: Done) -> None:
@@ -322,7 +326,7 @@ class RenderQueue:
         self._jobs.put(_Job(0, next(self._sequence_numbers), number, request, done))
 
     def cancel(self, number: int) -> None:
-        """Cancel a job unless it has finished; its callback receives `Cancelled`."""
+        """Cancel a job, unless it has finished. Its callback receives `Cancelled`."""
         with self._lock:
             if number in self._active:
                 self._active.remove(number)
@@ -330,7 +334,8 @@ class RenderQueue:
                     self._renderer.cancel()
 
     def cancel_all(self) -> None:
-        """Cancel all jobs; their callbacks receive `Cancelled`, and their numbers may be reused."""
+        """Cancel all jobs. Their callbacks receive `Cancelled`, and their numbers may be used
+        again."""
         with self._lock:
             for number in [*self._active]:
                 self._active.remove(number)
@@ -370,7 +375,7 @@ class RenderQueue:
             result = (
                 error if seconds < self._seconds else self._renderer.time_limit_error(job.request)
             )
-        except Exception as error:  # a template is a program: it can fail in any way
+        except Exception as error:  # a template is a program and may raise any exception
             result = error
         with self._lock:
             self._current = None
@@ -381,7 +386,7 @@ class RenderQueue:
         return result
 
     def close(self) -> None:
-        """End the child and the thread."""
+        """End the child process and the thread."""
         with self._lock:
             self._active.clear()
         self._jobs.put(_Job(-1, 0, 0, [], lambda result: None))
@@ -390,10 +395,10 @@ class RenderQueue:
 
 
 def _subject_of(request: list[Any] | None) -> str:
-    """Return the subject of the error messages about a request."""
+    """Return "the tokenizer" or "the chat template", as the subject of an error message."""
     is_tokenizing = request is not None and request[0] in ("encode", "spans")
     return "the tokenizer" if is_tokenizing else "the chat template"
 
 
 class Cancelled(Exception):
-    """The job has been canceled: its result is no longer wanted."""
+    """The job was canceled, so it has no result."""

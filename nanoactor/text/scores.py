@@ -1,5 +1,5 @@
-"""Converts log-probabilities on their way from the scheduler to the user, and adds the bytes of
-tokens."""
+"""Conversion of log-probabilities on their way from the scheduler to the user, with the bytes of
+their tokens."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from nanoactor.messages.scores import RequestScores, TokenScores, ToldScores
 from nanoactor.requests.outputs import Logprob
 
 MAX_PIECE = 1024
-"""Maximum number of bytes reported for a token. No vocabulary that we know has longer tokens."""
+"""Maximum number of bytes reported per token. No vocabulary that we know has longer tokens."""
 
 
 class Score(NamedTuple):
-    """Log-probability of one token, with the likeliest tokens at its position."""
+    """Log-probability and rank of one token, and the likeliest tokens at the same position."""
 
     token: int
     logprob: float
@@ -25,23 +25,23 @@ class Score(NamedTuple):
     top_ids: list[int]
     top_logprobs: list[float]
     offset: int = 0
-    """Number of output characters before the token."""
+    """Number of output characters before the token. 0 for prompt tokens."""
 
 
 class ScoreRun(NamedTuple):
-    """Scores of consecutive tokens of one request, either of its prompt or of its output."""
+    """Scores of consecutive tokens of one request: either prompt tokens or output tokens."""
 
     uid: int
     is_prompt: bool
     scores: list[Score]
     pieces: list[bytes]
-    """For each score, the bytes of its token, followed by those of the reported alternatives; empty
-    if there is no tokenizer."""
+    """Bytes of each scored token, followed by those of its alternatives (`top_ids`). Empty if there
+    is no tokenizer."""
 
 
 def score_runs(message: RequestScores) -> Iterator[ScoreRun]:
-    """Yield the runs of a message, with -1 for each token id; the caller fills in the ids if it has
-    them."""
+    """Unpack a message from the scheduler. Each score has the token id -1, because the message does
+    not contain the ids; the caller replaces it."""
     scores, offset, top = message.scores, 0, 0
     logprobs, ranks = scores.logprobs.tolist(), scores.ranks.tolist()
     counts, top_ids = scores.counts.tolist(), scores.top_ids.tolist()
@@ -62,10 +62,11 @@ def score_runs(message: RequestScores) -> Iterator[ScoreRun]:
 def pop_scores(
     run: ScoreRun, budget: int, max_count: int, piece: Callable[[int], bytes] | None
 ) -> tuple[ScoreRun, int]:
-    """Remove scores from the front of a run: as many as fit into `budget` bytes, but at least one
+    """Remove scores from the start of a run: as many as fit into `budget` bytes, but at least one
     and at most `max_count`.
 
-    Return the removed scores, with the bytes of their tokens, and their size in a message.
+    Return the removed scores, together with the bytes of their tokens, and their approximate size
+    in bytes. `piece` returns the bytes of a token; None if there is no tokenizer.
     """
     pieces: list[bytes] = []
     count, size = 0, 0
@@ -83,7 +84,7 @@ def pop_scores(
 
 
 def scores_message(runs: list[ScoreRun]) -> ToldScores:
-    """Return the message that reports these scores to the frontend."""
+    """Pack scores into the message that is sent to the frontend."""
     scores = [score for run in runs for score in run.scores]
     pieces = [piece for run in runs for piece in run.pieces]
     return ToldScores(
@@ -104,18 +105,19 @@ def scores_message(runs: list[ScoreRun]) -> ToldScores:
 
 
 class ReportedRun(NamedTuple):
-    """Scores of one request as reported to the user, without the ids of the scored tokens."""
+    """Scores of one request in the form that users get. The ids of the scored tokens are not
+    included."""
 
     uid: int
     is_prompt: bool
     logprobs: list[tuple[Logprob, dict[int, Logprob]]]
-    """For each token, its own log-probability and, by token id, those of the likeliest tokens at
-    its position."""
+    """For each token: its own log-probability, and those of the likeliest tokens at its position,
+    by token id."""
     offsets: list[int]
 
 
 def reported_runs(message: ToldScores) -> Iterator[ReportedRun]:
-    """Yield the runs of a message."""
+    """Unpack a message from the detokenizer, one item per run."""
     scores = message.scores
     pieces = _pieces(message)
     logprobs, ranks = scores.logprobs.tolist(), scores.ranks.tolist()

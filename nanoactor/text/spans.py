@@ -1,4 +1,4 @@
-"""Finds the position of each token in its text, for the log-probabilities of a prompt."""
+"""Position of each token in its text, needed for the log-probabilities of an echoed prompt."""
 
 from __future__ import annotations
 
@@ -11,26 +11,25 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 Spans = tuple[bytes, list[int]]
-"""The bytes of a prompt's first token, and the index of each token's first character in the
-text."""
+"""Bytes of the prompt's first token, and the index in the text of each token's first character."""
 
 
 class SpanFinder:
-    """Finds the position of each token in a text. A token inside a character starts at that
-    character."""
+    """Finds the position of each token in a text. If a token starts inside a character, its
+    position is that of the character."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._decoders = DecoderFactory(tokenizer)
 
     def of_ids(self, token_ids: Sequence[int]) -> Spans:
-        """Return the spans of these ids in the text that they decode to, including special
-        tokens."""
+        """Return the spans of token ids in the text that they decode to, special tokens
+        included."""
         return self._decoders.piece(token_ids[0]), self._decode_with_starts(token_ids)[1]
 
     def of_text(self, text: str) -> Spans:
-        """Return the spans of the tokens in this text. The tokens may decode to a different text: a
-        normalized one, or one with an additional token at the beginning."""
+        """Return the spans of a text's tokens. If the tokens decode to a different text, because
+        the tokenizer normalizes it or adds a token, use the offsets that the tokenizer reports."""
         # Imported here because the user's process imports this module.
         from nanoactor.text.tokenizer import as_request_errors
 
@@ -40,7 +39,7 @@ class SpanFinder:
         if decoded != text:
             starts, end = [], 0
             for begin, stop in encoded.offsets:
-                # Some tokenizers leave the space before a word out of its span.
+                # Some tokenizers exclude the space before a word from its span.
                 starts.append(end if text[end:begin].isspace() else begin)
                 end = max(end, stop)
         return self._decoders.piece(encoded.ids[0]) if encoded.ids else b"", starts

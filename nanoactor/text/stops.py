@@ -1,13 +1,12 @@
-"""Finds stop strings in a stream of text, and holds back text that may be the beginning of one."""
+"""Detection of stop strings in streamed text. Text that may be the start of one is held back."""
 
 from __future__ import annotations
 
 
 class StopMatcher:
-    """Searches pieces of text for stop strings; the result does not depend on where the text is
-    split.
+    """Finds stop strings in a text that arrives in pieces. The result does not depend on the split.
 
-    The match that ends first wins; of several that end at the same position, the longest.
+    The match that ends first is used, and the longest of several that end at the same position.
     """
 
     def __init__(self, stops: tuple[str, ...], include: bool) -> None:
@@ -17,8 +16,8 @@ class StopMatcher:
         self.matched: str | None = None
 
     def push(self, text: str) -> str:
-        """Append text; return the text that may be emitted. After a match, this is the text up to
-        the stop string, including it if `include` was set."""
+        """Append text. Return the text that can no longer be part of a stop string. After a match,
+        that is the text before the stop string, or, with `include`, up to its end."""
         if not self._stops:
             return text
         held = self._held + text
@@ -43,8 +42,7 @@ class StopMatcher:
         return end, stop
 
     def _partial_match_length(self, text: str) -> int:
-        """Return the length of the longest suffix of `text` that is the beginning of a stop
-        string."""
+        """Return the length of the longest suffix of `text` with which a stop string begins."""
         max_size = max(len(stop) for stop in self._stops) - 1
         for size in range(min(max_size, len(text)), 0, -1):
             suffix = text[-size:]
@@ -53,6 +51,6 @@ class StopMatcher:
         return 0
 
     def finish(self) -> str:
-        """Return the text that is still held back at the end of the output."""
+        """Return the text that is held back. Call this after the last piece."""
         held, self._held = self._held, ""
         return held

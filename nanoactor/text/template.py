@@ -1,4 +1,4 @@
-"""A model's chat template, which converts conversations to prompts."""
+"""A model's chat template: renders conversations to prompts, and detects what it supports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from nanoactor.text.conversation import (
 )
 from nanoactor.text.template_files import read_template_files
 
-if TYPE_CHECKING:  # the user's process imports this module but does not need the library
+if TYPE_CHECKING:  # not needed in the user's process, which imports this module
     from jinja2 import nodes
     from jinja2.ext import Extension
     from jinja2.parser import Parser
@@ -32,31 +32,32 @@ if TYPE_CHECKING:  # the user's process imports this module but does not need th
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TemplateFacts:
-    """Capabilities of a model's chat template."""
+    """Capabilities of a model's chat template, as reported to other processes."""
 
     exists: bool = False
     variables: tuple[str, ...] = ()
     """Names of the variables that the template reads."""
     members: tuple[str, ...] = ()
-    """Names that the template may look up in a message or in any other object."""
+    """Names that the template may look up in a message or in another object."""
     call_form: CallForm = "hermes"
-    """Form in which the template renders calls."""
+    """Syntax in which the template writes the assistant's earlier tool calls."""
     renders_tools: bool = False
     renders_result_pictures: bool = False
-    """True if an image in a tool result is rendered like one in a user message."""
+    """True if an image in a tool result is rendered like an image in a user message."""
     thoughts: Thoughts = "none"
-    """Reasoning mode after a prompt that is rendered without options."""
+    """Reasoning mode after a prompt that is rendered without options, as `thoughts_after` returns
+    it."""
     has_reasoning: bool = False
     reasoning_varies: bool = False
-    """True if the reasoning mode depends on the messages as well as on the options."""
+    """True if the messages, and not only the options, determine whether reasoning follows."""
 
     def effective_thoughts(self, thoughts: Thoughts) -> Thoughts:
-        """Return `thoughts`, the result of `thoughts_after`, or "none" if it is "optional" and the
-        model has no reasoning."""
+        """Return `thoughts`, a result of `thoughts_after`. If it is "optional" but the model cannot
+        reason, return "none"."""
         return "none" if thoughts == "optional" and not self.has_reasoning else thoughts
 
     def check(self, options: Mapping[str, Any]) -> None:
-        """Raise `InvalidRequest` for an option that would have no effect."""
+        """Raise `InvalidRequest` for a template option that has no effect."""
         if options.get("tools") and not self.renders_tools:
             raise InvalidRequest(
                 "tools cannot be used because the model's chat template does not show them "
@@ -72,9 +73,11 @@ class TemplateFacts:
 
 
 def thoughts_after(prompt: str) -> Thoughts:
-    """Return the reasoning mode after a prompt of a reasoning model: "open" if the prompt ends with
-    an open `<think>`, "none" if it ends with `</think>`, as with Qwen3's template when thinking is
-    disabled, else "optional"."""
+    """Return the reasoning mode of the output after a prompt: "open" if the prompt ends with
+    `<think>`, "none" if it ends with `</think>`, and otherwise "optional".
+
+    Qwen3's template, for example, ends the prompt with `</think>` if thinking is disabled.
+    """
     end = prompt.rstrip()
     if end.endswith("<think>"):
         return "open"
@@ -99,7 +102,8 @@ _PROBES: tuple[list[dict[str, Any]], ...] = (
     [{"role": "system", "content": "/no_think"}, {"role": "user", "content": "?"}],
     tool_call_conversation({}, "{}"),
 )
-"""Conversations after which some templates open reasoning and others do not."""
+"""Test conversations. Some templates start reasoning after certain messages and not after
+others."""
 
 
 _CALL_FORM_MARKS: tuple[tuple[str, CallForm], ...] = (
@@ -110,7 +114,7 @@ _CALL_FORM_MARKS: tuple[tuple[str, CallForm], ...] = (
     ("<|python_tag|>", "llama3_json"),
     ("Environment: ipython", "llama3_json"),
 )
-"""Texts in a template's source that identify the form in which it renders calls; the first match is
+"""Texts in a template's source that identify the syntax of its tool calls. The first match is
 used."""
 
 
@@ -119,27 +123,27 @@ def _call_form(source: str) -> CallForm:
 
 
 class ChatTemplate:
-    """Renders messages as the model was trained to read them.
+    """Renders messages in the format that the model was trained on.
 
-    The environment is the same as in transformers: a sandbox, `raise_exception`, `strftime_now`,
-    `tojson`, and the special tokens by name.
+    The Jinja environment is the same as in transformers: a sandbox with `raise_exception`,
+    `strftime_now`, `tojson`, and the special tokens by name.
     """
 
     def __init__(
         self, directory: Path, characters: int | None = None, source: str | None = None
     ) -> None:
-        """Compile `source`, or the model's own templates if it is None. `characters` limits the
-        length of the prompt."""
+        """Compile `source`, or the model's own templates if it is None. `characters` is the maximum
+        length of a prompt; None sets no limit."""
         self._characters = characters
         files = read_template_files(directory, source)
         self._special, self._sources = files.special_tokens, files.sources
-        # Compiled now, so that a malformed template raises at startup and not during a request.
+        # Compile now, so that a malformed template raises at startup and not during a request.
         self._templates = {name: _compile(source) for name, source in self._sources.items()}
         self._forms: dict[str, Forms] = {}
-        """Forms of messages by template; determined when a conversation first needs them."""
+        """Message forms that each template reads, by template name. Detected on first use."""
 
     def facts(self) -> TemplateFacts:
-        """Return the facts that can be derived from the template's source."""
+        """Return the capabilities that can be read from the template's source."""
         from jinja2 import meta
 
         if not self._templates:
@@ -156,7 +160,8 @@ class ChatTemplate:
         return TemplateFacts(True, *names, call_form=form, has_reasoning=has_reasoning)
 
     def probe(self) -> dict[str, Any]:
-        """Return the fields of `TemplateFacts` that are determined by rendering."""
+        """Return the fields of `TemplateFacts` that are detected by rendering test
+        conversations."""
         baseline = self._try_render(_PROBES[0], {})
         others = [text for probe in _PROBES[1:] if (text := self._try_render(probe, {}))]
         thoughts = thoughts_after(baseline)
@@ -174,7 +179,7 @@ class ChatTemplate:
         return bool(expected.strip()) and self._image_placeholder([*before, result]) == expected
 
     def _image_placeholder(self, messages: list[Any]) -> str:
-        """Return the placeholder of the image in `_WITH_PICTURE` as these messages render it."""
+        """Return the text that these messages render in place of the image in `_WITH_PICTURE`."""
         _, _, rest = self._try_render(messages, {}).partition(_BEFORE)
         return rest.partition(_AFTER)[0]
 
@@ -185,12 +190,12 @@ class ChatTemplate:
             return ""
 
     def render(self, messages: list[Any], options: Mapping[str, Any]) -> str:
-        """Return the prompt for these messages.
+        """Render messages to a prompt.
 
-        `options` are passed to the template (`add_generation_prompt` is true unless given). The
-        exception is `continue_final_message`, with which the prompt ends where the last message
-        ends, as in transformers. Raises `InvalidRequest` if the model has no template, or if the
-        template rejects the messages.
+        `options` are passed to the template. `add_generation_prompt` is true unless it is set. The
+        option `continue_final_message` ends the prompt where the last message ends, as in
+        transformers. Raises `InvalidRequest` if the model has no template, or if the template
+        rejects the messages.
         """
         name = "tool_use" if options.get("tools") and "tool_use" in self._templates else "default"
         if name not in self._templates:
@@ -216,13 +221,13 @@ class ChatTemplate:
         return render_messages(name, fit_messages(messages, self._get_forms(name)), options)
 
     def _render_continued(self, name: str, messages: list[Any], options: Mapping[str, Any]) -> str:
-        """Return the prompt up to the end of the last message's text."""
+        """Render messages to a prompt that ends with the last message's text."""
         marker = f"\ue000{secrets.token_hex(8)}\ue001"
         marked, text = append_marker(messages, f"{marker} ")
         return cut_at_marker(self._render_template(name, marked, options), marker, text)
 
     def _get_forms(self, name: str) -> Forms:
-        """Return the message forms that a template reads."""
+        """Return the message forms that a template reads, detecting them on first use."""
         if name not in self._forms:
 
             def render_probe(probe: list[dict[str, Any]]) -> str:
@@ -247,12 +252,12 @@ class ChatTemplate:
         except MemoryError as error:
             reason = "the chat template was stopped because it used too much memory"
             raise InvalidRequest(reason) from error
-        except Exception as error:  # a template is a program: it can fail in any way
+        except Exception as error:  # a template is a program and may raise any exception
             reason = str(error) or type(error).__name__
             raise InvalidRequest(f"the chat template rejects these messages: {reason}") from error
 
     def _join_bounded(self, pieces: Iterator[str]) -> str:
-        """Join all pieces to one text. Raises `InvalidRequest` if the text is too long."""
+        """Join pieces to one text. Raises `InvalidRequest` if it exceeds the maximum length."""
         parts, size = [], 0
         for piece in pieces:
             size += len(piece)
@@ -265,8 +270,8 @@ class ChatTemplate:
 
 
 def _looked_up_names(tree: nodes.Template) -> set[str]:
-    """Return the names that a template looks up: `a.name`, `a["name"]`, and strings that may be
-    names."""
+    """Return the names that a template looks up in objects: `a.name`, `a["name"]`, and all strings
+    that are valid names."""
     from jinja2 import nodes
 
     found = {node.attr for node in tree.find_all(nodes.Getattr)}
@@ -318,13 +323,13 @@ def _environment() -> Any:
 
 
 def _generation_tag() -> type[Extension]:
-    """Return an extension for the only tag that chat templates use in addition to jinja's own: `{%
-    generation %}` to `{% endgeneration %}` marks the text of an assistant, for training. A prompt
-    is rendered as if the tags were not there."""
+    """Return a Jinja extension for `{% generation %}` and `{% endgeneration %}`, the only tags that
+    chat templates use in addition to Jinja's own. They mark an assistant's text for training and
+    have no effect on a prompt."""
     from jinja2.ext import Extension
 
     class GenerationTag(Extension):
-        tags = {"generation"}  # noqa: RUF012 - the name and type that jinja asks for
+        tags = {"generation"}  # noqa: RUF012 - Jinja requires this name and type
 
         def parse(self, parser: Parser) -> list[nodes.Node]:
             next(parser.stream)

@@ -1,6 +1,6 @@
 """The files that contain a model's chat templates and special tokens.
 
-Their places and their precedence are those of transformers' tokenizers and processors.
+Locations and precedence are the same as for transformers' tokenizers and processors.
 """
 
 from __future__ import annotations
@@ -24,28 +24,29 @@ PROCESSOR_CONFIG, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP = (
     "special_tokens_map.json",
 )
 TEMPLATE_FILES = (JINJA_TEMPLATE, LEGACY_TEMPLATE, PROCESSOR_CONFIG)
-"""Files that contain templates, in addition to the tokenizer's configuration."""
+"""Files that contain templates, besides the tokenizer's configuration."""
 _PROCESSOR_FILES = (PROCESSOR_CONFIG, "preprocessor_config.json")
-"""Files of models for which transformers reads the processor's templates before the tokenizer's."""
+"""Configuration files of a multimodal processor. If one exists, the processor's templates take
+precedence over the tokenizer's, as in transformers."""
 _QWEN = dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>")
 _DEFAULTS = {"Qwen2Tokenizer": _QWEN, "Qwen2TokenizerFast": _QWEN}
-"""Special tokens by transformers class, used if no file names others."""
+"""Special tokens by transformers class, used unless the model's files define others."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TemplateFiles:
-    """A model's chat templates, and the special tokens that they may refer to."""
+    """Chat templates of a model, and the special tokens that they may use."""
 
     sources: Mapping[str, str]
-    """Source of each template, by name; most models have only "default"."""
+    """Source of each template, by template name. Most models have only "default"."""
     special_tokens: Mapping[str, str]
     note: str = ""
-    """Message about the template in use if the files contain different ones; else empty."""
+    """Warning if the files contain different templates; empty otherwise."""
 
 
 def read_template_files(directory: Path, template: str | None = None) -> TemplateFiles:
-    """Read a model's templates and special tokens; `template` replaces the model's own templates.
-    Raises `ModelError` for a malformed file."""
+    """Read a model's chat templates and special tokens. `template` replaces the model's own
+    templates. Raises `ModelError` for a malformed file."""
     try:
         config = optional_json(directory / TOKENIZER_CONFIG)
         found = _find_templates(directory, config)
@@ -70,7 +71,8 @@ def read_template_files(directory: Path, template: str | None = None) -> Templat
 
 
 def _find_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Return the templates by the name of their file, in order of precedence."""
+    """Return the sources of templates by name, for each file that has any, in order of
+    precedence."""
     has_processor = any((directory / name).exists() for name in _PROCESSOR_FILES)
     jinja = _read_jinja_files(directory)
     legacy = _templates_by_name(optional_json(directory / LEGACY_TEMPLATE).get("chat_template"))
@@ -100,7 +102,8 @@ def _text(path: Path) -> str:
 
 
 def _templates_by_name(given: Any) -> dict[str, str]:
-    """Return templates by name, given a single text, a list of named templates, or a dict."""
+    """Convert a template setting to a dict from template names to sources. The setting is a text, a
+    list of named templates, a dict or None."""
     if given is None:
         return {}
     found = {"default": given} if isinstance(given, str) else given
@@ -112,14 +115,13 @@ def _templates_by_name(given: Any) -> dict[str, str]:
 
 
 def special_tokens(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the special tokens, by name, that the tokenizer's `config` and the model's other files
-    define: the seven that all models may have, and those of a particular model (`image_token`,
-    say)."""
+    """Return the special tokens of a model by name, from the tokenizer's `config` and the model's
+    other files. They include tokens of a particular model, such as `image_token`."""
     named: dict[str, Any] = {**_DEFAULTS.get(str(config.get("tokenizer_class")), {})}
     named |= {name: value for name, value in config.items() if name.endswith("_token")}
     extra = config.get("extra_special_tokens")
     named |= extra if isinstance(extra, dict) else {}
-    if "added_tokens_decoder" not in config:  # saved by versions that wrote a separate file
+    if "added_tokens_decoder" not in config:  # older versions wrote a separate file
         legacy = optional_json(directory / SPECIAL_TOKENS_MAP)
         named |= {name: value for name, value in legacy.items() if name.endswith("_token")}
     texts = {
@@ -130,5 +132,5 @@ def special_tokens(directory: Path, config: Mapping[str, Any]) -> dict[str, str]
 
 
 def optional_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; an empty dict if the file does not exist."""
+    """Return the JSON object in a file, or an empty dict if the file does not exist."""
     return read_json(path) if path.exists() else {}

@@ -1,4 +1,4 @@
-"""A model's tokenizer, read from its files without transformers."""
+"""A model's tokenizer, loaded from its files without transformers."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from nanoactor.text.patterns import is_bounded
 
 
 def load_tokenizer(directory: Path, name: str = "tokenizer.json") -> Tokenizer:
-    """Load a model's `tokenizer.json`, with the tokens that other files add to it. Raises
-    `ModelError` if it is missing or malformed."""
+    """Load a model's `tokenizer.json` and add the tokens that other files list. Raises `ModelError`
+    if it is missing or malformed."""
     path = directory / name
     if not path.exists():
         raise ModelError(f"{path} does not exist")
@@ -34,10 +34,10 @@ def load_tokenizer(directory: Path, name: str = "tokenizer.json") -> Tokenizer:
     try:
         with native_calls():
             tokenizer = _read(path)
-    except Exception as error:  # the library raises bare Exception
+    except Exception as error:  # the library raises only Exception
         raise ModelError(f"{path} is not a valid tokenizer: {error}") from error
     add_tokens(tokenizer, directory)
-    # Some tokenizers were saved with these settings for training; a prompt must stay unchanged.
+    # Some tokenizers were saved with these settings for training. A prompt must stay unchanged.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -52,21 +52,21 @@ def _read(path: Path) -> Tokenizer:
 
 
 Piece = tuple[str, bool]
-"""A text, and whether the tokenizer adds its own special tokens around it."""
+"""A text, and True if the tokenizer should add its own special tokens around it."""
 
 
 class TextEncoder:
-    """Encodes prompts to token ids."""
+    """Encodes prompts to token ids, and decodes ids to text."""
 
     def __init__(self, directory: Path, reserved: Sequence[int] = ()) -> None:
-        """Load the tokenizer. `reserved` are the ids of placeholders, which only a conversation's
-        template may write."""
+        """Load the tokenizer. `reserved` are the ids of placeholders for media, which may be
+        written only by the chat template and not by a user's text."""
         self._tokenizer = load_tokenizer(directory)
         self.is_bounded = is_bounded(_pipeline_json(self._tokenizer))
-        """True if time and memory are bounded by the length of the text. If not, pieces must be
-        encoded in another process."""
+        """True if encoding takes time and memory that are bounded by the length of the text. If
+        False, pieces must be encoded in another process."""
         names = [self._tokenizer.id_to_token(token) for token in reserved]
-        # Random, so that no text contains one unless it was inserted here.
+        # Random, so that no text contains a marker that was not inserted here.
         self._markers = {f"\ue000{secrets.token_hex(8)}\ue001": name for name in names if name}
         self._marker_ids = {
             marker: self._encode_as_text(name) for marker, name in self._markers.items()
@@ -83,40 +83,41 @@ class TextEncoder:
             self._tokenizer.encode_special_tokens = previous
 
     def hide_placeholders(self, text: str) -> str:
-        """Return a conversation (JSON, before it is rendered) in which user text that spells a
-        placeholder is replaced by a marker. `encode_rendered` encodes a marker as the ordinary text
-        of the placeholder's name."""
+        """Replace placeholder names in a conversation's text (JSON, not yet rendered) with random
+        markers. `encode_rendered` later encodes each marker as the ordinary text of the
+        placeholder's name."""
         for marker, name in self._markers.items():
             text = text.replace(name, marker)
         return text
 
     def encode(self, pieces: Sequence[Piece]) -> list[list[int]]:
-        """Return the token ids of each text. Raises `InvalidRequest` for invalid Unicode, or if the
-        library fails."""
+        """Encode texts to token ids. Raises `InvalidRequest` for invalid Unicode, or if the library
+        fails."""
         return encode_all(self._tokenizer, pieces)
 
     def encode_text(self, text: str, special: bool = True) -> Int32:
-        """Return the token ids of a text. `special` includes the special tokens that the tokenizer
-        adds."""
+        """Encode a text to token ids, shape (tokens,). `special` adds the tokenizer's own special
+        tokens."""
         return np.array(self.encode([(text, special)])[0], np.int32)
 
     def encode_rendered(self, text: str) -> Int32:
-        """Return the token ids of a rendered conversation. No special tokens are added: the
-        template has written them."""
+        """Encode a rendered conversation to token ids, shape (tokens,). No special tokens are
+        added, because the template has already written them."""
         return self.join_pieces(text, self.encode(self.split_rendered(text)))
 
     def split_rendered(self, text: str) -> list[Piece]:
-        """Return the texts around the hidden placeholders of a rendered conversation."""
+        """Split a rendered conversation at the markers. Return only the texts between them."""
         return [(piece, False) for piece in self._split(text) if piece not in self._marker_ids]
 
     def join_pieces(self, text: str, ids: Sequence[Sequence[int]]) -> Int32:
-        """Return the token ids of a rendered conversation, given the ids of each of its pieces."""
+        """Join the token ids of the pieces that `split_rendered` returned, and insert the ids of
+        the markers. `text` is the rendered conversation."""
         remaining = iter(ids)
         parts = [self._marker_ids.get(piece) or next(remaining) for piece in self._split(text)]
         return np.array(list(itertools.chain.from_iterable(parts)), np.int32)
 
     def id_of(self, tag: str) -> int | None:
-        """Return the id of the added token for a tag; None if there is none."""
+        """Return the id of the added token with this text, or None if there is none."""
         added = self._tokenizer.get_added_tokens_decoder()
         return next((id_ for id_, token in added.items() if token.content == tag), None)
 
@@ -126,8 +127,8 @@ class TextEncoder:
         return re.split("(" + "|".join(map(re.escape, self._markers)) + ")", text)
 
     def decode(self, token_ids: list[int]) -> str:
-        """Return the text of token ids, including special tokens. Raises `InvalidRequest` for an
-        unknown id."""
+        """Decode token ids to text, including special tokens. Raises `InvalidRequest` for an id
+        outside the vocabulary."""
         size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         for token in token_ids:
             if not 0 <= token < size:
@@ -138,21 +139,22 @@ class TextEncoder:
 
 
 def _pipeline_json(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return a tokenizer's normalizer and pre-tokenizer, as in its JSON file."""
+    """Return the definitions of a tokenizer's normalizer and pre-tokenizer, as in
+    `tokenizer.json`."""
     steps = {"normalizer": tokenizer.normalizer, "pre_tokenizer": tokenizer.pre_tokenizer}
     return {name: json.loads(step.__getstate__()) if step else None for name, step in steps.items()}
 
 
 def encode_all(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> list[list[int]]:
-    """Return the token ids of each text. Raises as `TextEncoder.encode` does."""
+    """Encode texts to token ids. Raises the errors of `TextEncoder.encode`."""
     with as_request_errors("the prompt cannot be tokenized"):
         return [tokenizer.encode(text, add_special_tokens=special).ids for text, special in pieces]
 
 
 @contextlib.contextmanager
 def as_request_errors(what: str) -> Iterator[None]:
-    """Convert the library's errors in this context to errors of the request, whose messages start
-    with `what`."""
+    """Convert errors that the tokenizers library raises in this context to `InvalidRequest` or
+    `OutOfResources`. Their messages start with `what`."""
     try:
         with native_calls():
             yield

@@ -1,4 +1,4 @@
-"""Traces, each of which covers all actors over the same period, with a summary and a timeline."""
+"""Traces of an engine's actors, with a summary and a timeline for Perfetto."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ __all__ = ["Trace", "TraceSummary", "Wait"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Trace:
-    """A trace from `AsyncLLM.trace()`, to be summarized, or saved and viewed."""
+    """A trace of all actors over the same period, as returned by `AsyncLLM.trace()`."""
 
     nodes: tuple[NodeTrace, ...]
     output_tokens: int
-    """Number of output tokens since the engine's start."""
+    """Number of output tokens since the engine was started."""
 
     def summary(self) -> TraceSummary:
-        """Return a summary of the spans."""
+        """Summarize the spans of the trace."""
         return summarize(self.nodes, self.output_tokens)
 
     def save(self, path: str | Path) -> None:
-        """Write a Chrome trace; open it at ui.perfetto.dev or chrome://tracing.
+        """Write the trace to a file in Chrome's format, for ui.perfetto.dev and chrome://tracing.
 
         Raises `OSError` if the file cannot be written.
         """
@@ -35,7 +35,7 @@ class Trace:
             self.write(file)
 
     def write(self, file: TextIO) -> None:
-        """Write the Chrome trace to an open file."""
+        """Write the trace in Chrome's format to an open text file."""
         file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
         separator = ""
         for event in chrome_events(self.nodes):

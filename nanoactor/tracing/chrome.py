@@ -1,6 +1,6 @@
-"""Spans as a Chrome trace, for viewing in Perfetto and chrome://tracing.
+"""Conversion of spans to a Chrome trace, for Perfetto and chrome://tracing.
 
-The format: "Trace Event Format",
+The format is described in "Trace Event Format",
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (complete events X,
 flow events s, t and f, metadata M; times in µs).
 """
@@ -20,10 +20,10 @@ Event = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Span:
-    """One span with its kind and its place in the trace."""
+    """A span of a track, together with its kind."""
 
     track_id: tuple[int, int]
-    """(process, thread) of its track, as numbered in the trace."""
+    """Process number and thread number of the track, as assigned in the trace."""
     kind: Kind
     number: int
     sent: int
@@ -36,8 +36,8 @@ class _Span:
 
 
 def chrome_events(nodes: Sequence[NodeTrace]) -> Iterator[Event]:
-    """Yield the events of every track, every span, and the arrows that follow each step, each
-    request and each image."""
+    """Yield the events of a Chrome trace: names of tracks, spans, and arrows that follow each step,
+    request and image."""
     track_ids: dict[str, tuple[int, int]] = {}
     spans: list[_Span] = []
     links: dict[str, dict[int, list[int]]] = {
@@ -47,7 +47,7 @@ def chrome_events(nodes: Sequence[NodeTrace]) -> Iterator[Event]:
     for process, node in enumerate(nodes, 1):
         yield _metadata_event("process_name", (process, 0), node.node)
         yield _sort_event("process_sort_index", (process, 0), process)
-        # A thread with the number of its process would count as the main thread.
+        # A thread whose number equals that of its process would be shown as the main thread.
         for thread, track in enumerate(node.tracks, 100 * process):
             track_ids[track.track] = process, thread
             yield _metadata_event("thread_name", (process, thread), track.track)
@@ -63,7 +63,7 @@ def chrome_events(nodes: Sequence[NodeTrace]) -> Iterator[Event]:
     for span in spans:
         yield _complete_event(span, origin)
     chains = _chains(spans)
-    chains["step"].pop(0, None)  # steps count from 1; 0 is for everything before the first
+    chains["step"].pop(0, None)  # steps count from 1; 0 is before the first
     for step, chain in chains["step"].items():
         yield from _flow_events("step", step, chain, track_ids, origin)
     for uid, chain in chains["uid"].items():
@@ -103,8 +103,8 @@ def _complete_event(span: _Span, origin: int) -> Event:
 
 
 def _chains(spans: list[_Span]) -> dict[str, dict[int, list[_Span]]]:
-    """Return, by field and number, the spans that belong together, in the order in which they
-    begin."""
+    """Group spans by step, by request uid and by image. Return each group's spans in order of their
+    start time, by field and number."""
     chains: dict[str, dict[int, list[_Span]]] = {
         "step": defaultdict(list),
         "uid": defaultdict(list),
@@ -122,8 +122,8 @@ def _request_chain(
     steps: dict[int, list[_Span]],
     links: dict[str, dict[int, list[int]]],
 ) -> list[_Span]:
-    """Return a request's own spans with those of its first step and of the step that ends it, in
-    the order in which they begin."""
+    """Return a request's own spans, plus those of its first step and of the step that ends it, in
+    order of their start time."""
     chain = list(own_spans)
     for link in (ENTERS, LEAVES):
         for step in links[link].get(uid, ())[:1]:
@@ -143,11 +143,11 @@ def _flow_events(
     track_ids: dict[str, tuple[int, int]],
     origin: int,
 ) -> Iterator[Event]:
-    """Yield the events of arrows from span to span, including send spans. The first arrow starts
-    where the message of the first span was sent."""
+    """Yield the events of arrows from span to span, including send spans. The first arrow starts at
+    the sending of the first span's message."""
     if not chain:
         return
-    # Use a time inside each span: the common end of two adjacent spans would be ambiguous.
+    # Use a time inside each span, because a common end of two adjacent spans would be ambiguous.
     points = [
         (span.track_id, span.begin + min(500, (span.end - span.begin) // 2)) for span in chain
     ]

@@ -1,8 +1,8 @@
-"""Convert a trace to Perfetto's JSON in a separate process: `python -m nanoactor.tracing.export`.
+"""Program that converts a trace to Perfetto's JSON: `python -m nanoactor.tracing.export`.
 
-It reads pickled snapshots, each a list of `NodeTrace`, from its parent on standard input and writes
-the JSON to standard output. The trace of a busy minute is tens of megabytes of text; writing it in
-the server would block its event loop.
+It reads pickled snapshots, each a list of `NodeTrace`, from its parent on standard input, and
+writes JSON to standard output. The trace of a busy minute is tens of megabytes of text. Writing it
+in the server would block the event loop.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from nanoactor.tracing import Trace
 
 
 def join_snapshots(snapshots: Sequence[Sequence[NodeTrace]]) -> list[NodeTrace]:
-    """Join overlapping snapshots, as tracks keep spans only for a short time."""
+    """Merge overlapping snapshots of a trace. Several are needed for a long trace, because tracks
+    keep spans only for a short time."""
     nodes: dict[str, NodeTrace] = {}
     tracks: dict[tuple[str, str], list[TrackTrace]] = {}
     for snapshot in snapshots:
@@ -38,8 +39,8 @@ def join_snapshots(snapshots: Sequence[Sequence[NodeTrace]]) -> list[NodeTrace]:
 
 
 def _join_track(parts: list[TrackTrace]) -> TrackTrace:
-    """Merge the snapshots of a track: each span appears once, ordered by its end. The numbers of
-    kinds stay valid, as a track only ever adds kinds."""
+    """Merge the snapshots of a track. Each span appears once, ordered by its end. The kinds of the
+    last snapshot are valid for all, because a track only adds kinds."""
     last = parts[-1]
     spans = np.unique(np.concatenate([part.spans for part in parts]))
     spans = spans[np.argsort(spans["end"], kind="stable")]

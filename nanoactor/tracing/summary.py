@@ -1,4 +1,5 @@
-"""Summary of a trace: device utilization, host work hidden by the device, next bottleneck."""
+"""Summary of a trace: device utilization, work of the host that overlaps with the device, and the
+next bottleneck."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from nanoactor.runtime.tracing import SPAN_DTYPE, IntervalSet, NodeTrace, TrackT
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wait:
-    """Time in µs that the messages of an edge waited between being sent and being handled."""
+    """Time that the messages of an edge waited from sending to handling, in µs."""
 
     edge: str
     messages: int
@@ -27,29 +28,28 @@ class TraceSummary:
     """Summary of the spans in an interval. Fractions are from 0 to 1."""
 
     seconds: float
-    """Length in seconds of the interval that all tracks cover."""
+    """Length of the interval that all tracks cover, in seconds."""
     steps: int
     device_idle: float
-    """Fraction of the time with requests in the engine during which the (first) device was idle."""
+    """Fraction of the time with unfinished requests in which the first device was idle."""
     hidden: float
-    """Fraction of the actors' work that was done while the device computed."""
+    """Fraction of the actors' work that was done while the device was computing."""
     busy: dict[str, float]
-    """Fraction of the interval during which each track, including devices, was busy."""
+    """Fraction of the interval in which each actor or device was busy, by track name."""
     bottleneck: str
-    """The busiest actor: the next bottleneck if the device were faster."""
+    """Name of the busiest actor, which would be the bottleneck with a faster device."""
     tokens: int
-    """Number of output tokens since the engine's start."""
+    """Number of output tokens since the engine was started."""
     cpu_us_per_token: dict[str, float]
-    """CPU time in µs per output token of each actor's process since the engine's start; empty
-    before the first token. Actors that share a process share its time in proportion to their
-    spans."""
+    """CPU time per output token in µs, by actor, since the engine was started. Empty before the
+    first token. Actors in the same process share its time in proportion to their spans."""
     waits: tuple[Wait, ...]
     lost: int
-    """Number of older spans that tracks have dropped; the interval starts after them."""
+    """Number of older spans that the tracks have dropped. The interval starts after these spans."""
 
     @property
     def line(self) -> str:
-        """Return a one-line summary."""
+        """The summary as one line of text."""
         if not self.steps:
             return "no step was computed"
         share = self.busy.get(self.bottleneck, 0.0)
@@ -62,8 +62,8 @@ class TraceSummary:
 
 
 def summarize(nodes: Sequence[NodeTrace], tokens: int) -> TraceSummary:
-    """Summarize the spans of all nodes; `tokens` is the number of output tokens since the engine's
-    start."""
+    """Summarize the spans of all nodes. `tokens` is the number of output tokens since the engine
+    was started."""
     tracks = [track for node in nodes for track in node.tracks]
     devices = [track for track in tracks if track.track.endswith(f" {DEVICE}")]
     loads = [track for track in tracks if track.track.endswith(f" {LOAD}")]
@@ -93,14 +93,14 @@ def summarize(nodes: Sequence[NodeTrace], tokens: int) -> TraceSummary:
 
 
 def _busy_intervals(tracks: Sequence[TrackTrace]) -> IntervalSet:
-    """Return the times at which any of these tracks was busy."""
+    """Return the times at which at least one of these tracks was busy."""
     spans = np.concatenate([np.empty(0, SPAN_DTYPE), *(track.spans for track in tracks)])
     return IntervalSet(spans["begin"], spans["end"])
 
 
 def _common_interval(tracks: list[TrackTrace]) -> tuple[int, int]:
-    """Return the begin and the end of the interval that all tracks cover; it ends with the last
-    span."""
+    """Return begin and end of the interval that all tracks cover, in ns. It ends with the last span
+    of any track."""
     non_empty = [track for track in tracks if len(track.spans)]
     if not non_empty:
         return 0, 0
@@ -119,8 +119,7 @@ def _step_numbers(device: TrackTrace, begin: int) -> set[int]:
 def _cpu_us_per_token(
     nodes: Sequence[NodeTrace], busy_intervals: dict[str, IntervalSet], tokens: int
 ) -> dict[str, float]:
-    """Return the CPU time per output token in µs, by actor; the tracks of devices get no share of
-    it."""
+    """Return the CPU time per output token in µs, by actor. Tracks of devices are omitted."""
     shares: dict[str, float] = {}
     for node in nodes:
         tracks = [track.track for track in node.tracks if track.track in busy_intervals]

@@ -1,1 +1,1 @@
-"""Pictures and videos before they reach a model: headers, pixels, and their places in a prompt."""
+"""Pictures and videos before they reach a model: validation, headers, decoding, and pixels."""

@@ -1,5 +1,5 @@
-"""Computation of the token ids of prompts with pictures, without decoding a picture or asking the
-engine."""
+"""Computation of the token ids of a prompt with pictures. No picture is decoded, and no engine is
+needed."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from nanoactor.vision.parts import MediaExtractor
 
 
 class PictureExpander:
-    """Replaces each picture's placeholder with as many placeholders as the picture will have
-    tokens."""
+    """Expands placeholders in token ids: each picture gets as many placeholder tokens as it has
+    tokens in the model."""
 
     def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
-        """Read the limits on pictures from the engine's configuration."""
+        """Read the limits on pictures from the engine's configuration and the model's files."""
         self._vision = files.config.vision
         self._extractor = MediaExtractor(config, files, encoder_pages(config, files))
         self._reader: MediaReader | None = None
@@ -35,9 +35,9 @@ class PictureExpander:
     async def expand(
         self, token_ids: Sequence[int], messages: Sequence[Mapping[str, Any]]
     ) -> list[int]:
-        """Return the token ids of a conversation, with the placeholders of its pictures expanded.
+        """Return the token ids of a conversation with the placeholders of its pictures expanded.
 
-        `token_ids` has one placeholder for each picture of `messages`. Picture headers are read on
+        `token_ids` has one placeholder for each picture in `messages`. Picture headers are read on
         a thread. Raises `InvalidRequest` if the engine would reject a picture.
         """
         _, media = self._extractor.of_messages(list(messages))

@@ -1,4 +1,5 @@
-"""Collection of the results that vision workers send to a tokenizer for a request's items."""
+"""Collection of a request's pictures and videos in the tokenizer, as vision workers send their
+results."""
 
 from __future__ import annotations
 
@@ -9,21 +10,26 @@ from nanoactor.vision.media import ReadItem, Unusable
 
 
 class ItemCollector:
-    """Collects the items of each request. They arrive in any order, possibly before the request
-    itself."""
+    """Collects the items (pictures and videos) of each request. Items arrive in any order, possibly
+    before the request itself."""
 
     def __init__(self) -> None:
         self._results: dict[int, dict[int, ReadItem | Unusable]] = {}
         self._to_drop: dict[int, int] = {}
-        """By finished request: number of items that are still to arrive, which will be dropped."""
+        """Number of items that are still to arrive and will be dropped, by the id of the finished
+        request."""
 
     def __len__(self) -> int:
-        """Return the number of requests with items that have arrived or are still to be dropped."""
+        """Return the number of requests with items that have arrived, plus the number of finished
+        requests with items still to arrive."""
         return len(self._results) + len(self._to_drop)
 
     def add(self, uid: int, item: int, result: ReadItem | Unusable) -> int:
-        """Record an item, or the reason why it cannot be used. Return the number of this request's
-        items that have arrived; 0 if the request is finished."""
+        """Record the result for one item: the item, or the reason why it cannot be used.
+
+        Returns the number of this request's items that have arrived, or 0 if the request is
+        finished.
+        """
         if uid in self._to_drop:
             self._to_drop[uid] -= 1
             if not self._to_drop[uid]:
@@ -34,12 +40,15 @@ class ItemCollector:
         return len(items)
 
     def is_complete(self, uid: int, count: int) -> bool:
-        """Return True if all of a request's items have arrived."""
+        """Return True if all `count` items of a request have arrived."""
         return len(self._results.get(uid, ())) == count
 
     def collect(self, uid: int, kinds: Sequence[str]) -> list[ReadItem]:
-        """Return a request's items in order; `kinds` has the kind of each item. Raises
-        `InvalidRequest` if an item cannot be used, `OutOfResources` if the machine is at fault."""
+        """Return a request's items in order. `kinds` is the kind of each item, "image" or "video".
+
+        Raises `InvalidRequest` if an item cannot be used, or `OutOfResources` if the machine was
+        out of a resource.
+        """
         items = self._results.get(uid, {})
         for index, result in sorted(items.items()):
             if isinstance(result, Unusable):
@@ -50,7 +59,7 @@ class ItemCollector:
         return [result for _, result in sorted(items.items()) if isinstance(result, ReadItem)]
 
     def finish(self, uid: int, count: int) -> None:
-        """Finish a request of `count` items; items that arrive later are dropped."""
+        """Forget a request of `count` items. Items that arrive later are dropped."""
         missing = count - len(self._results.pop(uid, ()))
         if missing:
             self._to_drop[uid] = missing

@@ -1,4 +1,4 @@
-"""Pictures and videos: their data, the facts known before decoding, and their decoding."""
+"""Pictures and videos of requests: their data, their keys and sizes, and their decoding."""
 
 from __future__ import annotations
 
@@ -14,49 +14,50 @@ from nanoactor.models.vision.image_config import ImageConfig
 from nanoactor.models.vision.video_config import VideoConfig
 
 PIECE_BYTES = 256 << 10
-"""Maximum number of bytes of an item, or of its pixels, in one message."""
+"""Maximum number of bytes of an item's data or pixels in one message."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Media:
-    """A picture, or the frames of a video, as encoded files or as pixels."""
+    """A picture, or the frames of a video, as encoded files or as raw pixels."""
 
     form: str
-    """Mode of the pixels, "RGB", "RGBA" or "L"; empty for encoded files."""
+    """Pillow mode of raw pixels: "RGB", "RGBA" or "L". Empty for encoded files."""
     shape: tuple[int, ...]
-    """Height and width in pixels; empty for encoded files."""
+    """(height, width) of raw pixels; empty for encoded files."""
     area: tuple[int, int]
-    """Minimum and maximum area in pixels after resizing; for a video, the area of all frames
-    together."""
+    """Minimum and maximum area in pixels after resizing. For a video, this is the total area of all
+    frames."""
     data: bytes | bytearray
     frames: tuple[int, ...] = ()
-    """Size in bytes of each frame in a video's `data`; empty for a picture."""
+    """Size in bytes of each frame in `data`, for a video; empty for a picture."""
     times: tuple[float, ...] = ()
-    """Time in seconds of each temporal patch of a video. Pixels do not depend on the times."""
+    """Time in seconds of each temporal patch (a group of consecutive frames) of a video. The pixels
+    do not depend on the times."""
 
     @property
     def size(self) -> int:
-        """Return the size of `data` in bytes."""
+        """Size of `data` in bytes."""
         return len(self.data)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadItem:
-    """The facts about a picture or a video that are known without decoding it."""
+    """A picture or a video whose headers were read, but which is not decoded."""
 
     key: bytes
-    """16-byte hash of the item's content and of its processing."""
+    """16-byte hash of the item's content and of how it is processed."""
     grid: tuple[int, int, int]
-    """Number of temporal patches, and of the rows and columns of tokens in each."""
+    """Number of temporal patches, and number of rows and columns of tokens in each."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Unusable:
-    """The reason why a picture or a video cannot be used."""
+    """Result for a picture or a video that cannot be used, with the reason."""
 
     reason: str
     is_machine_fault: bool = False
-    """True if the machine is at fault, for example because it is out of memory."""
+    """True if the machine caused the error, for example because it is out of memory."""
 
 
 def _noop() -> None:
@@ -64,13 +65,14 @@ def _noop() -> None:
 
 
 class MediaReader:
-    """Reads the headers of pictures and videos, and decodes them; requires Pillow."""
+    """Reads the headers of pictures and videos, and decodes them. Requires Pillow."""
 
     def __init__(
         self, images: ImageConfig, salt: bytes, max_pixels: int, videos: VideoConfig | None = None
     ) -> None:
-        """`salt` keeps outsiders from constructing two pictures with one key. `max_pixels` is the
-        maximum number of pixels of a picture, or of a frame, before it is resized."""
+        """`salt` is a secret key of the hash, so that outsiders cannot construct two pictures with
+        the same key. `max_pixels` is the maximum number of pixels of a picture, or of a frame,
+        before resizing."""
         from nanoactor.vision import pictures
 
         self._images, self._videos = images, videos
@@ -78,9 +80,12 @@ class MediaReader:
         self._pictures = pictures
 
     def size_of(self, media: Media, before_frame: Callable[[], None] = _noop) -> tuple[int, int]:
-        """Return the height and width to which a picture, or each frame of a video, is resized.
-        Raises `InvalidRequest` if a picture is invalid, too large or too narrow, or if frames
-        differ in size. `before_frame` is called before each frame is checked."""
+        """Return the height and width in pixels to which a picture, or each frame of a video, is
+        resized.
+
+        `before_frame` is called before each frame is checked. Raises `InvalidRequest` if a picture
+        is invalid, too large or too narrow, or if frames differ in size.
+        """
         min_pixels, max_pixels = media.area
         try:
             if not media.frames:
@@ -96,7 +101,7 @@ class MediaReader:
             raise InvalidRequest(str(error)) from None
 
     def _original_size(self, media: Media, data: bytes | bytearray) -> tuple[int, int]:
-        """Return the height and width of a picture or of a frame, before it is resized."""
+        """Return the height and width in pixels of a picture or of a frame before resizing."""
         if media.form:
             return media.shape[0], media.shape[1]
         header = self._pictures.read_header(data, self._max_pixels)
@@ -120,8 +125,12 @@ class MediaReader:
         return first
 
     def read(self, media: Media, before_frame: Callable[[], None] = _noop) -> ReadItem:
-        """Compute the key and the grid of a picture or a video; `before_frame` is as in `size_of`.
-        Raises `InvalidRequest` if the item is invalid."""
+        """Return the key and the grid of a picture or a video, which are computed from its headers
+        and its encoded data.
+
+        `before_frame` is called before each frame is checked. Raises `InvalidRequest` if the item
+        is invalid.
+        """
         height, width = self.size_of(media, before_frame)
         digest = hashlib.blake2b(digest_size=16, key=self._salt)
         digest.update(f"{media.form} {media.shape} {height} {width} {media.frames} ".encode())
@@ -133,9 +142,11 @@ class MediaReader:
         return ReadItem(digest.digest(), (frames, height // token_side, width // token_side))
 
     def decode(self, media: Media, before_frame: Callable[[], None] = _noop) -> NDArray[np.uint8]:
-        """Return the pixels of a picture or a video, uint8 (frames, height, width, 3).
-        `before_frame` is called before each frame is checked or decoded; it may raise to cancel.
-        Raises `InvalidRequest` if the item is invalid."""
+        """Return the resized pixels of a picture or a video, uint8 (frames, height, width, 3).
+
+        `before_frame` is called before each frame is checked or decoded, and may raise to cancel.
+        Raises `InvalidRequest` if the item is invalid.
+        """
         height, width = self.size_of(media, before_frame)
         if not media.frames:
             before_frame()

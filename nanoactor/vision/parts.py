@@ -1,4 +1,5 @@
-"""Extraction of a request's pictures and videos, wherever they appear in the request."""
+"""Extraction of the pictures and videos of a request, from `multi_modal_data` or from chat
+messages."""
 
 from __future__ import annotations
 
@@ -22,11 +23,11 @@ _NAME_OF_KIND = {"image": "picture", "video": "video"}
 
 
 class MediaExtractor:
-    """Extracts pictures and videos from prompts; every method may raise `InvalidRequest`."""
+    """Extracts pictures and videos from prompts. Every method may raise `InvalidRequest`."""
 
     def __init__(self, config: EngineConfig, files: ModelFiles, max_items: int) -> None:
-        """`max_items` is the maximum number of pictures and videos in a request, however small they
-        are."""
+        """`max_items` is the maximum number of pictures and videos in a request, regardless of
+        their size."""
         self._rules = None
         if files.images is not None:
             self._rules = MediaRules(files.images, config.max_image_pixels, files.videos)
@@ -35,9 +36,11 @@ class MediaExtractor:
         self._max_items = max_items
 
     def of_data(self, data: Any, kwargs: Any) -> tuple[Media, ...]:
-        """Return the pictures, then the videos, of `multi_modal_data`, to be resized according to
-        `mm_processor_kwargs`. The prompt's placeholders determine how pictures and videos
-        alternate."""
+        """Return the pictures, then the videos, in `multi_modal_data`.
+
+        `kwargs` is the request's `mm_processor_kwargs`, which determine how they are resized. The
+        order of pictures relative to videos follows from the placeholders in the prompt.
+        """
         if data is None:
             if kwargs is not None:
                 raise InvalidRequest("mm_processor_kwargs requires multi_modal_data")
@@ -64,15 +67,18 @@ class MediaExtractor:
         return tuple(extraction.media)
 
     def of_messages(self, messages: list[Any]) -> tuple[list[Any], tuple[Media, ...]]:
-        """Return the conversation with each picture or video part reduced to a marker, and the
-        pictures and videos in order of appearance."""
+        """Return the conversation with each picture or video part replaced by a marker such as
+        `{"type": "image"}`, and the pictures and videos in order of appearance."""
         extraction = _Extraction(self, {})
         bare = [_without_media(message, extraction) for message in messages]
         return bare, tuple(extraction.media)
 
     def rules(self, kind: str, count: int) -> MediaRules:
-        """Return the rules for another item of this kind; `count` is the number of such items in
-        the request so far, including this one."""
+        """Return the rules that apply to the next item of `kind`, "image" or "video". Raises
+        `InvalidRequest` if no further item is allowed.
+
+        `count` is the number of items of this kind in the request so far, including the next one.
+        """
         name = _NAME_OF_KIND[kind]
         if self._rules is None:
             raise InvalidRequest(f"the model does not support {name}s; give only text")
@@ -90,8 +96,8 @@ class MediaExtractor:
         return self._rules
 
     def check_total(self, count: int) -> None:
-        """Raise `InvalidRequest` if the request has more items than the encoder cache can hold at
-        once."""
+        """Raise `InvalidRequest` if a request of `count` items has more than the encoder cache can
+        hold at once."""
         if count > self._max_items:
             raise InvalidRequest(
                 f"the request has more than {self._max_items} pictures and videos, which is all "
@@ -100,7 +106,7 @@ class MediaExtractor:
 
 
 class _Extraction:
-    """The items extracted from one request so far."""
+    """The pictures and videos extracted from one request so far."""
 
     def __init__(self, extractor: MediaExtractor, kwargs: Mapping[str, Any]) -> None:
         self.media: list[Media] = []
@@ -108,7 +114,8 @@ class _Extraction:
         self._counts = dict.fromkeys(_NAME_OF_KIND, 0)
 
     def picture(self, given: Any, detail: Any = "auto") -> None:
-        """Add a picture. A picture that an ingress has already processed is kept as it is."""
+        """Add a picture. A picture that an ingress (an HTTP front end on Ray) has already read is
+        added unchanged."""
         rules, number = self._next("image")
         if isinstance(given, Media):
             self.media.append(given)
@@ -119,7 +126,8 @@ class _Extraction:
             raise InvalidRequest(f"picture {number}: {error}") from None
 
     def picture_url(self, url: Mapping[str, Any], detail: Any) -> None:
-        """Add a picture given as an `image_url` object, as OpenAI defines it."""
+        """Add a picture from an `image_url` object as defined by OpenAI. Only `data:` URLs are
+        allowed."""
         given = url.get("url")
         if not isinstance(given, str) or not given.startswith("data:"):
             raise InvalidRequest(
@@ -129,7 +137,8 @@ class _Extraction:
         self.picture(given, url.get("detail") or detail)
 
     def video(self, given: Any) -> None:
-        """Add a video. A video that an ingress has already processed is kept as it is."""
+        """Add a video. A video that an ingress (an HTTP front end on Ray) has already read is added
+        unchanged."""
         rules, number = self._next("video")
         if isinstance(given, Media):
             self.media.append(given)
@@ -147,8 +156,8 @@ class _Extraction:
 
 
 def needs_opening(prompt: Any) -> bool:
-    """Return True if extracting the prompt's pictures and videos reads files or decodes with
-    Pillow."""
+    """Return True if extracting the prompt's pictures and videos would read files or decode
+    pictures with Pillow."""
     if isinstance(prompt, Mapping):
         data = prompt.get("multi_modal_data")
         return isinstance(data, Mapping) and any(map(_needs_opening, data.values()))
@@ -175,9 +184,11 @@ def _needs_opening(given: Any) -> bool:
 
 
 def snapshot(value: Any) -> Any:
-    """Return a copy of a prompt, so that later changes by the user have no effect. Files, and
-    pictures opened with Pillow, are not copied. Raises `InvalidRequest` if the prompt is nested too
-    deeply."""
+    """Return a copy of a prompt that is unaffected by later changes to the original.
+
+    Files, and pictures opened with Pillow, are not copied. Raises `InvalidRequest` if the prompt is
+    nested too deeply.
+    """
     try:
         return _snapshot(value)
     except RecursionError:
@@ -227,6 +238,7 @@ def _without_media_part(part: Any, extraction: _Extraction) -> Any:
 
 
 def _video_of(part: Mapping[str, Any]) -> Any:
-    """Return the video of a part, with the times or the frame rate given next to it."""
+    """Return the video in a content part, combined with the part's `times` or `fps` if it has
+    any."""
     given, times, fps = part.get("video"), part.get("times"), part.get("fps")
     return given if times is None and fps is None else Video(given, times=times, fps=fps)

@@ -1,6 +1,6 @@
-"""Encoded pictures: their headers, and their pixels as transformers would read them.
+"""Reading of encoded pictures: their headers, and their pixels as transformers reads them.
 
-No picture is decoded before its size is known and allowed. Requires Pillow, but not torch.
+No picture is decoded before its size was checked. Requires Pillow, but not torch.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _PNG_SIGNATURE = 8
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Header:
-    """A picture's size in pixels, after it is turned upright."""
+    """Size of a picture in pixels, after its EXIF orientation is applied."""
 
     height: int
     width: int
 
 
 def read_header(data: bytes | bytearray, max_pixels: int) -> Header:
-    """Return a picture's size without decoding it.
+    """Return a picture's size without decoding the picture.
 
     Raises `InvalidRequest` if the format is unknown or the picture has more than `max_pixels`
     pixels.
@@ -57,21 +57,24 @@ def read_header(data: bytes | bytearray, max_pixels: int) -> Header:
 
 
 def decode(data: bytes | bytearray, height: int, width: int) -> NDArray[np.uint8]:
-    """Return the pixels, (height, width, 3), of a picture that is turned by `upright` and resized
+    """Return the pixels of an encoded picture, uint8 (height, width, 3), turned upright and resized
     bicubically.
 
-    Raises `InvalidRequest` if the picture cannot be decoded. Call `read_header` first, as a small
-    file may hold a huge picture.
+    Raises `InvalidRequest` if the picture cannot be decoded. Call `read_header` first, because a
+    small file may contain a huge picture.
     """
     with _as_invalid_request():
         return _resize(upright(_open(data)), height, width)
 
 
 def upright(image: Image.Image) -> Image.Image:
-    """Return a picture's first frame in RGB, turned according to its EXIF orientation, and on a
-    white background if it is transparent. The result is the same whether the picture was given as
-    bytes, as a path, or opened with Pillow. 16-bit grayscale keeps its 8 high bits. Raises
-    `InvalidRequest` if the range of the pixel values is unknown."""
+    """Return the first frame of a picture in RGB, turned according to its EXIF orientation.
+    Transparent pixels are placed on white.
+
+    The result does not depend on whether the picture came as bytes, as a path, or opened with
+    Pillow. 16-bit grayscale keeps its 8 high bits. Raises `InvalidRequest` if the range of the
+    pixel values is unknown.
+    """
     is_png = image.format == "PNG"
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I;16") or (image.mode == "I" and is_png):
@@ -90,8 +93,8 @@ def upright(image: Image.Image) -> Image.Image:
 
 
 def resize_image(image: Image.Image, height: int, width: int) -> NDArray[np.uint8]:
-    """Return the resized pixels, (height, width, 3), of a picture that was not given as encoded
-    bytes."""
+    """Return the pixels of an already opened picture, uint8 (height, width, 3), turned upright and
+    resized bicubically."""
     with _as_invalid_request():
         return _resize(upright(image), height, width)
 
@@ -115,8 +118,8 @@ def _open(data: bytes | bytearray) -> Image.Image:
 
 @contextmanager
 def _as_invalid_request() -> Iterator[None]:
-    """Convert all errors except `MemoryError` that Pillow raises for broken or hostile data to
-    `InvalidRequest`."""
+    """Convert every error that Pillow raises for broken or hostile data to `InvalidRequest`, except
+    `MemoryError`."""
     with warnings.catch_warnings():
         # Pillow warns about sizes, which are bounded here, and about odd metadata.
         warnings.simplefilter("ignore")
@@ -131,8 +134,11 @@ def _as_invalid_request() -> Iterator[None]:
 
 
 def _is_png_without_orientation(image: Image.Image, data: bytes | bytearray) -> bool:
-    """Return True if the picture is a PNG without an orientation. Pillow would have to decode the
-    PNG to find out."""
+    """Return True if the picture is a PNG without orientation metadata.
+
+    The file's chunks are searched directly, because Pillow would have to decode the PNG to find
+    out.
+    """
     if image.format != "PNG":
         return False
     offset = _PNG_SIGNATURE

@@ -1,4 +1,4 @@
-"""Validation of the pictures and videos that users give."""
+"""Validation of the pictures and videos that users pass to the engine."""
 
 from __future__ import annotations
 
@@ -24,32 +24,36 @@ from nanoactor.vision.video import Video, frame_times
 MAX_BYTES = 64 << 20
 """Maximum size in bytes of an encoded picture."""
 MAX_VIDEO_BYTES = 256 << 20
-"""Maximum total size in bytes of a video's frames, as the user gave them."""
+"""Maximum total size in bytes of a video's frames before decoding."""
 LOW_DETAIL = 512 * 512
-"""Maximum area in pixels of a picture with OpenAI's detail "low"."""
+"""Maximum area in pixels, after resizing, of a picture with OpenAI's detail "low"."""
 _MAX_AREA = 1 << 40
 _CHANNELS = {"RGB": 3, "RGBA": 4, "L": 1}
 _MODES = {channels: mode for mode, channels in _CHANNELS.items()}
 _NESTED_KWARGS = ("images_kwargs", "videos_kwargs")
 _PILLOW_LOCK = threading.Lock()
-"""Serializes the decoding of pictures opened with Pillow, which decodes them only when their pixels
-are requested: one picture may be part of several requests."""
+"""Serializes decoding of pictures that the user opened with Pillow. Pillow decodes lazily, and one
+picture may be part of several requests at a time."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MediaRules:
-    """Rules for what users may give; every method raises `InvalidRequest` if a rule is violated."""
+    """Rules for the pictures and videos in requests. Every method raises `InvalidRequest` if a rule
+    is violated."""
 
     images: ImageConfig
     max_pixels: int
-    """Maximum number of pixels of a picture, or of a frame, before it is resized."""
+    """Maximum number of pixels of a picture, or of a frame, before resizing."""
     videos: VideoConfig | None = None
-    """Video configuration; None if the model takes no videos."""
+    """Video configuration; None if the model does not support videos."""
 
     def area(self, kwargs: Mapping[str, Any], detail: str = "auto") -> tuple[int, int]:
-        """Return the minimum and maximum area in pixels to which a picture is resized, from
-        `mm_processor_kwargs` (min_pixels, max_pixels, or size with shortest_edge and longest_edge)
-        and `detail`."""
+        """Return the minimum and maximum area in pixels of a picture after resizing.
+
+        `kwargs` is the request's `mm_processor_kwargs`, with min_pixels and max_pixels, or with
+        size, which contains shortest_edge and longest_edge. `detail` is "auto", "low" or "high", as
+        in OpenAI's API.
+        """
         min_pixels, max_pixels = _area(_kwargs_of(kwargs, "images_kwargs"), self.images)
         if not isinstance(detail, str) or detail not in ("auto", "low", "high"):
             raise InvalidRequest(f"detail must be 'auto', 'low' or 'high', got {detail!r:.50}")
@@ -58,8 +62,10 @@ class MediaRules:
         )
 
     def video_area(self, kwargs: Mapping[str, Any]) -> tuple[int, int]:
-        """Return the minimum and maximum area in pixels to which a video is resized, over all its
-        frames."""
+        """Return the minimum and maximum total area in pixels of a video's frames after resizing.
+
+        `kwargs` is the request's `mm_processor_kwargs`.
+        """
         videos = self._require_videos()
         return _check_area(*_area(_kwargs_of(kwargs, "videos_kwargs"), videos), videos)
 
@@ -72,8 +78,12 @@ class MediaRules:
         return self.videos
 
     def read_picture(self, given: Any, area: tuple[int, int]) -> Media:
-        """Return a picture given in any supported form: encoded bytes, a path, a data: URL, a
-        Pillow image, or a uint8 array (height, width) or (height, width, 1, 3 or 4)."""
+        """Return a picture passed in any supported form.
+
+        The forms are encoded bytes, a path, a data: URL, a Pillow image, and a uint8 array of shape
+        (height, width) or (height, width, channels) with 1, 3 or 4 channels. `area` is its minimum
+        and maximum area after resizing.
+        """
         if isinstance(given, str) and given.startswith("data:"):
             given = decode_data_url(given)
         elif isinstance(given, str | Path):
@@ -134,9 +144,13 @@ class MediaRules:
             )
 
     def read_video(self, given: Any, area: tuple[int, int]) -> Media:
-        """Return a video given in any supported form: a `Video`, only its frames, or (frames,
-        metadata) as in vLLM. A frame may have any form that a picture may have; an array of frames
-        has dimensions (frames, height, width, channels)."""
+        """Return a video passed in any supported form: a `Video`, its frames alone, or (frames,
+        metadata) as in vLLM.
+
+        Each frame may have any form that a picture may have. An array of frames has the shape
+        (frames, height, width, channels). `area` is the minimum and maximum total area after
+        resizing.
+        """
         videos, video = self._require_videos(), Video.of(given)
         frames = list(video.frames)
         if not videos.temporal_patch_size <= len(frames) <= videos.max_frames:
@@ -181,8 +195,8 @@ class MediaRules:
 
 
 def _kwargs_of(kwargs: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
-    """Return the arguments for images or for videos: the common ones, and those nested under
-    `kind`, as in transformers."""
+    """Return the arguments for one kind of item: those at the top level, overridden by those nested
+    under `kind`, as in transformers."""
     found = {key: value for key, value in kwargs.items() if key not in _NESTED_KWARGS}
     nested = kwargs.get(kind)
     if nested is None:
@@ -193,7 +207,8 @@ def _kwargs_of(kwargs: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
 
 
 def _area(kwargs: Mapping[str, Any], defaults: ImageConfig | VideoConfig) -> tuple[int, int]:
-    """Return the requested minimum and maximum area in pixels, or the model's own."""
+    """Return the minimum and maximum area in pixels from the request's arguments; the model's
+    values are the defaults."""
     known = {"min_pixels", "max_pixels", "size"}
     if unknown := [str(key) for key in kwargs if key not in known]:
         raise InvalidRequest(
@@ -244,8 +259,8 @@ def _read_file(path: Path) -> bytes:
 
 
 def decode_data_url(url: str) -> bytes:
-    """Return the bytes of a `data:image/...;base64,` URL. Raises `InvalidRequest` if the URL is
-    malformed or too long."""
+    """Return the bytes in a `data:image/...;base64,` URL. Raises `InvalidRequest` if the URL is
+    malformed or has more than `MAX_BYTES` bytes."""
     head, comma, body = url.partition(",")
     if not comma or not head.startswith("data:image/") or not head.endswith(";base64"):
         raise InvalidRequest(

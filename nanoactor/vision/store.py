@@ -1,4 +1,4 @@
-"""A cache of pictures and videos as they were given."""
+"""A cache of the undecoded pictures and videos of requests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from nanoactor.vision.media import Media
 
 
 class MediaStore:
-    """An LRU cache with a limit in bytes."""
+    """LRU cache of pictures and videos by key. Their total size is limited to `limit` bytes."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -16,14 +16,16 @@ class MediaStore:
         self.nbytes = 0
 
     def get(self, key: bytes) -> Media | None:
-        """Return the entry of a key and mark it as used; None if it is not cached."""
+        """Return the picture or video with this key and mark it as recently used; None if it is not
+        cached."""
         media = self._entries.get(key)
         if media is not None:
             self._entries.move_to_end(key)
         return media
 
     def add(self, key: bytes, media: Media) -> None:
-        """Add an entry, and evict the least recently used ones while the limit is exceeded."""
+        """Add a picture or video, then evict the least recently used ones until the limit is
+        met."""
         if self.get(key) is None:
             self._entries[key] = media
             self.nbytes += len(media.data)

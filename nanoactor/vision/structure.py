@@ -1,7 +1,7 @@
-"""Bounds on the parts of a picture's file, checked before Pillow reads the file.
+"""Limits on the number of parts in a picture's file, checked before Pillow reads the file.
 
-Pillow processes each part of a file in Python, and a few megabytes may hold a million parts. Real
-pictures stay far below these bounds.
+Pillow processes each part of a file in Python, and a few megabytes may contain a million parts.
+Ordinary pictures stay far below these limits.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from typing import Any
 from nanoactor.errors import InvalidRequest
 
 MAX_CHUNKS, MAX_OTHER_CHUNKS = 16_384, 1_024
-"""Maximum number of chunks in a PNG: of all chunks, and of those without pixels. Pillow takes about
-16 us for each."""
+"""Maximum number of chunks in a PNG: of all chunks, and of those that contain no pixels. Pillow
+takes about 16 us per chunk."""
 MAX_SEGMENTS, MAX_SCANS = 1_024, 100
-"""Maximum number of segments before a JPEG's pixels, and of scans, each of which is a pass over all
+"""Maximum numbers of segments before a JPEG's pixels, and of scans. Each scan is a pass over all
 pixels."""
 MAX_GIF_BLOCKS = 4_096
-"""Maximum number of blocks in a GIF before its first frame."""
+"""Maximum number of blocks before a GIF's first frame."""
 MAX_RLE_BYTES = 1 << 20
-"""Maximum size in bytes of a run-length encoded BMP, which Pillow decodes in Python."""
+"""Maximum size in bytes of a run-length encoded BMP, which Pillow decodes in Python code."""
 MAX_EXIF_BYTES = 1 << 16
-"""Maximum size in bytes of EXIF metadata, as each entry may refer to all of it."""
+"""Maximum size in bytes of EXIF metadata. It is limited because each of its entries may refer to
+all of it."""
 _PNG, _GIF, _BMP = b"\x89PNG\r\n\x1a\n", (b"GIF87a", b"GIF89a"), b"BM"
 _GIF_IMAGE, _GIF_EXTENSION = 0x2C, 0x21
 _START_OF_SCAN = 0xDA
@@ -31,8 +32,11 @@ _BMP_COMPRESSION, _BMP_RLE = 30, (1, 2)
 
 
 def check_structure(data: bytes | bytearray) -> None:
-    """Raise `InvalidRequest` if a file has so many parts that reading it would take too long.
-    Malformed files are left to Pillow."""
+    """Raise `InvalidRequest` if a file has so many parts that Pillow would take too long to read
+    it.
+
+    Files with errors pass; Pillow reports them.
+    """
     if data.startswith(_PNG):
         _check_png(data)
     elif data.startswith(b"\xff\xd8"):
@@ -44,7 +48,7 @@ def check_structure(data: bytes | bytearray) -> None:
 
 
 def check_metadata(info: Mapping[Any, Any]) -> None:
-    """Raise `InvalidRequest` if a picture's metadata, as read by Pillow, is too large."""
+    """Raise `InvalidRequest` if the EXIF metadata in `info`, as read by Pillow, is too large."""
     sizes = [
         len(info.get("exif") or b""),
         len(info.get("Raw profile type exif") or "") // 2,  # two hexadecimal digits per byte

@@ -1,4 +1,4 @@
-"""Videos as users give them: frames and their times."""
+"""Videos in requests: their frames, and the time of each frame."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from nanoactor.errors import InvalidRequest
 from nanoactor.requests.params import plain_number
 
 DEFAULT_FPS = 24.0
-"""Frames per second if neither a rate nor times are given, as in transformers."""
+"""Frame rate that is assumed if neither a rate nor times are specified, as in transformers."""
 _MAX_TIME = 1e7
-"""Upper bound on a frame's time in seconds."""
+"""Exclusive upper limit of a frame's time, in seconds."""
 _METADATA_KEYS = {
     "fps",
     "frames_indices",
@@ -26,24 +26,26 @@ _METADATA_KEYS = {
     "width",
     "height",
 }
-"""Supported keys of vLLM's and transformers' metadata; only the first two are used."""
+"""Keys accepted in the metadata of vLLM and transformers. Only the first two are used."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Video:
-    """The frames of a video, exactly as the model sees them: none is dropped or added."""
+    """A video as a sequence of frames. The model sees exactly these frames; none are skipped or
+    added."""
 
     frames: Any
-    """A sequence of pictures of one size, or a uint8 array (frames, height, width, channels)."""
+    """Sequence of pictures of the same size, or a uint8 array of shape (frames, height, width,
+    channels)."""
     times: Sequence[float] | None = None
     """Time of each frame in seconds; None if the times follow from `fps`."""
     fps: float | None = None
-    """Frames per second; 24 if neither this nor `times` is given."""
+    """Frames per second. 24 is assumed if neither this nor `times` is set."""
 
     @classmethod
     def of(cls, given: Any) -> Video:
-        """Convert a user's input to a video. Raises `InvalidRequest` if it has an unsupported
-        form."""
+        """Return the `Video` for any form in which a user may pass one. Raises `InvalidRequest` if
+        the form is not supported."""
         if isinstance(given, Video):
             video = given
         elif isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping):
@@ -61,8 +63,8 @@ class Video:
 
 
 def split_videos(given: Any) -> list[Any]:
-    """Return the videos of `multi_modal_data` as a list; they are given as one video or a list of
-    videos."""
+    """Return the videos in `multi_modal_data["video"]` as a list. The value is one video or a list
+    of videos."""
     if not isinstance(given, list):
         return [given]
     is_list_of_videos = all(
@@ -99,8 +101,8 @@ def _frame_rate(fps: Any) -> float:
 
 
 def frame_times(video: Video, frames: int) -> list[float]:
-    """Return the time of each of `frames` frames, in seconds. Raises `InvalidRequest` if the
-    video's times or frame rate are invalid."""
+    """Return the time of each of a video's `frames` frames, in seconds. Raises `InvalidRequest` if
+    its times or its frame rate are invalid."""
     if video.times is None:
         rate = _frame_rate(video.fps)
         return [index / rate for index in range(frames)]

@@ -1,1 +1,1 @@
-"""The CPU device and its kernels."""
+"""The CPU backend: the device, in an interpreted and a compiled variant, and its kernels."""

@@ -1,4 +1,4 @@
-"""The CPU device with our own kernels in place of PyTorch's many small operators."""
+"""The CPU device with kernels compiled by Numba. Each replaces many small PyTorch operators."""
 
 from __future__ import annotations
 
@@ -53,31 +53,32 @@ from nanoactor.models.weights.linear import (
     dense_of,
 )
 
-# Measured by bench/cpu_kernels.py; docs/cpu.md has the results.
+# Measured with bench/cpu_kernels.py; the results are in docs/cpu.md.
 _MAX_KERNEL_ROWS = 2
 """Maximum number of rows for which our matrix product is faster than oneDNN's."""
 _MAX_KERNEL_PAIRS = 256
-"""Maximum number of token-expert pairs for which our kernel is faster than one product per
+"""Maximum number of token-expert pairs for which our kernel is faster than one matrix product per
 expert."""
 _MAX_PACKED_ROWS = 4
-"""Maximum number of rows for which packed weights are multiplied as they are read instead of being
-unpacked first; for experts, the maximum mean number of rows per expert."""
+"""Maximum number of rows for which packed FP8 weights are unpacked on the fly, instead of before
+the product. For experts, this is the maximum mean number of rows per expert."""
 _UNPACK_CHUNK = 512
 _LARGE_BYTES = 2 << 20
-"""Size in bytes above which weights are read from memory rather than from a CPU cache. With AMX,
-oneDNN multiplies such weights faster than our kernel."""
+"""Size in bytes above which weights do not stay in a CPU cache. With AMX, oneDNN multiplies such
+weights faster than our kernel does."""
 _REPACK_FRACTION = 0.1
-"""Fraction of the free memory that may hold weights in our layout in addition to oneDNN's."""
+"""Fraction of the free memory that may be spent on copies of weights in our kernel's layout."""
 _TORCH_MIN_THREADS = 4
 _TORCH_MIN_ELEMENTS = 1 << 18
-"""Minimum numbers of threads and elements for which PyTorch's operators, each of which uses all
-threads, are faster than a single pass on one thread."""
+"""Minimum numbers of threads and of elements for which PyTorch's operators, which use all threads,
+are faster than our single-threaded pass."""
 
 
 def _unpacked_parts(
     weights: Fp8Blocks, threads: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Yield parts of a matrix with their biases, unpacking only one part at a time."""
+    """Yield parts of a packed matrix as (unpacked weight, bias). Only one part is unpacked at a
+    time."""
     for start in range(0, len(weights.weight), _UNPACK_CHUNK):
         chunk = slice(start, start + _UNPACK_CHUNK)
         bias = None if weights.bias is None else weights.bias[chunk]
@@ -89,8 +90,11 @@ def _has_fp8_kernel(weights: Fp8Blocks) -> bool:
 
 
 class CompiledCPUDevice(CPUDevice):
-    """The CPU with kernels compiled by Numba and matrix products by oneDNN. Dtypes other than
-    float32 and bfloat16 use only PyTorch's operators."""
+    """The CPU with elementwise and attention kernels compiled by Numba, and matrix products by
+    oneDNN.
+
+    Dtypes other than float32 and bfloat16 use only PyTorch's operators.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,13 +106,13 @@ class CompiledCPUDevice(CPUDevice):
         self._repack_budget = int(self.memory().free * _REPACK_FRACTION)
 
     def prepare_thread(self, threads: int) -> None:
-        """Limit the number of threads of PyTorch and Numba."""
+        """Limit PyTorch and Numba to `threads` threads in the calling thread."""
         super().prepare_thread(threads)
         self._threads = min(threads, numba.config.NUMBA_NUM_THREADS)
         numba.set_num_threads(self._threads)
 
     def check(self, dtype: torch.dtype, block_size: int, head_dim: int) -> None:
-        """Accept every configuration, and compile the kernels."""
+        """Compile the kernels that the configuration needs. Every configuration is supported."""
         self._compile(dtype, STEPS, LOGITS)
         self._compile(torch.float32, LOGITS)  # masked logits are float32
 
@@ -124,7 +128,7 @@ class CompiledCPUDevice(CPUDevice):
     def advance(
         self, tables: SlotTables, rows: DecodeRows, buffers: RowBuffers, ids: torch.Tensor
     ) -> None:
-        """Advance all rows in one pass."""
+        """Compute the inputs of all decode rows in one pass."""
         advance(tables, rows, buffers, ids)
 
     def fill_slot_mapping(
@@ -134,18 +138,22 @@ class CompiledCPUDevice(CPUDevice):
         positions: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Locate all tokens in one pass."""
+        """Compute the cache position of every token in one pass."""
         fill_slot_mapping(tables, slots, positions, slot_mapping)
 
     def sample_rows(self, inputs: FusedSamplingInputs) -> None:
-        """Sample all rows, whatever their parameters."""
+        """Sample all rows in one pass, regardless of their sampling parameters."""
         sample_rows(inputs, self._threads)
 
     # -- operators ------------------------------------------------------------------------
 
     def linear(self, weights: LinearWeights) -> LinearOperator:
-        """Keep weights in two layouts if memory allows, one for few rows and one for many. FP8
-        weights stay packed."""
+        """Return a linear operator with these weights, which selects a kernel by the number of
+        rows.
+
+        If memory allows, the weights are stored in two layouts, one for few rows and one for many.
+        FP8 weights stay packed.
+        """
         if isinstance(weights, Fp8Blocks) and _has_fp8_kernel(weights):
             return self._packed_linear(weights)
         dense = dense_of(weights)
@@ -196,8 +204,8 @@ class CompiledCPUDevice(CPUDevice):
         return dispatch
 
     def experts(self, weights: ExpertWeights) -> ExpertsOperator:
-        """Use our kernel for few tokens and PyTorch's products for many. FP8 weights stay
-        packed."""
+        """Return a function that runs a layer's experts. It uses our kernel for few tokens and
+        PyTorch's products for many. FP8 weights stay packed."""
         gate_up, down = weights.gate_up, weights.down
         if isinstance(gate_up, Fp8Blocks) and isinstance(down, Fp8Blocks) and _has_fp8_kernel(down):
             return self._packed_experts(gate_up, down)
@@ -213,24 +221,24 @@ class CompiledCPUDevice(CPUDevice):
         return dispatch
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Normalize in one pass."""
+        """Return the RMS norm of `x`, computed in one pass."""
         norm = rms_norm if self._uses_kernel(x) and weight.dtype == x.dtype else super().rms_norm
         return norm(x, weight, eps)
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add and normalize in one pass."""
+        """Return (RMS norm of x + residual, x + residual), computed in one pass."""
         uses_kernel = self._uses_kernel(x) and weight.dtype == x.dtype
         norm = add_rms_norm if uses_kernel else super().add_rms_norm
         return norm(x, residual, weight, eps)
 
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """Compute SwiGLU in one pass."""
+        """Return SiLU(gate) * up, computed in one pass."""
         return swiglu(gate_up) if self._uses_kernel(gate_up) else super().swiglu(gate_up)
 
     def rotation(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tables in float32, the dtype in which the kernels compute."""
+        """Return cosines and sines in float32, the dtype in which the kernels compute."""
         return cos.float().contiguous(), sin.float().contiguous()
 
     def norm_rotate_store(
@@ -240,7 +248,8 @@ class CompiledCPUDevice(CPUDevice):
         cache: KVCache,
         slot_mapping: torch.Tensor,
     ) -> torch.Tensor:
-        """Normalize, rotate and store in one pass."""
+        """Normalize and rotate queries and keys, store keys and values in the cache, and return the
+        queries, in one pass."""
         uses_kernel = self._uses_kernel(qkv) and can_rotate_whole_heads(qkv, transform)
         store = norm_rotate_store if uses_kernel else super().norm_rotate_store
         return store(qkv, transform, cache, slot_mapping)
@@ -248,20 +257,22 @@ class CompiledCPUDevice(CPUDevice):
     def attention(
         self, queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float
     ) -> torch.Tensor:
-        """Compute attention. A decode-only step needs no tensor that joins prefill and decode
-        results."""
+        """Return the attention output of all rows. For a decode-only step, the result is not copied
+        into a tensor shared with prefill rows."""
         if batch.plan.decodes is not None and not batch.plan.prefills:
             return self._decode(queries, cache, batch, scale)
         return super().attention(queries, cache, batch, scale)
 
     def _plan_decodes(self, batch: AttentionBatch) -> Any:
-        """Return True as a placeholder: the kernel reads the block tables itself."""
+        """Return True, which only marks that there are decode rows. The kernel reads the block
+        tables itself."""
         return True
 
     def _decode(
         self, queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float
     ) -> torch.Tensor:
-        """Compute decode attention, reading the blocks in place."""
+        """Return the attention output of the decode rows. The kernel reads the cache blocks in
+        place."""
         if has_supported_dtype(queries):
             return decode_attention(queries, cache, batch, scale, self._threads)
         plan = dataclasses.replace(batch.plan, decodes=super()._plan_decodes(batch))

@@ -1,5 +1,8 @@
-"""The CPU device with PyTorch's operators. In float32, it is the reference for correctness.
-`compiled.py` has faster operators, which need Numba."""
+"""The CPU device with PyTorch's operators. In float32, its results are the reference for
+correctness.
+
+`compiled.py` has a faster device, which needs Numba.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ log = logging.getLogger("nanoactor.models.cpu")
 
 
 class CPUDevice(PortableOperators):
-    """PyTorch on the host's CPU cores."""
+    """The host's CPU, with all operators from PyTorch."""
 
     torch_device = torch.device("cpu")
 
@@ -37,19 +40,19 @@ class CPUDevice(PortableOperators):
         )
 
     def prepare_thread(self, threads: int) -> None:
-        """Set the number of OpenMP threads, which is a per-thread setting."""
+        """Set PyTorch's number of threads for the calling thread."""
         torch.set_num_threads(threads)
 
     def supports(self, dtype: torch.dtype) -> bool:
-        """Return True for float32, and for bfloat16 if the processor has instructions to multiply
+        """Return True for float32, and for bfloat16 if the processor has instructions that multiply
         it."""
         if dtype == torch.bfloat16:
             return has_instructions("avx512_bf16", "amx_bf16", "bf16")
         return dtype == torch.float32
 
     def memory(self) -> Memory:
-        """Return the total and available memory of the host, or of the container if that is
-        less."""
+        """Return the total and available memory in bytes of the host, or of its container (cgroup)
+        if that has less."""
         total = _kibibytes("/proc/meminfo", "MemTotal") * 1024
         free = _kibibytes("/proc/meminfo", "MemAvailable") * 1024
         limit, used = _cgroup("memory.max"), _cgroup("memory.current")
@@ -59,7 +62,7 @@ class CPUDevice(PortableOperators):
         return Memory(total, max(0, free))
 
     def reset_peak_memory(self) -> None:
-        """Reset the kernel's peak memory counter of the process, and record the current usage."""
+        """Reset the kernel's counter of this process's peak memory, and store the current usage."""
         try:
             Path("/proc/self/clear_refs").write_text("5")
             self._base = _kibibytes("/proc/self/status", "VmRSS") * 1024
@@ -67,30 +70,33 @@ class CPUDevice(PortableOperators):
             self._base = _kibibytes("/proc/self/status", "VmHWM") * 1024
 
     def peak_memory(self) -> int:
-        """Return the growth in bytes of the process's peak memory since `reset_peak_memory`."""
+        """Return by how many bytes the process's memory has grown at its peak since
+        `reset_peak_memory`."""
         return max(0, _kibibytes("/proc/self/status", "VmHWM") * 1024 - self._base)
 
     def empty_pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """Allocate ordinary memory, which needs no pinning here."""
+        """Return an uninitialized tensor in ordinary memory; the CPU needs no pinned memory."""
         return torch.empty(shape, dtype=dtype)
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """Map fresh pages, which are zero and take no memory until they are written.
+        """Return a tensor of zeros on freshly mapped pages, which use no physical memory until they
+        are written.
 
-        `torch.zeros` would write them all, which takes seconds and may waste gigabytes.
+        `torch.zeros` would write all pages, which takes seconds and may waste gigabytes.
         """
         size = math.prod(shape) * dtype.itemsize
         return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)
 
     def timed_event(self) -> HostEvent:
-        """Create an event that reads the host's clock."""
+        """Return an event that reads the host's clock."""
         return HostEvent()
 
     def synchronize(self) -> None:
-        """Do nothing: no work is ever queued."""
+        """Return at once, because the CPU never queues work."""
 
     def linear(self, weights: LinearWeights) -> LinearOperator:
-        """Reorder the weight into oneDNN's layout once instead of in every call."""
+        """Return a linear operator whose weight is reordered into oneDNN's layout once, not in
+        every call."""
         dense = dense_of(weights)
         bias = dense.bias
         try:
@@ -105,8 +111,8 @@ class CPUDevice(PortableOperators):
 
 
 def has_instructions(*names: str) -> bool:
-    """Return True if the processor supports any of these instruction sets, named as in the Linux
-    kernel."""
+    """Return True if the processor has at least one of these instruction sets, named as in Linux's
+    /proc/cpuinfo."""
     flags = _first_line("/proc/cpuinfo", "flags") + _first_line("/proc/cpuinfo", "Features")
     return any(name in flags.split() for name in names)
 

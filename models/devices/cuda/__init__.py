@@ -1,1 +1,1 @@
-"""The NVIDIA GPU device and its kernels."""
+"""The NVIDIA GPU backend: the device and its kernels."""

@@ -1,6 +1,7 @@
-"""NVIDIA GPUs: fused operators in Triton, matrix products in cuBLAS, steps captured as CUDA graphs.
+"""NVIDIA GPUs: fused operators in Triton, matrix products in cuBLAS, and steps captured as CUDA
+graphs.
 
-Without Triton, the slower portable operators run instead, and steps are not captured.
+If Triton is not installed, slower PyTorch operators are used, and steps are not captured.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ PORTABLE_TRAITS = DeviceTraits(
 
 
 def with_kernels(traits: DeviceTraits) -> DeviceTraits:
-    """Return the traits of a device that uses our kernels and captured steps."""
+    """Return `traits` changed for a device that uses our kernels and captures steps as graphs."""
     return dataclasses.replace(
         traits,
         captures_graphs=True,
@@ -96,13 +97,14 @@ def with_kernels(traits: DeviceTraits) -> DeviceTraits:
 
 
 class CudaEvent:
-    """A CUDA event on the calling thread's current stream."""
+    """A CUDA event, recorded on the stream that is current at that time."""
 
     def __init__(self) -> None:
         self.event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
     def milliseconds_until(self, later: CudaEvent) -> float:
-        """Return the milliseconds to `later`, to within about half a microsecond."""
+        """Return the time from this event to `later` in milliseconds, with a resolution of about
+        0.5 us."""
         return float(self.event.elapsed_time(later.event))
 
     def record(self) -> None:
@@ -110,16 +112,16 @@ class CudaEvent:
         self.event.record()
 
     def wait(self) -> None:
-        """Spin without the GIL until the device has reached the event: a sleep would take as long
-        as a small model's step."""
+        """Spin, without the GIL, until the device has reached the event. Sleeping instead would
+        take about as long as a step of a small model."""
         self.event.synchronize()
 
 
 class PortableCUDADevice(PortableOperators):
-    """One GPU with plain PyTorch operators."""
+    """One GPU with PyTorch's operators. Used if Triton is not installed."""
 
     def __init__(self, index: int = 0) -> None:
-        """Open the GPU. Raises `UnsupportedModel` if it does not exist."""
+        """Open GPU number `index`. Raises `UnsupportedModel` if it does not exist."""
         count = torch.cuda.device_count()
         if index >= count:
             raise UnsupportedModel(
@@ -138,7 +140,8 @@ class PortableCUDADevice(PortableOperators):
         return torch.cuda.get_device_capability(self.torch_device) >= (8, 0)
 
     def prepare_thread(self, threads: int) -> None:
-        """Select the GPU for the calling thread, and keep float32 products in full precision."""
+        """Select the GPU for the calling thread, limit its CPU threads, and disable TF32, so that
+        float32 products keep full precision."""
         torch.cuda.set_device(self.torch_device)
         torch.set_num_threads(threads)
         torch.backends.cuda.matmul.allow_tf32 = False
@@ -148,14 +151,14 @@ class PortableCUDADevice(PortableOperators):
         return dtype in _DTYPES and (dtype != torch.bfloat16 or self._has_bfloat16())
 
     def memory(self) -> Memory:
-        """Return the memory that the driver reports, which includes use by other processes on the
-        GPU; PyTorch's cached memory counts as free."""
+        """Return the total and free memory in bytes that the driver reports, which accounts for
+        other processes. Memory cached by PyTorch counts as free."""
         free, total = torch.cuda.mem_get_info(self.torch_device)
         cached = torch.cuda.memory_reserved(self.torch_device)
         return Memory(total, free + cached - torch.cuda.memory_allocated(self.torch_device))
 
     def reset_peak_memory(self) -> None:
-        """Reset the peak statistics of PyTorch's allocator."""
+        """Reset the peak statistics of PyTorch's allocator, and store the current allocation."""
         torch.cuda.synchronize(self.torch_device)
         self._base = torch.cuda.memory_allocated(self.torch_device)
         torch.cuda.reset_peak_memory_stats(self.torch_device)
@@ -166,16 +169,17 @@ class PortableCUDADevice(PortableOperators):
         return torch.cuda.max_memory_allocated(self.torch_device) - self._base
 
     def empty_pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """Allocate page-locked memory."""
+        """Return an uninitialized tensor in page-locked host memory."""
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """Allocate memory and zero it immediately: all of it will be used."""
+        """Return a tensor of zeros on the GPU."""
         return torch.zeros(shape, dtype=dtype, device=self.torch_device)
 
     @contextlib.contextmanager
     def stream(self) -> Iterator[None]:
-        """Make a separate stream current, as the default stream would wait for other streams."""
+        """Make a separate stream current in the context, because the default stream waits for other
+        streams."""
         torch.cuda.set_device(self.torch_device)
         if self._stream is None:
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -183,30 +187,31 @@ class PortableCUDADevice(PortableOperators):
             yield
 
     def timed_event(self) -> CudaEvent:
-        """Create an event on the current stream."""
+        """Return a new event that can measure time."""
         return CudaEvent()
 
     def synchronize(self) -> None:
-        """Wait for all streams of the device."""
+        """Wait until all streams of the device are idle."""
         torch.cuda.synchronize(self.torch_device)
 
 
 @dataclasses.dataclass(slots=True)
 class CapturedGraph:
-    """A CUDA graph and the result of its captured function."""
+    """A captured step: the CUDA graph, and the tensor that receives its result."""
 
     graph: torch.cuda.CUDAGraph
     result: torch.Tensor
 
     def replay(self, lengths: HostSeqLens) -> torch.Tensor:
-        """Replay the graph with one launch; lengths are read on the device."""
+        """Launch the graph and return its result tensor. `lengths` is ignored, as the graph reads
+        lengths on the device."""
         self.graph.replay()
         return self.result
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Scratch:
-    """Workspace that the kernels share."""
+    """Workspace for partial results, which all kernels of a step share."""
 
     splits: decode_attention.Splits
     partials: sampling.Partials
@@ -214,10 +219,10 @@ class Scratch:
 
 
 class CUDADevice(PortableCUDADevice):
-    """One GPU with operators in Triton and steps captured as graphs."""
+    """One GPU with operators in Triton and steps captured as CUDA graphs."""
 
     def __init__(self, index: int = 0) -> None:
-        """Open the GPU. Raises `UnsupportedModel` if it does not exist."""
+        """Open GPU number `index`. Raises `UnsupportedModel` if it does not exist."""
         super().__init__(index)
         self.traits = with_kernels(self.traits)
         log.info("using nanoactor's Triton kernels on %s", torch.cuda.get_device_name(index))
@@ -229,7 +234,8 @@ class CUDADevice(PortableCUDADevice):
         self._fp8_products = ProductKernels(capability)
 
     def check(self, dtype: torch.dtype, block_size: int, head_dim: int) -> None:
-        """Accept every configuration, and warn about slower ones."""
+        """Log a warning if prompts cannot use the attention kernel for Hopper GPUs. Every
+        configuration is supported."""
         reason = self.prefill_attention.unsupported_reason(dtype, block_size, head_dim)
         is_hopper = self.prefill_attention.capability[0] >= HOPPER
         if reason is not None and is_hopper and dtype != torch.float32:
@@ -242,7 +248,8 @@ class CUDADevice(PortableCUDADevice):
     def capture(
         self, function: CapturedFunction, lengths: HostSeqLens, in_flight: int
     ) -> CapturedGraph:
-        """Capture one CUDA graph for all steps in flight; all graphs share a memory pool."""
+        """Capture `function` as a CUDA graph, which serves all steps in flight. All graphs share
+        one memory pool."""
         graph = torch.cuda.CUDAGraph()
         # Other threads may keep calling CUDA: one of NCCL's polls events all the time.
         mode = "thread_local"
@@ -254,20 +261,23 @@ class CUDADevice(PortableCUDADevice):
     def whole_steps(
         self, config: ModelConfig, weights: ModelWeights, sizes: Sequence[int], block_size: int
     ) -> WholeSteps | None:
-        """Load one persistent kernel for each number of rows, on Hopper GPUs in bfloat16."""
+        """Compile a persistent kernel for whole decode steps of each number of rows in `sizes`.
+        Returns None if the GPU is no Hopper, the dtype is not bfloat16, or no kernel fits the
+        model."""
         steps = DecodeSteps.load(config, weights, sizes, block_size)
         return steps if steps.steps else None
 
     # -- the batch ------------------------------------------------------------------------
 
     def tokens_per_program(self, heads: int, kv_heads: int) -> int:
-        """Return the number of tokens per program of the prefill kernel."""
+        """Return the number of tokens that one program of the prefill attention kernel
+        processes."""
         return tokens_per_program(heads, kv_heads)
 
     def scratch(
         self, rows: int, heads: int, kv_heads: int, head_dim: int, vocabulary: int
     ) -> Scratch:
-        """Allocate memory for partial results of attention and sampling."""
+        """Allocate the workspace for partial results of attention and sampling."""
         device = self.torch_device
         splits = decode_attention.Splits.empty(rows, heads, kv_heads, head_dim, device)
         return Scratch(splits, sampling.Partials.empty(rows, vocabulary, device), kv_heads)
@@ -275,7 +285,7 @@ class CUDADevice(PortableCUDADevice):
     def advance(
         self, tables: SlotTables, rows: DecodeRows, buffers: RowBuffers, ids: torch.Tensor
     ) -> None:
-        """Advance all rows in one kernel."""
+        """Compute the inputs of all decode rows in one kernel."""
         batch_kernels.advance(tables, rows, buffers, ids)
 
     def fill_slot_mapping(
@@ -285,11 +295,12 @@ class CUDADevice(PortableCUDADevice):
         positions: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Locate all tokens in one kernel."""
+        """Compute the cache position of every token in one kernel."""
         batch_kernels.fill_slot_mapping(tables, slots, positions, slot_mapping)
 
     def plan(self, scratch: Scratch, batch: AttentionBatch) -> AttentionBatch:
-        """Split the contexts of decode rows into chunks of equal length."""
+        """Return the batch with a plan that splits the contexts of decode rows into chunks of equal
+        length."""
         contexts = batch.decode_contexts
         splits = scratch.splits.for_rows(max(1, len(contexts)), scratch.kv_heads)
         if len(contexts):
@@ -297,7 +308,8 @@ class CUDADevice(PortableCUDADevice):
         return dataclasses.replace(batch, plan=splits)
 
     def sample_rows(self, inputs: FusedSamplingInputs) -> None:
-        """Sample in five kernels; with a top-k, only candidates for the best k are sorted."""
+        """Sample all rows with five kernels. Rows with a top-k sort only candidates for the best k
+        tokens."""
         if len(inputs.slots):
             partials = inputs.scratch.partials
             sampling.sample_rows(
@@ -305,26 +317,29 @@ class CUDADevice(PortableCUDADevice):
             )
 
     def sample_masked_rows(self, inputs: FusedSamplingInputs, masks: torch.Tensor) -> None:
-        """Sample as `sample_rows` does, with two additional kernels for the masks."""
+        """Sample as `sample_rows` does, but only allowed tokens. Takes two additional kernels for
+        the masks."""
         sample_masked_rows(inputs, masks)
 
     def publish(self, ids: torch.Tensor, ring: torch.Tensor, count: torch.Tensor) -> None:
-        """Publish ids in one kernel."""
+        """Copy sampled ids to the ring in host memory, and then its counter, in one kernel."""
         publish(ids, ring, count)
 
     # -- operators ------------------------------------------------------------------------
 
     def route(self, x: torch.Tensor, router: Router) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute router logits, then choose experts in another kernel."""
+        """Return the ids and weights of each token's experts. One kernel computes router logits,
+        another one chooses."""
         return route(x, router)
 
     def experts(self, weights: ExpertWeights) -> ExpertsOperator:
-        """Use two kernels for few tokens and four to six for more. The host waits for none of
-        them."""
+        """Return a function that runs a layer's experts. It launches two kernels for few tokens and
+        four to six for more, and the host waits for none of them."""
         return TritonExperts(weights, self._multiplies_fp8, self._fp8_products.get())
 
     def linear(self, weights: LinearWeights) -> LinearOperator:
-        """Use FP8 tensor cores if the format and the GPU allow it."""
+        """Return a linear operator with these weights, on FP8 tensor cores if the format and the
+        GPU allow it."""
         if not isinstance(weights, Fp8Blocks) or not self._multiplies_fp8:
             return super().linear(weights)
         if reason := fp8.unsupported_reason(weights):
@@ -332,23 +347,23 @@ class CUDADevice(PortableCUDADevice):
         return linear_of(weights, self._fp8_products.get())
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Normalize in float32, and round once."""
+        """Return the RMS norm of `x`, computed in float32 and rounded once."""
         return elementwise.rms_norm(x.contiguous(), weight, eps)
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add and normalize in one pass."""
+        """Return (RMS norm of x + residual, x + residual), computed in one pass."""
         return elementwise.add_rms_norm(x.contiguous(), residual.contiguous(), weight, eps)
 
     def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Rotate in float32, and round once."""
+        """Return `x` with a rotary embedding applied, computed in float32 and rounded once."""
         if 2 * cos.shape[-1] != x.shape[-1]:
             return super().rotary(x, cos, sin)
         return elementwise.rotary(x, cos, sin)
 
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """Compute SwiGLU in one pass."""
+        """Return SiLU(gate) * up, computed in one pass."""
         return elementwise.swiglu(gate_up.contiguous())
 
     def norm_rotate_store(
@@ -358,8 +373,11 @@ class CUDADevice(PortableCUDADevice):
         cache: KVCache,
         slot_mapping: torch.Tensor,
     ) -> torch.Tensor:
-        """Normalize, rotate and store in one pass, or operator by operator if only a part of each
-        head is rotated."""
+        """Normalize and rotate queries and keys, store keys and values in the cache, and return the
+        queries.
+
+        This is one pass, or several operators if only a part of each head is rotated.
+        """
         if 2 * transform.rotation[0].shape[-1] != qkv.shape[-1]:
             return super().norm_rotate_store(qkv, transform, cache, slot_mapping)
         return elementwise.norm_rotate_store(qkv.contiguous(), transform, cache, slot_mapping)
@@ -367,8 +385,11 @@ class CUDADevice(PortableCUDADevice):
     def attention(
         self, queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float
     ) -> torch.Tensor:
-        """Run separate kernels for prefill and decode rows. Data past the end of a context has no
-        effect."""
+        """Return the attention output of all rows, from separate kernels for prefill and decode
+        rows.
+
+        Cache contents after the end of a context have no effect.
+        """
         output = torch.empty_like(queries)
         prefill_tokens = batch.prefill_tokens
         if prefill_tokens:

@@ -1,1 +1,1 @@
-"""Support for Ascend NPUs."""
+"""The Ascend NPU backend: the device, its attention, and its captured steps."""

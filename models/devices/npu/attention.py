@@ -1,5 +1,8 @@
-"""Fused attention over the paged cache, in two query layouts: packed tokens (TND) or a padded batch
-(BNSD). There are two because the documentation is inconsistent about which one a chip supports."""
+"""Fused attention over the paged cache, in two query layouts: packed tokens (TND) and a padded
+batch (BNSD).
+
+Both exist because CANN's documentation is inconsistent about which one a chip supports.
+"""
 
 from __future__ import annotations
 
@@ -14,55 +17,60 @@ from nanoactor.models.seq_lens import HostSeqLens
 
 MASK_SIZE = 2048
 _CAUSAL = 3
-"""Value of `sparse_mode`: the last query sees every position, the query before it all but the last
-position, and so on."""
+"""Value of `sparse_mode` for a causal mask aligned to the last query: it sees every position, the
+query before it all but the last position, and so on."""
 _DENSE = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """The state that the attention of all layers of a step shares."""
+    """State that the attention of all layers of a step shares."""
 
     tables: torch.Tensor
-    """Block tables, int32 (rows, blocks of the longest sequence)."""
+    """Block tables of the step's rows, int32 (rows, blocks of the longest sequence)."""
     mask: torch.Tensor
     """Causal mask, int8 (MASK_SIZE, MASK_SIZE)."""
     query_ends: list[int] | torch.Tensor
-    """End of each row's tokens, as a cumulative count; a tensor if `contexts` is one."""
+    """End of each row's tokens in the batch, as a cumulative count. A tensor if `contexts` is
+    one."""
     prefill_tokens: list[int]
     contexts: list[int] | torch.Tensor
-    """Context length of each row, new tokens included; an int64 tensor in graphs whose operators
-    accept one."""
+    """Context length of each row including its new tokens. An int64 tensor in graphs whose
+    operators accept tensors as lengths."""
     pad_indices: torch.Tensor | None = None
-    """Index of the token at each position of the padded batch of prompts, int64 (rows *
-    longest,)."""
+    """For each position of the padded batch of prompts, the index of the token that it holds, int64
+    (rows * longest,). None if nothing is padded."""
     unpad_indices: torch.Tensor | None = None
-    """Position of each token's result in the padded batch, int64 (tokens,)."""
+    """Index of each token's result in the padded batch, int64 (tokens,). None if nothing is
+    padded."""
 
     @property
     def decode_contexts(self) -> list[int] | torch.Tensor:
-        """Return the context lengths of the decode rows."""
+        """Context lengths of the decode rows."""
         return self.contexts[len(self.prefill_tokens) :]
 
 
 class Attention(Protocol):
-    """Fused attention in one of the query layouts."""
+    """Fused attention in one query layout."""
 
     def plan(
         self, tables: torch.Tensor, lengths: HostSeqLens, rows: torch.Tensor, mask: torch.Tensor
     ) -> Plan:
-        """Compute the state that all layers share. `rows`, int32 (4, prompts), holds each chunk's
-        first token in its second row and the number of tokens in its third."""
+        """Return the state that all layers share.
+
+        `rows`, int32 (4, prompts), contains the first token of each prompt chunk in its second row
+        and the number of tokens in its third.
+        """
 
     def __call__(
         self, queries: torch.Tensor, cache: KVCache, plan: Plan, scale: float
     ) -> torch.Tensor:
-        """Compute the attention of contiguous `queries`, (tokens, heads, head_dim), in the same
-        shape."""
+        """Return the attention output of `queries`, (tokens, heads, head_dim), in the same shape.
+        `queries` must be contiguous."""
 
 
 def make_attention(layout: str) -> Attention:
-    """Return the attention for a layout name from the user's options."""
+    """Return the attention for a layout name from the user's options: "tnd" or "bnsd"."""
     layouts: dict[str, type[Packed] | type[Padded]] = {"tnd": Packed, "bnsd": Padded}
     return layouts[layout]()
 
@@ -83,7 +91,7 @@ def _attend(
     heads: int,
     **options: Any,
 ) -> torch.Tensor:
-    """Call the fused operator, with keys and values as (blocks, block_size, kv_heads *
+    """Call the fused operator with keys and values viewed as (blocks, block_size, kv_heads *
     head_dim)."""
     blocks, size, kv_heads, _ = cache.keys.shape
     operator = torch.ops.npu.npu_fused_infer_attention_score
@@ -106,18 +114,18 @@ def _attend(
 
 
 class Packed:
-    """Attention with one call for all prefill and decode rows."""
+    """Attention in the TND layout, with one call for all prefill and decode rows."""
 
     def plan(
         self, tables: torch.Tensor, lengths: HostSeqLens, rows: torch.Tensor, mask: torch.Tensor
     ) -> Plan:
-        """Compute the ends of the rows; this layout needs nothing else."""
+        """Return the shared state, which is the end of each row's tokens."""
         return _make_plan(tables, lengths, mask)
 
     def __call__(
         self, queries: torch.Tensor, cache: KVCache, plan: Plan, scale: float
     ) -> torch.Tensor:
-        """Compute attention in the TND layout."""
+        """Return the attention output of all rows, in one call."""
         if not len(queries):
             return queries
         return _attend(
@@ -135,14 +143,14 @@ class Packed:
 
 
 class Padded:
-    """Attention with one call for the prompts, padded on the right to the longest, and one for the
-    decode rows."""
+    """Attention in the BNSD layout. One call is for the prompts, padded on the right to the longest
+    one, and one for the decode rows."""
 
     def plan(
         self, tables: torch.Tensor, lengths: HostSeqLens, rows: torch.Tensor, mask: torch.Tensor
     ) -> Plan:
-        """Compute the indices that pad the prompts and gather their results, in addition to the
-        ends of the rows."""
+        """Return the shared state, including the indices that pad the prompts and gather their
+        results."""
         plan, tokens = _make_plan(tables, lengths, mask), lengths.prefill_tokens
         if len(tokens) < 2:
             return plan
@@ -160,7 +168,8 @@ class Padded:
     def __call__(
         self, queries: torch.Tensor, cache: KVCache, plan: Plan, scale: float
     ) -> torch.Tensor:
-        """Compute attention in the BNSD layout."""
+        """Return the attention output of all rows, with one call each for prompts and decode
+        rows."""
         prompts, first = len(plan.prefill_tokens), sum(plan.prefill_tokens)
         parts = []
         if prompts:

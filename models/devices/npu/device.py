@@ -66,10 +66,10 @@ _FUSED_ROTARY_HEAD_DIMS = (64, 128)
 
 
 class NPUDevice(PortableOperators):
-    """One NPU: memory, queue and graphs, and the operators that layers and executors call."""
+    """One NPU: its memory, streams and graphs, and the operators that layers and executors call."""
 
     def __init__(self, runtime: AscendRuntime, options: DeviceOptions) -> None:
-        """Set up the device; `runtime` is its machine-dependent part."""
+        """Set up the device. `runtime` is the part that talks to the driver; tests replace it."""
         self.runtime = runtime
         self.torch_device = runtime.torch_device
         mode = "npugraph" if options.graph_mode == "auto" else options.graph_mode
@@ -102,15 +102,16 @@ class NPUDevice(PortableOperators):
     # -- the machine ----------------------------------------------------------------------
 
     def prepare_thread(self, threads: int) -> None:
-        """Select the NPU for the calling thread."""
+        """Select the NPU for the calling thread, and limit its CPU threads."""
         self.runtime.prepare_thread(threads)
 
     def supports(self, dtype: torch.dtype) -> bool:
-        """Return True if fused attention supports this dtype."""
+        """Return True if the NPU's fused attention supports this dtype."""
         return self.runtime.supports(dtype)
 
     def check(self, dtype: torch.dtype, block_size: int, head_dim: int) -> None:
-        """Raise `UnsupportedModel` if fused attention does not support the model."""
+        """Raise `UnsupportedModel` if fused attention does not support the dtype, block size or
+        head size."""
         if not self.supports(dtype):
             types = dtype, self.traits.default_dtype
             requested, supported = (str(value).removeprefix("torch.") for value in types)
@@ -132,7 +133,7 @@ class NPUDevice(PortableOperators):
             )
 
     def memory(self) -> Memory:
-        """Return the total and free memory that the driver reports."""
+        """Return the total and free memory in bytes that the driver reports."""
         return self.runtime.memory()
 
     def reset_peak_memory(self) -> None:
@@ -144,19 +145,19 @@ class NPUDevice(PortableOperators):
         return self.runtime.peak_memory()
 
     def empty_pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """Allocate page-locked memory."""
+        """Return an uninitialized tensor in page-locked host memory."""
         return self.runtime.empty_pinned(*shape, dtype=dtype)
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """Allocate memory and zero it immediately: all of it will be used."""
+        """Return a tensor of zeros on the NPU."""
         return torch.zeros(shape, dtype=dtype, device=self.torch_device)
 
     def timed_event(self) -> Any:
-        """Create an event on the current stream."""
+        """Return a new event that can measure time."""
         return self.runtime.event()
 
     def synchronize(self) -> None:
-        """Wait for all streams of the device."""
+        """Wait until all streams of the device are idle."""
         self.runtime.synchronize()
 
     def stream(self) -> AbstractContextManager[None]:
@@ -168,7 +169,8 @@ class NPUDevice(PortableOperators):
     def capture(
         self, function: CapturedFunction, lengths: HostSeqLens, in_flight: int
     ) -> CapturedStep:
-        """Capture a native graph for each step in flight, or compile only the forward pass."""
+        """Capture `function` as one native graph for each of `in_flight` steps, or compile its
+        forward pass with torchair, depending on the graph mode."""
         if self.graph_mode == "npugraph":
             return NativeCapture(self.runtime, function, lengths, in_flight)
         compiled = CompiledStep(self.graph_mode, self.runtime, self._options, self._directory)
@@ -180,14 +182,14 @@ class NPUDevice(PortableOperators):
         return captured
 
     def run(self, forward: ForwardFunction, inputs: ForwardInputs) -> torch.Tensor:
-        """Run the forward pass operator by operator, or as compiled by `capture`."""
+        """Run the forward pass operator by operator, or compiled while `run_compiled` is active."""
         run = self._compiled or super().run
         return run(forward, inputs)
 
     def run_compiled(
         self, compiled: CompiledStep, function: CapturedFunction, lengths: HostSeqLens
     ) -> torch.Tensor:
-        """Run a step whose forward pass is compiled."""
+        """Call `function`, whose call of `run` then executes the compiled forward pass."""
         self._compiled = compiled
         try:
             return function(lengths)
@@ -197,21 +199,25 @@ class NPUDevice(PortableOperators):
     # -- the batch ------------------------------------------------------------------------
 
     def dummy_blocks(self, rows: int, block_size: int) -> int:
-        """Return enough blocks for a separate position per row: the operator that writes the cache
-        does not accept the same slot twice."""
+        """Return the number of dummy blocks in which every row has a separate position. The
+        operator that writes the cache does not accept the same position twice."""
         return -(-rows // block_size)
 
     def advance(
         self, tables: SlotTables, rows: DecodeRows, buffers: RowBuffers, ids: torch.Tensor
     ) -> None:
-        """Advance, then spread out the rows of the dummy and of frozen slots. All of these are at
-        position 0 of the dummy's table, so each gets a separate cache position from there on."""
+        """Compute the inputs of all decode rows.
+
+        Rows of the dummy slot and of frozen slots all point to position 0 of the dummy slot's
+        table. They are moved to separate positions after it.
+        """
         target_slots = self._advance(tables, rows, buffers, ids)
         offsets = torch.arange(len(target_slots), device=self.torch_device)
         buffers.slot_mapping.add_(offsets.mul_(target_slots == len(tables.lengths) - 1))
 
     def plan(self, scratch: None, batch: AttentionBatch) -> AttentionBatch:
-        """Gather the block tables of the step's rows once for all layers."""
+        """Return the batch with a plan, which contains the block tables of the step's rows for all
+        layers."""
         slots = batch.decode_slots
         if batch.prefill_tokens:
             slots = torch.cat((batch.prefill_rows[0], slots))
@@ -220,8 +226,8 @@ class NPUDevice(PortableOperators):
         return dataclasses.replace(batch, plan=plan)
 
     def _causal_mask(self) -> torch.Tensor:
-        """Return the int8 causal mask, 1 for hidden positions, in the compressed form that serves
-        every length."""
+        """Return the causal mask, int8 with 1 for hidden positions, in the compressed form that is
+        valid for every length."""
         if self._mask is None:
             ones = torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.int8)
             self._mask = ones.triu(1).to(self.torch_device)
@@ -229,7 +235,7 @@ class NPUDevice(PortableOperators):
 
     def sample_rows(self, inputs: FusedSamplingInputs) -> None:
         """Choose the most likely token of each row. Rows with a nonzero temperature are sampled
-        after the graph."""
+        after the captured graph."""
         if len(inputs.slots):
             greedy_ids = inputs.logits.argmax(-1).int()
             inputs.tables.last_tokens.index_copy_(0, inputs.slots.long(), greedy_ids)
@@ -239,7 +245,8 @@ class NPUDevice(PortableOperators):
     # -- operators ------------------------------------------------------------------------
 
     def linear(self, weights: LinearWeights) -> LinearOperator:
-        """Keep the weight as it is, or convert it to the layout of the matrix units."""
+        """Return a linear operator with these weights, which are converted to the layout of the
+        matrix units if `weight_format` is "nz"."""
         dense = dense_of(weights)
         weight, bias = dense.weight, dense.bias
         if self._options.weight_format == "nz" and weight.dtype in (torch.float16, torch.bfloat16):
@@ -247,8 +254,11 @@ class NPUDevice(PortableOperators):
         return lambda x: F.linear(x, weight, bias)
 
     def route(self, x: torch.Tensor, router: Router) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose one expert at a time, because torchair cannot convert a stable sort and the order
-        of equal values in a top-k is undocumented."""
+        """Return the ids and weights of each token's experts.
+
+        Experts are chosen one at a time, because torchair cannot convert a stable sort, and the
+        order of equal values in a top-k is undocumented.
+        """
         probabilities = F.linear(x.float(), router.weight).softmax(-1)
         count = probabilities.shape[-1]
         # The lowest of equal experts wins; NaN equals nothing, so it selects the last expert.
@@ -270,8 +280,12 @@ class NPUDevice(PortableOperators):
         return ids, topk_weights.to(x.dtype).float()
 
     def experts(self, weights: ExpertWeights) -> ExpertsOperator:
-        """Sort tokens by expert and run grouped GEMMs, whose group sizes only the device knows.
-        Chips other than Atlas A2 and A3 have no operator for the sort."""
+        """Return a function that runs a layer's experts. It sorts tokens by expert and calls
+        grouped GEMMs, whose group sizes only the device knows.
+
+        Chips other than Atlas A2 and A3 have no operator for the sort, and run every expert for
+        every token.
+        """
         dense = dense_experts_of(weights)
         count = len(dense.down)
         if not self.runtime.is_a2_or_a3 or not 1 < count <= _MAX_GROUPS:
@@ -305,8 +319,8 @@ class NPUDevice(PortableOperators):
         return operator
 
     def _dense_experts(self, dense: DenseExperts) -> ExpertsOperator:
-        """Run every expert for every token, because captured steps cannot read counts back to the
-        host."""
+        """Return a function that runs every expert of a layer for every token. Captured steps
+        cannot read the number of tokens per expert back to the host."""
         _log_once(
             "every expert is computed for every token, so the work is larger by the ratio of all "
             "experts to chosen experts: no operator that sorts tokens by expert supports this chip "
@@ -325,7 +339,7 @@ class NPUDevice(PortableOperators):
         return operator
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Call npu_rms_norm, which requires all tensors to have the same dtype."""
+        """Return the RMS norm of `x`, from npu_rms_norm if all dtypes are equal."""
         if weight.dtype != x.dtype:
             return super().rms_norm(x, weight, eps)
         normed: torch.Tensor = torch.ops.npu.npu_rms_norm(x.contiguous(), weight, eps)[0]
@@ -334,7 +348,8 @@ class NPUDevice(PortableOperators):
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Call npu_add_rms_norm, which requires all tensors to have the same dtype."""
+        """Return (RMS norm of x + residual, x + residual), from npu_add_rms_norm if all dtypes are
+        equal."""
         if weight.dtype != x.dtype:
             return super().add_rms_norm(x, residual, weight, eps)
         normed, _, added = torch.ops.npu.npu_add_rms_norm(
@@ -343,16 +358,17 @@ class NPUDevice(PortableOperators):
         return normed, added
 
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """Call npu_swiglu, which treats the first half as the gate."""
+        """Return SiLU(gate) * up from npu_swiglu, which treats the first half as the gate."""
         activated: torch.Tensor = torch.ops.npu.npu_swiglu(gate_up.contiguous(), -1)
         return activated
 
     def rotation(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosines and sines as (1, tokens, 1, rotated dimensions); called once per step."""
+        """Return cosines and sines, repeated for both halves of a head, as (1, tokens, 1, rotated
+        dimensions). Called once per step."""
         return tuple(torch.cat((half, half), -1)[None, :, None] for half in (cos, sin))  # type: ignore[return-value]
 
     def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Call npu_rotary_mul, which requires all tensors to have the same dtype."""
+        """Return `x` with a rotary embedding applied by npu_rotary_mul, in the dtype of `cos`."""
         return self._rotate(x.to(cos.dtype), *self.rotation(cos, sin)).to(x.dtype)
 
     def _rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -365,7 +381,8 @@ class NPUDevice(PortableOperators):
     def write_kv(
         self, keys: torch.Tensor, values: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor
     ) -> None:
-        """Call npu_scatter_pa_kv_cache in its plain layout; slots must be distinct."""
+        """Store keys and values with npu_scatter_pa_kv_cache in its plain layout. The positions in
+        `slot_mapping` must be distinct."""
         # Contiguous before nan_to_num, not after: torchair may replace numbers in place in a view.
         keys, values = (torch.nan_to_num(new.contiguous(), 0.0, 0.0, 0.0) for new in (keys, values))
         torch.ops.npu.npu_scatter_pa_kv_cache(
@@ -379,7 +396,8 @@ class NPUDevice(PortableOperators):
         cache: KVCache,
         slot_mapping: torch.Tensor,
     ) -> torch.Tensor:
-        """Call separate operators for the norms, the rotation and the cache."""
+        """Normalize and rotate queries and keys, store keys and values in the cache, and return the
+        queries. Each part is a separate operator."""
         kv_heads, size = cache.keys.shape[2:]
         q, k, v = torch.split(qkv, [qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
         if transform.norms is not None:
@@ -403,15 +421,17 @@ class NPUDevice(PortableOperators):
     def attention(
         self, queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float
     ) -> torch.Tensor:
-        """Call npu_fused_infer_attention_score in the chosen layout."""
+        """Return the attention output of all rows from npu_fused_infer_attention_score."""
         return self._attention(queries.contiguous(), cache, batch.plan, scale)
 
     def segment_attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Sequence[int]
     ) -> torch.Tensor:
-        """Call npu_fusion_attention over packed tokens, with at most `_MAX_SEGMENTS` segments per
-        call. It supports any head size up to 768. Chips for which it is not documented run
-        PyTorch's operators."""
+        """Return attention within each segment from npu_fusion_attention over packed tokens.
+
+        It is called with at most `_MAX_SEGMENTS` segments at a time, and supports head sizes up to
+        768. Chips for which it is not documented use PyTorch's operators.
+        """
         if not self.runtime.is_a2_or_a3:
             return super().segment_attention(q, k, v, segments)
         if len(segments) > _MAX_SEGMENTS:
@@ -435,7 +455,8 @@ class NPUDevice(PortableOperators):
         return output
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-        """Use npu_top_k_top_p if the chip has it, and PyTorch's operators otherwise."""
+        """Return the sampled token ids. Uses npu_top_k_top_p if the chip has it, else PyTorch's
+        operators."""
         if self.runtime.is_a2_or_a3:
             return sampling.sample(logits, batch)
         return super().sample(logits, batch)
@@ -448,20 +469,24 @@ def _log_once(text: str) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _CompiledCapture:
-    """A step whose forward pass is compiled."""
+    """A captured step whose forward pass was compiled by torchair. The rest runs operator by
+    operator."""
 
     device: NPUDevice
     function: CapturedFunction
     compiled: CompiledStep
 
     def replay(self, lengths: HostSeqLens) -> torch.Tensor:
-        """Run a few small operators and the compiled forward pass."""
+        """Run the small operators around the forward pass, and the compiled forward pass itself."""
         return self.device.run_compiled(self.compiled, self.function, lengths)
 
 
 def _grouped_matmul(x: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Return the grouped GEMM of `x`, (rows, inputs), and `weights`, (groups, inputs, outputs). The
-    rows of a group are consecutive; `counts`, int64 (groups,), holds the group sizes."""
+    """Return the grouped GEMM of `x`, (rows, inputs), and `weights`, (groups, inputs, outputs).
+
+    The rows of a group are consecutive. `counts`, int64 (groups,), contains the number of rows in
+    each group.
+    """
     outputs: list[torch.Tensor] = torch.ops.npu.npu_grouped_matmul(
         [x], [weights], group_list=counts, split_item=3, group_type=0, group_list_type=1
     )

@@ -1,4 +1,4 @@
-"""Decode steps as NPU graphs: captured natively, or compiled by torchair."""
+"""Decode steps as NPU graphs, which are captured natively or compiled by torchair."""
 
 from __future__ import annotations
 
@@ -28,8 +28,11 @@ log = logging.getLogger("nanoactor.models.npu")
 
 
 def graph_cache_directory(directory: str | None) -> Path:
-    """Return the directory for compiled graphs (`directory`, or one in the user's cache), and
-    create it if needed. Raises `UnsupportedModel` if it is not writable."""
+    """Return the directory for compiled graphs: `directory`, or a subdirectory of the user's cache
+    directory if it is None.
+
+    Creates the directory. Raises `UnsupportedModel` if it is not writable.
+    """
     cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     path = (
         Path(directory).expanduser()
@@ -46,10 +49,10 @@ def graph_cache_directory(directory: str | None) -> Path:
 
 
 class NativeCapture:
-    """A step captured once for each step in flight; the graphs are replayed in turn.
+    """A step that is captured once for each step in flight. The graphs are replayed in turn.
 
-    A graph's lengths are parameters that the host writes before a replay. The next replay is
-    prepared while one is running, so it must use another graph.
+    Sequence lengths are parameters that the host writes into a graph before a replay. The next
+    replay is prepared while the current one is running, so it must use another graph.
     """
 
     def __init__(
@@ -64,7 +67,8 @@ class NativeCapture:
         self._current = 0
 
     def replay(self, lengths: HostSeqLens) -> torch.Tensor:
-        """Update the lengths of all layers at once, and launch the next graph."""
+        """Write the context lengths into the next graph, launch it, and return its result
+        tensor."""
         graph = self._graphs[self._current]
         self._current = (self._current + 1) % len(self._graphs)
         if not graph.end_event.is_done():
@@ -77,19 +81,24 @@ class NativeCapture:
 
 
 class CompiledStep:
-    """The forward pass of decode steps of one size, compiled by torchair when it first runs."""
+    """Forward pass of decode steps with a fixed number of rows, compiled by torchair in the first
+    call."""
 
     def __init__(
         self, mode: str, runtime: AscendRuntime, options: DeviceOptions, directory: Path
     ) -> None:
-        """Store the settings. `mode` is "max-autotune" (a graph for the graph engine, cached in
-        `directory`) or "reduce-overhead" (a native graph made by torchair's passes)."""
+        """Store the settings; nothing is compiled yet.
+
+        `mode` is "max-autotune" (a graph for the graph engine, cached in `directory`) or
+        "reduce-overhead" (a native graph made by torchair's passes).
+        """
         self._mode, self._runtime, self._options = mode, runtime, options
         self._directory = directory
         self._module: DecodePass | None = None
 
     def __call__(self, forward: ForwardFunction, inputs: ForwardInputs) -> torch.Tensor:
-        """Run the forward pass and return hidden states, (rows, hidden)."""
+        """Run the forward pass, compiling it in the first call, and return the hidden states,
+        (rows, hidden)."""
         batch, token_ids = inputs.batch, inputs.token_ids
         plan: Plan = batch.plan
         if self._module is None:
@@ -131,8 +140,8 @@ class CompiledStep:
         )
 
     def _key(self, module: DecodePass, rows: int, plan: Plan) -> str:
-        """Return a key for everything that a graph depends on: model, shapes, versions and our own
-        code."""
+        """Return a key that changes with everything that a compiled graph depends on: model,
+        shapes, versions, and our own code."""
         network = getattr(module.forward_function, "__self__", None)
         cache = module.caches[0].keys
         parts = [
@@ -150,7 +159,8 @@ class CompiledStep:
 
 
 class DecodePass(torch.nn.Module):
-    """A decode step's forward pass that takes only tensors and lengths as arguments."""
+    """Forward pass of a decode step as a module whose arguments are only tensors and lengths, as
+    torchair requires."""
 
     def __init__(self, forward: ForwardFunction, caches: list[KVCache], plan: Plan) -> None:
         super().__init__()
@@ -171,8 +181,10 @@ class DecodePass(torch.nn.Module):
         tables: torch.Tensor,
         contexts: Any,
     ) -> torch.Tensor:
-        """Compute a decode step; this method is compiled. `contexts` is a list of integers or a
-        tensor."""
+        """Return the hidden states of a decode step. This is the method that is compiled.
+
+        `contexts` is the context length of each row, as a list of integers or an int64 tensor.
+        """
         ends: list[int] | torch.Tensor = self._ends
         if isinstance(contexts, torch.Tensor):
             ends = torch.arange(1, len(token_ids) + 1, device=contexts.device)
@@ -194,7 +206,7 @@ class DecodePass(torch.nn.Module):
 
 
 def _decode_for_size(module: DecodePass, rows: int) -> types.FunctionType:
-    """Return `decode` with a code object of its own. torchair looks up compiled graphs by code
+    """Return a copy of `decode` with its own code object. torchair looks up compiled graphs by code
     object, and would treat several sizes that share one as recompilations."""
     decode = DecodePass.decode
     name = f"decode_{rows}"
@@ -204,8 +216,8 @@ def _decode_for_size(module: DecodePass, rows: int) -> types.FunctionType:
 
 @functools.cache
 def _source_digest() -> str:
-    """Return a digest of the source of `nanoactor.models`, since other code may compile
-    differently."""
+    """Return a digest of the source code of `nanoactor.models`, because other code may compile to
+    other graphs."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).resolve().parents[2].rglob("*.py")):
         digest.update(path.read_bytes())

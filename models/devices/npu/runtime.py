@@ -1,6 +1,7 @@
-"""One Ascend NPU through torch_npu: memory, queue, events and captured graphs, but no operators.
+"""Access to one Ascend NPU through torch_npu: memory, streams, events and captured graphs, but no
+operators.
 
-This code has never run on an NPU: docs/ascend.md lists what has been verified and how.
+This code has never run on an NPU. docs/ascend.md lists what was verified, and how.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ _HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def load_torch_npu() -> Any:
-    """Import torch_npu. Raises `UnsupportedModel` with the missing part and the remedy if that
-    fails."""
+    """Import torch_npu and return it. Raises `UnsupportedModel`, which names the missing part and
+    the remedy, if that fails."""
     try:
         import torch_npu
     except ModuleNotFoundError as error:
@@ -51,7 +52,7 @@ def load_torch_npu() -> Any:
 
 
 class NPUEvent:
-    """An event on the calling thread's current stream."""
+    """An NPU event, recorded on the stream that is current at that time."""
 
     def __init__(self, event: Any) -> None:
         """Wrap an event of torch_npu."""
@@ -70,41 +71,42 @@ class NPUEvent:
         self.event.synchronize()
 
     def milliseconds_until(self, later: NPUEvent) -> float:
-        """Return the milliseconds to `later` by the device's clock."""
+        """Return the time from this event to `later` in milliseconds, by the device's clock."""
         return float(self.event.elapsed_time(later.event))
 
 
 @dataclasses.dataclass(slots=True)
 class RecordedGraph:
-    """A captured native graph. Before each replay, the host writes the lengths for the attention
-    operators into the graph."""
+    """A captured native graph. Before each replay, the host writes the context lengths for the
+    attention operators into it."""
 
     graph: Any
     result: torch.Tensor
     end_event: NPUEvent
 
     def replay(self, contexts: Sequence[int]) -> None:
-        """Queue the graph with these context lengths. The caller must ensure that its previous
-        replay has finished, since a running replay would see the new lengths."""
+        """Write the context lengths into the graph and launch it. The previous replay must have
+        finished, because a running replay would see the new lengths."""
         self.graph.update(cpu_update_input=[{"actual_seq_lengths_kv": list(contexts)}])
         self.graph.replay()
         self.end_event.record()
 
 
 class AscendRuntime:
-    """The machine-dependent part of an `NPUDevice`."""
+    """The part of an `NPUDevice` that depends on torch_npu and the chip."""
 
     name = "npu"
     block_multiple, max_block_size = 128, 512
-    """Block sizes that fused attention supports for several positions per row: multiples of the
-    first number, up to the second."""
+    """Block sizes that fused attention supports if a row has several positions: multiples of
+    `block_multiple`, up to `max_block_size`."""
     packed_head_dims: tuple[int, ...] = (64, 128, 192)
-    """Head sizes that fused attention supports for packed tokens."""
+    """Head sizes that fused attention supports for packed tokens (TND)."""
     collective_backend = "hccl"
     default_dtype: torch.dtype
 
     def __init__(self, index: int = 0) -> None:
-        """Open the NPU. Raises `UnsupportedModel` if torch_npu, CANN or the NPU is missing."""
+        """Open NPU number `index`. Raises `UnsupportedModel` if torch_npu, CANN or the NPU is
+        missing."""
         self.torch_npu = load_torch_npu()
         self._npu = self.torch_npu.npu
         count = self._npu.device_count()
@@ -123,24 +125,26 @@ class AscendRuntime:
         self._base = 0
 
     def supports(self, dtype: torch.dtype) -> bool:
-        """Return True for the dtypes of fused attention: float16, and bfloat16 on A2 and A3."""
+        """Return True for float16, and for bfloat16 on Atlas A2 and A3: the dtypes of fused
+        attention."""
         return dtype in _HALF_DTYPES and (dtype != torch.bfloat16 or self.is_a2_or_a3)
 
     def prepare_thread(self, threads: int) -> None:
-        """Select the NPU for the calling thread. Operators come from the precompiled library, so
-        that none is compiled for a shape while the engine runs."""
+        """Select the NPU for the calling thread, limit its CPU threads, and use precompiled
+        operators, so that none is compiled while the engine runs."""
         self._npu.set_device(self.torch_device)
         self._npu.set_compile_mode(jit_compile=False)
         torch.set_num_threads(threads)
 
     def memory(self) -> Memory:
-        """Return the memory that the driver reports; PyTorch's cached memory counts as free."""
+        """Return the total and free memory in bytes that the driver reports. Memory cached by
+        PyTorch counts as free."""
         free, total = self._npu.mem_get_info(self.torch_device)
         cached = self._npu.memory_reserved(self.torch_device)
         return Memory(total, free + cached - self._npu.memory_allocated(self.torch_device))
 
     def reset_peak_memory(self) -> None:
-        """Reset the peak statistics of PyTorch's allocator."""
+        """Reset the peak statistics of PyTorch's allocator, and store the current allocation."""
         self._npu.synchronize()
         self._base = self._npu.memory_allocated(self.torch_device)
         self._npu.reset_peak_memory_stats(self.torch_device)
@@ -151,20 +155,21 @@ class AscendRuntime:
         return int(self._npu.max_memory_allocated(self.torch_device)) - self._base
 
     def empty_pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """Allocate page-locked memory."""
+        """Return an uninitialized tensor in page-locked host memory."""
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
     def synchronize(self) -> None:
-        """Wait for all streams of the device."""
+        """Wait until all streams of the device are idle."""
         self._npu.synchronize()
 
     def event(self) -> NPUEvent:
-        """Create an event on the current stream."""
+        """Return a new event that can measure time."""
         return NPUEvent(self._npu.Event(enable_timing=True))
 
     @contextlib.contextmanager
     def stream(self) -> Iterator[None]:
-        """Make a separate stream current, as the default stream cannot be captured."""
+        """Make a separate stream current in the context, because the default stream cannot be
+        captured."""
         self._npu.set_device(self.torch_device)
         if self._stream is None:
             self._stream = self._npu.Stream()
@@ -172,7 +177,7 @@ class AscendRuntime:
             yield
 
     def record(self, function: Callable[[], torch.Tensor]) -> RecordedGraph:
-        """Capture the work that `function` queues as a native graph. All graphs share a memory
+        """Capture the work that `function` queues as a native graph. All graphs share one memory
         pool."""
         graph = self._npu.NPUGraph()
         with (
@@ -192,8 +197,11 @@ class AscendRuntime:
 
     @contextlib.contextmanager
     def _cleaned_up_on_failure(self, graph: Any) -> Iterator[None]:
-        """Clean up after a failed capture: torch_npu may leave its dispatch mode on PyTorch's stack
-        and its stream current, and later work would become part of the capture."""
+        """Clean up in case the capture fails inside the context.
+
+        torch_npu may leave its dispatch mode on PyTorch's stack and its stream current. Later work
+        would then become part of the capture.
+        """
         modes, stream = len(_get_current_dispatch_mode_stack()), self._npu.current_stream()
         try:
             yield
@@ -204,13 +212,14 @@ class AscendRuntime:
             raise
 
     def to_fractal(self, weight: torch.Tensor) -> torch.Tensor:
-        """Convert a matrix to the layout that the matrix units read (NZ)."""
+        """Return the matrix in the layout that the matrix units read (NZ)."""
         self._npu.config.allow_internal_format = True
         fractal: torch.Tensor = torch.ops.npu.npu_format_cast(weight.contiguous(), _FRACTAL_NZ)
         return fractal
 
     def versions(self) -> tuple[str, ...]:
-        """Return the versions that compiled graphs depend on."""
+        """Return the versions on which compiled graphs depend: PyTorch, torch_npu, CANN, and the
+        chip."""
         cann = str(self._npu.utils.get_cann_version())
         return (torch.__version__, str(self.torch_npu.__version__), cann, self.chip)
 

@@ -1,8 +1,8 @@
-"""Sampling with npu_top_k_top_p, for chips that have it. The operator truncates; the noise is the
-engine's own.
+"""Sampling with npu_top_k_top_p, for chips that have this operator. The operator truncates the
+distribution; the random noise is the engine's own.
 
-The operator keeps every logit that equals the k-th highest, and of equal logits at the edge of
-top-p it keeps those with higher ids. So if bfloat16 logits are equal there, it may choose a token
+The operator keeps every logit that equals the k-th highest. Of equal logits at the edge of top-p,
+it keeps those with higher ids. If bfloat16 logits are equal there, it may therefore choose a token
 that `nanoactor.models.sampling.sampler` would have removed. On one device, the choice is the same
 in every batch.
 """
@@ -21,9 +21,12 @@ from nanoactor.models.sampling.sampler import scores_of
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """Return token ids, int64 (rows,), as `nanoactor.models.sampling.sampler.sample` does. That
-    function still samples the rows with a top-k above `limits.CANDIDATES`: the operator's limit is
-    1,024."""
+    """Return the sampled token ids, int64 (rows,), as `nanoactor.models.sampling.sampler.sample`
+    does.
+
+    Rows with a top-k above `limits.CANDIDATES` are sampled by that function, because the operator
+    accepts at most 1,024.
+    """
     logits, groups = logits.float(), batch.groups
     if not groups.limited.numel() and not groups.nucleus.numel():
         return sample_portably(logits, batch)

@@ -1,1 +1,2 @@
-"""The host's side of steps: rows and their parameters, laid out in arrays."""
+"""The host's side of steps: rows and their sampling parameters, laid out in arrays for the
+device."""

@@ -1,7 +1,7 @@
-"""The changes that a step makes to the batch on the device: a few index-value pairs.
+"""Conversion of steps to changes of the batch on the device, which are a few index-value pairs.
 
-All per-slot tables on the device are parts of one int32 array, and a step's changes are numbers to
-write into it. A decode step in which nothing changes writes none.
+All per-slot tables on the device are parts of one int32 array. A step's changes are values to write
+into this array. A decode step in which nothing changes writes none.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from nanoactor.runner.batch.row_layout import Continued, StepLayout
 from nanoactor.runner.batch.sampling_table import SamplingTable
 from nanoactor.runner.batch.score_table import ScoreTable
 
-# Maximum number of rows to sample at once: sorting whole vocabularies takes 127 bytes per logit.
+# Maximum number of rows sampled at once. Sorting whole vocabularies takes 127 bytes per logit.
 FALLBACK_AT_ONCE = 64
 _Changes = tuple[NDArray[np.integer[Any]], NDArray[np.integer[Any]]]
 NO_MASKS: Int32 = np.empty((0, 0), np.int32)
@@ -43,102 +43,105 @@ NO_MASKS: Int32 = np.empty((0, 0), np.int32)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StateLayout:
-    """The offset of each table in the array. The last slot is a dummy for padded rows; its block is
-    the one after the cache's last block."""
+    """Offsets of all tables in the state array, the int32 array on the device with the state of all
+    slots. The last slot is a dummy for padding rows; its block is the one after the cache's last
+    block."""
 
     slots: int
     max_blocks: int
 
     @property
     def dummy(self) -> int:
-        """Return the slot of padded rows."""
+        """Slot of padding rows."""
         return self.slots - 1
 
     @property
     def lengths(self) -> int:
-        """Return the offset of the number of computed positions per slot. The block tables, one row
-        per slot, precede it."""
+        """Offset of the number of computed positions per slot. The block tables, one row per slot,
+        precede this table."""
         return self.slots * self.max_blocks
 
     @property
     def last_tokens(self) -> int:
-        """Return the offset of each slot's newest token."""
+        """Offset of the newest token id per slot."""
         return self.lengths + self.slots
 
     @property
     def frozen(self) -> int:
-        """Return the offset of each slot's flag: 1 if its decode rows have no lasting effect."""
+        """Offset of the frozen flags per slot: 1 if the slot's decode rows must have no lasting
+        effect."""
         return self.last_tokens + self.slots
 
     @property
     def rope_deltas(self) -> int:
-        """Return the offset of each slot's difference between rotary position and index, for tokens
-        after the prompt. This table and those after it, up to `rows`, are set when a sequence is
-        admitted."""
+        """Offset of the rope deltas per slot: rotary position minus index, for tokens after the
+        prompt. This table and those after it, up to `rows`, are set when a sequence is admitted."""
         return self.frozen + self.slots
 
     @property
     def prompt_lengths(self) -> int:
-        """Return the offset of the position at which each slot's output begins."""
+        """Offset of the prompt lengths per slot, the positions at which outputs begin."""
         return self.rope_deltas + self.slots
 
     @property
     def freeze_ids(self) -> int:
-        """Return the offset of the ids that freeze each slot, column by column."""
+        """Offset of the token ids that freeze each slot, column by column."""
         return self.prompt_lengths + self.slots
 
     @property
     def sampling(self) -> int:
-        """Return the offset of the sampling parameters by slot, column by column
-        (`models/sampling/columns.py`)."""
+        """Offset of the sampling parameters per slot, column by column, as in
+        `models/sampling/columns.py`."""
         return self.freeze_ids + MAX_FREEZE_IDS * self.slots
 
     @property
     def rows(self) -> int:
-        """Return the offset of the slots of all decode rows: the decode batch, ascending, then the
+        """Offset of the slots of all decode rows: the decode batch in ascending order, then the
         rows after it, then dummies."""
         return self.sampling + WORDS * self.slots
 
     @property
     def row_positions(self) -> int:
-        """Return the offset of the position of each row in `rows`; -1 stands for its slot's next
-        position."""
+        """Offset of the position of each row in `rows`; -1 stands for the next position of its
+        slot."""
         return self.rows + self.slots
 
     @property
     def row_token_ids(self) -> int:
-        """Return the offset of the token of each row that has a position of its own."""
+        """Offset of the token id of each row in `rows` that has its own position."""
         return self.row_positions + self.slots
 
     @property
     def size(self) -> int:
-        """Return the number of elements in the whole array."""
+        """Number of elements of the whole array."""
         return self.row_token_ids + self.slots
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchTraits:
-    """Properties of a device that determine how its steps are laid out; see `DeviceTraits`."""
+    """Properties of a device and model that determine how steps are laid out; most are from
+    `DeviceTraits`."""
 
     tokens_per_program: int = 1 << 30
     needs_host_seq_lens: bool = False
     fused_sampling: FusedSampling = "none"
     fallback_at_once: int = FALLBACK_AT_ONCE
-    """Maximum number of rows that are sampled together outside the fused sampler."""
+    """Maximum number of rows that are sampled at once outside the fused sampler."""
     min_rows_for_runs: int = 1 << 30
-    """Minimum number of decode rows in a step that may have several rows of one sequence."""
+    """Minimum number of decode rows of a step that may contain several rows of one sequence."""
     has_slot_state: bool = False
-    """True if layers keep slot states, which are reset for each sequence."""
+    """True if layers keep slot states, which must be reset for each new sequence."""
 
 
 class HostBatch:
-    """The host's side of the batch: sampling parameters by slot, and state derived from them for
-    the decode batch."""
+    """The host's side of the batch: sampling parameters by slot, and values derived from them for
+    the current decode batch. Converts each step to an `Update`."""
 
     def __init__(
         self, max_num_seqs: int, max_blocks: int, traits: BatchTraits, pooling: str = ""
     ) -> None:
-        """Create an empty batch. `pooling` is the model's `PoolingConfig.kind`, or empty."""
+        """Create an empty batch. `max_blocks` is the length of a block table. `pooling` is the
+        model's `PoolingConfig.kind`; empty if it does not pool."""
         self._traits, self._pooling = traits, pooling
         self.layout = StateLayout(max_num_seqs + 1, max_blocks)
         self.sampling = SamplingTable(max_num_seqs)
@@ -147,20 +150,21 @@ class HostBatch:
         """Position at which the output of each slot begins."""
         self._rows = RowExpander(max_num_seqs)
         self._decode: Long = NO_INDICES
-        """Slots of the decode batch. The next four fields are valid until it changes."""
+        """Slots of the decode batch. The next four fields are valid until the batch changes."""
         self._fallback: Long | None = None
-        """Indices of the decode rows that the fused sampler never handles."""
+        """Indices of the decode rows that the fused sampler never handles; None until they are
+        computed."""
         self._parts: tuple[SampledRows[Array], ...] = ()
         self._scored_rows: Long = NO_INDICES
-        """Indices of the decode rows that request log-probabilities."""
+        """Indices of the decode rows for which log-probabilities are requested."""
         self._masked_steps = 0
-        """Number of steps until all decode rows are past `min_tokens`."""
+        """Number of steps until all decode rows have passed their `min_tokens`."""
         self._continued = 0
-        """Number of rows after the decode batch in the previous step."""
+        """Number of rows that followed the decode batch in the previous step."""
 
     def update(self, step: Step, masks: Int32 = NO_MASKS) -> Update:
-        """Apply a step and lay it out; `masks`, (rows, words), are those of its choices. Steps must
-        come in order."""
+        """Apply a step to the batch and return its layout. `masks`, int32 (rows, words), are the
+        token masks of the step's constrained rows. Steps must be applied in order."""
         rows = self._rows.expand(step.rows, step.leaves)
         pairs = self._admit(step.admissions) if len(step.admissions.slots) else []
         if len(step.table_slots):
@@ -207,7 +211,7 @@ class HostBatch:
         )
 
     def _admit(self, new: Admissions) -> list[_Changes]:
-        """Admit new sequences, and return the resulting changes to the array."""
+        """Record new sequences, and return the resulting changes to the state array."""
         self.sampling.admit(new)
         self._scores.admit(new.slots, new.prompt_lengths, new.scores)
         self._outputs[new.slots] = new.prompt_lengths
@@ -222,8 +226,8 @@ class HostBatch:
         return concatenate_ranges(firsts, step.table_counts.astype(np.int64))
 
     def _change_rows(self, decode: Long, continued: Continued) -> list[_Changes]:
-        """Return the changes to the list of decode rows, where the rows `continued` follow the
-        decode batch."""
+        """Return the changes to the list of decode rows: the decode batch, followed by the rows in
+        `continued`."""
         old_end, first = len(self._decode) + self._continued, len(self._decode)
         if decode is not self._decode:
             self._decode, self._fallback, first = decode, None, 0
@@ -251,8 +255,8 @@ class HostBatch:
         groups = -(-counts // per_program)
         tile_rows = np.arange(len(groups), dtype=np.int32).repeat(groups)
         tile_numbers = concatenate_ranges(np.zeros(len(groups), np.int64), groups)
-        # Tiles with the longest context come first, so that the device does not wait for them at
-        # the end.
+        # Tiles with the longest context come first, so that the device does not have to wait for
+        # them at the end.
         ends_in_row = np.minimum(counts[tile_rows], (tile_numbers + 1) * per_program)
         longest_first = np.argsort(-(rows.starts[tile_rows] + ends_in_row), kind="stable")
         ends = layout.chunks.searchsorted(layout.ends)
@@ -271,15 +275,15 @@ class HostBatch:
         )
 
     def _read_tokens(self, firsts: Int32, counts: Int32, ends: Long, pooled: int) -> Int32:
-        """Return, for each chunk in `ends`, the index of the token whose state is read; the last
-        `pooled` of these chunks pool."""
+        """Return, for each chunk in `ends`, the index of the token whose hidden state is read. The
+        last `pooled` of these chunks are pooling rows."""
         read: Int32 = (firsts + counts - 1)[ends].astype(np.int32)
         if pooled and self._pooling == "cls":
             read[-pooled:] = firsts[ends[-pooled:]]
         return read
 
     def _pooled(self, layout: StepLayout) -> PooledRows:
-        """Return the rows that pool."""
+        """Return the pooling rows of a step."""
         numbers = (layout.pooled + len(layout.rows.decode_slots)).astype(np.int32)
         if self._pooling != "mean":
             return PooledRows(numbers, (), ())
@@ -296,7 +300,7 @@ class HostBatch:
         return HostSeqLens(counts, contexts, decodes.tolist())
 
     def _admitted(self, step: Step) -> Long | None:
-        """Return the slots whose states are reset; None if there are none."""
+        """Return the slots whose states must be reset; None if there are none."""
         slots = step.admissions.slots
         return slots.astype(np.int64) if self._traits.has_slot_state and len(slots) else None
 
@@ -305,7 +309,8 @@ class HostBatch:
     def _fallback_rows(
         self, layout: StepLayout, slots: Long, positions: Long
     ) -> tuple[SampledRows[Array], ...]:
-        """Return the samplers that `BatchOperators.sample_rows` does not handle, except choices."""
+        """Return the samplers that `BatchOperators.sample_rows` does not handle, except choices
+        under masks. Samplers are rows that choose a token."""
         first, decodes = len(layout.sampled), len(layout.rows.decode_slots)
         last = len(slots) - len(layout.choices)
         at = slice(first, first + decodes)
@@ -324,8 +329,8 @@ class HostBatch:
     def _choices(
         self, first: int, slots: Long, positions: Long, masks: Int32
     ) -> tuple[SampledRows[Array], ...]:
-        """Return the samplers from `first` on, which choose from the states that their slots keep,
-        in parts of a few rows each."""
+        """Return the samplers from `first` on, in parts of a few rows each. These choose under
+        masks, from the hidden states kept in their slots."""
         max_rows, parts = self._traits.fallback_at_once, []
         for at in range(first, len(slots), max_rows):
             part, part_positions = slots[at : at + max_rows], positions[at : at + max_rows]
@@ -340,19 +345,20 @@ class HostBatch:
         return tuple(parts)
 
     def _not_fused(self, slots: Long, positions: Long) -> NDArray[np.bool_]:
-        """Select the rows that the fused sampler does not handle at these positions."""
+        """Return True for each row that the fused sampler does not handle at its position."""
         never = self.sampling.never_fused(slots, self._traits.fused_sampling)
         return never | self.sampling.masking(slots, positions)
 
     def _sampled_parts(self, slots: Long, rows: Long) -> tuple[SampledRows[Array], ...]:
-        """Return the sampling parameters of these samplers, in parts of a few rows each."""
+        """Return the samplers with these indices and their sampling parameters, in parts of a few
+        rows each."""
         max_rows = self._traits.fallback_at_once
         parts = (rows[at : at + max_rows] for at in range(0, len(rows), max_rows))
         return tuple(self.sampling.rows(slots[part], part) for part in parts)
 
     def _fallback_decodes(self, decode: Long, positions: Long) -> tuple[Long, bool]:
-        """Return the rows of the decode batch that the fused sampler does not handle in this step,
-        and whether some rows of the batch may not sample all ids yet."""
+        """Return the indices of the decode rows that the fused sampler does not handle in this
+        step. The bool is True if some decode rows may not sample all ids yet (`min_tokens`)."""
         if self._fallback is None:
             never = self.sampling.never_fused(decode, self._traits.fused_sampling)
             self._fallback = np.flatnonzero(never)
@@ -369,9 +375,9 @@ class HostBatch:
     def _scored(
         self, token_ids: Int32, layout: StepLayout, slots: Long, numbers: Long
     ) -> tuple[ScoredRows[Array] | None, ScoredResults | None]:
-        """Return the tokens that the step scores, and the layout of the results. `slots` and
-        `numbers` are the slots and row indices of all samplers; `_scored_rows` must already be up
-        to date."""
+        """Return the tokens that the step scores, and the layout of the results on the host; None
+        for both if there are none. `slots` and `numbers` are the slots and the row indices of all
+        samplers. `_scored_rows` must be up to date."""
         asking, first = self._scored_rows, len(layout.sampled)
         if len(slots) > len(layout.rows.decode_slots):
             after_decodes = first + len(layout.rows.decode_slots)
@@ -395,15 +401,15 @@ def _copies(copies: Copies | None) -> tuple[Array, ...]:
 
 
 def _kept(layout: StepLayout) -> KeptRows[Array] | None:
-    """Return the slots that keep a state; None if there are none."""
+    """Return the slots that keep a hidden state; None if there are none."""
     if not len(layout.kept) and not len(layout.continued.kept):
         return None
     return KeptRows(layout.rows.others.slots[layout.kept].astype(np.int64), layout.continued.kept)
 
 
 def _with_longest(part: SampledRows[Array], positions: Long) -> SampledRows[Array]:
-    """Return the rows with `LogitRules.longest` set to the length of the longest penalized
-    sequence."""
+    """Return the rows with `LogitRules.longest` set to the length of the longest sequence with a
+    penalty."""
     if part.rules is None or not len(part.rules.penalized):
         return part
     longest = int(positions[part.rules.penalized].max())

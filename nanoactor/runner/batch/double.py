@@ -1,4 +1,5 @@
-"""A separate batch for a runner's rehearsals, which lays out the same dummy step each time."""
+"""A separate small batch for rehearsals of a runner, which warm up the CPU caches with a dummy
+step."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from nanoactor.scheduling.rehearsal import first_step
 
 
 class RehearsalBatch:
-    """A small `HostBatch`, created on first use."""
+    """A small `HostBatch` that lays out the same dummy step each time; created on first use."""
 
     def __init__(self, traits: BatchTraits, block_size: int) -> None:
         self._traits, self._block_size = traits, block_size

@@ -1,4 +1,4 @@
-"""The inputs of a step: NumPy arrays on the host, tensors on the device."""
+"""The inputs of a step, which are NumPy arrays on the host and tensors on the device."""
 
 from __future__ import annotations
 
@@ -22,154 +22,156 @@ NO_INDICES: Long = np.empty(0, np.int64)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prefill(Generic[T]):
-    """Rows that are computed as chunks of tokens."""
+    """The rows of a step that are computed as chunks of several tokens."""
 
     token_ids: T
     positions: T
     slots: T
-    """Slot of each token, (tokens,)."""
+    """Slot of each token, int32 (tokens,)."""
     rows: T
-    """(4, rows): slot, index of the first token, number of tokens, context length at the end of the
-    chunk."""
+    """(4, rows): slot, index of the first token, number of tokens, and context length at the end of
+    the chunk."""
     tiles: T
-    """(2, programs): row, and index of the group of this row's tokens."""
+    """(2, programs): row, and index of the group of tokens within that row."""
     ends: T
-    """Indices of the tokens whose hidden states are read: those to sample from, those whose states
-    are kept, then one for each row that pools."""
+    """Indices of the tokens whose hidden states are read: first those to sample from, then those
+    whose states are kept, then one for each pooling row."""
     sampling: T
-    """Slots of the tokens to sample from."""
+    """Slots of the tokens to sample from, in the order of `ends`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SampledRows(Generic[T]):
-    """Rows that choose their tokens together, outside the fused sampler unless `fused`."""
+    """Rows whose tokens are sampled together, outside the fused sampler unless `fused` is True."""
 
     slots: T
     index: T
-    """Index of each row among the step's samplers (see `Update.positions`), or its slot if it
-    chooses from the state that the slot keeps."""
+    """Index of each row among the step's samplers, in the order of `Update.positions`. For a row
+    that samples from the hidden state kept in its slot, the slot."""
     groups: SamplingGroups[T]
     rules: LogitRules[T] | None = None
     masks: T | None = None
-    """(rows, words): bit mask of the ids that each row may choose."""
+    """Bit mask of the token ids that each row may sample, int32 (rows, words); None if all may
+    be."""
     fused: bool = False
-    """True if the fused sampler handles all rows after masking."""
+    """True if the fused sampler handles all of these rows after the masks are applied."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ScoredRows(Generic[T]):
-    """Tokens whose log-probabilities are computed: prompt tokens first, then sampled tokens."""
+    """Tokens whose log-probabilities are computed: first prompt tokens, then sampled tokens."""
 
     prompt_rows: T
-    """Indices of the tokens in the step's chunks whose successors are scored."""
+    """Indices, in the step's chunks, of the tokens whose next tokens are scored."""
     targets: T
-    """Id of the successor of each of `prompt_rows`."""
+    """Id of the token that follows each of `prompt_rows`."""
     samplers: T
-    """Indices of the step's samplers whose tokens are scored."""
+    """Indices of the step's samplers whose tokens are scored, in the order of
+    `Update.positions`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KeptRows(Generic[T]):
-    """Slots that keep the state of a row for a later choice."""
+    """Slots in which a row's hidden state is kept, to sample from it in a later step."""
 
     prompts: T
-    """Slots that keep the state of a prompt's last token; the tokens are in `Prefill.ends`."""
+    """Slots of the chunks whose last states are kept; the tokens are listed in `Prefill.ends`."""
     continued: T
-    """Slots of the last rows after the decode batch, whose states are kept."""
+    """Slots of the rows after the decode batch whose states are kept; these rows come last."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VisualInputs(Generic[T]):
-    """Encoder cache rows and rotary positions of the tokens in a step's chunks."""
+    """Encoder-cache rows and rotary positions of all tokens in a step's chunks."""
 
     rows: T
-    """Encoder cache row of each token, int32 (tokens,); -1 for text."""
+    """Encoder-cache row of each token, int32 (tokens,); -1 for text tokens."""
     positions: T
-    """Rotary positions (time, height, width), int32 (3, tokens)."""
+    """Rotary positions (temporal, height, width), int32 (3, tokens)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Inputs(Generic[T]):
-    """All arrays that a step copies to the device."""
+    """All arrays of a step that are copied to the device."""
 
     changes: tuple[T, ...]
-    """Indices into the state array, and the values to write there before anything runs; empty if
-    there are none."""
+    """(indices, values) to write to the state array before anything else runs; empty if nothing
+    changes."""
     prefill: Prefill[T] | None
     fallback: tuple[SampledRows[T], ...]
     """Samplers that the fused sampler does not handle, in parts of a few rows each."""
     copies: tuple[T, ...] = ()
-    """Sources and targets of block copies that precede the layers; empty if there are none."""
+    """(sources, targets) of block copies, made before the layers run; empty if there are none."""
     slot_copies: tuple[T, ...] = ()
-    """Sources and targets of slot state copies that precede the layers; empty if there are none.
+    """(sources, targets) of slot-state copies, made before the layers run; empty if there are none.
     All sources are read before any target is written."""
     admitted: T | None = None
-    """Slots of new sequences, whose states are zeroed after these copies. None if there are none,
-    or if layers keep no slot states."""
+    """Slots of new sequences, whose states are zeroed after the copies; None if there are none or
+    if no layer keeps slot state."""
     kept: KeptRows[T] | None = None
     choices: tuple[SampledRows[T], ...] = ()
-    """Rows that choose from the states that their slots keep, in parts of a few rows each."""
+    """Rows that sample from the hidden states kept in their slots, in parts of a few rows each."""
     scored: ScoredRows[T] | None = None
     visual: VisualInputs[T] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EncodeTask:
-    """The units of one item that a step encodes."""
+    """The part of a picture or video that a step encodes."""
 
     pixels: NDArray[np.uint8]
-    """Pixels of the whole item, (frames, height, width, channels)."""
+    """Pixels of the whole item, uint8 (frames, height, width, channels)."""
     number: int
-    """Number that identifies the pixels; key of partial encodings."""
+    """Number of the request for the pixels; identifies the item while it is only partly encoded."""
     first: int
     count: int
     cache_rows: Int64
-    """Encoder cache rows for all rows of the item."""
+    """Row of the encoder cache for each row of the item."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Encoding:
-    """The vision tower's work in a step."""
+    """The work of the vision tower in a step."""
 
     tasks: tuple[EncodeTask, ...]
     dropped: tuple[int, ...] = ()
-    """Numbers that identify pixels which no later step encodes."""
+    """Numbers of pixels that no later step encodes, so that partial results can be freed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PooledRows:
-    """The pooling rows of a step. Their states are read at the last of `Prefill.ends`; means use
-    the states of all tokens in their chunks."""
+    """The pooling rows of a step. Their states are read at the last tokens of `Prefill.ends`; mean
+    pooling uses the states of all tokens in their chunks."""
 
     numbers: Int32
-    """Index of each pooling row among the step's rows."""
+    """Index of each pooling row among all rows of the step."""
     firsts: tuple[int, ...]
-    """Index of each row's first token in the step's chunks; empty unless means are pooled."""
+    """Index of each row's first token in the step's chunks; empty unless mean pooling is used."""
     counts: tuple[int, ...]
-    """Number of tokens in each row; empty unless mean pooling is used."""
+    """Number of tokens of each row; empty unless mean pooling is used."""
 
     def message(self, values: NDArray[np.float32]) -> StepVectors:
-        """Return the message with the results of these rows, (rows, width)."""
+        """Return the message with the pooled `values` of these rows, (rows, width)."""
         return StepVectors(self.numbers, values)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ScoredResults:
-    """Layout of a step's scores on the host."""
+    """The layout of a step's log-probabilities on the host."""
 
     rows: Int32
-    """Row index of each scored sampler."""
+    """Row index of each sampled token that is scored."""
     counts: Int32
-    """Number of top tokens reported with each scored token."""
+    """Number of top tokens to report with each scored token."""
 
     @property
     def max_logprobs(self) -> int:
-        """Return the largest of `counts`; 0 if there are none."""
+        """Largest number in `counts`; 0 if nothing is scored."""
         return int(self.counts.max(initial=0))
 
     def message(self, table: Int32) -> StepScores:
-        """Return the message for a table that `nanoactor.models.sampling.token_scores.TokenScorer`
-        has returned."""
+        """Convert a table returned by `nanoactor.models.sampling.token_scores.TokenScorer` to a
+        message."""
         num_logprobs = (table.shape[1] - 2) // 2
         counts = np.minimum(self.counts, np.int32(num_logprobs))
         is_reported = np.arange(num_logprobs) < counts[:, None]
@@ -187,47 +189,51 @@ class ScoredResults:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Update:
-    """A step, ready to be launched. Its samplers are the rows that choose a token, in this order:
-    chunks and their copies, the decode batch, rows after the decode batch, choices."""
+    """A step that is ready to be launched.
+
+    Its *samplers* are the rows that choose a token, in this order: chunks and their copies, the
+    decode batch, rows after the decode batch, and choices (rows that sample from a kept state).
+    """
 
     step: int
     inputs: Inputs[Array]
     positions: Long
-    """For each sampler, the position of the token that it chooses."""
+    """Position of the token that each sampler chooses."""
     decodes: int
     """Number of rows in the decode batch."""
     lengths: HostSeqLens
-    """Sequence lengths, if the device needs them on the host."""
+    """Sequence lengths on the host, if the device needs them; otherwise `NO_SEQ_LENS`."""
     continued: int = 0
-    """Number of rows after the decode batch, each with its own position and token."""
+    """Number of rows after the decode batch; each has its own position and token."""
     resumed: int = 0
-    """Number of `continued` rows that sample; they come first."""
+    """Number of these rows that sample; they come first."""
     order: Long | None = None
-    """Indices that sort the samplers by the step's rows; None if they are in that order already."""
+    """Indices that sort the samplers in the order of the step's rows; None if they are already
+    sorted."""
     counts: Int32 = dataclasses.field(default_factory=lambda: np.empty(0, np.int32))
-    """Number of tokens of each row; see `StepDone.counts`."""
+    """Number of tokens that each row yields, as in `StepDone.counts`."""
     scored: ScoredResults | None = None
     pooled: PooledRows | None = None
     encoding: Encoding | None = None
 
     @property
     def prefill(self) -> Prefill[Array] | None:
-        """Return the chunks of the step; None if there are none."""
+        """The chunks of the step; None if there are none."""
         return self.inputs.prefill
 
     @property
     def decode_rows(self) -> int:
-        """Return the number of rows that attend like the decode batch."""
+        """Number of rows that are computed like decode rows."""
         return self.decodes + self.continued
 
     @property
     def rows(self) -> int:
-        """Return the number of tokens that go through the layers."""
+        """Number of tokens that pass through the layers."""
         return self.decode_rows + (len(self.prefill.token_ids) if self.prefill else 0)
 
     @property
     def final_lengths(self) -> HostSeqLens | None:
-        """Return the lengths, as decode rows, of the rows whose hidden states are read. None if the
+        """Lengths of the rows whose hidden states are read, as if they were decode rows. None if
         states of other tokens are read too, or if these rows are not much fewer than all tokens."""
         if (prefill := self.prefill) is None or 2 * len(prefill.ends) > len(prefill.token_ids):
             return None

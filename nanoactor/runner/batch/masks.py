@@ -1,4 +1,4 @@
-"""Grammar masks of constrained sequences, stored on a runner's host until a step uses them."""
+"""Token masks of constrained sequences, stored on a runner's host until a step uses them."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ _NO_MASKS = np.empty((0, 0), np.int32)
 
 
 class MaskStore:
-    """Stores at most one mask per sequence: the next mask arrives once the token chosen under the
-    previous one is known.
+    """Stores the next mask of each constrained sequence. There is at most one, because the next
+    mask arrives only after the token sampled under the previous one is known.
 
-    Both the grammar and the scheduler end a sequence, in either order: the grammar with its last
-    message, the scheduler by reporting that no later step refers to the sequence. Masks that arrive
-    after the scheduler's report are dropped.
+    Both the grammar actor and the scheduler report the end of a sequence, in either order. The
+    grammar actor lists the sequence as closed in its last message; the scheduler reports that no
+    later step refers to the sequence. Masks that arrive after the scheduler's report are dropped.
     """
 
     def __init__(self) -> None:
         self._masks: dict[int, tuple[int, Int32]] = {}
-        """By uid: the position that the mask is for, and the mask."""
+        """(position, mask) of each sequence's next mask, by uid."""
         self._uids: dict[int, int] = {}
         """Uid of the sequence in each slot."""
         self._closed: set[int] = set()
-        """Uids of the sequences that only the grammar has ended."""
+        """Uids of sequences whose end only the grammar actor has reported."""
         self._dropped: set[int] = set()
-        """Uids of the sequences that only the scheduler has ended."""
+        """Uids of sequences whose end only the scheduler has reported."""
 
     def __len__(self) -> int:
-        """Return the number of sequences that have a mask or were ended by only one side."""
+        """Return the number of sequences that have a mask, or whose end only one of the grammar
+        actor and the scheduler has reported."""
         return len(self._masks.keys() | self._closed | self._dropped)
 
     def add(self, event: Masks) -> tuple[list[int], list[int]]:
-        """Store masks. Return the uids and positions of those that are still wanted."""
+        """Store new masks. Return the uids and positions of those that a step may still use."""
         uids: list[int] = []
         positions: list[int] = []
         rows = zip(event.uids.tolist(), event.positions.tolist(), event.masks, strict=True)
@@ -49,7 +50,7 @@ class MaskStore:
         return uids, positions
 
     def drop(self, event: DropMasks) -> None:
-        """Drop the masks of sequences that no later step refers to."""
+        """Drop the masks of sequences to which no later step refers."""
         for uid in event.uids.tolist():
             self._masks.pop(uid, None)
             self._end(uid, self._closed, self._dropped)
@@ -61,8 +62,9 @@ class MaskStore:
             mine.add(uid)
 
     def pop_masks(self, step: Step) -> Int32:
-        """Remove and return the masks of a step's choices, (rows, words). Raises `ProtocolBug` if a
-        mask is missing: a row without its mask would choose any token."""
+        """Remove and return the masks of a step's constrained rows, int32 (rows, words). Raises
+        `ProtocolBug` if a mask is missing, because a row without its mask could sample any
+        token."""
         new = zip(step.admissions.slots.tolist(), step.admissions.uids.tolist(), strict=True)
         self._uids.update(new)
         if not len(step.rows):

@@ -1,4 +1,4 @@
-"""Decoded pixels on their way to the device: they arrive in pieces and are dropped once encoded."""
+"""Decoded pixels on their way to the device. They arrive in pieces and are dropped once encoded."""
 
 from __future__ import annotations
 
@@ -19,30 +19,32 @@ NO_PIXELS: PixelsByNumber = {}
 
 
 class PixelStore:
-    """Stores pixels by identifying number. An entry is removed after two events, in either order: a
-    vision worker has sent all of the pixels or reported that they will not arrive, and a step has
-    encoded the last of them or they were dropped."""
+    """Stores pixels by the number of their request. An entry is removed after two events, which may
+    occur in either order. One is the vision worker's last message: the last piece, or a report that
+    the pixels will not arrive. The other is that a step encodes the last of the pixels or that they
+    are dropped."""
 
     def __init__(self) -> None:
         self._partial: dict[int, tuple[NDArray[np.uint8], tuple[int, ...]]] = {}
         self._complete: dict[int, NDArray[np.uint8]] = {}
         self._dropped: set[int] = set()
-        """Numbers that were dropped before the worker's last message."""
+        """Numbers of pixels that were dropped before the worker's last message arrived."""
         self._absent: set[int] = set()
-        """Numbers whose pixels will not arrive, and that are not dropped yet."""
+        """Numbers of pixels that will not arrive and have not been dropped yet."""
 
     def __len__(self) -> int:
-        """Return the number of entries, complete or not, that are not removed yet."""
+        """Return the number of entries that have not been removed yet, with or without pixels."""
         return len(self._partial) + len(self._complete) + len(self._dropped) + len(self._absent)
 
     @property
     def nbytes(self) -> int:
-        """Return the size in bytes of all pixels held."""
+        """Total size of all stored pixels, in bytes."""
         parts = sum(array.nbytes for array, _ in self._partial.values())
         return parts + sum(array.nbytes for array in self._complete.values())
 
     def add(self, event: Pixels) -> bool:
-        """Add a piece of pixels. Return True if it completes an item that is still wanted."""
+        """Add a piece of an item's pixels. Return True if the item is now complete and was not
+        dropped."""
         number, end = event.pixels, event.offset + len(event.data)
         size = math.prod(event.shape)
         if number in self._dropped:
@@ -60,7 +62,7 @@ class PixelStore:
         return True
 
     def note_absent(self, number: int) -> None:
-        """Record that pixels will not arrive, or not completely."""
+        """Record that an item's pixels will not arrive, or not completely."""
         self._partial.pop(number, None)
         if number in self._dropped:
             self._dropped.remove(number)
@@ -68,7 +70,7 @@ class PixelStore:
             self._absent.add(number)
 
     def drop(self, number: int) -> None:
-        """Drop pixels that are no longer wanted."""
+        """Drop pixels that are no longer needed."""
         if number in self._absent:
             self._absent.remove(number)
         elif self._complete.pop(number, None) is None:
@@ -76,8 +78,9 @@ class PixelStore:
             self._dropped.add(number)
 
     def consume(self, step: Step, units_of: Callable[[NDArray[np.uint8]], int]) -> PixelsByNumber:
-        """Return the pixels that a step encodes, by number, and drop those whose last unit it
-        encodes. `units_of` returns the number of units of an item."""
+        """Return the pixels of all items that a step encodes, by number. Items whose last unit the
+        step encodes are removed from the store. `units_of` returns the number of units in which an
+        item is encoded, given its pixels."""
         pixels: dict[int, NDArray[np.uint8]] = {}
         if step.vision is None:
             return pixels
@@ -93,7 +96,7 @@ class PixelStore:
 def with_vision(
     update: Update, step: Step, pixels: PixelsByNumber, dropped: Sequence[int] = ()
 ) -> Update:
-    """Return a step's update with its work on images and videos added; `dropped` are the numbers of
+    """Return a step's update with its work on images and videos added. `dropped` are the numbers of
     pixels dropped since the previous step."""
     if (vision := step.vision) is None:
         encoding = Encoding((), tuple(dropped)) if dropped else None

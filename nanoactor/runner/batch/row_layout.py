@@ -1,10 +1,9 @@
-"""Layout of a step's rows: as chunks of tokens, as rows of one token, or as deferred choices; pure
-logic.
+"""Layout of a step's rows: as chunks of several tokens, as rows of one token, or as choices.
 
-A row that computes a single output token can attend like the decode batch. After an interruption of
-the stream, such rows reproduce the decode batch's results. The tokens of a run that a grammar
-forces can be laid out in the same way, if the device allows several rows of one sequence: the step
-then remains a decode step.
+A row that computes a single output token can be computed like a decode row. When a sequence resumes
+after a restart, such rows reproduce the results of the original decode rows. The tokens of a run,
+which a grammar has forced, can be laid out in the same way if the device allows several rows of one
+sequence. The step then remains a decode step.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from nanoactor.messages.engine import Int32
 from nanoactor.messages.rows import KEEP, POOL, SAMPLE, SCORE, Rows, StepRows
 from nanoactor.runner.batch.inputs import NO_INDICES, Long
 
-# Maximum number of tokens in a run that is split into rows: each row reads the whole context, but a
-# chunk reads it only once.
+# Maximum number of tokens of a run that is split into rows. Each row reads the whole context,
+# whereas a chunk reads it only once.
 MAX_RUN_LENGTH = 16
 
 
 class Continued(NamedTuple):
-    """Rows of one token after the decode batch: those that sample, those whose state is not read,
-    then those whose state is kept."""
+    """Rows of one token that follow the decode batch: first those that sample, then those whose
+    hidden state is not read, then those whose state is kept."""
 
     slots: Long
     positions: Long
@@ -34,38 +33,37 @@ class Continued(NamedTuple):
     resumed: Long
     """Rows that sample, as indices into `StepRows.others`."""
     kept: Long
-    """Slots of the rows whose state is kept."""
+    """Slots of the rows whose hidden state is kept."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepLayout:
-    """The rows of a step that do not decode, by how they are computed.
+    """The rows of a step outside the decode batch, grouped by how they are computed.
 
-    Rows are given as indices into `StepRows.others`.
+    Rows are specified as indices into `StepRows.others`.
     """
 
     rows: StepRows
     chunks: Long
-    """Rows that are computed as chunks of tokens."""
+    """Rows that are computed as chunks of several tokens."""
     choices: Long
     firsts: Long
-    """Index of each row's first token id."""
+    """Index, in the step's token ids, of each row's first token."""
     lengths: Long
-    """Length of the slot's sequence after each row, in positions; a copy has the length of its
-    source."""
+    """Number of positions of the slot's sequence after each row; for a copy, that of its source."""
     sampled: Long
     """Chunks and copies after which a token is sampled."""
     kept: Long
-    """Chunks and copies whose state is kept."""
+    """Chunks and copies whose last hidden state is kept."""
     pooled: Long
     """Chunks that are pooled."""
     ends: Long
-    """For each row of `sampled`, `kept` and `pooled`, the chunk whose last state it reads."""
+    """For each row in `sampled`, `kept` and `pooled`, the chunk whose hidden state it reads."""
     continued: Continued
 
     @property
     def resized(self) -> Long:
-        """Return the rows that change the length of their slot."""
+        """Rows that change the number of computed positions of their slot."""
         others = self.rows.others
         return ((others.counts > 0) | others.copies).nonzero()[0] if len(others) else NO_INDICES
 
@@ -73,11 +71,12 @@ class StepLayout:
     def of(
         cls, rows: StepRows, token_ids: Int32, outputs: Int32, max_rows: int, runs_from: int
     ) -> StepLayout:
-        """Choose how each row is computed.
+        """Choose how each row of a step is computed.
 
-        `outputs` are the positions at which outputs start, by slot. `max_rows` is the maximum
-        number of rows that attend like decode rows, 0 if none may. A step may have several rows of
-        one sequence if it has at least `runs_from` such rows.
+        `outputs` are the positions at which outputs begin, by slot. `max_rows` is the maximum
+        number of rows that are computed like decode rows; 0 disables this. Several rows of one
+        sequence are used only if the step then has at least `runs_from` rows that are computed like
+        decode rows.
         """
         others = rows.others
         if not len(others):
@@ -110,8 +109,8 @@ class StepLayout:
 
     @property
     def samplers(self) -> tuple[Long, Long, Long]:
-        """Return the slot of each row that chooses a token, the position of that token, and the
-        row's index in the step, all in the order of `Update`."""
+        """(slots, positions of the sampled tokens, row indices in the step) of all rows that choose
+        a token, in the order of `Update`."""
         decode, starts, others = self.rows
         if not len(others):
             return decode, starts + 1, np.arange(len(decode))
@@ -153,8 +152,8 @@ NO_CONTINUED = Continued(NO_INDICES, NO_INDICES, np.empty(0, np.int32), NO_INDIC
 
 
 def _continued(others: Rows, index: Long, token_ids: Int32, firsts: Long) -> Continued:
-    """Lay out the rows at `index` as rows of one token each; `firsts` are the indices in
-    `token_ids` of the first token of each row in `others`."""
+    """Lay out the rows at `index` as rows of one token each. `firsts` are the indices, in
+    `token_ids`, of the first token of each row in `others`."""
     if not len(index):
         return NO_CONTINUED
     sampling: list[tuple[int, int, int]] = []

@@ -1,4 +1,4 @@
-"""The logit rules of a step's rows, laid out for the device."""
+"""Rules on token ids of a step's rows, laid out in arrays for the device."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _NO_BIASES: NDArray[np.float32] = np.empty(0, np.float32)
 
 
 def lay_out_rules(rules_by_row: list[tuple[int, TokenRules]], penalized: Long) -> LogitRules[Array]:
-    """Lay out the rules in `rules_by_row`, pairs of a row and its rules; `penalized` lists the rows
-    with a penalty."""
+    """Lay out the rules of several rows. `rules_by_row` contains (row, rules) pairs, and
+    `penalized` lists the rows with a penalty."""
     words = [(row, word) for row, rules in rules_by_row for word in _words(rules)]
     allowed = [(row, rules.allowed_ids) for row, rules in rules_by_row if len(rules.allowed_ids)]
     allowed_rows, allowed_ids = _pairs(allowed)
@@ -39,7 +39,8 @@ def _words(rules: TokenRules) -> list[Int32]:
 
 
 def _padded(words: list[Int32]) -> Long:
-    """Return bad words as rows of equal length, padded with -1 on the left."""
+    """Return bad words as the rows of one array, (words, longest word), padded with -1 on the
+    left."""
     width = max(map(len, words), default=1)
     lines = np.full((len(words), width), -1, np.int64)
     for line, word in zip(lines, words, strict=True):
@@ -48,7 +49,7 @@ def _padded(words: list[Int32]) -> Long:
 
 
 def _pairs(found: list[tuple[int, Int32]]) -> tuple[Long, Long]:
-    """Return the row of each id, and the concatenated ids."""
+    """Return the row of each id, and all ids, concatenated."""
     rows = [np.full(len(ids), row, np.int64) for row, ids in found]
     ids = [ids.astype(np.int64) for _, ids in found]
     return np.concatenate([NO_INDICES, *rows]), np.concatenate([NO_INDICES, *ids])

@@ -1,4 +1,4 @@
-"""Sampling parameters by slot on the runner's host, and the grouping of a step's rows by them."""
+"""Sampling parameters by slot on the runner's host, and the grouping of a step's rows by these."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ Flags = NDArray[np.bool_]
 
 
 class SamplingTable:
-    """Sampling parameters by slot."""
+    """The sampling parameters, `min_tokens` masks and token rules of the sequence in each slot."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self.words: Int32 = np.zeros((WORDS, max_num_seqs), np.int32)
-        """Packed parameters, int32 (WORDS, slots); see `nanoactor.models.sampling.columns`."""
+        """Packed parameters, int32 (WORDS, slots), in the format of
+        `nanoactor.models.sampling.columns`."""
         self.columns = column_views(self.words, np.float32)
         self._unmasked_from = np.zeros(max_num_seqs, np.int64)
         self._masked: dict[int, Long] = {}
         self._rules: dict[int, TokenRules] = {}
         self._ruled = np.zeros(max_num_seqs, np.bool_)
-        """True if each slot has token rules or penalties."""
+        """True for each slot with token rules or penalties, (slots,)."""
 
     def admit(self, new: Admissions) -> None:
-        """Record the parameters of new sequences."""
+        """Record the sampling parameters and rules of newly admitted sequences."""
         slots = new.slots
         self.words[:, slots] = new.sampling.T
         # Rows without masked ids need no masking.
@@ -50,21 +51,22 @@ class SamplingTable:
         self._ruled[slots[new.rule_rows]] = True
 
     def _penalized(self, slots: NDArray[np.integer]) -> Flags:
-        """Select the rows with a non-neutral value in a column that no fused sampler reads."""
+        """Return True for each slot with a penalty or another parameter that no fused sampler
+        supports."""
         penalized = np.zeros(len(slots), np.bool_)
         for name in UNFUSED:
             penalized |= getattr(self.columns, name)[slots] != NEUTRAL[name]
         return penalized
 
     def seeds(self, slots: Long) -> Long:
-        """Return the unsigned 64-bit seeds of these slots, as int64 with the same bits."""
+        """Return the seeds of these slots: unsigned 64-bit numbers, as int64 with the same bits."""
         low, high = self.columns.seed[:, slots].astype(np.int64)
         seeds: Long = (low & 0xFFFFFFFF) | (high << 32)
         return seeds
 
     def rows(self, slots: Long, index: Long) -> SampledRows[Array]:
-        """Return the rows of these slots with their sampling groups and rules, but without
-        masks."""
+        """Return the sampling inputs of these slots, including sampling groups and rules, but
+        without masked ids. `index` is stored in the result as it is."""
         greedy = self.columns.temperature[slots] == 0
         limited, truncated = self._limited(slots), self._truncated(slots)
         unlimited = self.columns.top_k[slots] > CANDIDATES
@@ -89,22 +91,22 @@ class SamplingTable:
         return lay_out_rules(found, np.flatnonzero(self._penalized(slots)))
 
     def _limited(self, slots: Long) -> Flags:
-        """Select the rows that are cut to a few candidates first, by a top-k of at most
-        `CANDIDATES`."""
+        """Return True for each slot with a top-k of at most `CANDIDATES`, which leaves only few
+        candidates."""
         top_k = self.columns.top_k[slots]
         few: Flags = (top_k > 0) & (top_k <= CANDIDATES)
         return few
 
     def _truncated(self, slots: Long) -> Flags:
-        """Select the rows with a larger top-k, a top-p or a min-p, which may leave any number of
-        candidates."""
+        """Return True for each slot with a larger top-k, a top-p or a min-p, which may leave any
+        number of candidates."""
         columns = self.columns
         cut: Flags = columns.top_k[slots] > CANDIDATES
         return cut | (columns.top_p[slots] < 1) | (columns.min_p[slots] > 0)
 
     def never_fused(self, slots: Long, fused: FusedSampling) -> Flags:
-        """Select the rows that a fused sampler of this kind never handles, including all rows with
-        rules."""
+        """Return True for each slot that a fused sampler of this kind never handles, such as all
+        slots with rules."""
         if fused == "none":
             return np.ones(len(slots), np.bool_)
         is_random: Flags = self.columns.temperature[slots] > 0
@@ -115,17 +117,18 @@ class SamplingTable:
         return ruled | (exceeds_candidates & is_random & (fused != "all"))
 
     def masking(self, slots: Long, positions: Long) -> Flags:
-        """Select the rows that may not sample some ids yet (`min_tokens`)."""
+        """Return True for each slot that may not sample some ids yet (`min_tokens`). `positions`
+        are the positions of the tokens to sample."""
         masked: Flags = positions < self._unmasked_from[slots]
         return masked
 
     def masked_steps(self, slots: Long, positions: Long) -> int:
-        """Return the number of tokens until all of these slots may sample every id."""
+        """Return the number of tokens after which all of these slots may sample every id."""
         return max(0, int((self._unmasked_from[slots] - positions).max(initial=0)))
 
     def masked(self, rows: SampledRows[Array], positions: Long) -> SampledRows[Array]:
-        """Return a copy of the rows that also lists the ids that must not be chosen at these
-        positions."""
+        """Return a copy of `rows` in which the ids that must not be sampled yet (`min_tokens`) are
+        listed. `positions` are the positions of the tokens to sample."""
         masking = self.masking(rows.slots, positions)
         if not masking.any():
             return rows

@@ -1,4 +1,4 @@
-"""Requests for log-probabilities, by slot on the runner's host."""
+"""Requested numbers of log-probabilities, by slot, on the runner's host."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ _NO_COUNTS: Int32 = np.empty(0, np.int32)
 
 
 class ScoreTable:
-    """Stores, for each slot, how many top tokens are requested for each output token and for each
-    prompt token; -1 means that no scores are requested."""
+    """Stores, for each slot, how many top tokens to report with each output token and with each
+    prompt token; -1 if no scores are requested."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self.output = np.full(max_num_seqs, _NOT_REQUESTED, np.int32)
         self._prompt = np.full(max_num_seqs, _NOT_REQUESTED, np.int32)
         self._last_position = np.zeros(max_num_seqs, np.int32)
-        """Last position of the prompt in each slot."""
+        """Position of the prompt's last token, by slot."""
         self._any_requested = False
-        """True if any request has asked for scores yet; until then, steps do not check."""
+        """True once any request has asked for scores; until then, steps skip all lookups."""
 
     def admit(self, slots: Int32, prompt_lengths: Int32, requests: ScoreRequests | None) -> None:
-        """Record the scores that new sequences request."""
+        """Record which scores newly admitted sequences request. `requests.rows` are indices into
+        `slots`."""
         if requests is None and not self._any_requested:
             return
         self.output[slots] = self._prompt[slots] = _NOT_REQUESTED
@@ -38,12 +39,13 @@ class ScoreTable:
             self._prompt[slots[requests.rows]] = requests.prompt
 
     def requesting(self, slots: Long) -> Long:
-        """Return the indices of those slots that request scores of their output."""
+        """Return the indices of the slots, among `slots`, that request scores of their output."""
         return np.flatnonzero(self.output[slots] >= 0) if self._any_requested else NO_INDICES
 
     def prompts(self, token_ids: Int32, layout: StepLayout) -> tuple[Long, Long, Int32]:
-        """For the tokens in a step's chunks whose successors are scored, return their indices, the
-        ids of the successors, and the number of top tokens requested for each."""
+        """Return the prompt tokens whose next tokens are scored, as three arrays. These are their
+        indices in the step's chunks, the ids of the next tokens, and the numbers of top tokens
+        requested."""
         if not self._any_requested or not len(layout.chunks):
             return NO_INDICES, NO_INDICES, _NO_COUNTS
         rows = layout.rows.others.take(layout.chunks)

@@ -1,4 +1,5 @@
-"""Staging of a step's arrays: packed into one pinned buffer and sent to the device in one copy."""
+"""Staging of a step's arrays, which are packed into one pinned buffer and sent to the device in a
+single copy."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ from nanoactor.runner.batch.inputs import Array, Inputs
 
 _FIRST_WORDS = 1 << 16
 _ALIGNMENT = 4
-"""Alignment of packed arrays in int32 words, equal to 16 bytes."""
+"""Alignment of packed arrays, in int32 words: 16 bytes."""
 
 
 class Staging:
-    """Host buffers, used in turn, and one device buffer, which suffices because the device works in
-    order."""
+    """Pinned host buffers, used in rotation, and one device buffer. A single device buffer suffices
+    because the device works in order."""
 
     def __init__(self, device: Device, in_flight: int) -> None:
         """Allocate buffers for at most `in_flight` steps at once."""
@@ -32,21 +33,22 @@ class Staging:
         self._used = 0
 
     def begin(self, words: int) -> None:
-        """Switch to the next host buffer, which no running step uses, with room for `words` int32
-        numbers."""
+        """Switch to the next host buffer, which no running step uses. Buffers are enlarged if they
+        have fewer than `words` int32 words."""
         self._current = (self._current + 1) % len(self._host_buffers)
         self._used = 0
         if words > len(self._host_buffers[self._current]):
             size = 1 << words.bit_length()
             self._host_buffers[self._current] = self._device.empty_pinned(size, dtype=torch.int32)
         if words > len(self._device_buffer):
-            # The allocator does not reuse the old buffer's memory before the queue is done with it.
+            # The allocator does not reuse the old buffer's memory before the device queue is done
+            # with it.
             self._device_buffer = self._device.zeros(1 << words.bit_length(), dtype=torch.int32)
         self._array: NDArray[np.int32] = self._host_buffers[self._current].numpy()
 
     def put(self, array: NDArray[np.generic]) -> torch.Tensor:
-        """Pack a contiguous array of 4- or 8-byte numbers. Return the device tensor, of the same
-        shape, that holds the array once `send` is done."""
+        """Pack a contiguous array of 4- or 8-byte numbers. Return a device tensor of the same
+        shape, which contains the values once the copy queued by `send` is done."""
         words = array.reshape(-1).view(np.int32)
         begin, end = self._used, self._used + len(words)
         self._array[begin:end] = words
@@ -55,7 +57,8 @@ class Staging:
         return self._device_buffer[begin:end].view(dtype).view(array.shape)
 
     def put_inputs(self, inputs: Inputs[Array]) -> Inputs[torch.Tensor]:
-        """Pack all arrays of a step. Return the same structure with device tensors."""
+        """Pack all arrays of a step. Return the same structure with device tensors instead of
+        arrays."""
         self.begin(words_of(inputs))
         return cast("Inputs[torch.Tensor]", self._put(inputs))
 
@@ -69,7 +72,7 @@ class Staging:
         return value
 
     def send(self) -> None:
-        """Queue the copy of all packed arrays to the device."""
+        """Queue one copy of all packed arrays to the device."""
         if self._used:
             used = min(self._used, len(self._device_buffer))
             self._device_buffer[:used].copy_(
@@ -78,8 +81,8 @@ class Staging:
 
 
 def words_of(value: Any) -> int:
-    """Return an upper bound on the number of int32 words that all arrays in a value take when
-    packed."""
+    """Return an upper bound on the number of int32 words that the arrays in `value` take when
+    packed. `value` may be an array, a tuple or a dataclass, nested to any depth."""
     if isinstance(value, np.ndarray):
         return value.nbytes // 4 + _ALIGNMENT
     if names := _names(type(value)):

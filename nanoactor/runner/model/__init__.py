@@ -1,1 +1,1 @@
-"""The model and the batch that reside on the device."""
+"""The model and its state on the device: weights, encoder, batch and KV cache."""

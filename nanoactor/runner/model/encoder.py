@@ -1,4 +1,5 @@
-"""Image and video encoding on the device, in slices, into a cache that prompts read."""
+"""Encoding of images and videos on the device, in slices, into a cache from which prompt tokens
+read."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from nanoactor.setup.actors import ENCODER_PAGE_ROWS
 
 
 class Encoder:
-    """The vision tower and the cache of its output rows."""
+    """The vision tower, and the cache of its output rows on the device."""
 
     def __init__(
         self,
@@ -36,8 +37,8 @@ class Encoder:
         pages: int,
         budget: int,
     ) -> None:
-        """`pages` is the number of pages in the cache; `budget` is the maximum number of rows that
-        a step encodes."""
+        """Allocate a cache of `pages` pages. `budget` is the maximum number of rows that a step
+        encodes."""
         self._tower, self._vision, self._images, self._videos = tower, vision, images, videos
         self._dtype, self._device, self._budget = dtype, device, budget
         self._patches = PatchMaker(vision, images, device.torch_device)
@@ -45,45 +46,43 @@ class Encoder:
         shape = pages * ENCODER_PAGE_ROWS, vision.feature_size
         self._rows = device.zeros(*shape, dtype=dtype)
         self._partial: dict[int, TowerState] = {}
-        """State of each partly encoded temporal patch, keyed by the number that identifies its
-        pixels."""
+        """State of each temporal patch that is only partly encoded, by the number of its pixels."""
 
     @property
     def nbytes(self) -> int:
-        """Return the size of the cache in bytes."""
+        """Size of the encoder cache in bytes."""
         return self._rows.nbytes
 
     def read(self, rows: torch.Tensor) -> VisualTokens:
-        """Return the visual tokens among a step's prompt tokens. `rows` is the cache row of each
-        prompt token, int32 (tokens,), -1 for text."""
+        """Return the features of the image and video tokens among a step's prompt tokens. `rows` is
+        the cache row of each prompt token, int32 (tokens,); -1 for text."""
         is_visual = (rows >= 0)[:, None]
         features = self._rows.index_select(0, rows.clamp(min=0))
         return VisualTokens(is_visual, torch.where(is_visual, features, 0))
 
     def apply(self, work: Encoding) -> None:
-        """Encode the items of a step, after dropping the partial encodings that no step
-        continues."""
+        """Drop the partial encodings that no step continues, then encode the items of a step."""
         for number in work.dropped:
             self._partial.pop(number, None)
         for task in work.tasks:
             self.run(task)
 
     def reset(self) -> None:
-        """Drop all partial encodings."""
+        """Drop all partial encodings; the cached rows are kept."""
         self._partial.clear()
 
     def max_rows(self, max_model_len: int) -> int:
-        """Return the maximum number of rows of an image, or of the part of a video that is encoded
-        at once, in a sequence of `max_model_len` tokens."""
+        """Return the maximum number of rows that are encoded at once in a sequence of
+        `max_model_len` tokens: those of an image, or of a slice of a video."""
         rows = self._images.max_pixels // self._images.factor**2
         if self._videos is not None:
-            # A slice holds as many temporal patches as fit into the budget, or a single larger one.
+            # A slice has as many temporal patches as fit into the budget, or a single larger one.
             rows = max(rows, self._videos.max_tokens_per_patch, self._budget)
         return min(rows, self.pages * ENCODER_PAGE_ROWS, max_model_len)
 
     def run(self, task: EncodeTask) -> None:
-        """Encode some units of an item, and write the rows of finished temporal patches to the
-        cache."""
+        """Encode some units of an item. Rows of temporal patches that are now complete are written
+        to the cache."""
         units = self.units(task.pixels)
         cache_rows = self._upload(task.cache_rows)
         if units.parts == 1:
@@ -100,7 +99,7 @@ class Encoder:
                 self._rows[cache_rows[frame * units.rows : (frame + 1) * units.rows]] = rows
 
     def units(self, pixels: NDArray[np.uint8]) -> EncodeUnits:
-        """Return the encoding units of an item whose pixels are (frames, height, width,
+        """Return the units in which an item is encoded, given its pixels, (frames, height, width,
         channels)."""
         return EncodeUnits.of_pixels(pixels.shape, self._images, self._vision, self._budget)
 
@@ -111,7 +110,7 @@ class Encoder:
         return self._tower.begin(patches.to(self._dtype), [grid])
 
     def _upload(self, array: NDArray[Any]) -> torch.Tensor:
-        """Queue a copy of an array to the device, through pinned memory: a copy from pageable
+        """Queue a copy of an array to the device by way of pinned memory. A copy from pageable
         memory would wait for all earlier steps."""
         source = torch.from_numpy(array)
         if not self._device.traits.asynchronous:
@@ -128,7 +127,8 @@ class Encoder:
         )
 
     def warm_up(self, rows: int) -> None:
-        """Encode a blank image of this many rows, without lasting effect."""
+        """Encode a blank image of `rows` rows, to compile code and measure memory. Call before the
+        cache is in use."""
         factor = self._images.factor
         height = next(n for n in range(math.isqrt(rows), 0, -1) if rows % n == 0)
         shape = 1, height * factor, rows // height * factor, self._vision.channels

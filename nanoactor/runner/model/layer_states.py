@@ -1,4 +1,4 @@
-"""Per-sequence state of all layers: its size in memory, and copies of its blocks."""
+"""Per-sequence state of all layers: its size in bytes, and copying of its blocks."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from nanoactor.models.layers.state import LayerState, StateSpec
 from nanoactor.models.sampling.logit_rules import TokenIds
 
 _ID_BYTES = 4
-"""Size of a token id, which is stored for each position in addition to its key and value."""
+"""Size of a token id in bytes. Ids are stored for each position in addition to keys and values."""
 
 
 def block_bytes(states: Sequence[StateSpec], block_size: int) -> int:
-    """Return the size of a block in bytes: the states of its tokens in all layers, and their
-    ids."""
+    """Return the size of a block in bytes: the per-token states of `block_size` tokens in all
+    layers, and their token ids."""
     each = sum(state.bytes_per_token for state in states) + _ID_BYTES
     return each * block_size
 
 
 def slot_bytes(states: Sequence[StateSpec]) -> int:
-    """Return the size in bytes of a sequence's state of fixed size in all layers."""
+    """Return the size of one slot's states in all layers, in bytes, apart from blocks."""
     return sum(state.bytes_per_slot for state in states)
 
 
 def copy_blocks(
     states: Sequence[LayerState], tokens: TokenIds, sources: torch.Tensor, copies: torch.Tensor
 ) -> None:
-    """Copy blocks `sources` to blocks `copies`, int64 (blocks,), in all layers, with their token
-    ids."""
+    """Copy blocks `sources` to blocks `copies`, both int64 (blocks,), in all layers, with their
+    token ids."""
     ids = tokens.ids.view(-1, tokens.tables.block_size)
     caches = [state for state in states if isinstance(state, KVCache)]
     parts = [part for cache in caches for part in (cache.keys, cache.values)]

@@ -1,4 +1,4 @@
-"""A model loaded on a device, and the number of KV cache blocks that fit alongside it."""
+"""A model loaded on a device, and the sizing of the KV cache for the remaining memory."""
 
 from __future__ import annotations
 
@@ -34,10 +34,12 @@ _MIB = 1 << 20
 
 
 class LoadedModel:
-    """The model of one tensor-parallel rank."""
+    """The part of a model that one tensor-parallel rank has loaded, with its encoder and
+    sampler."""
 
     def __init__(self, config: RankConfig, device: Device) -> None:
-        """Load the weights. Raises `ModelError` if the model's files are malformed."""
+        """Load the weights. Raises `ModelError` if the model's files are malformed, and
+        `NotEnoughMemory` if the weights do not fit."""
         self._config = config
         self.device = device
         engine, files = config.engine, config.files
@@ -45,14 +47,14 @@ class LoadedModel:
         device.prepare_thread(self.threads)
         self.config: ModelConfig = files.config
         self.pooling = files.pooling
-        """Pooling configuration; None if the model does not pool."""
+        """The model's pooling configuration; None if it does not pool."""
         self.dtype = self._choose_dtype()
         self.dtype_name = str(self.dtype).removeprefix("torch.")
         self.block_size = engine.block_size or device.traits.default_block_size
         device.check(self.dtype, self.block_size, self.config.head_dim)
         begin = time.monotonic()
         self.free_bytes = device.memory().free
-        """Free memory in bytes before anything was loaded."""
+        """Free memory of the device in bytes before anything was loaded."""
         self.group = self._join_group()
         with torch.inference_mode(), self._open_weights() as weights:
             self._check_weights(weights)
@@ -74,8 +76,8 @@ class LoadedModel:
         log.info("loaded %s as %s in %.1f s", files.directory, self.dtype, seconds)
 
     def batch_traits(self, fused: FusedSampling, rows: int) -> BatchTraits:
-        """Return the properties that determine the layout of steps with at most `rows` decode
-        rows."""
+        """Return the properties that determine the layout of steps. `fused` is the kind of fused
+        sampler, and `rows` the maximum number of decode rows."""
         heads, kv_heads = self.network.shard.heads.size, self.network.shard.kv_heads.size
         has_slot_state = slot_bytes(self.network.states) > 0
         return BatchTraits(
@@ -83,13 +85,14 @@ class LoadedModel:
             self.device.traits.needs_host_seq_lens,
             fused,
             FALLBACK_AT_ONCE if self.device.traits.asynchronous else rows,
-            # Rows of one sequence in the same step would all start from the same state.
+            # Rows of one sequence in the same step would all start from the same slot state.
             1 << 30 if has_slot_state else self.device.traits.min_rows_for_runs,
             has_slot_state,
         )
 
     def make_whole_steps(self, sizes: Sequence[int]) -> None:
-        """Compile fused decode steps for these numbers of rows, if the device supports them."""
+        """Compile fused decode steps for these numbers of rows, if the device supports them. A
+        fused step computes all layers in one operator."""
         engine = self._config.engine
         weights = self.network.weights()
         if weights is None or self.group.size > 1 or not engine.decode_kernel:
@@ -107,8 +110,8 @@ class LoadedModel:
         states: list[LayerState],
         into: torch.Tensor | None,
     ) -> WholeStep | None:
-        """Queue a decode step as one operator (see `WholeSteps.run`). Return None if there is no
-        such operator for these rows."""
+        """Queue a decode step as one operator (`WholeSteps.run`) and return its results. Return
+        None if there is no such operator for these rows."""
         if self._whole is None:
             return None
         caches = paged_caches(states)
@@ -117,8 +120,8 @@ class LoadedModel:
 
     @contextlib.contextmanager
     def translating_errors(self) -> Iterator[None]:
-        """Return a context in which a device error is replaced with the error that a fused step
-        reports, if one has failed."""
+        """Replace a device error in this context with the error that a failed fused step has
+        reported, if any."""
         try:
             yield
         except RuntimeError:
@@ -127,28 +130,29 @@ class LoadedModel:
             raise
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-        """Return sampled token ids, int64 (rows,), given this rank's shard of the logits."""
+        """Sample token ids, int64 (rows,), from this rank's shard of the logits."""
         return self._sample(logits, batch)
 
     def gather_logits(self, hidden: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the logits of the whole vocabulary, (rows, vocabulary). With a single rank they
-        are written to `into`, if given."""
+        """Return the logits of the whole vocabulary, (rows, vocabulary). With a single rank, they
+        are written to `into` unless it is None."""
         logits = self.network.logits(hidden, into)
         if self.group.size == 1:
             return logits
         return gather_logits(self.group, logits, self.config.vocab_size)
 
     def logits_of(self, hidden: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
-        """Return the logits of some token ids, float32 (rows, ids)."""
+        """Return the logits of the given token ids, float32 (rows, ids)."""
         return self.gather_logits(hidden)[:, list(ids)].float()
 
     def max_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return each row's maximum logit over all ranks, (rows,); NaN if any logit of the row is
-        NaN."""
+        """Return the maximum logit of each row over all ranks, (rows,). It is NaN if any logit of
+        the row is."""
         return self.group.all_gather(logits.amax(-1)).amax(0)
 
     def _ignorable_weights(self) -> list[str]:
-        """Return the names of the weights that a checkpoint may contain but that are not used."""
+        """Return the names of weights that a checkpoint may contain although the model does not use
+        them."""
         # Some checkpoints with tied embeddings store the LM head nevertheless.
         return ["lm_head.weight"] if self.config.tie_embeddings else []
 
@@ -229,20 +233,22 @@ class LoadedModel:
         )
 
     def block_bytes(self) -> int:
-        """Return the size of a block in bytes: the states of its tokens in all layers, and their
+        """Return the size of a block in bytes: the per-token states of all layers, and the token
         ids."""
         return block_bytes(self.network.states, self.block_size)
 
     def slots_bytes(self) -> int:
-        """Return the size in bytes of all slots' state outside blocks, including the dummy
-        slot's."""
+        """Return the size of the slot states of all slots, including the dummy slot, in bytes."""
         return slot_bytes(self.network.states) * (self._config.engine.max_num_seqs + 1)
 
     def size_cache(self, used: int, peak: int) -> int:
-        """Return the number of KV cache blocks: `num_kv_blocks` if given, else as many as fit and
-        can be used. `used` is the size of the weights and `peak` the memory that steps need in
-        addition, both in bytes. Raises `NotEnoughMemory`, with the arithmetic, if the blocks do not
-        fit or are too few for one sequence."""
+        """Return the number of KV cache blocks: `num_kv_blocks` if set, otherwise as many as fit
+        and can be used.
+
+        `used` is the size of the weights, and `peak` is the memory that steps need in addition,
+        both in bytes. Raises `NotEnoughMemory`, with the arithmetic, if the blocks do not fit or
+        are too few for one sequence.
+        """
         config, files = self._config.engine, self._config.files
         needed = -(-files.max_model_len // self.block_size)
         slots_bytes = self.slots_bytes()
@@ -266,7 +272,8 @@ class LoadedModel:
         return blocks
 
     def _check_fits(self, blocks: int, used: int, peak: int) -> None:
-        """Raise `NotEnoughMemory` if memory cannot hold this many blocks once all are in use."""
+        """Raise `NotEnoughMemory` if `blocks` blocks would exceed the memory once all are in
+        use."""
         share = self.group.size if self.device.traits.shared_memory else 1
         free = self.free_bytes // share - used // share - peak - self.slots_bytes()
         if blocks * self.block_bytes() > free:
@@ -279,8 +286,8 @@ class LoadedModel:
             )
 
     def _slots_term(self) -> str:
-        """Return the term for slot states in the arithmetic of an error message; empty if there are
-        none."""
+        """Return the term for slot states in the arithmetic of an error message; empty if no layer
+        keeps slot state."""
         bytes_per_slot = slot_bytes(self.network.states)
         if not bytes_per_slot:
             return ""
@@ -291,12 +298,13 @@ class LoadedModel:
         )
 
     def allocate(self, blocks: int, slots: int) -> list[LayerState]:
-        """Allocate the state of all layers for this many blocks and slots."""
+        """Allocate the states of all layers for `blocks` blocks and `slots` slots."""
         zeros, size = self.device.zeros, self.block_size
         return [state.allocate(zeros, blocks, size, slots) for state in self.network.states]
 
     def check_agreement(self, step: int, chosen: torch.Tensor) -> None:
-        """Raise `RanksDisagree` if the ranks have not all chosen the same tokens."""
+        """Raise `RanksDisagree` if the ranks have not all chosen the same token ids, `chosen`, in
+        this step."""
         weights = torch.arange(1, len(chosen) + 1, device=chosen.device) * 2654435761
         hashes = self.group.all_gather(((chosen + 1) * weights).sum()[None])
         if (hashes != hashes[0]).any():

@@ -1,4 +1,4 @@
-"""The batch on the device: tables indexed by slot, token ids, and the states of all layers."""
+"""The batch on the device: tables by slot, token ids, and the states of all layers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from nanoactor.runner.model.model import LoadedModel
 
 
 class ResidentBatch:
-    """One rank's batch. Its tables are views of one int32 array, which steps update with
-    index-value pairs."""
+    """One rank's batch on the device. Its tables are views of a single int32 array, which steps
+    change by index-value pairs."""
 
     def __init__(self, model: LoadedModel, layout: StateLayout, blocks: int) -> None:
-        """Allocate tables, and a cache of `blocks` blocks plus the dummy blocks that padded rows
-        write to."""
+        """Allocate the tables, and a cache of `blocks` blocks plus the dummy blocks to which
+        padding rows write."""
         device, self._layout, self._blocks = model.device, layout, blocks
         total_blocks = blocks + device.dummy_blocks(layout.slots - 1, model.block_size)
         self.states: list[LayerState] = model.allocate(total_blocks, layout.slots)
@@ -56,16 +56,16 @@ class ResidentBatch:
 
     @property
     def dummy(self) -> int:
-        """Return the slot of padded rows."""
+        """Slot of padding rows."""
         return self._layout.dummy
 
     def reset(self) -> None:
-        """Reset all tables; the contents of blocks are kept."""
+        """Reset all tables. The contents of blocks are kept."""
         self._state.zero_()
         self._reset_rows()
 
     def apply(self, inputs: Inputs[torch.Tensor]) -> None:
-        """Queue the changes and copies that precede the layers of a step."""
+        """Queue the changes and copies of a step that must precede its layers."""
         if inputs.changes:
             self._state[inputs.changes[0]] = inputs.changes[1]
         if inputs.copies:

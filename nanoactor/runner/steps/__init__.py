@@ -1,1 +1,1 @@
-"""Steps on the device, replayed from graphs or run operator by operator, and their results."""
+"""Execution of steps on the device, as graphs or operator by operator, and their results."""

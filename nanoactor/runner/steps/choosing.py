@@ -1,5 +1,5 @@
-"""The choice of the next tokens: by the device's fused sampler within the captured step, or after
-the step for rows that this sampler does not handle."""
+"""Sampling of the next tokens: with the device's fused sampler as part of the captured step or, for
+rows that this sampler does not handle, after the step."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from nanoactor.runner.steps.graphs import MAX_PROMPTS
 
 
 def row_indices(index: torch.Tensor, prompts: tuple[int, int]) -> torch.Tensor:
-    """Map the samplers `index` to the rows of a captured step. `prompts` are the number of rows
-    that end a prompt, and the number to which the captured step pads them."""
+    """Map indices of samplers to rows of a step's hidden states. `prompts` are the number of rows
+    that end a prompt, and the number to which a captured step pads them."""
     num_prompts, padded = prompts
     return (
         torch.where(index < num_prompts, index, index + (padded - num_prompts))
@@ -29,16 +29,16 @@ def row_indices(index: torch.Tensor, prompts: tuple[int, int]) -> torch.Tensor:
 
 
 class KeptStates(NamedTuple):
-    """Results of the last position in each slot, kept until the mask for its choice arrives."""
+    """Results of the last position in each slot, kept until the mask for the next token arrives."""
 
     states: torch.Tensor
-    """Hidden state of each slot, (slots, hidden)."""
+    """Hidden state by slot, (slots, hidden)."""
     logits: torch.Tensor | None
-    """Logits of each slot, (slots, vocabulary); None if they are recomputed from `states`."""
+    """Logits by slot, (slots, vocabulary); None if they are recomputed from `states`."""
 
 
 class TokenChooser:
-    """Chooses tokens on one rank, with buffers for one set of slot tables."""
+    """Samples tokens on one rank, with the fused sampler or without it."""
 
     def __init__(
         self,
@@ -50,8 +50,8 @@ class TokenChooser:
         debug: bool,
         constrains: bool = False,
     ) -> None:
-        """Allocate buffers. If `debug`, ranks compare their chosen tokens; if `constrains`,
-        grammars may constrain rows."""
+        """Allocate buffers for the tables in `tokens`. If `debug` is True, ranks compare the tokens
+        that they have sampled. `constrains` is True if requests may use grammars."""
         device, config = model.device, model.config
         self._model, self._device, self._fused = model, device, fused
         self._compares = debug and model.group.size > 1
@@ -60,9 +60,10 @@ class TokenChooser:
         self._tables: SlotTables = tokens.tables
         rows = max_num_seqs + MAX_PROMPTS
         self.chosen = device.zeros(rows, dtype=torch.int32)
-        """Chosen token ids, int32, by row of the step's logits."""
+        """Sampled token ids, int32 (rows,), in the order of the step's logits."""
         self.logits: torch.Tensor | None = None
-        """Logits of the latest step, (rows, vocabulary), if rows may keep them."""
+        """Logits of the latest step, (rows, vocabulary); None unless the logits of rows may be
+        kept."""
         if constrains and device.traits.keeps_logits and model.group.size == 1:
             self.logits = device.zeros(rows, config.vocab_size, dtype=model.dtype)
         heads, kv_heads = model.network.shard.heads.size, model.network.shard.kv_heads.size
@@ -70,15 +71,16 @@ class TokenChooser:
         """Workspace of the device's kernels."""
 
     def logits_buffer(self, rows: int) -> torch.Tensor | None:
-        """Return the buffer for the logits of this many rows; None if they may be written
-        anywhere."""
+        """Return the buffer to which the logits of `rows` rows must be written; None if they may be
+        written anywhere."""
         return None if self.logits is None else self.logits[:rows]
 
     def choose(
         self, hidden: torch.Tensor, slots: torch.Tensor, logits: torch.Tensor | None = None
     ) -> None:
-        """Choose tokens with the fused sampler, if there is one; a captured step includes this
-        choice. `logits`, if given, are already in the buffer that `logits_buffer` returns."""
+        """Sample tokens with the fused sampler, if there is one. In a captured step, this is part
+        of the graph. If `logits` is not None, they are already in the buffer returned by
+        `logits_buffer`."""
         if self._fused != "none":
             if logits is None:
                 logits = self._model.gather_logits(hidden, self.logits_buffer(len(slots)))
@@ -93,8 +95,8 @@ class TokenChooser:
     def choose_fallback(
         self, hidden: torch.Tensor, rows: SampledRows[torch.Tensor], prompts: tuple[int, int]
     ) -> None:
-        """Choose tokens for rows that the fused sampler does not handle, or for all if there is
-        none.
+        """Sample tokens for rows that the fused sampler does not handle, or for all rows if there
+        is none.
 
         `prompts` are the number of rows that end a prompt, and the number to which they are padded.
         """
@@ -106,7 +108,7 @@ class TokenChooser:
         self._tables.last_tokens[slots] = chosen.clamp_min(0)
 
     def choose_from(self, kept: KeptStates, rows: SampledRows[torch.Tensor]) -> torch.Tensor:
-        """Return token ids, int32 (rows,), chosen from the states kept in the slots
+        """Return token ids, int32 (rows,), sampled from the hidden states kept in the slots
         `rows.index`."""
         masks = rows.masks if rows.fused else None
         if kept.logits is not None and masks is not None:
@@ -128,7 +130,7 @@ class TokenChooser:
     def _choose_masked(
         self, hidden: torch.Tensor, masks: torch.Tensor, slots: torch.Tensor
     ) -> torch.Tensor:
-        """Return token ids, int32 (rows,), chosen by the fused sampler under `masks`."""
+        """Return token ids, int32 (rows,), sampled under `masks` by the fused sampler."""
         logits = self._model.gather_logits(hidden)
         masked = self._masks.apply(logits, masks)
         chosen = torch.empty_like(slots)
@@ -137,8 +139,8 @@ class TokenChooser:
         return torch.where(masked.amax(-1).isfinite(), chosen, no_choice)
 
     def warm_up(self) -> None:
-        """Choose a token for the dummy slot under a mask, so that no constrained row waits for
-        compilation."""
+        """Sample a token for the dummy slot under a mask, so that no constrained row has to wait
+        for compilation."""
         if self._fused == "none" or not self._constrains:
             return
         model, dummy = self._model, len(self._tables.last_tokens) - 1
@@ -153,12 +155,14 @@ class TokenChooser:
             self._choose_masked(hidden, masks, slots)
 
     def compare(self, step: int, *chosen: torch.Tensor) -> None:
-        """In debug mode, raise `RanksDisagree` if the ranks have chosen different tokens."""
+        """In debug mode, raise `RanksDisagree` if the ranks have sampled different tokens in a
+        step."""
         if self._compares and chosen:
             self._model.check_agreement(step, torch.cat(chosen).long())
 
     def _sample(self, logits: torch.Tensor, rows: SampledRows[torch.Tensor]) -> torch.Tensor:
-        """Return token ids, int64 (rows,), chosen under the masks and rules of the rows."""
+        """Return token ids, int64 (rows,), sampled from `logits` under the masks and rules of the
+        rows."""
         batch, rules = SamplingBatch.of(self._tables, rows.slots, rows.groups), rows.rules
         if rules is None and rows.masks is None:
             return self._model.sample(logits, batch)

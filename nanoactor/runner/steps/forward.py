@@ -1,4 +1,4 @@
-"""The forward pass of a step over the batch on the device, including the choice of tokens."""
+"""The forward pass of a step over the batch on the device, including the sampling of tokens."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from nanoactor.runner.steps.published import PublishedIds
 
 
 class StepForward:
-    """Queues steps operator by operator. A step is captured by recording the operators that it
-    queues."""
+    """Queues the operators of a step. Capturing a step records these operators in a graph."""
 
     def __init__(
         self,
@@ -35,18 +34,18 @@ class StepForward:
         max_tokens: int,
         captured_tokens: int,
     ) -> None:
-        """Allocate buffers for steps of at most `max_tokens` prompt tokens, and of at most
-        `captured_tokens` if they are captured."""
+        """Allocate buffers for steps of at most `max_tokens` prompt tokens, and for captured steps
+        of at most `captured_tokens` prompt tokens."""
         device, rows = model.device, len(resident.rows.slots) - 1
         self._model, self._device, self._resident = model, device, resident
         self._chooser, self.published = chooser, published
         self._buffers = RowBuffers.zeros(device.zeros, max_tokens + rows, rows)
         self.prompt_states: torch.Tensor | None = None
-        """Hidden states of the current step's prompt tokens, unless the step is captured (see
-        `kept`)."""
+        """Hidden states of the current step's prompt tokens, (tokens, hidden); None if they are not
+        stored. Captured steps write to `captured_states` instead."""
         self.captured_states: torch.Tensor | None = None
-        """Memory to which all captured steps write the hidden states of prompt tokens; None if no
-        steps with prompts are captured."""
+        """Memory to which all captured steps write the hidden states of their prompt tokens; None
+        if no steps with prompts are captured."""
         if captured_tokens:
             shape = captured_tokens, model.config.hidden_size
             self.captured_states = device.zeros(*shape, dtype=model.dtype)
@@ -56,9 +55,9 @@ class StepForward:
         self._dummies = torch.full_like(self._buffers.contexts, resident.dummy)
 
     def decode(self, rows: int, lengths: HostSeqLens) -> torch.Tensor:
-        """Queue a step of this many decode rows, including padded ones, and return their hidden
-        states. (If it returned logits, each capture would keep a set of them, which adds up to
-        gigabytes.)"""
+        """Queue a step of `rows` decode rows, including padding rows, and return their hidden
+        states, (rows, hidden). Logits are not returned, because each captured step would keep its
+        own, and they would add up to gigabytes."""
         batch, slots = self._resident, self._resident.rows.slots[:rows]
         buffers = self._sliced(0, rows)
         self._device.advance(batch.tables, batch.rows.first(rows), buffers, batch.tokens.ids)
@@ -81,9 +80,13 @@ class StepForward:
         kept: torch.Tensor | None = None,
         final_lengths: HostSeqLens | None = None,
     ) -> torch.Tensor:
-        """Queue a step with prompt chunks. Return the hidden states of the tokens `prefill.ends`,
-        then those of the decode rows. The hidden states of all prompt tokens are stored in `kept`
-        if given, else in `self.prompt_states`; if `final_lengths` is given, they are not stored."""
+        """Queue a step with prompt chunks and `rows` decode rows. Return the hidden states of the
+        tokens in `prefill.ends`, followed by those of the decode rows.
+
+        The hidden states of all prompt tokens are stored in `kept`, or in `self.prompt_states` if
+        `kept` is None. If `final_lengths` is not None, the last layer computes only the rows that
+        are returned, and no other states are stored.
+        """
         device, batch, num_tokens = self._device, self._resident, len(prefill.token_ids)
         all_rows, decodes = self._sliced(0, num_tokens + rows), batch.rows.slots[:rows]
         all_rows.token_ids[:num_tokens] = prefill.token_ids

@@ -1,4 +1,5 @@
-"""Runs steps: replays captured steps, and queues the others operator by operator."""
+"""Running of steps: captured ones are replayed as graphs, and others are queued operator by
+operator."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ _MIB = 1 << 20
 
 
 class GraphRunner:
-    """One rank's captured steps. A step is padded to the next captured size."""
+    """The captured steps of one rank. A step is padded to the next captured size."""
 
     def __init__(
         self,
@@ -34,7 +35,8 @@ class GraphRunner:
         mixed: MixedSizes,
         in_flight: int,
     ) -> None:
-        """Capture nothing yet; `mixed` are the sizes of steps with prompts."""
+        """Prepare without capturing anything yet. `mixed` are the sizes of steps with prompts to
+        capture, and `in_flight` is the maximum number of steps at once."""
         device = model.device
         self._device, self._model, self._forward = device, model, forward
         self._sizes = decode_sizes(config.max_num_seqs)
@@ -45,7 +47,7 @@ class GraphRunner:
 
     @property
     def captures_prompts(self) -> bool:
-        """Return True if steps with prompts are captured."""
+        """True if steps with prompts are captured."""
         return self._inputs.max_tokens > 0
 
     def __len__(self) -> int:
@@ -59,7 +61,8 @@ class GraphRunner:
     ) -> None:
         """Capture all steps, largest first, so that smaller ones fit into the same memory.
 
-        `max_lengths` returns the maximum lengths for a number of decode rows.
+        `dummy` is the slot of padding rows. `max_lengths` returns the maximum sequence lengths for
+        a number of decode rows.
         """
         self._model.make_whole_steps(self._sizes)
         begin, before = time.monotonic(), self._device.memory().free
@@ -97,8 +100,8 @@ class GraphRunner:
     # -- running --------------------------------------------------------------------------
 
     def fit(self, update: Update) -> MixedSize | None:
-        """Return the size of the captured mixed step that holds this step; None if there is
-        none."""
+        """Return the size of the captured mixed step into which a step fits; None if there is none.
+        Steps that do not fit are counted."""
         size = self._inputs.fit(update)
         if size is None and update.prefill is not None and self._inputs.max_tokens:
             self.too_large += 1
@@ -108,15 +111,16 @@ class GraphRunner:
         return size
 
     def fill(self, size: MixedSize, update: Update) -> None:
-        """Queue a copy of a step's inputs to the buffers that the captured step of this size
-        reads."""
+        """Queue a copy of a step's prompt inputs to the device memory that the captured step of
+        this size reads."""
         self._inputs.fill(size, update)
 
     def run(
         self, update: Update, inputs: Inputs[torch.Tensor], size: MixedSize | None
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Queue a step. Return the hidden states of the prompt tokens, if they are needed, and of
-        the rows that sample."""
+        """Queue a step, as a graph if `size` or its decode rows were captured. Return the hidden
+        states of the prompt tokens (None if they are not needed), and those of the rows that
+        sample."""
         forward = self._forward
         forward.prompt_states = None
         if inputs.prefill is not None:

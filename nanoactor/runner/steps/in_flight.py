@@ -17,7 +17,7 @@ from nanoactor.runner.timing.clock import DeviceClock
 
 @dataclasses.dataclass(slots=True)
 class StepBuffers:
-    """Buffers of a step, reused once the step after it has finished."""
+    """The buffers of one step, which are reused once the step after it has finished."""
 
     begin: TimedEvent
     encoded: TimedEvent
@@ -25,27 +25,27 @@ class StepBuffers:
     sampled: TimedEvent
     end: TimedEvent
     ids: torch.Tensor
-    """Sampled token ids, int32 (rows,), pinned."""
+    """Sampled token ids, int32 (max rows,), in pinned memory."""
     rows: int = 0
-    """Number of valid ids."""
+    """Number of valid ids in `ids`."""
     update: Update | None = None
-    """The step itself, as it was launched."""
+    """The update with which the step was launched; None before the first use."""
     published: Published | None = None
-    """Place of the ids if the step publishes them itself; None if they are copied to `ids`."""
+    """Where to read the ids if the step publishes them itself; None if they are copied to `ids`."""
     scored: ScoredResults | None = None
     """Layout of `scores`; None if the step has no scores."""
     scores: torch.Tensor | None = None
-    """int32, pinned; grows to the largest size that was needed."""
+    """Pinned int32 buffer; grows to the largest size needed so far."""
     _shape: tuple[int, ...] = (0, 0)
     _width: int = 0
     pooled: PooledRows | None = None
     """Layout of `vectors`; None if the step has no pooling rows."""
     vectors: torch.Tensor | None = None
-    """float32, pinned; grows to the largest size that was needed."""
+    """Pinned float32 buffer; grows to the largest size needed so far."""
 
     @classmethod
     def allocate(cls, device: Device, rows: int) -> StepBuffers:
-        """Allocate buffers for steps in which at most this many rows sample."""
+        """Allocate buffers for steps in which at most `rows` rows sample."""
         event = device.timed_event
         ids = device.empty_pinned(rows, dtype=torch.int32)
         return cls(event(), event(), event(), event(), event(), ids)
@@ -61,7 +61,7 @@ class StepBuffers:
             begin += len(part)
 
     def copy_scores(self, device: Device, scored: ScoredResults, table: torch.Tensor) -> None:
-        """Queue a copy of a step's scores to the host."""
+        """Queue a copy of a step's table of log-probabilities, int32, to the host."""
         if self.scores is None or len(self.scores) < table.numel():
             self.scores = device.empty_pinned(1 << table.numel().bit_length(), dtype=torch.int32)
         self.scored, self._shape = scored, tuple(table.shape)
@@ -95,8 +95,8 @@ class StepBuffers:
         return pooled.message(self.vectors[: rows * width].view(rows, width).numpy().copy())
 
     def collect(self, clock: DeviceClock, has_inner_events: bool) -> StepResult:
-        """Wait for the step and return its results; `has_inner_events` is True if events were
-        recorded within the step."""
+        """Wait for the step to end and return its results. `has_inner_events` is True if the events
+        within the step were recorded."""
         self.end.wait()
         assert self.update is not None
         begin, end = clock.step(self.begin, self.end)

@@ -1,4 +1,5 @@
-"""Inputs of captured steps with prompts, which always read them from the same device memory."""
+"""Inputs of captured steps with prompts, which always read their inputs from the same device
+memory."""
 
 from __future__ import annotations
 
@@ -15,12 +16,12 @@ from nanoactor.runner.steps.graphs import MixedSize, MixedSizes, max_prompts
 
 D = TypeVar("D", Prefill[torch.Tensor], VisualInputs[torch.Tensor])
 Padding = int | list[list[int]]
-"""A padding value, or a column of one value per row."""
+"""Padding value of an array, or a column with one value per row."""
 
 
 class FixedInputs(Generic[D]):
     """The int32 arrays of a dataclass in fixed device memory, padded with values that have no
-    effect, and a pinned copy on the host for each step in flight."""
+    effect. For each step in flight, there is a pinned copy on the host."""
 
     def __init__(
         self,
@@ -29,8 +30,8 @@ class FixedInputs(Generic[D]):
         arrays: dict[str, tuple[tuple[int, ...], Padding]],
         in_flight: int,
     ) -> None:
-        """Allocate the arrays of `kind`; `arrays` has the shape and padding of each field. At most
-        `in_flight` steps may run at once."""
+        """Allocate the arrays of dataclass `kind`; `arrays` maps each field to its shape and
+        padding. At most `in_flight` steps may be in flight."""
         self._arrays = arrays
         words = sum(int(np.prod(shape)) for shape, _ in arrays.values())
         self._host_buffers = [
@@ -52,7 +53,8 @@ class FixedInputs(Generic[D]):
     def fill(
         self, inputs: Prefill[NDArray[np.int32]] | VisualInputs[NDArray[np.int32]] | None
     ) -> None:
-        """Queue a copy of a step's inputs to the device, or of padding only if `inputs` is None."""
+        """Queue a copy of a step's inputs to the device. If `inputs` is None, only padding is
+        copied."""
         self._current = (self._current + 1) % len(self._host_buffers)
         for name, view in self._views(self._host_buffers[self._current]).items():
             array = view.numpy()
@@ -65,8 +67,8 @@ class FixedInputs(Generic[D]):
 def fixed_prefill(
     device: Device, tokens: int, tokens_per_program: int, dummy: int, in_flight: int
 ) -> FixedInputs[Prefill[torch.Tensor]]:
-    """Allocate the inputs of steps with `tokens` prompt tokens; `dummy` is the slot of padded
-    tokens."""
+    """Allocate the inputs of captured steps with `tokens` prompt tokens. `dummy` is the slot of
+    padding tokens."""
     rows = max_prompts(tokens)
     tiles = -(-tokens // tokens_per_program) + rows
     arrays: dict[str, tuple[tuple[int, ...], Padding]] = {
@@ -82,21 +84,22 @@ def fixed_prefill(
 
 
 class MixedInputs:
-    """The inputs of all captured mixed steps."""
+    """The inputs of all captured mixed steps, by size."""
 
     def __init__(self, device: Device, sizes: MixedSizes, in_flight: int) -> None:
-        """Allocate nothing yet. At most `in_flight` steps may run at once."""
+        """Prepare without allocating anything yet. At most `in_flight` steps may be in flight."""
         self._device, self._sizes, self._in_flight = device, sizes, in_flight
         self._prefills: dict[int, FixedInputs[Prefill[torch.Tensor]]] = {}
         self._pictures: dict[int, FixedInputs[VisualInputs[torch.Tensor]]] = {}
 
     @property
     def max_tokens(self) -> int:
-        """Return the maximum number of prompt tokens in a captured step; 0 if there is none."""
+        """Maximum number of prompt tokens in a captured step; 0 if none are captured."""
         return max(self._prefills, default=0)
 
     def allocate(self, tokens_per_program: int, dummy: int) -> Iterator[MixedSize]:
-        """Allocate the inputs of each size to capture, and yield the sizes, largest first."""
+        """Allocate the inputs of each size to capture, and yield the sizes, largest first. `dummy`
+        is the slot of padding tokens."""
         for tokens in self._sizes.tokens[::-1]:
             limits = tokens, tokens_per_program, dummy, self._in_flight
             self._prefills[tokens] = fixed_prefill(self._device, *limits)
@@ -115,13 +118,13 @@ class MixedInputs:
     def inputs_of(
         self, size: MixedSize
     ) -> tuple[Prefill[torch.Tensor], VisualInputs[torch.Tensor] | None]:
-        """Return the inputs that steps of this size read."""
+        """Return the inputs in device memory that captured steps of this size read; the second is
+        None without images."""
         visual = self._pictures[size.tokens].inputs if size.has_images else None
         return self._prefills[size.tokens].inputs, visual
 
     def fit(self, update: Update) -> MixedSize | None:
-        """Return the size of the smallest captured step that holds this step; None if there is
-        none."""
+        """Return the smallest captured size into which a step fits; None if there is none."""
         if not self._prefills or (prefill := update.prefill) is None:
             return None
         has_images = update.inputs.visual is not None
@@ -131,8 +134,8 @@ class MixedInputs:
         )
 
     def fill(self, size: MixedSize, update: Update) -> None:
-        """Queue a copy of a step's inputs to the buffers that the captured step of this size
-        reads."""
+        """Queue a copy of a step's inputs to the device memory that captured steps of this size
+        read."""
         self._prefills[size.tokens].fill(update.prefill)
         if size.has_images:
             self._pictures[size.tokens].fill(update.inputs.visual)

@@ -10,7 +10,7 @@ from nanoactor.runner.model.model import LoadedModel
 
 
 class StepPooler:
-    """Pools the rows of steps on one rank."""
+    """Computes the vectors of a step's pooling rows on one rank."""
 
     def __init__(self, model: LoadedModel, config: PoolingConfig) -> None:
         self._model, self._config = model, config
@@ -18,9 +18,10 @@ class StepPooler:
     def pool(
         self, prompts: torch.Tensor | None, hidden: torch.Tensor, rows: PooledRows
     ) -> torch.Tensor:
-        """Return the pooled result of each row, float32 (rows, width). `hidden` are the hidden
-        states of the rows, (rows, hidden); `prompts` are those of all tokens in the step's chunks.
-        Means are returned as sums, accumulated in float32."""
+        """Return the pooled vector of each row, float32 (rows, width). `hidden` are the states of
+        the rows' last tokens (of their first tokens for "cls"), (rows, hidden). `prompts` are the
+        states of all tokens in the step's chunks. For mean pooling, sums are returned, accumulated
+        in float32."""
         if self._config.token_ids:
             return self._model.logits_of(hidden, self._config.token_ids)
         if not rows.counts:

@@ -1,5 +1,5 @@
-"""Token ids that decode steps write to host memory themselves, if the device supports it: a copy
-after a step would delay the next step's graph."""
+"""Token ids that decode steps write to host memory themselves, if the device supports this. A copy
+after the step would delay the next step's graph."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ _WORD = 1 << 32
 
 
 class WrongStep(RuntimeError):
-    """The published ids belong to a different step than the host expects."""
+    """Raised if published ids belong to another step than the host expects."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Published:
-    """The token ids of one step, to be read once the step is done."""
+    """The published token ids of one step, to be read once the step is done."""
 
     number: int
     record: Int32
-    """(1 + rows,): the step's number, then its token ids."""
+    """(1 + rows,): number of the published step, followed by its token ids. A view of the ring."""
 
     def ids(self) -> Int32:
-        """Return a copy of the token ids. Raises `WrongStep` if they belong to another step."""
+        """Return a copy of the token ids, int32 (rows,). Raises `WrongStep` if they belong to
+        another step."""
         found = int(self.record[0]) % _WORD
         if found != self.number:
             raise WrongStep(
@@ -36,10 +37,11 @@ class Published:
 
 
 class PublishedIds:
-    """A ring buffer in pinned memory. Host and device each count the published steps."""
+    """Ring buffer of token ids in pinned memory. Host and device count the published steps
+    separately."""
 
     def __init__(self, device: Device, in_flight: int, rows: int) -> None:
-        """Allocate a ring for at most `in_flight` steps at once, of at most `rows` rows each."""
+        """Allocate a ring for at most `in_flight` steps, with at most `rows` token ids each."""
         self._publishes = device.traits.publishes_ids
         size = 1 << (in_flight - 1).bit_length()
         self._device = device
@@ -49,18 +51,19 @@ class PublishedIds:
         self._next = 0
 
     def publish(self, ids: torch.Tensor) -> None:
-        """Queue a write of a step's token ids, int32 (rows,), to the ring. A captured step includes
-        this write."""
+        """Queue a write of a step's token ids, int32 (rows,), to the ring. In a captured step, this
+        write is part of the graph."""
         if self._publishes:
             self._device.publish(ids, self._ring, self._count)
 
     def restart(self) -> None:
-        """Reset the step count to 0, after steps whose ids were not taken."""
+        """Reset the count of published steps to 0. Call after steps whose ids were not claimed,
+        such as captures."""
         self._count.zero_()
         self._next = 0
 
     def claim(self, rows: int) -> Published | None:
-        """Return the place of the next published step, with `rows` valid ids; None if the device
+        """Return where the next published step will write its `rows` token ids; None if the device
         cannot publish."""
         if not self._publishes:
             return None

@@ -1,4 +1,5 @@
-"""Log-probabilities, computed after a step for the rows that request them, a few rows at a time."""
+"""Log-probabilities of tokens, computed after a step for the rows that request them, some rows at a
+time."""
 
 from __future__ import annotations
 
@@ -8,13 +9,13 @@ from nanoactor.models.sampling.token_scores import FIXED_WORDS, TokenScorer
 from nanoactor.runner.batch.inputs import ScoredRows
 from nanoactor.runner.model.model import LoadedModel
 
-# A row of logits covers the whole vocabulary: 128 rows of 152k logits take 78 MB, and as much again
-# for sorting.
+# A row of logits covers the whole vocabulary. 128 rows of 152k logits take 78 MB, and sorting them
+# takes as much again.
 AT_ONCE = 128
 
 
 class StepScorer:
-    """Scores tokens on one rank."""
+    """Computes log-probabilities of tokens on one rank."""
 
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
@@ -31,16 +32,17 @@ class StepScorer:
         *,
         num_logprobs: int,
     ) -> torch.Tensor:
-        """Return the scores of a step's rows, int32 (rows, 2 + 2 * most), as `TokenScorer` does.
+        """Return the scores of a step's rows, int32 (rows, 2 + 2 * num_logprobs), in the format of
+        `TokenScorer`.
 
         `prompts` are the hidden states of the step's prompt tokens, and `hidden` those of the rows
         that sample. `places` are the indices of the scored rows in `hidden` and in `chosen`, the
-        ids of all chosen tokens.
+        ids of all sampled tokens.
         """
         parts = []
         if prompts is not None and len(rows.prompt_rows):
             parts += self._score_parts(prompts, rows.prompt_rows, rows.targets, num_logprobs)
-        # The scores of rows that chose no token are not read.
+        # The scores of rows that yielded no token are never read.
         targets = chosen[places].long().clamp_min(0)
         parts += self._score_parts(hidden, places, targets, num_logprobs)
         return torch.cat(parts)
@@ -56,7 +58,7 @@ class StepScorer:
         return parts
 
     def warm_up(self, rows: int, num_logprobs: int) -> None:
-        """Score this many rows, to compile code and to measure memory."""
+        """Score `rows` tokens, to compile code and measure memory."""
         device, config = self._model.device, self._model.config
         places = device.zeros(rows, dtype=torch.int64)
         hidden = device.zeros(1, config.hidden_size, dtype=self._model.dtype)

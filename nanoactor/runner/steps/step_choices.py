@@ -1,4 +1,4 @@
-"""The choice of tokens after the layers of a step, and the log-probabilities of these tokens."""
+"""Sampling after the layers of a step, with log-probabilities and pooling."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from nanoactor.runner.steps.scoring import StepScorer
 
 
 class StepChoices:
-    """Chooses tokens on one rank. The hidden states of rows whose mask has not arrived are kept in
-    their slots, and their tokens are chosen from these states in a later step."""
+    """Samples the tokens of steps on one rank. For a row whose mask has not arrived, the hidden
+    state is kept in its slot; a later step samples from it."""
 
     def __init__(self, model: LoadedModel, chooser: TokenChooser, slots: int) -> None:
         self._device = model.device
@@ -30,7 +30,7 @@ class StepChoices:
         self.kept = KeptStates(states, logits)
 
     def warm_up(self, rows: int, num_logprobs: int) -> None:
-        """Choose a token under a mask, and score `rows` tokens with `num_logprobs` top tokens
+        """Sample a token under a mask, and score `rows` tokens with `num_logprobs` top tokens
         each."""
         self._chooser.warm_up()
         self._scorer.warm_up(rows, num_logprobs)
@@ -44,11 +44,12 @@ class StepChoices:
         *,
         prompt_capacity: int | None,
     ) -> list[torch.Tensor]:
-        """Return the ids of all chosen tokens, int32, as parts in the order of the step's samplers.
+        """Return the ids of all sampled tokens, int32, as parts in the order of the step's
+        samplers. Scores and pooled vectors are copied to `buffers`.
 
-        `states` are the hidden states of the prompt tokens, if they are needed, and of the rows
-        that sample. `prompt_capacity` is the number of prompts that a captured step has room for;
-        None for other steps.
+        `states` are the hidden states of the prompt tokens (None if they are not needed), and of
+        the rows that sample. `prompt_capacity` is the number of prompts for which a captured step
+        has room; None if the step is not captured.
         """
         prompt_states, hidden = states
         num_prompts = padded = 0
@@ -87,8 +88,8 @@ class StepChoices:
     def _keep(
         self, kept: KeptRows[torch.Tensor], hidden: torch.Tensor, first: int, end: int
     ) -> None:
-        """Store the hidden states of rows in their slots: of prompts from row `first` on, and of
-        the last of the other rows, up to row `end`."""
+        """Store hidden states in the slots of their rows: those of prompts from row `first` on, and
+        those of the last decode rows before row `end`."""
         for slots, begin in ((kept.prompts, first), (kept.continued, end - len(kept.continued))):
             if not (count := len(slots)):
                 continue
@@ -100,6 +101,7 @@ class StepChoices:
     def _with_kept(
         self, hidden: torch.Tensor, parts: tuple[SampledRows[torch.Tensor], ...]
     ) -> torch.Tensor:
-        """Return `hidden` followed by the kept states of the choices, (rows + choices, hidden)."""
+        """Return `hidden` followed by the kept states from which the choices sample, (rows +
+        choices, hidden)."""
         kept = [self.kept.states.index_select(0, part.index) for part in parts]
         return torch.cat((hidden, *kept)) if kept else hidden

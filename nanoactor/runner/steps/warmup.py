@@ -19,8 +19,8 @@ _NONE: Int32 = np.empty(0, np.int32)
 
 
 def admissions(slots: Int32, **sampling: float) -> Admissions:
-    """Return admissions to these slots with the given sampling parameters, and neutral values for
-    all others."""
+    """Return admissions to these slots with the given sampling parameters; all other parameters are
+    neutral."""
     rows = np.frombuffer(pack(sampling) * len(slots), np.int32).reshape(-1, WORDS)
     zeros = np.zeros(len(slots), np.int32)
     return Admissions(
@@ -39,12 +39,12 @@ def admissions(slots: Int32, **sampling: float) -> Admissions:
 
 
 def prefill_step(tokens: int, rows: int, block_size: int) -> Step:
-    """Return a step of `rows` prompts with `tokens` tokens in total. Each prompt samples a
+    """Return a step of `rows` prompts with `tokens` tokens in total. Each prompt samples one
     token."""
     counts = np.full(rows, tokens // rows, np.int32)
     counts[: tokens % rows] += 1
     slots = np.arange(rows, dtype=np.int32)
-    # Each prompt gets room for one more token, which a decode step may then add.
+    # Each prompt has room for one more token, which a decode step may add.
     blocks = (counts // block_size + 1).astype(np.int32)
     return Step(
         1,
@@ -68,8 +68,9 @@ def prefill_step(tokens: int, rows: int, block_size: int) -> Step:
 def decode_update(
     rows: int, dummy: int, traits: BatchTraits, max_model_len: int, **sampling: float
 ) -> Update:
-    """Return a decode step of `rows` rows of the dummy slot. If sampling parameters are given, all
-    rows are sampled outside the fused sampler, and penalties cover `max_model_len` tokens."""
+    """Return a decode step whose `rows` rows all use the dummy slot. If sampling parameters are
+    given, all rows are sampled outside the fused sampler, and penalties cover `max_model_len`
+    tokens."""
     table, slots = SamplingTable(rows), np.arange(rows)
     table.admit(admissions(slots.astype(np.int32), **sampling))
     fallback: list[SampledRows[Array]] = []
@@ -85,10 +86,12 @@ def decode_update(
 
 
 def longest_lengths(rows: int, blocks: int, block_size: int, max_length: int) -> HostSeqLens:
-    """Return the maximum lengths of `rows` decode rows in a cache of `blocks` blocks: the first
-    rows are as long as `max_length` allows while one block is left for each later row. Captured
-    steps must be prepared for such lengths, and operators need as many blocks as all rows have in
-    total."""
+    """Return the maximum lengths of `rows` decode rows in a cache of `blocks` blocks. The first
+    rows are as long as `max_length` allows while one block is left for each later row.
+
+    Captured steps must be prepared for such lengths, and operators need as many blocks as all rows
+    have in total.
+    """
     lengths, blocks_left = [], blocks
     for rows_after in range(rows - 1, -1, -1):
         own_blocks = max(1, min(-(-max_length // block_size), blocks_left - rows_after))

@@ -1,1 +1,1 @@
-"""Clocks, deadlines and thread counts for steps."""
+"""Clocks, time limits and thread counts for steps."""

@@ -8,19 +8,20 @@ from nanoactor.models.devices.protocols import Device, TimedEvent
 
 _WINDOW = 256
 _WAKE_NS = 30_000
-"""Minimum time in ns that a thread takes to wake up after it has waited for the device."""
+"""Minimum time, in ns, until a thread that waits for the device wakes up."""
 _MAX_GAP_NS = 1e9
-"""Maximum gap between steps, in ns, that is measured with events. Over longer gaps the clocks drift
-apart, and event times lose precision."""
+"""Maximum gap between steps, in ns, that is measured with events. Over longer gaps, the clocks
+drift apart and event times lose precision."""
 
 
 class DeviceClock:
-    """Sums the times between events, and corrects the sum by observations on the host.
+    """Converts times between device events to the host's monotonic clock, with corrections from
+    observations on the host.
 
     The device reports the duration of a step and of the gap before it, from which the step's start
     follows. The clocks of device and host drift apart slowly. The host never observes an event
-    before it has happened, and in at least one of many steps it observes the event immediately.
-    This bounds the drift from both sides.
+    before it has happened, and it observes at least one of many events immediately. This bounds the
+    drift from both sides.
     """
 
     def __init__(self, reference: TimedEvent) -> None:
@@ -32,16 +33,17 @@ class DeviceClock:
 
     @classmethod
     def started(cls, device: Device) -> DeviceClock:
-        """Return a clock that starts now; the device must be idle."""
+        """Return a clock that starts now. The device must be idle."""
         reference = device.timed_event()
         reference.record()
         reference.wait()
         return cls(reference)
 
     def step(self, begin: TimedEvent, end: TimedEvent) -> tuple[int, int]:
-        """Return a step's start and end in ns of the monotonic clock; `end` has just completed.
+        """Return (start, end) of a step, in ns of the monotonic clock. The event `end` must have
+        just completed.
 
-        Steps must come in order. `end` must not be recorded again before the next call.
+        Steps must be passed in order. `end` must not be recorded again before the next call.
         """
         observed = time.monotonic_ns()
         duration = begin.milliseconds_until(end) * 1e6
@@ -54,8 +56,8 @@ class DeviceClock:
         return round(ended - duration), round(ended)
 
     def _correction(self, lag: float) -> float:
-        """Return the correction in ns to add to the clock. `lag` is the host's time minus the
-        clock's time."""
+        """Return the correction, in ns, to add to the clock. `lag` is the host's time minus the
+        clock's time, in ns."""
         self._min_lag = min(self._min_lag, lag)
         self._num_seen += 1
         shift = 0.0

@@ -1,13 +1,14 @@
-"""The time that a step may take before its device counts as stalled; pure logic."""
+"""The time limit of a step, after which its device counts as stalled."""
 
 from __future__ import annotations
 
 _SMALL_TOKENS = 64
-"""Number of tokens up to which a step's time is dominated by reading the weights."""
+"""Number of tokens up to which reading the weights dominates a step's duration."""
 _DECAY = 0.999
-"""Factor by which the recorded maximum decays with each step, as compilations happen only once."""
+"""Factor by which the recorded maximum decays with each step, because compilations happen only
+once."""
 _MARGIN = 10.0
-"""Factor by which a step may exceed the slowest recent one."""
+"""Factor by which a step may exceed the longest recent one."""
 
 
 class StepDeadline:
@@ -18,7 +19,7 @@ class StepDeadline:
         self._token_seconds = 0.0
 
     def note(self, tokens: int, seconds: float) -> None:
-        """Record that a step of `tokens` tokens took `seconds`."""
+        """Record that a step of `tokens` tokens took `seconds` seconds."""
         if tokens <= _SMALL_TOKENS:
             self._small_seconds = max(seconds, _DECAY * self._small_seconds)
         else:

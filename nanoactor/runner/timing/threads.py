@@ -1,4 +1,5 @@
-"""The number of threads for a step on the CPU: all available ones, or one if that is faster."""
+"""Choice of the number of threads for a step on the CPU: all available ones, or one if that is
+faster."""
 
 from __future__ import annotations
 
@@ -8,28 +9,29 @@ from pathlib import Path
 from typing import Protocol
 
 _MIN_SAMPLES = {False: 3, True: 1}
-"""Number of steps to run with each choice before the choices are compared, by whether the steps
-have prompts."""
+"""Number of steps to run with each choice before the choices are compared; by whether steps have
+prompts."""
 _WEIGHT = 0.3
 """Weight of the latest step in the running mean of its kind."""
 _PROBE_STEPS, _PROBE_SOON_STEPS = 64, 4
-"""Numbers of steps until the slower choice is tried again; the second one is for a kind whose
-measurements are copied from another kind."""
+"""Numbers of steps after which the slower choice is tried again. The second one applies to kinds
+whose measurements were copied from another kind."""
 _PROBE_RARELY_STEPS = 1024
-"""Number of steps until the slower choice is tried again if it took more than `_MUCH_SLOWER` times
-as long."""
+"""Number of steps after which the slower choice is tried again if it took more than `_MUCH_SLOWER`
+times as long."""
 _MUCH_SLOWER = 1.5
 
 CORES_VARIABLE = "NANOACTOR_CORES"
-"""Environment variable with the number of cores that the process will have, if it starts on
+"""Environment variable with the number of cores that the process will have, if it starts with
 fewer."""
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Return the number of cores that this process may use, by affinity and cgroup quota.
+    """Return the number of cores that this process may use, according to its CPU affinity and
+    cgroup quota.
 
     A quota of one and a half cores counts as one: threads that spin while they wait for each other
-    would waste the remaining half.
+    would waste the remaining half. `root` is the root of the file system.
     """
     cores = int(os.environ.get(CORES_VARIABLE, 0)) or len(os.sched_getaffinity(0))
     quotas = [quota for quota in (_quota(folder) for folder in _cgroups(root)) if quota]
@@ -55,7 +57,7 @@ def _cgroups(root: Path) -> list[Path]:
 
 
 def _quota(folder: Path) -> float | None:
-    """Return the number of cores that a cgroup may use; None if it sets no limit."""
+    """Return the number of cores that the cgroup in `folder` may use; None if it sets no limit."""
     try:
         words = (folder / "cpu.max").read_text().split()
     except OSError:
@@ -70,31 +72,31 @@ def _quota(folder: Path) -> float | None:
 
 
 class SizedStep(Protocol):
-    """The part of an `Update` that determines the number of threads."""
+    """The properties of an `Update` that determine the number of threads."""
 
     @property
     def rows(self) -> int:
-        """Return the number of tokens that go through the layers, at least 1."""
+        """Number of tokens that pass through the layers, at least 1."""
 
     @property
     def prefill(self) -> object | None:
-        """Return the step's prompt chunks; None if all rows decode."""
+        """The step's prompt chunks; None if all rows decode."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Timings:
-    """Measurements of steps of similar size: mean seconds per token, with one thread and with all
-    threads."""
+    """Measurements of steps of one kind (similar size, with or without prompts): mean seconds per
+    token, with one thread and with all threads."""
 
     means: list[float] = dataclasses.field(default_factory=lambda: [0.0, 0.0])
     counts: list[int] = dataclasses.field(default_factory=lambda: [0, 0])
     since_probe: int = 0
     is_probe: bool = False
-    """True if the current step tries the choice that was slower so far."""
+    """True if the current step tries the choice that has been slower so far."""
 
     @property
     def faster(self) -> int:
-        """Return 0 if running with one thread is faster, 1 if running with all threads is."""
+        """0 if one thread is faster, 1 if all threads are faster."""
         return int(self.means[1] < self.means[0])
 
 
@@ -113,7 +115,7 @@ class ThreadChoice:
         self._chosen = 1
 
     def choose(self, step: SizedStep) -> int:
-        """Return the number of threads for a step."""
+        """Return the number of threads with which to run a step."""
         if self._threads == 1:
             return 1
         key = _key(step)
@@ -123,9 +125,9 @@ class ThreadChoice:
         return self._threads if self._chosen else 1
 
     def _copy_nearest(self, prefill: bool, size: int) -> _Timings:
-        """Return a new kind with the measurements of the nearest size, among measured kinds that
-        also have, or also lack, prompts. Measuring each size anew would cost at least one slow
-        step."""
+        """Return measurements for a new kind of step, copied from the nearest size that has been
+        measured, with prompts if `prefill` is True and without otherwise. Measuring each size anew
+        would cost at least one slow step."""
         candidates = [
             (abs(other - size), other, timings)
             for (has_prompts, other), timings in self._timings.items()
@@ -139,7 +141,7 @@ class ThreadChoice:
         )
 
     def _next(self, timings: _Timings, first: int) -> int:
-        """Return 0 for one thread, 1 for all threads."""
+        """Return 0 to run the next step with one thread, or 1 to run it with all threads."""
         if min(timings.counts) < first:
             return int(timings.counts[1] < timings.counts[0])
         timings.since_probe += 1
@@ -152,7 +154,7 @@ class ThreadChoice:
         return timings.faster
 
     def note(self, step: SizedStep, seconds: float) -> None:
-        """Record the duration of the step for which `choose` was called last."""
+        """Record the duration, in seconds, of the step for which `choose` was called last."""
         if self._threads == 1:
             return
         timings, chosen = self._timings[_key(step)], self._chosen
@@ -161,7 +163,7 @@ class ThreadChoice:
         if timings.counts[chosen] == 1 or timings.is_probe:  # discard older measurements
             timings.means[chosen], timings.is_probe = seconds_per_token, False
         elif timings.counts[chosen] <= _MIN_SAMPLES[step.prefill is not None]:
-            # The first step is slow, as it touches memory and code for the first time.
+            # The first step is slow, because it uses memory and code for the first time.
             timings.means[chosen] = min(timings.means[chosen], seconds_per_token)
         else:
             timings.means[chosen] += _WEIGHT * (seconds_per_token - timings.means[chosen])

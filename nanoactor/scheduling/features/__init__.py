@@ -1,1 +1,1 @@
-"""The parts of the scheduler that only some requests need."""
+"""Optional parts of the scheduler: grammars, pictures, forking, held sequences and pooling."""

@@ -1,9 +1,10 @@
-"""Constrained sequences, whose next tokens must follow a grammar.
+"""Scheduling of constrained sequences, whose next tokens must follow a grammar.
 
-Computing a mask takes time, but no other sequence waits for it. A constrained sequence never
-decodes. Its next token is sampled once every rank holds the mask for it. The token is then known to
-the host, so its position is computed like a prompt position. The token is sent to the grammar
-actor, which sends the next mask to the ranks; each rank reports when it holds the mask.
+A constrained sequence does not take part in decode batches, so that no other sequence waits for its
+masks. Its next token is sampled once every rank holds the mask for that token. The sampled token is
+then known to the host, and its position is computed like a prompt position. The scheduler sends the
+token to the grammar actor. The grammar actor sends the next mask to the ranks, and each rank
+reports when it has the mask.
 
 A sequence may switch between free text and text under its grammar. It then continues in its new
 state after its newest known token, and its results from steps in flight are discarded.
@@ -43,7 +44,8 @@ from nanoactor.scheduling.steps.turns import TurnBuilder
 
 
 class Constraints(Feature):
-    """Opens grammars, and lets each sequence sample once every rank holds its mask."""
+    """Opens grammars, requests their masks, and plans a sampling row for each sequence whose mask
+    every rank holds."""
 
     def __init__(
         self,
@@ -54,37 +56,39 @@ class Constraints(Feature):
         jumps: bool = True,
     ) -> None:
         """`rewind` makes a sequence continue after its newest known token and discards its results
-        from steps in flight. If `jumps` is set, forced tokens are not sampled."""
+        from steps in flight. If `jumps` is True, tokens that the grammar forces are appended
+        without sampling."""
         self._running, self._rewind, self._jumps = running, rewind, jumps
         self._out: list[Outgoing] = []
         self._finished: list[int] = []
-        """Uids of finished sequences that no later step refers to."""
+        """Uids of finished sequences whose masks the runners may drop."""
         self._open: dict[int, Sequence] = {}
         """Sequences with an open grammar, by uid."""
         self._masks = RankResources("mask", ranks, timeout_ticks=2)
         """Position of the next mask, by uid; a sequence has no entry while its text is free."""
         self._pending_runs = 0
-        """Number of pending runs of forced tokens."""
+        """Number of sequences with forced tokens that have not been appended yet."""
         self._mask_delays = [0, 0, 0]
-        """Number of masks used in the first possible step, in the step after it, or later."""
+        """Number of masks used in the first possible step, in the step after it, and later."""
         self._num_forced = 0
-        """Number of forced tokens."""
+        """Number of forced tokens appended since the start."""
 
     @property
     def is_waiting(self) -> bool:
-        """Return True if a requested mask is missing on any rank."""
+        """True if any requested mask is missing on a rank."""
         return self._masks.missing > 0
 
     def admit(self, sequence: Sequence, turn: int) -> None:
-        """Open the grammar of an admitted sequence unless it is already open, and request the first
-        mask if the grammar already applies."""
+        """Open the grammar of an admitted sequence unless it is already open. If the grammar
+        already applies, also request the first mask."""
         uid, grammar = sequence.uid, sequence.grammar
         if grammar is None or uid in self._open:
             return
         self._open[uid] = sequence
         covered = as_int32(grammar.pending if grammar.applies else ())
         first = sequence.length - len(covered) if grammar.applies else -1
-        # Output logprobs require sampling; prompt logprobs must arrive before the output ends.
+        # Output logprobs need sampled rows. Prompt logprobs must be reported before the output
+        # ends.
         jumps = self._jumps and max(sequence.spec.logprobs, sequence.prompt_logprobs) < 0
         fields = (uid, sequence.spec.grammar, first, covered, jumps, sequence.limit)
         self._out.append((GRAMMAR, OpenGrammar(*fields)))
@@ -92,7 +96,7 @@ class Constraints(Feature):
             self._masks.request(uid, sequence.length)
 
     def close(self, sequence: Sequence) -> None:
-        """Close the grammar of a finished sequence, whose mask may still be in flight."""
+        """Close the grammar of a finished sequence. Its mask may still be in flight."""
         if self._open.pop(sequence.uid, None) is None:
             return
         self._masks.drop(sequence.uid)
@@ -103,8 +107,8 @@ class Constraints(Feature):
     # -- switching between free text and the grammar --------------------------------------
 
     def note_token(self, sequence: Sequence) -> None:
-        """Update a sequence's grammar state after a new token: other free text may begin, or the
-        grammar may start or stop applying."""
+        """Update a sequence's grammar state after a new token, which may end one section of free
+        text or make the grammar start or stop applying."""
         if (grammar := sequence.grammar) is None:
             return
         token, before = int(sequence.tokens[-1]), grammar.gate
@@ -119,16 +123,16 @@ class Constraints(Feature):
             self._rewind(sequence)
 
     def note_refused(self, sequences: list[Sequence]) -> None:
-        """End the reasoning of sequences that sampled an end-of-sequence token during it. Their
-        grammars apply from now on."""
+        """End the reasoning of sequences that sampled an end-of-sequence token while reasoning.
+        From now on, their grammars apply."""
         for sequence in sequences:
             assert sequence.grammar is not None
             sequence.grammar.gate = NO_GATE
             self._begin_grammar(sequence, sequence.grammar, [])
 
     def _begin_grammar(self, sequence: Sequence, grammar: GrammarState, tokens: list[int]) -> None:
-        """Request a sequence's next mask after its free text. `tokens` ended the free text and are
-        sent to the grammar."""
+        """Make a grammar apply and request its next mask. `tokens` are the tokens that ended the
+        free text; they are sent to the grammar."""
         covered = as_int32(grammar.pending + tokens)
         self._out.append((GRAMMAR, BeginGrammar(sequence.uid, sequence.length, covered)))
         self._masks.request(sequence.uid, sequence.length)
@@ -137,8 +141,8 @@ class Constraints(Feature):
     # -- masks and forced tokens ----------------------------------------------------------
 
     def note_results(self, rows: list[PlannedRow]) -> None:
-        """Queue the positions of sampled tokens, send the tokens to the grammar, and request
-        masks."""
+        """Queue the positions of the sampled tokens for computation, send the tokens to the grammar
+        actor, and request the next masks."""
         chosen = (row.sequence for row in rows if row.is_choice)
         live = [s for s in chosen if s.phase is not Phase.FINISHED and s.is_constrained]
         for sequence in live:
@@ -161,13 +165,14 @@ class Constraints(Feature):
         self._masks.request(sequence.uid, position)
 
     def _on_ready(self, event: MasksReady) -> tuple[Ending, ...]:
-        """Record which masks a rank holds; masks of finished sequences are ignored."""
+        """Record which masks a rank holds; ignore masks of finished sequences."""
         for uid, position in zip(event.uids.tolist(), event.positions.tolist(), strict=True):
             self._masks.note_ready(event.rank, uid, position)
         return ()
 
     def _on_forced(self, event: ForcedTokens) -> tuple[Ending, ...]:
-        """Record forced tokens; those of finished sequences are ignored."""
+        """Record forced tokens, the only continuation that a grammar allows; ignore those of
+        finished sequences. Raises `ProtocolBug` if they are not for the requested position."""
         stops = np.cumsum(event.counts)
         runs = np.split(event.token_ids.copy(), stops[:-1])
         for uid, position, run in zip(
@@ -185,8 +190,8 @@ class Constraints(Feature):
         return ()
 
     def forced(self) -> list[tuple[Sequence, Int32]]:
-        """Return (sequence, forced tokens) for each sequence whose known positions are all planned.
-        The tokens are known from now on."""
+        """Return (sequence, forced tokens) for each sequence with pending forced tokens whose known
+        positions are all planned. The caller appends the tokens."""
         if not self._pending_runs:
             return []
         found = []
@@ -202,8 +207,8 @@ class Constraints(Feature):
         return found
 
     def plan_rows(self, step: int, rows: list[PlannedRow]) -> list[PlannedRow]:
-        """Return a row for each constrained sequence that is ready to sample a token: all its
-        earlier positions are planned, and every rank holds its mask."""
+        """Return one row for each constrained sequence that can sample in this step: all its known
+        positions are planned, and every rank holds its mask."""
         chosen: list[PlannedRow] = []
         for sequence in self._running.constrained:
             grammar = sequence.grammar
@@ -220,7 +225,8 @@ class Constraints(Feature):
     # -- failures and figures -------------------------------------------------------------
 
     def _on_failed(self, event: GrammarsFailed) -> list[Ending]:
-        """End the sequences whose grammars cannot be compiled or applied."""
+        """Return the sequences whose grammars cannot be compiled or applied, with their end
+        reasons."""
         return [
             (sequence, ends.rejected(error, refused=uid in event.refused))
             for uid, error in zip(event.uids.tolist(), event.errors, strict=True)
@@ -228,12 +234,13 @@ class Constraints(Feature):
         ]
 
     def _on_tick(self, event: MaskClock) -> list[Ending]:
-        """End the sequences that have waited for a mask for at least one full clock period."""
+        """Return the sequences that have waited for a mask for at least one full clock period, with
+        the end reason `NO_MASK`."""
         return [(self._open[uid], ends.NO_MASK) for uid in self._masks.tick()]
 
     def flush(self, turn: TurnBuilder) -> list[Outgoing]:
-        """Return the messages to the grammar actor, and drop the masks of finished sequences on the
-        runners."""
+        """Return the queued messages to the grammar actor, and add to the turn the masks that the
+        runners may drop."""
         out, self._out = self._out, []
         if not self._finished:
             return out
@@ -242,7 +249,7 @@ class Constraints(Feature):
         return [*out, (GRAMMAR, CloseGrammars(finished))]
 
     def check_idle(self) -> None:
-        """Raise `ProtocolBug` if any grammar is open."""
+        """Raise `ProtocolBug` if any grammar is open or any mask is requested."""
         self._masks.check_idle()
         if self._open or self._pending_runs:
             raise ProtocolBug(
@@ -250,9 +257,8 @@ class Constraints(Feature):
             )
 
     def figures(self) -> dict[str, int]:
-        """Return the number of open grammars, and counts since the start: masks used in the step
-        that computes the preceding position, in the step after it, or later, and forced tokens,
-        which need no mask."""
+        """Return the number of open grammars, and counts since the start: forced tokens, and masks
+        by when they were used (first possible step, the step after it, or later)."""
         at_once, next_step, later = self._mask_delays
         return {
             "constrained": len(self._open),
@@ -271,7 +277,7 @@ class Constraints(Feature):
 
 
 def _is_due(sequence: Sequence, grammar: GrammarState) -> bool:
-    """Return True if a sequence could sample in this step, provided that its mask is ready."""
+    """Return True if a sequence can sample in the next step as soon as its mask is ready."""
     length = sequence.length
     if grammar.last_sampled >= length or sequence.phase is not Phase.RUNNING:
         return False

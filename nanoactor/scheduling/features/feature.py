@@ -1,4 +1,4 @@
-"""Features: the parts of the scheduler that only some requests need."""
+"""Base class of features, the parts of the scheduler that only some requests need."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from nanoactor.scheduling.steps.turns import TurnBuilder
 
 Ending = tuple[Sequence, End]
 Handlers = Mapping[type, Callable[[Any, Any], Iterable[Ending]]]
-"""Methods of a feature that handle events, by event class."""
+"""Handler methods of a feature, by event class. Each returns the sequences that end, with
+reasons."""
 
 
 class Feature:
@@ -27,78 +28,85 @@ class Feature:
     """
 
     HANDLERS: ClassVar[Handlers] = {}
-    """Handlers of the feature's own events. Each returns the sequences that end, and why."""
+    """Handlers of the events that only this feature processes."""
 
     @property
     def is_waiting(self) -> bool:
-        """Return True if progress depends on a message from another actor or a caller."""
+        """True if progress depends on a message from another actor or from a caller."""
         return False
 
     def arrive(self, sequences: list[Sequence]) -> None:
-        """Process the sequences of a new request."""
+        """Process the sequences of a newly arrived request."""
 
     def admit(self, sequence: Sequence, turn: int) -> None:
-        """Process a sequence that gets a slot in this turn. It is `MATCHING`, or starts as a
-        copy."""
+        """Process a sequence that is assigned a slot in this turn. It is `MATCHING` (its
+        prefix-cache lookup is outstanding) or starts as a copy of another sequence."""
 
     def answer(self, event: Answer, admitted: list[Sequence | None]) -> None:
-        """Process an answer from the block manager. `admitted` has an entry for each of the
-        answer's `uids`: the sequence if it starts running now, or None if it has since given up its
-        slot or is already running."""
+        """Process an answer from the block manager. `admitted` has one entry per uid in
+        `event.uids`: the sequence if it starts running now, or None if it has lost its slot or was
+        already running."""
 
     def plan_encoding(self, prefilling: Iterable[Sequence]) -> EncodeSlices | None:
-        """Return the slices that the next step encodes, before its rows are chosen. `prefilling`
-        lists the sequences with positions left to prefill, by priority, and is not empty."""
+        """Return the slices of pictures that the next step encodes, or None. Called before the
+        step's rows are chosen. `prefilling` lists the sequences with positions left to prefill, by
+        priority, and is not empty."""
         return None
 
     def plan_rows(self, step: int, rows: list[PlannedRow]) -> list[PlannedRow]:
-        """Return additional rows for this step. `rows` are the rows that compute positions. Called
-        if there are such rows, or if any running sequence never decodes."""
+        """Return additional rows for step `step`. `rows` are the step's rows that compute prompt or
+        other known positions. Called only if `rows` is not empty or any running sequence never
+        decodes."""
         return []
 
     def note_done(self, step: int) -> None:
-        """Process the completion of a step."""
+        """Process the completion of step `step`."""
 
     def forced(self) -> list[tuple[Sequence, Int32]]:
-        """Return (sequence, forced tokens that follow) pairs. The tokens are known from now on."""
+        """Return (sequence, forced tokens) pairs. The scheduler appends the tokens without sampling
+        them."""
         return []
 
     def note_token(self, sequence: Sequence) -> None:
-        """Process a sequence that does not end with its newest token. Called at least for watched
-        ids and for tokens sampled by rows that do not decode."""
+        """Process the newest token of a sequence that continues after it. Called for every token
+        sampled outside decode batches, and for decoded tokens only if a sequence watches their
+        ids."""
 
     def note_refused(self, sequences: list[Sequence]) -> None:
-        """Process sequences that refused an end-of-sequence token because they must continue."""
+        """Process sequences whose end-of-sequence token was rejected because they must not end
+        yet."""
 
     def note_results(self, rows: list[PlannedRow]) -> None:
-        """Process rows that do not decode, after their sampled tokens were handled."""
+        """Process rows outside the decode batch that yielded tokens, after the tokens were
+        appended."""
 
     def take_results(self, results: Results, step: int) -> Iterable[Ending]:
-        """Process the results of a step's rows; return the sequences that end with them, and
+        """Process the results of step `step`. Return the sequences that end with these results, and
         why."""
         return ()
 
     def sequence_to_yield(self) -> Sequence | None:
-        """Return a sequence that can give up its slot to a waiting one, or None. No step is in
-        flight when this is called."""
+        """Return a sequence whose slot can be released for a waiting sequence, or None. Called only
+        while no step is in flight."""
         return None
 
     def leave(self, sequence: Sequence) -> None:
-        """Process a sequence that is about to give up its slot."""
+        """Process a sequence whose slot is about to be released."""
 
     def close(self, sequence: Sequence) -> None:
-        """Process the end of a sequence."""
+        """Release what the feature holds for a sequence that has ended."""
 
     def flush(self, turn: TurnBuilder) -> list[Outgoing]:
-        """Return the messages to send after this turn, and add to the turn the masks or pixels that
+        """Return the messages to send after this turn, and add to `turn` the masks or pixels that
         the runners may drop."""
         return []
 
     def check_idle(self) -> None:
-        """Raise `ProtocolBug` if a resource is held although no request is left."""
+        """Raise `ProtocolBug` if the feature still holds a resource. Called while no request is
+        live."""
 
     def figures(self) -> dict[str, int]:
-        """Return the feature's counters and gauges."""
+        """Return the feature's counters and gauges, by metric name."""
         return {}
 
 
@@ -122,13 +130,14 @@ class Features:
         self.by_event = {kind: feature for feature in features for kind in feature.HANDLERS}
         """The feature that handles each class of event."""
         self.frequent: dict[str, list[Callable[..., Any]]] = {}
-        """Overriding methods of each hook that is called for most events. In a step that only
-        decodes, calling the hooks that do nothing would cost more than everything else."""
+        """Bound methods by hook name, for the hooks that are called on most events; only methods
+        that override the default. In a decode-only step, calling the empty defaults would take
+        longer than everything else."""
         for hook in _FREQUENT:
             default = getattr(Feature, hook)
             overriding = [f for f in features if getattr(type(f), hook) is not default]
             self.frequent[hook] = [getattr(feature, hook) for feature in overriding]
 
     def __iter__(self) -> Iterator[Feature]:
-        """Iterate over the features."""
+        """Iterate over the features in the order in which their hooks are called."""
         return iter(self._every)

@@ -1,4 +1,5 @@
-"""Forking: several sequences share a prompt, which is computed once; the others start as copies."""
+"""Forking: the sequences of a request share its prompt. One sequence computes it, and the others
+start as copies."""
 
 from __future__ import annotations
 
@@ -12,22 +13,24 @@ from nanoactor.scheduling.steps.planned import PlannedRow
 
 
 class Forking(Feature):
-    """Decides which sequences wait for the prompt, start as copies, or prefill it themselves."""
+    """Decides which sequences of a request wait for the prompt, start as copies, or prefill it
+    themselves. A *follower* is a sequence that waits until another sequence of its request has
+    computed the prompt."""
 
     def __init__(self, room: Room, admit: Callable[[Sequence], None]) -> None:
-        """`admit` is called with each sequence that starts as a copy."""
+        """`admit` is called with each sequence that starts as a copy, once it has a slot."""
         self._room, self._admit = room, admit
 
     def arrive(self, sequences: list[Sequence]) -> None:
-        """Queue the first sequence of a new request; the other sequences become its followers."""
+        """Queue the first sequence of a new request and make the others its followers."""
         for sequence in sequences:
             sequence.follow()
         if sequences:
             self._room.waiting.push(sequences[0].group.followers.pop(0))
 
     def close(self, sequence: Sequence) -> None:
-        """Remove a follower that has ended. If another sequence has ended, queue the first
-        follower, which then prefills the prompt."""
+        """Remove a follower that has ended. If the sequence that ended was no follower, queue the
+        first follower, so that it prefills the prompt."""
         followers = sequence.group.followers
         if sequence in followers:
             followers.remove(sequence)
@@ -35,9 +38,9 @@ class Forking(Feature):
             self._room.waiting.push(followers.pop(0))
 
     def plan_rows(self, step: int, rows: list[PlannedRow]) -> list[PlannedRow]:
-        """Start the followers of each row that completes their prompt, by priority, as long as
-        slots and blocks are free and no sequence with a higher priority waits. Queue the other
-        followers."""
+        """Start the followers of each row that completes their prompt, in priority order, while
+        slots and blocks are free and no waiting sequence has a higher priority. Queue the remaining
+        followers. Return the rows of the copies."""
         followers: list[tuple[Sequence, PlannedRow]] = []
         for row in rows:
             completes_prompt = row.wants & (SAMPLE | KEEP)

@@ -1,10 +1,11 @@
-"""Held sequences, whose caller chooses after each token how they continue.
+"""Held sequences, whose caller chooses after each token how they continue (for example, beam
+search).
 
-A held sequence never decodes. When all its known tokens are computed, the next token is sampled and
-reported to the caller, but not appended. From then on the sequence is *held*: no step is in flight
-for it, and none is planned. The caller responds for all sequences of the request at once. For each,
-it chooses which of them the sequence becomes a copy of, and which token follows. If the caller
-takes too long, the sequences end.
+Such a sequence takes no part in decode batches. Once all its known tokens are computed, the next
+token is sampled and reported to the caller, but not appended. From then on the sequence is *held*:
+no step for it is in flight or planned. The caller responds for all sequences of the request at
+once. For each sequence, the caller names the parent that the sequence becomes a copy of (possibly
+itself) and the token to append. If the caller takes too long, the sequences end.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from nanoactor.scheduling.steps.planned import PlannedRow, as_int32
 from nanoactor.scheduling.steps.turns import TurnBuilder
 
 _TIMEOUT_TICKS = 3
-"""Number of clock ticks until a caller's time is up. The first tick may follow immediately, and
-each later one takes half of that time."""
+"""Number of clock ticks after which a caller is overdue. The first tick may come immediately; each
+later tick comes half of `hold_timeout` after the one before."""
 
 
 class HeldSequences(Feature):
-    """Tracks how long sequences have waited for their callers, and resumes the sequences."""
+    """Resumes held sequences when their callers respond, and ends them when the callers are
+    overdue."""
 
     def __init__(
         self,
@@ -37,10 +39,11 @@ class HeldSequences(Feature):
         turn: TurnBuilder,
         release_slot: Callable[[Sequence], None],
     ) -> None:
-        """`release_slot` releases the slot of a sequence that cannot resume in place."""
+        """`live` maps uids to live sequences. `release_slot` releases the slot of a sequence that
+        cannot resume in place."""
         self._live, self._room, self._turn, self._release_slot = live, room, turn, release_slot
         self._held_since: dict[int, int] = {}
-        """Tick count at which each held sequence's token was reported, by uid."""
+        """Tick count at which each held sequence's token was reported, by uid of the sequence."""
         self._ticks = 0
         self._forked = self._copied = self._stayed = self._yields = 0
 
@@ -49,21 +52,21 @@ class HeldSequences(Feature):
         return len(self._held_since)
 
     def note_results(self, rows: list[PlannedRow]) -> None:
-        """Record which sequences are held now that the tokens of these rows have been reported."""
+        """Mark as held the sequences whose tokens, sampled by these rows, have been reported."""
         for sequence in (row.sequence for row in rows):
             if sequence.is_held and sequence.phase is not Phase.FINISHED:
                 self._held_since[sequence.uid] = self._ticks
 
     def close(self, sequence: Sequence) -> None:
-        """Forget a finished sequence."""
+        """Stop tracking a finished sequence."""
         self._held_since.pop(sequence.uid, None)
 
     # -- responses of callers -------------------------------------------------------------
 
     def _on_continue(self, event: Continue) -> list[Ending]:
-        """Resume a request's sequences, in place where there is room, and queue the others. Return
-        the sequences that end. If a sequence that should resume or its parent has ended in the
-        meantime, the request is ending and nothing resumes."""
+        """Resume a request's held sequences: those with a slot continue in place, the others are
+        queued. Return the sequences that end because the caller dropped them. If any sequence
+        involved has ended in the meantime, the whole request is ending, and nothing resumes."""
         uids = range(event.uid, event.uid + len(event.parents))
         living = {uid: self._live[uid] for uid in uids if uid in self._live}
         for sequence in living.values():
@@ -92,15 +95,16 @@ class HeldSequences(Feature):
         return [(sequence, End("stop")) for sequence in ended]
 
     def _replace_with_copy(self, sequence: Sequence, tokens: Int32) -> None:
-        """Make a sequence a copy that shares no blocks: give up its slot and replace its tokens."""
+        """Make a sequence a copy of its parent that shares no blocks: release its slot and replace
+        its tokens."""
         if sequence.slot >= 0:
             self._release_slot(sequence)
         sequence.replace_tokens(tokens)
 
     def _fork(self, parents: dict[int, int], living: dict[int, Sequence]) -> set[int]:
-        """Fork sequences from their parents where possible, and return the uids of the forks. Both
-        sequences must hold a slot, and one more block must be free for what follows. All parents
-        are read before any sequence resumes."""
+        """Fork sequences from their parents where possible, and return the uids of the forks. A
+        fork requires that both sequences have a slot and that one more block is free. Tokens of all
+        parents are read before any sequence resumes."""
         forks = [(living[uid], living[p]) for uid, p in parents.items() if uid != p]
         forks = [
             (target, source) for target, source in forks if target.slot >= 0 and source.slot >= 0
@@ -118,7 +122,8 @@ class HeldSequences(Feature):
     # -- overdue callers ------------------------------------------------------------------
 
     def _on_tick(self, event: HoldClock) -> list[Ending]:
-        """End the sequences of each request whose live sequences were all held for too long."""
+        """Return the sequences of each request whose live sequences have all been held for too
+        long, with the end reason `NO_ANSWER`."""
         self._ticks += 1
         expired: list[Sequence] = []
         for group in self._fully_held():
@@ -127,7 +132,8 @@ class HeldSequences(Feature):
         return [(sequence, ends.NO_ANSWER) for sequence in expired]
 
     def _fully_held(self) -> list[list[Sequence]]:
-        """Return the live sequences of each request in which all of them are held."""
+        """Return, for each request whose live sequences are all held, the list of these
+        sequences."""
         live = self._live
         requests = {live[uid].group.uids for uid in self._held_since}
         groups = [[live[uid] for uid in uids if uid in live] for uids in requests]
@@ -135,15 +141,15 @@ class HeldSequences(Feature):
 
     @property
     def is_waiting(self) -> bool:
-        """Return True if any request can continue only after its caller responds."""
+        """True if any request can continue only after its caller responds."""
         return bool(self._fully_held())
 
     def sequence_to_yield(self) -> Sequence | None:
-        """Return the held sequence with the lowest priority, or None.
+        """Return the running held sequence with the lowest priority, or None if there is none.
 
-        None is returned while any sequence waits for its prefix-cache lookup. A waiting sequence
-        must not depend on a caller, least of all if it belongs to the same request as the held
-        ones, since the caller then waits for it.
+        Also returns None while any sequence waits for its prefix-cache lookup. A sequence that
+        waits for a slot must not depend on a caller. If it belongs to the same request as the held
+        ones, the caller waits for it, so neither would make progress.
         """
         if any(sequence.phase is Phase.MATCHING for sequence in self._room.running):
             return None
@@ -152,16 +158,16 @@ class HeldSequences(Feature):
         return held[-1] if held else None
 
     def check_idle(self) -> None:
-        """Raise `ProtocolBug` if a sequence is held."""
+        """Raise `ProtocolBug` if any sequence is still held."""
         if self._held_since:
             raise ProtocolBug(
                 f"requests {sorted(self._held_since)} are held, but no sequence is alive"
             )
 
     def figures(self) -> dict[str, int]:
-        """Return the number of held sequences, and counts since the start: sequences that resumed
-        as themselves, forks that share blocks, copies that were queued again, and slots that held
-        sequences gave up to waiting ones."""
+        """Return the number of held sequences, and counts since the start: sequences resumed as
+        themselves, forks that share blocks, copies that share none, and slots that held sequences
+        gave up for waiting ones."""
         return {
             "held": len(self),
             "held_stayed": self._stayed,

@@ -1,4 +1,5 @@
-"""Pictures and videos in progress: which pixels to request, and what to encode in each step."""
+"""Pictures and videos of live sequences: which pixels to request from vision workers, and what to
+encode in each step."""
 
 from __future__ import annotations
 
@@ -32,8 +33,9 @@ from nanoactor.scheduling.steps.turns import TurnBuilder
 
 
 class Pictures(Feature):
-    """The scheduler's state of all items, which are pictures and videos. `out` collects the
-    messages to vision workers, and `drops` the pixels to drop."""
+    """Tracks all items (pictures and videos) that sequences need, from the request for pixels to
+    the planned encoding. `out` collects the messages to vision workers, and `drops` the pixels that
+    runners may drop."""
 
     def __init__(self, limits: EncoderLimits) -> None:
         self.limits = limits
@@ -41,22 +43,23 @@ class Pictures(Feature):
         self.entries: dict[int, EncoderEntry] = {}
         """Entries of the encoder cache, by number."""
         self.out: list[tuple[int, WantPixels | CancelPixels]] = []
-        """(worker, message) pairs."""
+        """(worker index, message) pairs that have not been sent yet."""
         self.drops: list[tuple[int, int]] = []
-        """(pixels number, cache entry number) pairs."""
+        """(pixel request number, cache entry number) pairs that have not been sent yet."""
         self.encoded = 0
-        """Number of cache entries that planned steps encode completely."""
+        """Number of cache entries that planned steps have encoded completely since the start."""
         self._by_pixels: dict[int, EncoderEntry] = {}
         self._pixels = RankResources("pixels", limits.ranks)
         self._num_requests = 0
         self._admission_turn = self._answered_turn = 0
-        """The last turn with an admission, and the last turn that was answered."""
+        """Number of the last turn with an admission, and of the last turn that was answered."""
         self._retired: deque[EncoderEntry] = deque()
 
     # -- admissions -----------------------------------------------------------------------
 
     def admit(self, sequence: Sequence, turn: int) -> None:
-        """Debit the pages of a sequence's items, unless the sequence starts as a copy."""
+        """Debit the encoder-cache pages of a sequence's items. A sequence that starts as a copy
+        needs none."""
         if sequence.phase is not Phase.MATCHING:
             return
         self._admission_turn = turn
@@ -65,8 +68,8 @@ class Pictures(Feature):
             sequence.items.entries = []
 
     def answer(self, event: Answer, admitted: list[Sequence | None]) -> None:
-        """Refund pages that admissions did not need, give back pages that sequences released, and
-        record which items are already encoded."""
+        """Refund the pages that admissions did not need, release the pages that sequences gave up,
+        and record which items are already encoded."""
         found = self._apply_credits(event.encoder, len(admitted))
         for sequence, of_items in zip(admitted, found, strict=True):
             if sequence is not None and sequence.items is not None:
@@ -74,19 +77,21 @@ class Pictures(Feature):
         self._forget_unused(event.turn)
 
     def _forget_unused(self, turn: int) -> None:
-        """Forget unused items that no answer to a later turn can refer to."""
+        """Forget unused items once no outstanding answer can refer to them. `turn` is the last
+        answered turn."""
         self._answered_turn = turn
         while self._retired and self._retired[0].retired_at <= turn:
             entry = self._retired.popleft()
-            # An item that has gained and lost users again is in the queue twice.
+            # An entry whose users all left, came back and left again is in the queue twice.
             if not entry.users and entry.retired_at <= turn:
                 self.entries.pop(entry.number, None)
 
     def _bind_entries(
         self, sequence: Sequence, items: SequenceItems, numbers: list[int], units: list[int]
     ) -> None:
-        """Record the cache entries and the planned units of a sequence's items, now that the
-        sequence runs, and request missing pixels."""
+        """Record the cache entries and planned units of a sequence that starts running, and request
+        the pixels of items that are not encoded. `numbers` and `units` come from the block
+        manager's answer."""
         for item, (number, planned) in enumerate(zip(numbers, units, strict=True)):
             if number < 0:
                 items.entries.append(None)
@@ -115,8 +120,8 @@ class Pictures(Feature):
     def _apply_credits(
         self, event: EncoderCredits | None, admissions: int
     ) -> list[tuple[list[int], list[int]]]:
-        """Process returned pages; return the (numbers, units) of each answered admission's
-        items."""
+        """Process refunded and freed pages. Return, for each answered admission, the cache entry
+        numbers and the numbers of encoded units of its items."""
         if event is None:
             return [([], [])] * admissions
         self.budget.refund(int(event.refunds.sum()))
@@ -130,7 +135,7 @@ class Pictures(Feature):
     # -- users leave ----------------------------------------------------------------------
 
     def plan_rows(self, step: int, rows: list[PlannedRow]) -> list[PlannedRow]:
-        """Release the items whose last token this step computes."""
+        """Release the items whose last token this step computes. Returns no rows."""
         for row in rows:
             self._advance(row.sequence)
         return []
@@ -143,7 +148,7 @@ class Pictures(Feature):
                     self._release(sequence, item)
 
     def leave(self, sequence: Sequence) -> None:
-        """Release all items of a sequence that gives up its slot."""
+        """Release all items of a sequence whose slot is about to be released."""
         items = sequence.items
         if items is not None:
             for item in range(len(items.entries)):
@@ -183,7 +188,8 @@ class Pictures(Feature):
         entry.pixels, entry.source = 0, -1
 
     def flush(self, turn: TurnBuilder) -> list[Outgoing]:
-        """Return the messages to the vision workers, and drop pixels on the runners."""
+        """Return the messages to the vision workers, and add to the turn the pixels that the
+        runners may drop."""
         out: list[Outgoing] = [(VISION.format(worker), message) for worker, message in self.out]
         drops, self.out, self.drops = self.drops, [], []
         if drops:
@@ -194,7 +200,7 @@ class Pictures(Feature):
     # -- pixels arrive and are encoded ----------------------------------------------------
 
     def _on_ready(self, event: ItemsReady) -> tuple[Ending, ...]:
-        """Record which pixels a rank holds; pixels that are no longer wanted are ignored."""
+        """Record which pixels a rank holds; ignore pixels that are no longer requested."""
         for number in event.pixels.tolist():
             self._pixels.note_ready(event.rank, number)
         return ()
@@ -203,7 +209,8 @@ class Pictures(Feature):
         return entry.pixels > 0 and self._pixels.is_ready(entry.pixels)
 
     def _on_failed(self, event: ItemsFailed) -> list[Ending]:
-        """End the sequences that need pixels that cannot be decoded."""
+        """Return the sequences that need pixels that could not be decoded, with their end
+        reasons."""
         endings: list[Ending] = []
         for pixels, error in zip(event.pixels.tolist(), event.errors, strict=True):
             if (entry := self._by_pixels.get(pixels)) is None:
@@ -216,12 +223,13 @@ class Pictures(Feature):
 
     @property
     def is_waiting(self) -> bool:
-        """Return True if planned steps do not yet encode all items whose pixels were requested."""
+        """True if pixels have been requested for items that the planned steps do not encode
+        completely."""
         return bool(self._by_pixels)
 
     def plan_encoding(self, prefilling: Iterable[Sequence]) -> EncodeSlices | None:
-        """Return the slices of items that these sequences need next, in the order of the sequences
-        and within the step's budget; None if there are none."""
+        """Return the slices of items that these sequences need next, in sequence order and within
+        the encoder's budget per step; None if there are none."""
         if not self.entries:
             return None
         limits, remaining = self.limits, self.limits.budget
@@ -254,11 +262,12 @@ class Pictures(Feature):
             self._forget_pixels(entry)
 
     def note_done(self, step: int) -> None:
-        """Make the pages that were fenced by this step available."""
+        """Make the pages fenced by step `step` available again."""
         self.budget.complete(step)
 
     def check_idle(self) -> None:
-        """Raise `ProtocolBug` if an item has users, pixels are requested, or a page is spent."""
+        """Raise `ProtocolBug` if an item has users, pixels are requested, or pages have not been
+        returned."""
         held = [entry.number for entry in self.entries.values() if entry.users]
         self._pixels.check_idle()
         if held or self._by_pixels or self.budget.spent:
@@ -268,14 +277,15 @@ class Pictures(Feature):
             )
 
     def figures(self) -> dict[str, int]:
-        """Return the number of items encoded since the start."""
+        """Return the number of items that planned steps have encoded since the start."""
         return {"items_encoded": self.encoded}
 
     HANDLERS: ClassVar[Handlers] = {ItemsReady: _on_ready, ItemsFailed: _on_failed}
 
 
 def _needed(sequences: Iterable[Sequence]) -> Iterable[EncoderEntry]:
-    """Yield the cache entries that the sequences need, each once, in prompt order."""
+    """Yield each cache entry that the sequences need once, in the order of the sequences and
+    prompts."""
     seen: set[int] = set()
     for sequence in sequences:
         for entry in sequence.items.entries if sequence.items is not None else ():

@@ -1,4 +1,4 @@
-"""Pooling requests, which end when the result of their last pooling row has arrived."""
+"""Scheduling of pooling requests, which end once the result of their last pooling row arrives."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ _POOLED = End("stop")
 
 
 class Pooling(Feature):
-    """Reports pooled vectors, and keeps the partial sums of means over unfinished prompts."""
+    """Reports pooled vectors. For mean pooling, also adds up the partial sums of prompts that are
+    computed in several steps."""
 
     def __init__(self, kind: str, output: OutputBuffer) -> None:
-        """`kind` is the model's pooling method."""
+        """`kind` is the model's pooling method, as in `PoolingConfig.kind`."""
         self._kind, self._output = kind, output
         self._sums: dict[int, Float32] = {}
-        """Partial sums by uid."""
+        """Partial sum of the hidden states of each unfinished prompt, by uid."""
 
     def take_results(self, results: Results, step: int) -> Iterable[Ending]:
-        """Report the completed vectors, and end their sequences."""
+        """Report the vectors that are complete after this step. Return their sequences, which
+        end."""
         endings: list[Ending] = []
         for row, vector in results.pooled:
             sequence = row.sequence
@@ -44,10 +46,10 @@ class Pooling(Feature):
         return endings
 
     def close(self, sequence: Sequence) -> None:
-        """Drop the sequence's partial sum."""
+        """Drop the partial sum of a finished sequence."""
         self._sums.pop(sequence.uid, None)
 
     def check_idle(self) -> None:
-        """Raise `ProtocolBug` if a partial sum is left."""
+        """Raise `ProtocolBug` if any partial sum is left over."""
         if self._sums:
             raise ProtocolBug(f"partial sums of requests {[*self._sums]} are left over")

@@ -1,1 +1,1 @@
-"""Resources that a step needs before it can be planned: slots, blocks, masks and pixels."""
+"""Resources that must be available before a step is planned: slots, blocks, masks and pixels."""

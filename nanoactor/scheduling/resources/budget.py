@@ -1,4 +1,5 @@
-"""Budgets of blocks, slots and encoder cache pages; freed resources wait for their fences."""
+"""Counts of free blocks, slots and encoder-cache pages. Freed resources become available only after
+the steps that may use them."""
 
 from __future__ import annotations
 
@@ -10,15 +11,17 @@ from nanoactor.errors import ProtocolBug
 
 
 class BlockBudget:
-    """Counts the blocks that may be spent, called credits, and the slots that are free.
+    """Counts free slots and the blocks that may be spent, called credits.
 
-    `debit` spends blocks; `refund` returns debited blocks that other sequences already hold. Blocks
-    that a sequence frees may still be used by steps already planned, so they have a *fence*, the
-    number of the last of these steps: the blocks are available again once that step is complete.
-    Only the block manager knows how many blocks a sequence frees, so the scheduler records the turn
-    that releases the blocks (`expect`), and the blocks are pending once that turn is answered.
+    `debit` spends blocks; `refund` returns debited blocks that other sequences already hold. Steps
+    already planned may still use blocks that a sequence frees. Such blocks have a *fence*, the
+    number of the last of these steps, and are available again once that step is complete.
 
-    Invariant: credits + pending + blocks debited and not given back == blocks. Fences are given in
+    Only the block manager knows how many blocks a sequence frees. The scheduler therefore records
+    the turn that releases the blocks (`expect`). Once the block manager has answered that turn, the
+    blocks are pending until their fence has passed.
+
+    Invariant: credits + pending + blocks debited and not returned == blocks. Fences are passed in
     ascending order.
     """
 
@@ -26,13 +29,13 @@ class BlockBudget:
         self._blocks, self._slots = blocks, slots
         self._credits = blocks
         self._fenced_blocks: deque[tuple[int, int]] = deque()
-        """(fence, number of blocks) pairs."""
+        """(fence, number of blocks) pairs, in ascending order of fences."""
         self._unanswered: deque[tuple[int, int]] = deque()
-        """(turn, fence) of each unanswered turn that releases blocks."""
+        """(turn number, fence) of each unanswered turn that releases blocks, oldest first."""
         self._free_slots = list(range(slots))
         """Free slots, as a heap."""
         self._fenced_slots: deque[tuple[int, int]] = deque()
-        """(fence, slot) pairs."""
+        """(fence, slot) pairs, in ascending order of fences."""
         self._completed = 0
 
     @property
@@ -42,21 +45,22 @@ class BlockBudget:
 
     @property
     def pending(self) -> int:
-        """Number of returned blocks that can be spent once their fences have passed."""
+        """Number of freed blocks that can be spent once their fences have passed."""
         return sum(freed for _, freed in self._fenced_blocks)
 
     @property
     def free_slots(self) -> int:
-        """Number of slots that may be taken now."""
+        """Number of slots that can be allocated now."""
         return len(self._free_slots)
 
     @property
     def oldest_unanswered(self) -> int | None:
-        """Fence of the oldest unanswered turn that releases blocks; None if there is none."""
+        """Fence of the oldest turn that releases blocks and is not answered yet; None if there is
+        none."""
         return self._unanswered[0][1] if self._unanswered else None
 
     def debit(self, blocks: int) -> None:
-        """Spend blocks. Raises `ProtocolBug` if there are too few credits."""
+        """Spend this many blocks. Raises `ProtocolBug` if there are too few credits."""
         if blocks > self._credits:
             raise ProtocolBug(
                 f"cannot spend {blocks} blocks: only {self._credits} credits are available"
@@ -64,18 +68,18 @@ class BlockBudget:
         self._credits -= blocks
 
     def refund(self, blocks: int) -> None:
-        """Refund debited blocks that other sequences already hold; they can be spent at once."""
+        """Refund this many debited blocks, which other sequences already hold; they can be spent at
+        once."""
         self._credits += blocks
 
     def expect(self, turn: int, fence: int) -> None:
-        """Record an unanswered turn that releases blocks, which steps up to `fence` may use."""
+        """Record a turn that releases blocks and awaits its answer. Steps up to `fence` may use
+        these blocks."""
         self._unanswered.append((turn, fence))
 
     def answer(self, turn: int, fences: Iterable[tuple[int, int]]) -> None:
-        """Process the answer to all turns up to `turn`: (fence, number of freed blocks) pairs.
-
-        Raises `ProtocolBug` if a fence belongs to none of these turns.
-        """
+        """Process the block manager's answer to all turns up to `turn`. `fences` are (fence, number
+        of freed blocks) pairs. Raises `ProtocolBug` if a fence belongs to none of these turns."""
         expected: set[int] = set()
         while self._unanswered and self._unanswered[0][0] <= turn:
             expected.add(self._unanswered.popleft()[1])
@@ -89,7 +93,8 @@ class BlockBudget:
         self._release_fenced()
 
     def complete(self, step: int) -> None:
-        """Make available everything that was fenced by step `step` or an earlier one."""
+        """Record that step `step` is complete, and make everything fenced by it or earlier steps
+        available."""
         self._completed = step
         self._release_fenced()
 
@@ -123,9 +128,10 @@ class BlockBudget:
 
 
 class PageBudget:
-    """Counts the encoder cache's pages that may be spent; returned pages wait for their fences.
+    """Counts the pages of the encoder cache that may be spent. Released pages wait for their fence,
+    the number of the last planned step that may use them.
 
-    Invariant: credits + pending + pages debited and not given back == pages.
+    Invariant: credits + pages waiting for a fence + pages debited and not returned == pages.
     """
 
     def __init__(self, pages: int) -> None:
@@ -141,11 +147,11 @@ class PageBudget:
 
     @property
     def spent(self) -> int:
-        """Number of pages that are neither available nor waiting for a fence."""
+        """Number of pages that are neither available nor waiting for their fence."""
         return self._pages - self._credits - sum(pages for _, pages in self._fenced)
 
     def debit(self, pages: int) -> None:
-        """Spend pages. Raises `ProtocolBug` if there are too few credits."""
+        """Spend this many pages. Raises `ProtocolBug` if there are too few credits."""
         if pages > self._credits:
             raise ProtocolBug(
                 f"cannot spend {pages} pages: only {self._credits} credits are available"
@@ -153,16 +159,17 @@ class PageBudget:
         self._credits -= pages
 
     def refund(self, pages: int) -> None:
-        """Refund debited pages that are not needed; they can be spent at once."""
+        """Refund this many debited pages that are not needed; they can be spent at once."""
         self._credits += pages
 
     def release(self, pages: int, fence: int) -> None:
-        """Give back released pages, which can be spent again once step `fence` is complete."""
+        """Return this many pages; they can be spent again once step `fence` is complete."""
         self._fenced.append((fence, pages))
         self.complete(self._completed)
 
     def complete(self, step: int) -> None:
-        """Make available everything that was fenced by step `step` or an earlier one."""
+        """Record that step `step` is complete, and make the pages fenced by it or earlier steps
+        available."""
         self._completed = step
         while self._fenced and self._fenced[0][0] <= step:
             self._credits += self._fenced.popleft()[1]

@@ -1,4 +1,4 @@
-"""Resources, masks and pixels, that every rank must hold before a step may use them."""
+"""Tracking of masks and pixels, which every rank must hold before a step may use them."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ from nanoactor.errors import ProtocolBug
 
 @dataclasses.dataclass(slots=True)
 class _Resource:
-    """The resource of one owner."""
+    """The state of one owner's resource."""
 
     version: int
     requested_at: int
-    """Tick count at which this version was requested."""
+    """Tick count at which `version` was requested."""
     is_requested: bool = True
     held: dict[int, int] = dataclasses.field(default_factory=dict)
-    """Newest version that each rank holds, by rank."""
+    """Newest version that each rank holds, by rank number."""
 
 
 class RankResources:
-    """Tracks which ranks hold the resource that each owner wants.
+    """Tracks which ranks hold the resource (a mask or pixels) that each owner has requested.
 
-    An owner wants one version at a time. Versions count from 0, and each is later than the previous
-    one. A rank may hold a version before the owner wants it.
+    An owner is a number, such as a request's uid. It requests one version at a time. Versions start
+    at 0 and increase. A rank may hold a version before the owner requests it.
     """
 
     def __init__(self, name: str, ranks: int, timeout_ticks: int = 0) -> None:
-        """Create an empty set. `name` is used in error messages. A version is overdue after
-        `timeout_ticks` ticks; if `timeout_ticks` is 0, no version ever is."""
+        """Create an empty set. `name` appears in error messages. A version is overdue
+        `timeout_ticks` ticks after its request; 0 means never."""
         self._name, self._ranks, self._timeout_ticks = name, ranks, timeout_ticks
         self._resources: dict[int, _Resource] = {}
         self._ticks = 0
         self.missing = 0
-        """Number of owners that want a version that some rank does not hold."""
+        """Number of owners whose requested version is missing on some rank."""
 
     def __contains__(self, owner: int) -> bool:
-        """Return True if the owner has requested a version and was not dropped."""
+        """Return True if the owner has requested a version and has not been dropped."""
         return owner in self._resources
 
     def request(self, owner: int, version: int = 0) -> None:
-        """Request a version; earlier versions are no longer wanted.
+        """Request a version of an owner's resource. This replaces the owner's earlier request.
 
         Raises `ProtocolBug` if this version or a later one was already requested.
         """
@@ -59,10 +59,12 @@ class RankResources:
         self.missing += not self.is_ready(owner)
 
     def note_ready(self, rank: int, owner: int, version: int = 0) -> None:
-        """Record that a rank holds a version; ignored if the owner was dropped.
+        """Record that a rank holds a version of an owner's resource; ignored if the owner was
+        dropped.
 
-        Raises `ProtocolBug` if the rank already held this version or a later one, if the version is
-        older than the one requested last, or if it replaces one that is still wanted.
+        Raises `ProtocolBug` if the version is not newer than the one that the rank already held, or
+        if it is older than the one requested last. The same applies if it replaces a version that
+        is still requested.
         """
         resource = self._resources.get(owner)
         if resource is None:
@@ -80,32 +82,33 @@ class RankResources:
         )
 
     def is_ready(self, owner: int) -> bool:
-        """Return True if every rank holds the version that the owner wants."""
+        """Return True if every rank holds the version of the resource that the owner has
+        requested."""
         resource = self._resources[owner]
         if not resource.is_requested:
             return False
         return list(resource.held.values()).count(resource.version) == self._ranks
 
     def requested(self, owner: int) -> int | None:
-        """Return the version that the owner wants; None if its request was withdrawn."""
+        """Return the version that the owner has requested; None if the request was withdrawn."""
         resource = self._resources[owner]
         return resource.version if resource.is_requested else None
 
     def withdraw(self, owner: int) -> None:
-        """Withdraw an owner's request: the version was used or will not arrive. The owner may
-        request a later version."""
+        """Withdraw an owner's request because the version was used or will not arrive. The owner
+        may request a later version."""
         resource = self._resources[owner]
         self.missing -= resource.is_requested and not self.is_ready(owner)
         resource.is_requested = False
 
     def drop(self, owner: int) -> None:
-        """Remove an owner, if it is present."""
+        """Remove an owner and its request, if present."""
         if owner in self._resources:
             self.withdraw(owner)
             del self._resources[owner]
 
     def tick(self) -> list[int]:
-        """Advance the clock; return the owners with an overdue version."""
+        """Advance the clock by one tick. Return the owners whose requested version is overdue."""
         self._ticks += 1
         return [
             owner
@@ -117,7 +120,7 @@ class RankResources:
         ]
 
     def check_idle(self) -> None:
-        """Raise `ProtocolBug` if an owner is left."""
+        """Raise `ProtocolBug` if any owner has not been dropped."""
         if self._resources or self.missing:
             raise ProtocolBug(
                 f"{self._name} of {[*self._resources]} are still requested after their end"

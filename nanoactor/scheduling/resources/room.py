@@ -1,4 +1,5 @@
-"""The supply of slots and blocks, and the sequences that hold or wait for them."""
+"""The scheduler's slots and blocks, and the sequences that hold or wait for them, for use by
+features."""
 
 from __future__ import annotations
 
@@ -11,23 +12,24 @@ from nanoactor.scheduling.steps.queues import RunningBatch, WaitingQueues
 
 
 class Room(NamedTuple):
-    """The parts of the scheduler that features need to place a sequence."""
+    """The parts of the scheduler that features need to admit or queue a sequence."""
 
     budget: BlockBudget
     running: RunningBatch
     waiting: WaitingQueues
     available_pages: Callable[[], int]
-    """Returns the number of pages of the encoder cache that admissions may spend."""
+    """Function that returns the number of encoder-cache pages that admissions may spend."""
     reserved_blocks: Callable[[], int]
-    """Returns the number of blocks to reserve for running sequences."""
+    """Function that returns the number of blocks to reserve for running sequences."""
     block_size: int
 
     @property
     def credits(self) -> int:
-        """Return the number of blocks that copies may spend."""
+        """Number of blocks that copies may spend: all credits, less the blocks reserved for running
+        sequences."""
         return self.budget.credits - self.reserved_blocks()
 
     @property
     def head(self) -> Sequence | None:
-        """Return the sequence that is admitted next; None if there is none."""
+        """The sequence to admit next; None if no waiting sequence can be admitted."""
         return self.waiting.head(self.available_pages())

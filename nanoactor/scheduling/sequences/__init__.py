@@ -1,1 +1,1 @@
-"""Sequences, and the scheduler's state of each."""
+"""Sequences of requests: their tokens, counters, end reasons and grammar states."""

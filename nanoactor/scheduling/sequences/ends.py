@@ -1,4 +1,4 @@
-"""Reasons why a sequence ends."""
+"""Reasons why a sequence ends, as they are reported to the caller."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class End(NamedTuple):
-    """The reason why a request ended, in the fields of `Finish`."""
+    """The reason why a sequence ended; the fields are those of the message `Finish`."""
 
     reason: str
     stop_reason: int | None = None
@@ -44,13 +44,14 @@ NO_MASK = End(
 
 
 def rejected(error: str, *, refused: bool) -> End:
-    """Return the end reason of a request that cannot run. `refused` means that the machine is at
-    fault; `error` is empty if the request was already aborted."""
+    """Return the end reason of a request that cannot run. An empty `error` means that the request
+    was already aborted. `refused` means that the machine, not the request, is at fault."""
     if not error:
         return End("abort")
     return End("refused" if refused else "error", error=error)
 
 
 def choiceless(constrained: bool) -> End:
-    """Return the end reason of a sequence with no valid next token."""
+    """Return the end reason of a sequence whose rules leave no token to sample. `constrained` is
+    True if it follows a grammar."""
     return CHOICELESS_UNDER_GRAMMAR if constrained else CHOICELESS

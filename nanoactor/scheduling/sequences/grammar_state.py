@@ -1,4 +1,4 @@
-"""The state of a sequence with a grammar: in free text, or under the grammar."""
+"""The state of a sequence's grammar: whether free text or the grammar currently applies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nanoactor.scheduling.sequences.free_text import (
 
 @dataclasses.dataclass(slots=True)
 class GrammarState:
-    """The state of one sequence's grammar, which `Constraints` updates."""
+    """The grammar state of one sequence. `Constraints` creates and updates it."""
 
     free: FreeText | None
     """The free text before the grammar; None if the grammar applies from the start."""
@@ -27,31 +27,33 @@ class GrammarState:
     pending: list[int]
     """Tokens to send to the grammar when it is opened or starts to apply."""
     run: Int32 | None = None
-    """Forced tokens, which become known once all positions before them are planned."""
+    """Forced tokens, to be appended once all positions before them are planned; None if there are
+    none."""
     last_sampled: int = -1
-    """The last position for which a planned step samples under a mask."""
+    """Last position that a planned step samples under a mask; -1 if there is none."""
     due_step: int = 0
-    """The first step that could have used the next mask; 0 if there was none yet."""
+    """First step in which the next mask could have been used; 0 if no such step was planned yet."""
 
     @classmethod
     def restore(cls, free: FreeText | None, output: Iterable[int]) -> GrammarState:
-        """Return the state after the output so far."""
+        """Return the state after the tokens of `output`, which is empty unless the sequence
+        resumes."""
         gate, pending = replay_free_text(free, output)
         return cls(free, gate, pending)
 
     @property
     def applies(self) -> bool:
-        """Return True if the next token is sampled under a mask."""
+        """True if the grammar applies, so that the next token is sampled under a mask."""
         return self.gate == NO_GATE
 
     @property
     def must_continue(self) -> bool:
-        """Return True if an end-of-sequence token may not end the sequence here."""
+        """True if an end-of-sequence token must not end the sequence now."""
         return must_continue(self.free, self.gate)
 
     @property
     def watched_ids(self) -> tuple[int, ...]:
-        """Ids of the tokens that may change the gate."""
+        """Ids of the tokens that may change the gate, the token that ends the current free text."""
         return watched_ids(self.free)
 
     @property
@@ -60,5 +62,6 @@ class GrammarState:
         return last_gate(self.free)
 
     def gate_after(self, index: int, token: int) -> int:
-        """Return the gate after the newest token, which is at `index` in the output."""
+        """Return the gate (the id of the token that ends the current free text) after the newest
+        token, `token`, at `index` in the output."""
         return NO_GATE if self.free is None else next_gate(self.free, self.gate, index, token)

@@ -1,4 +1,4 @@
-"""The sequences of one request."""
+"""The group of sequences that belong to one request."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ M = TypeVar("M")
 
 
 class SequenceGroup(Generic[M]):
-    """The sequences of a request, some of which may wait while another computes the prompt."""
+    """The sequences of one request, some of which may wait while another one computes the
+    prompt."""
 
     def __init__(self, uids: range) -> None:
         self.uids = uids
         self.followers: list[M] = []
-        """Waiting sequences, by uid."""
+        """Sequences that wait until another one has computed the prompt, by uid."""

@@ -1,4 +1,5 @@
-"""Sets of numbers with cheap lookups: requests seen so far, and tokens that may end a sequence."""
+"""Sets of numbers with cheap lookups: uids of requests seen so far, and token ids that may end a
+sequence."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from nanoactor.messages.engine import Int32
 
 
 class SeenNumbers:
-    """A set of numbers that fills up from 0. Only the numbers above the first gap are stored."""
+    """A set of numbers that fills up from 0. Only the numbers above the first gap are stored
+    individually."""
 
     def __init__(self) -> None:
         self._below = 0
@@ -28,7 +30,7 @@ class SeenNumbers:
             self._below += 1
 
     def fill(self, below: int, missing: Collection[int]) -> None:
-        """Add all numbers below `below`, except those in `missing`."""
+        """Add all numbers from 0 to `below` - 1, except those in `missing`."""
         unseen = {number for number in missing if number not in self}
         floor = min(unseen, default=below)
         if floor > self._below:
@@ -42,20 +44,20 @@ class SeenNumbers:
         return number < self._below or number in self._above
 
     def __len__(self) -> int:
-        """Return the number of entries that are stored individually."""
+        """Return the number of entries above the first gap, which are stored individually."""
         return len(self._above)
 
 
 class StopIds:
-    """Counts, for each token id, the live sequences that it may end, or whose free text it may
-    end."""
+    """Counts, for each token id, the live sequences that the token may end or whose free text it
+    may end."""
 
     def __init__(self) -> None:
         self._total = 0
         self._counts = np.zeros(64, np.int32)  # the last entry stands for all larger ids: always 0
 
     def add(self, ids: Iterable[int]) -> None:
-        """Count the watched ids of a new sequence."""
+        """Count the watched ids of a new sequence (`Sequence.watched_ids`)."""
         for token in ids:
             if token + 2 > len(self._counts):
                 grown = np.zeros(1 << (token + 1).bit_length(), np.int32)
@@ -71,7 +73,8 @@ class StopIds:
             self._counts[token] -= 1
 
     def is_watched(self, tokens: Int32) -> NDArray[np.bool_]:
-        """Return True for each token that a live sequence watches."""
+        """Return a bool array that is True for each of `tokens` (int32) that may end a live
+        sequence or its free text."""
         if not self._total:
             return np.zeros(len(tokens), np.bool_)
         counts: NDArray[np.int32] = self._counts[np.minimum(tokens, len(self._counts) - 1)]

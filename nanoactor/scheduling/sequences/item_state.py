@@ -1,4 +1,4 @@
-"""The pictures and videos of one sequence, and their entries in the encoder cache."""
+"""The pictures and videos of a sequence, and their entries in the encoder cache."""
 
 from __future__ import annotations
 
@@ -12,51 +12,53 @@ from nanoactor.runtime.codec import copy_arrays
 
 @dataclasses.dataclass(slots=True, eq=False)
 class EncoderEntry:
-    """An encoder cache entry that sequences need."""
+    """An entry of the encoder cache: a picture or video that live sequences need."""
 
     number: int
     key: bytes
     worker: int
     units: EncodeUnits
     planned: int
-    """Number of units that the steps planned so far encode."""
+    """Number of units that the planned steps encode, counted from the first unit."""
     users: dict[int, tuple[Any, int]] = dataclasses.field(default_factory=dict)
-    """(sequence, index of this item in the sequence) for each user, by uid."""
+    """(sequence, index of this item in that sequence) of each user of the entry, by uid."""
     pixels: int = 0
-    """Number of the request for its pixels; 0 if they are not requested."""
+    """Number of the request for the item's pixels; 0 if the pixels are not requested."""
     source: int = -1
-    """Uid of the sequence that supplies the bytes for the pixels; -1 if there is none."""
+    """Uid of the sequence whose bytes the pixels are decoded from; -1 if there is none."""
     retired_at: int = 0
-    """Last turn with an admission at the time when the last user left."""
+    """Number of the last turn with an admission when the last user left."""
 
     @property
     def is_complete(self) -> bool:
-        """Return True if the planned steps encode all of the item."""
+        """True if the planned steps encode the whole item."""
         return self.planned == self.units.count
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class SequenceItems:
-    """The items of one sequence."""
+    """The pictures and videos of one sequence. A *span* is a range of prompt tokens that stands for
+    consecutive rows of an item."""
 
     message: Items
     keys: list[bytes]
     units: list[EncodeUnits]
     spans: list[tuple[int, int, int, int]]
-    """(item, first row, first token, end token (exclusive)) of each span."""
+    """(item, first row, first token, end token (exclusive)) of each span, in prompt order."""
     stops: list[int]
-    """Index after the last token of each item."""
+    """Index after the last prompt token of each item."""
     pages: int
     short: int = 0
-    """Maximum number of tokens before an unencoded item that are not worth a step of their own; see
-    `EncoderLimits`."""
+    """Maximum number of tokens before an unencoded item for which no separate step is worthwhile,
+    as in `EncoderLimits.short_prefix`."""
     entries: list[EncoderEntry | None] = dataclasses.field(default_factory=list)
     """Cache entry of each item; None for items that the sequence no longer needs. Empty until the
-    sequence's lookup is answered."""
+    block manager has answered the admission."""
 
     @classmethod
     def of(cls, message: Items, limits: EncoderLimits) -> SequenceItems:
-        """Return the items of a message, which is copied."""
+        """Return the items of a message. Its arrays are copied, since the message's memory is
+        reused."""
         message = copy_arrays(message)
         grids = [tuple(grid) for grid in message.grids.tolist()]
         units = [EncodeUnits.of(grid, limits.budget, limits.depth) for grid in grids]
@@ -72,8 +74,9 @@ class SequenceItems:
         )
 
     def prefill_end(self, start: int, target: int) -> int:
-        """Return the position, at most `target`, up to which positions from `start` on can be
-        computed. All rows of a span must be planned before any of its tokens."""
+        """Return the end (at most `target`) of the positions from `start` on that can be computed
+        now. All rows of a span must be planned for encoding before any of its tokens is
+        computed."""
         if not self.entries:
             return target
         for item, first_row, token_start, stop in self.spans:

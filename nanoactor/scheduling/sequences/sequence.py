@@ -1,4 +1,4 @@
-"""The scheduler's state of one sequence of a request."""
+"""The scheduler's state of one sequence."""
 
 from __future__ import annotations
 
@@ -24,35 +24,37 @@ _ALL = 2**31 - 1
 
 
 class Phase(enum.Enum):
-    """The state of a sequence."""
+    """Phases of a sequence's life in the scheduler."""
 
     WAITING = "waiting"
-    """Holds no slot and no blocks; new, or preempted."""
+    """In the queue, new or preempted; without slot and blocks."""
     FOLLOWING = "following"
-    """Holds no slot and no blocks; waits until another sequence has computed the prompt."""
+    """Waiting until another sequence of the request has computed the prompt; without slot and
+    blocks."""
     MATCHING = "matching"
-    """Has a slot, and its blocks are debited; the block manager's answer is outstanding."""
+    """Admitted with a slot and debited blocks; the block manager has not answered yet."""
     RUNNING = "running"
     HELD = "held"
-    """Holds no slot and no blocks, is in no queue, and has nothing left to compute: it waits for
-    its caller, or for a result that the caller needs. While such a sequence holds a slot, it is
-    `RUNNING`."""
+    """Without slot and blocks, in no queue, with nothing left to compute: the sequence waits for
+    its caller, or for a result that the caller needs. While such a sequence holds a slot, its phase
+    is `RUNNING`."""
     FINISHED = "finished"
 
 
 @dataclasses.dataclass(slots=True)
 class History:
-    """Record of a sequence's progress."""
+    """Facts about a sequence's progress that are reported when it ends."""
 
     cached_tokens: int = -1
-    """Number of tokens found by the first prefix-cache lookup; negative before it."""
+    """Number of tokens found by the first prefix-cache lookup; -1 before it."""
     preemptions: int = 0
     began: int = -1
-    """Time when the device started the sequence's first step, in ns of the monotonic clock; -1
-    until then."""
+    """Time at which the device began the sequence's first step, in ns of the monotonic clock; -1
+    before that."""
 
     def note_match(self, tokens: int) -> None:
-        """Record the number of tokens found by a lookup, if it is the first one."""
+        """Record the number of tokens found by a prefix-cache lookup; only the first lookup
+        counts."""
         if self.cached_tokens < 0:
             self.cached_tokens = tokens
 
@@ -61,26 +63,27 @@ class History:
         self.preemptions += 1
 
     def note_begin(self, at: int) -> None:
-        """Record when a step started, if it is the sequence's first one."""
+        """Record when a step began, in ns of the monotonic clock; only the sequence's first step
+        counts."""
         if self.began < 0:
             self.began = at
 
 
 @dataclasses.dataclass(slots=True)
 class PromptReading:
-    """Progress in reading the states of a prompt's positions, for scoring or pooling."""
+    """Progress in reading the hidden states of a prompt's positions, for scoring or pooling."""
 
     flag: int
-    """`Want.SCORE` or `Want.POOL`: the flag of rows whose states are read."""
+    """Flag of the rows whose hidden states are read: `Want.SCORE` or `Want.POOL`."""
     end: int
-    """Number of leading positions to read."""
+    """Number of leading prompt positions to read."""
     num_read: int = 0
-    """Number of positions that planned steps read; no state is read twice."""
+    """Number of positions that planned steps have read so far; no state is read twice."""
 
     @classmethod
     def of(cls, spec: RequestSpec, prompt_length: int, kind: str) -> PromptReading | None:
-        """Return the reading that a request needs; None if only the state of the prompt's last
-        position is read. `kind` is the model's pooling method."""
+        """Return the reading that a request needs; None if it needs no state other than that of the
+        prompt's last position. `kind` is the model's pooling method."""
         if spec.prompt_logprobs >= 0:
             return cls(SCORE, prompt_length - 1)
         if not spec.pools or kind not in ("mean", "cls"):
@@ -89,17 +92,17 @@ class PromptReading:
 
     @property
     def is_done(self) -> bool:
-        """Return True if nothing is left to be read."""
+        """True if all positions have been read."""
         return self.num_read >= self.end
 
     def clip(self, start: int, stop: int) -> int:
-        """Return the end of a row that starts at `start`, at most `stop`. A row does not cross the
-        end of the positions that are already read."""
+        """Return where a row that starts at `start` must end, at most `stop`. A row must not
+        contain both positions that were already read and positions that were not."""
         return min(stop, self.num_read) if start < self.num_read < self.end else stop
 
     def read_row(self, start: int, stop: int) -> int:
-        """Return the flag of a row from `start` to `stop`, and count its positions as read; return
-        0 if the row reads nothing."""
+        """Return the flag of a row over positions `start` to `stop` (exclusive), and count these as
+        read. Return 0 if the row reads nothing."""
         if start < self.num_read or self.is_done:
             return 0
         self.num_read = stop
@@ -110,43 +113,45 @@ class PromptReading:
 class Sequence:
     """The tokens and counters of one sequence.
 
-    *Known* tokens are those that the host has seen; *scheduled* positions are those that planned
-    steps compute, and may be ahead of the known tokens. While the sequence holds a slot, both are
-    stored in the slot's row of the table.
+    *Known* tokens are those that the host has seen. *Scheduled* positions are those that planned
+    steps compute; they may be ahead of the known tokens. While the sequence holds a slot, both are
+    stored in the slot's row of `table`.
     """
 
     uid: int
     spec: RequestSpec
-    """Specification of the request, shared by all of its sequences, except that `sampling` is kept
-    per sequence and that only the first sequence has its prompt scored."""
+    """The request's specification, shared by all of its sequences. Exceptions: the sampling
+    parameters are per sequence (`sampling`), and only the first sequence has its prompt scored."""
     priority_key: tuple[int, int]
-    """The sequence with the lower key is admitted first and preempted last."""
+    """Sort key: the sequence with the lowest key is admitted first and preempted last."""
     table: RunningTable
     saved_tokens: Int32
-    """Known tokens of the prompt and the output, while the sequence holds no slot."""
+    """Known tokens of prompt and output, valid only while the sequence holds no slot."""
     prompt_length: int
     limit: int
-    """Maximum number of tokens, including the prompt."""
+    """Maximum number of tokens of prompt and output together."""
     hashes: NDArray[np.uint8]
     sampling: bytes
     group: SequenceGroup[Sequence]
     reading: PromptReading | None = None
-    """Reading of the prompt; None if at most the state of its last position is read."""
+    """Reading of the prompt's hidden states; None if no state before its last position is read."""
     grammar: GrammarState | None = None
     items: SequenceItems | None = None
     """Pictures and videos in the prompt; None if there are none."""
     discarded_until: int = 0
-    """Last step whose results are discarded after a switch between free text and grammar."""
+    """Number of the last step whose results are discarded because the sequence has since switched
+    between free text and grammar."""
     resumed_to: int = 0
-    """Number of known tokens on arrival if the sequence resumed with output; else 0."""
+    """Number of known tokens on arrival if the sequence resumed with part of its output; else 0."""
     reported: int = -1
-    """Last position whose token was reported to the caller; only for held sequences."""
+    """Last position whose token was reported to the caller; -1 unless the sequence is a held
+    one."""
     phase: Phase = Phase.WAITING
     slot: int = -1
     starved_since: int = 0
-    """First step that the sequence skips for lack of a block; 0 if it has one."""
+    """First step that the sequence skipped for lack of a block; 0 if it lacks none."""
     last_step: int = 0
-    """Last step in flight with a row of the sequence when it was preempted."""
+    """Last step in flight that contained the sequence when it was preempted."""
     history: History = dataclasses.field(default_factory=History)
 
     @classmethod
@@ -156,9 +161,9 @@ class Sequence:
         table: RunningTable,
         config: SchedulerConfig,
     ) -> list[Sequence]:
-        """Return the sequences of a request that the tokenizer has admitted.
+        """Return the sequences of an arrived request, in uid order.
 
-        Each unit of priority counts as `priority_window` places in the order of arrival, so at most
+        Each unit of priority counts as `priority_window` places in the order of arrival. At most
         that many later requests overtake a sequence per unit of priority difference.
         """
         tokens, hashes, spec = event.token_ids.copy(), event.hashes.copy(), copy_arrays(event.spec)
@@ -188,28 +193,29 @@ class Sequence:
     # -- phases ---------------------------------------------------------------------------
 
     def follow(self) -> None:
-        """Make the sequence wait until another sequence of the request has computed the prompt."""
+        """Make the sequence a follower: it waits until another one of its request has computed the
+        prompt."""
         self.phase = Phase.FOLLOWING
         self.group.followers.append(self)
 
     def wait(self) -> None:
-        """Mark the sequence as waiting in the queue."""
+        """Mark the sequence as waiting in the scheduler's queue."""
         self.phase = Phase.WAITING
 
     def assign_slot(self, slot: int) -> None:
-        """Assign a slot to the sequence; the block manager's answer is outstanding."""
+        """Assign a slot to the sequence, which then waits for the answer to its admission."""
         self.phase, self.slot = Phase.MATCHING, slot
 
     def run(self) -> None:
-        """Mark the sequence as running: the lookup's result is known or does not matter."""
+        """Mark the sequence as running: its prefix-cache lookup is done or does not matter."""
         self.phase = Phase.RUNNING
 
     def release_slot(self) -> None:
-        """Give up the slot and keep the known tokens; the caller sets the next phase."""
+        """Release the slot but keep the known tokens. The caller sets the next phase."""
         self.saved_tokens, self.slot, self.starved_since = self.tokens.copy(), -1, 0
 
     def hold(self) -> None:
-        """Mark the sequence as held without a slot."""
+        """Mark a sequence without a slot as held."""
         self.phase = Phase.HELD
 
     def finish(self) -> None:
@@ -217,25 +223,27 @@ class Sequence:
         self.phase = Phase.FINISHED
 
     def replace_tokens(self, tokens: Int32) -> None:
-        """Replace the tokens of the sequence, which must hold no slot."""
+        """Replace the known tokens of the sequence, which must not hold a slot."""
         self.saved_tokens = tokens
 
     def record_starved(self, step: int) -> None:
-        """Record that the sequence skips step `step` for lack of a block; 0 if it got one."""
+        """Record that the sequence skips step `step` for lack of a block. 0 means that it received
+        one."""
         self.starved_since = (self.starved_since or step) if step else 0
 
     def note_preemption(self, last_step: int) -> None:
-        """Record a preemption; `last_step` is the sequence's last step in flight."""
+        """Record a preemption. `last_step` is the last step in flight that contains the
+        sequence."""
         self.last_step = last_step
         self.history.note_preemption()
 
     def discard_results(self, step: int) -> None:
-        """Discard the results of all steps up to `step`."""
+        """Discard this sequence's results of all steps up to `step`."""
         self.discarded_until = step
 
     def note_reported(self) -> int:
-        """Record that the token after the known ones is reported; return its index in the
-        output."""
+        """Record that the token after the known ones is reported to the caller. Return its index in
+        the output."""
         self.reported = self.length
         return self.length - self.prompt_length
 
@@ -243,60 +251,64 @@ class Sequence:
 
     @property
     def is_constrained(self) -> bool:
-        """Return True if the sequence's tokens are sampled under masks. Such a sequence never
+        """True if the sequence's tokens are sampled under a grammar's masks. Such a sequence never
         decodes: each position is computed once its token is known."""
         return self.grammar is not None and self.grammar.applies
 
     @property
     def is_stepwise(self) -> bool:
-        """Return True if the sequence never decodes: its tokens are masked or chosen by a
+        """True if the sequence never decodes because its tokens are masked or chosen by a
         caller."""
         return self.is_constrained or self.spec.held
 
     @property
     def is_held(self) -> bool:
-        """Return True if the sequence waits only for its caller; no step in flight has its rows."""
+        """True if the sequence waits only for its caller, so that no step in flight has a row of
+        it."""
         return self.spec.held and self.reported == self.length
 
     @property
     def is_computed(self) -> bool:
-        """Return True if the caller decides what is computed next, now or after pending results."""
+        """True if the sequence has a caller that decides what is computed next, and all its known
+        tokens are scheduled. Its results may still be in flight."""
         return self.spec.held and self.scheduled == self.length
 
     @property
     def continues(self) -> bool:
-        """Return True if the sequence's output positions are computed like prompt positions."""
+        """True if the sequence never decodes and is past its prompt: its output positions are
+        computed like prompt positions."""
         return self.is_stepwise and self.scheduled >= self.prompt_length
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """Ids of the tokens that end the sequence."""
+        """Ids of the end-of-sequence and stop tokens, which end the sequence."""
         return (*self.spec.stopping.eos_ids, *self.spec.stopping.stop_ids)
 
     @property
     def watched_ids(self) -> tuple[int, ...]:
-        """Ids of the tokens after which the sequence may end or its grammar's state may change."""
+        """Ids of the tokens that may end the sequence or change its grammar state."""
         return (*self.end_ids, *(self.grammar.watched_ids if self.grammar else ()))
 
     @property
     def freeze_ids(self) -> tuple[int, ...]:
-        """Ids of tokens after which the sequence stops decoding: it ends, or samples under
-        masks."""
+        """Ids of the tokens after which the device stops decoding the sequence: it ends, or
+        continues under masks."""
         gate = self.grammar.last_gate if self.grammar else NO_GATE
         return self.end_ids if gate == NO_GATE else (gate, *self.end_ids)
 
     def accepts(self, token: int, step: int) -> bool:
-        """Return True if a token sampled by a step is accepted: the step's results count, and the
-        token does not end a sequence that must continue."""
+        """Return True if a token sampled by step `step` counts: the step's results were not
+        discarded, and the token does not end a sequence that must continue."""
         return self.accepts_step(step) and not self.refuses(token)
 
     def accepts_step(self, step: int) -> bool:
-        """Return True if the step's results count: the sequence has not ended, and the results were
-        not discarded."""
+        """Return True if the results of step `step` count: the sequence has not ended, and they
+        were not discarded."""
         return self.phase is not Phase.FINISHED and step > self.discarded_until
 
     def refuses(self, token: int) -> bool:
-        """Return True if a token would end the sequence before its constrained output."""
+        """Return True if a token would end the sequence before its constrained output, which is not
+        allowed."""
         must_continue = self.grammar is not None and self.grammar.must_continue
         if not must_continue or token not in self.spec.stopping.eos_ids:
             return False
@@ -304,29 +316,30 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """Return the number of known tokens."""
+        """Number of known tokens, prompt included."""
         return int(self.table.known[self.slot]) if self.slot >= 0 else len(self.saved_tokens)
 
     @property
     def tokens(self) -> Int32:
-        """The known tokens; a view of the table while the sequence holds a slot."""
+        """The known tokens, prompt included (int32); a view of the table while the sequence holds a
+        slot."""
         return self.table.tokens[self.slot, : self.length] if self.slot >= 0 else self.saved_tokens
 
     @property
     def target(self) -> int:
-        """Return the number of positions to prefill before decoding. Requires a slot."""
+        """Number of positions to prefill before the sequence decodes. Valid only with a slot."""
         return int(self.table.targets[self.slot])
 
     @property
     def prefill_end(self) -> int:
         """End of the positions that can be prefilled now, limited by the sequence's blocks and by
-        the pictures encoded so far."""
+        its pictures encoded so far."""
         target = min(self.target, int(self.table.capacity[self.slot]))
         return target if self.items is None else self.items.prefill_end(self.scheduled, target)
 
     @property
     def is_starving(self) -> bool:
-        """Return True if the sequence's next known token needs a new block."""
+        """True if the sequence is running and needs another block for its next known token."""
         return (
             self.phase is Phase.RUNNING
             and self.scheduled == int(self.table.capacity[self.slot]) < self.target
@@ -334,49 +347,51 @@ class Sequence:
 
     @property
     def pages(self) -> int:
-        """Number of pages of the encoder cache that the sequence's items occupy."""
+        """Number of encoder-cache pages that the sequence's pictures and videos need."""
         return 0 if self.items is None else self.items.pages
 
     @property
     def scheduled(self) -> int:
-        """Return the number of positions that the planned steps compute; 0 without a slot."""
+        """Number of positions that the planned steps compute; 0 without a slot."""
         return self.table.scheduled_at(self.slot) if self.slot >= 0 else 0
 
     @property
     def blocks(self) -> int:
-        """Return the number of blocks that the sequence holds."""
+        """Number of blocks that the sequence holds; 0 without a slot."""
         return self.table.blocks_at(self.slot) if self.slot >= 0 else 0
 
     @property
     def num_freeable_blocks(self) -> int:
-        """Return the number of blocks that would be freed if the sequence gave up its slot."""
+        """Number of blocks that would be freed if the sequence gave up its slot: those that it
+        shares with no other."""
         return self.blocks - int(self.table.shared[self.slot])
 
     @property
     def max_hits(self) -> int:
-        """Maximum number of leading positions that may come from the prefix cache: positions that
+        """Maximum number of leading positions that may come from the prefix cache. Positions that
         are still to be scored or pooled must be computed."""
         return _ALL if self.is_prompt_read or self.reading is None else self.reading.num_read
 
     @property
     def is_prompt_read(self) -> bool:
-        """Return True if nothing of the prompt is left to be scored or pooled."""
+        """True if no state of the prompt is left to be read for scoring or pooling."""
         return self.reading is None or self.reading.is_done
 
     @property
     def prompt_logprobs(self) -> int:
-        """Number of top log-probabilities for each prompt position; -1 if none are requested."""
+        """Number of top log-probabilities requested for each prompt position; -1 if none are
+        requested."""
         return -1 if self.reading is None else self.spec.prompt_logprobs
 
     @property
     def last_want(self) -> int:
-        """Return the flag of the row that reaches the sequence's target."""
+        """Flag (`Want`) of the row that completes the sequence's prefill."""
         if self.spec.pools:
             return POOL if self.reading is None else 0
         return KEEP if self.is_constrained else SAMPLE
 
     def append(self, token: int) -> int:
-        """Append a token; return its index in the output."""
+        """Append a token to the known ones; return its index in the output."""
         index = self.length - self.prompt_length
         if self.slot >= 0:
             self.table.append_one(self.slot, token)
@@ -385,7 +400,8 @@ class Sequence:
         return index
 
     def end_reached(self) -> End | None:
-        """Return the end reason if the newest known token ends the sequence, else None."""
+        """Return the end reason if the newest known token ends the sequence, else None. Checks
+        end-of-sequence and stop ids, and the maximum length."""
         tokens, stopping = self.tokens, self.spec.stopping
         token = int(tokens[-1])
         if len(tokens) - self.prompt_length >= stopping.min_tokens:
@@ -396,12 +412,12 @@ class Sequence:
         return End("length") if len(tokens) >= self.limit else None
 
     def end_restored(self) -> End | None:
-        """Return the end reason if the last emitted token of a resumed sequence ended it, or
-        None."""
+        """Return the end reason if a resumed sequence had already ended with its last output token,
+        else None."""
         return self.end_reached() if self.length > self.prompt_length else None
 
     def describe(self) -> str:
-        """Return the sequence's counters, for error messages."""
+        """Return the sequence's phase and counters as text for error messages."""
         return (
             f"request {self.uid} ({self.phase.value}, slot {self.slot}): {self.length} known "
             f"tokens of at most {self.limit}, {self.scheduled} scheduled, {self.blocks} blocks, "

@@ -1,4 +1,5 @@
-"""The running sequences' counters as arrays: a step of hundreds of rows takes few operations."""
+"""The running sequences' counters in arrays, so that a step of hundreds of rows takes few
+operations."""
 
 from __future__ import annotations
 
@@ -15,48 +16,53 @@ Slots = NDArray[np.int64]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DecodeBatch:
-    """The slots that decode in a step. Batches of one table with equal versions are the same."""
+    """The slots that decode in a step. Two batches of one table are the same if their versions are
+    equal."""
 
     version: int
     slots: Slots
     members: NDArray[np.bool_]
-    """True for the slots that are in the batch, (slots,)."""
+    """True for each slot of the table that is in the batch; shape (slots,)."""
 
 
 class RunningTable:
-    """One row of counters for each slot. A row is valid while its slot is occupied."""
+    """Counters and tokens of the running sequences, one row per slot. A row is valid while its slot
+    is occupied."""
 
     def __init__(self, slots: int, max_model_len: int, block_size: int) -> None:
         self._block_size = block_size
         self.occupied = np.zeros(slots, np.bool_)
         self.running = np.zeros(slots, np.bool_)
-        """True if each slot's sequence has an answered admission, or one that needs no answer."""
+        """True if the admission of the slot's sequence is answered or needs no answer; by slot."""
         self.stepwise = np.zeros(slots, np.bool_)
-        """True if each slot's sequence never decodes."""
+        """True if the slot's sequence never decodes; by slot."""
         self.uids = np.zeros(slots, np.int64)
         self.prompts = np.zeros(slots, np.int64)
-        """Length of each prompt: the index of the first output token."""
+        """Prompt length by slot, which is also the index of the first output token."""
         self.limits = np.zeros(slots, np.int64)
         self.targets = np.zeros(slots, np.int64)
         self.known = np.zeros(slots, np.int64)
         self.capacity = np.zeros(slots, np.int64)
-        """Number of positions that each slot's blocks hold."""
+        """Number of positions that the slot's blocks can hold; by slot."""
         self.shared = np.zeros(slots, np.int64)
-        """Number of each slot's blocks that other slots also hold, by the latest answer."""
+        """Number of the slot's blocks that other slots also hold, according to the latest answer;
+        by slot."""
         self.admission_turns = np.zeros(slots, np.int64)
-        """The turn in which each slot was given to its sequence."""
+        """Number of the turn in which the slot was assigned to its sequence; by slot."""
         self.tokens = np.empty((slots, max_model_len), np.int32)
-        """All known tokens; memory that is never written costs nothing."""
+        """Known tokens by slot, (slots, max_model_len). Pages that are never written use no
+        physical memory."""
 
         self._scheduled = np.zeros(slots, np.int64)
-        """Number of positions that the planned steps compute, without those in `_pending_steps`."""
+        """Number of positions that the planned steps compute, by slot, without the steps in
+        `_pending_steps`."""
         self._last_version = 0
         self._batch = DecodeBatch(0, np.empty(0, np.int64), np.zeros(slots, np.bool_))
         """The latest decode batch."""
         self._stable_steps = 0
-        """Number of further steps for which `_batch` stays the same unless it is interrupted."""
+        """Number of further steps in which `_batch` stays the same unless `interrupt` is called."""
         self._pending_steps = 0
-        """Number of steps of `_batch` that `_scheduled` does not include yet."""
+        """Number of steps of `_batch` that are not added to `_scheduled` yet."""
         self._columns: BatchColumns | None = None
 
     def enter(
@@ -70,11 +76,11 @@ class RunningTable:
         blocks: int,
         stepwise: bool = False,
     ) -> None:
-        """Assign a slot to a sequence whose known tokens are all to be prefilled.
+        """Assign a slot to a sequence whose known tokens all have to be prefilled.
 
-        A `stepwise` sequence never decodes. `tokens` are the known tokens (int32), `limit` is the
-        maximum number of tokens in total, and `blocks` is the number of blocks that the sequence
-        holds.
+        `tokens` are the known tokens (int32), `limit` is the maximum total number of tokens, and
+        `blocks` is the number of blocks that the sequence holds. A `stepwise` sequence never
+        decodes.
         """
         self.occupied[slot], self.running[slot] = True, False
         self.stepwise[slot] = stepwise
@@ -84,23 +90,25 @@ class RunningTable:
         self.tokens[slot, : len(tokens)] = tokens
 
     def copy(self, slot: int, tokens: Int32, blocks: int) -> None:
-        """Replace the tokens, all computed, and the blocks of a slot that never decodes."""
+        """Overwrite a slot that never decodes with a copy: `tokens`, all of them computed, and
+        `blocks` blocks."""
         self.targets[slot] = self.known[slot] = self._scheduled[slot] = len(tokens)
         self.tokens[slot, : len(tokens)] = tokens
         self.capacity[slot] = blocks * self._block_size
 
     def start(self, slot: int, computed: int) -> None:
-        """Mark a slot as running after its lookup, with `computed` positions already computed."""
+        """Mark a slot as running after its prefix-cache lookup; `computed` leading positions are
+        already computed."""
         self.running[slot], self._scheduled[slot] = True, computed
 
     def note_shared(self, slots: Int32, shared: Int32, turn: int) -> None:
-        """Record how many blocks each of these slots shares with others, as of turn `turn`; slots
-        that were reassigned since then are ignored."""
+        """Record how many blocks each of these slots shares with other slots, as of turn `turn`.
+        Slots that were reassigned after that turn are ignored."""
         current = self.occupied[slots] & (self.admission_turns[slots] <= turn)
         self.shared[slots[current]] = shared[current]
 
     def leave(self, slot: int) -> None:
-        """Release a slot."""
+        """Release a slot, which may then be assigned to another sequence."""
         if self.stepwise[slot]:  # no decode batch contains it
             self.occupied[slot] = self.running[slot] = False
             return
@@ -110,8 +118,8 @@ class RunningTable:
         self._columns = None
 
     def rewind(self, slot: int, length: int, *, stepwise: bool) -> None:
-        """Recompute a slot's positions from `length` to the last known token before the slot
-        decodes or samples again; results of planned steps there are overwritten."""
+        """Make a slot compute its positions from `length` to the last known token again before it
+        decodes or samples. Results of planned steps at these positions are overwritten."""
         self._flush_pending()
         self._stable_steps = 0
         self._columns = None
@@ -123,21 +131,22 @@ class RunningTable:
 
     @property
     def scheduled(self) -> NDArray[np.int64]:
-        """Number of positions that the planned steps compute, by slot (int64); read-only."""
+        """Number of positions that the planned steps compute, by slot (int64). Read-only."""
         if not self._pending_steps:
             return self._scheduled
         return self._scheduled + self._pending_steps * self._batch.members
 
     def scheduled_at(self, slot: int) -> int:
-        """Return the number of a slot's positions that the planned steps compute."""
+        """Return the number of positions of a slot that the planned steps compute."""
         scheduled = int(self._scheduled[slot])
         return scheduled + self._pending_steps if self._batch.members[slot] else scheduled
 
     def readiness(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Return, by slot, whether it can decode, and whether it lacks only a block to do so.
+        """Return two bool arrays by slot: whether it can decode now, and whether it lacks only a
+        block to do so.
 
-        To decode, a slot's prompt must be computed, and one more token must fit within its limit:
-        position p samples token p + 1.
+        A slot can decode if its prompt is computed and one more token fits within its limit.
+        Position p samples token p + 1.
         """
         scheduled = self.scheduled
         eligible = self.running & (scheduled >= self.targets) & (scheduled + 2 <= self.limits)
@@ -147,7 +156,7 @@ class RunningTable:
 
     @property
     def lacks_block(self) -> NDArray[np.bool_]:
-        """Return, by slot, whether the next known token of a running sequence needs a block."""
+        """True for each slot whose running sequence needs a block for its next known token."""
         lacks: NDArray[np.bool_] = self.running & (self.scheduled == self.capacity)
         return lacks & (self.capacity < self.targets)
 
@@ -160,20 +169,22 @@ class RunningTable:
         self.capacity[slots] += self._block_size
 
     def prefill(self, slot: int, count: int) -> None:
-        """Schedule `count` more positions of a prompt; its slot may decode in the next step."""
+        """Schedule `count` more prompt positions of a slot, which may then decode in the next
+        step."""
         if not self.stepwise[slot]:
             self._stable_steps = 0
         self._scheduled[slot] += count
 
     def interrupt(self) -> None:
-        """Rebuild the decode batch in the next step."""
+        """Force the decode batch to be rebuilt for the next step."""
         self._stable_steps = 0
 
     def decode_again(self) -> DecodeBatch | None:
-        """Decode the previous step's batch again, one position further; None if it may differ.
+        """Schedule the previous decode batch again, one position further; return None if it may
+        differ.
 
-        In most steps no sequence arrives, ends or needs a block. Such steps write no rows: they are
-        counted, and added to the rows when the batch changes.
+        In most steps no sequence arrives, ends or needs a block. Such steps are only counted. Their
+        positions are added to the table when the batch changes.
         """
         if not self._stable_steps:
             self._flush_pending()
@@ -183,9 +194,10 @@ class RunningTable:
         return self._batch
 
     def decode(self, slots: Slots, none_starving: bool) -> DecodeBatch:
-        """Decode one position of each of these slots, after `decode_again` returned None.
+        """Schedule one position of each of these slots and return the batch. Call after
+        `decode_again` returned None.
 
-        `none_starving` means that no sequence is left out for lack of a block.
+        `none_starving` is True if no sequence is left out for lack of a block.
         """
         scheduled = self._scheduled[slots] + 1
         self._scheduled[slots] = scheduled
@@ -198,7 +210,7 @@ class RunningTable:
         return self._batch
 
     def batch_of(self, slots: Slots) -> DecodeBatch:
-        """Return a batch of these slots, with a new version."""
+        """Return a batch of these slots (ascending) with a new version."""
         self._last_version += 1
         members = np.zeros(len(self.occupied), np.bool_)
         members[slots] = True
@@ -212,13 +224,14 @@ class RunningTable:
     # -- known tokens ---------------------------------------------------------------------
 
     def all_occupied(self, batch: DecodeBatch) -> bool:
-        """Return True if the sequences of a batch still have their slots."""
+        """Return True if all slots of a batch are still occupied."""
         if self._columns is not None and self._columns.version == batch.version:
             return True
         return bool(self.occupied[batch.slots].all())
 
     def append(self, batch: DecodeBatch, tokens: Int32) -> BatchColumns:
-        """Append a token to each slot of a batch, all of them occupied; return their columns."""
+        """Append one token to each slot of a batch; return the batch's columns. All slots must be
+        occupied."""
         columns = self._columns
         if columns is None or columns.version != batch.version:
             columns = self._columns = BatchColumns.of(self, batch)
@@ -228,7 +241,8 @@ class RunningTable:
         return columns
 
     def append_one(self, slot: int, token: int) -> None:
-        """Append a token to one slot; a stepwise slot computes that token's position next."""
+        """Append a token to one slot. If the slot never decodes, that token's position is computed
+        next."""
         self.tokens[slot, self.known[slot]] = token
         self.known[slot] += 1
         if self.stepwise[slot]:
@@ -239,7 +253,7 @@ class RunningTable:
 
 @dataclasses.dataclass(slots=True)
 class BatchColumns:
-    """Cached columns of the batch that last received tokens, usually the next batch as well.
+    """Cached columns of the batch that last received tokens, which is usually also the next batch.
 
     All slots of the batch are occupied; the columns are dropped when a sequence leaves one of them.
     """
@@ -253,7 +267,7 @@ class BatchColumns:
 
     @classmethod
     def of(cls, table: RunningTable, batch: DecodeBatch) -> BatchColumns:
-        """Gather the columns of a batch."""
+        """Gather the columns of a batch from the table."""
         slots = batch.slots
         columns = (table.known, table.prompts, table.limits)
         known, prompts, limits = (column[slots].astype(np.int32) for column in columns)
@@ -268,11 +282,11 @@ class BatchColumns:
 
     @property
     def indices(self) -> Int32:
-        """The index of each row's newest token in its output."""
+        """Index of each row's newest token in its output, (rows,)."""
         return self.known - self.prompts - np.int32(1)
 
     @property
     def at_limit(self) -> NDArray[np.bool_]:
-        """Return True for each row that has reached its limit, (rows,)."""
+        """True for each row that has reached its maximum length, (rows,)."""
         at_limit: NDArray[np.bool_] = self.known >= self.limits
         return at_limit

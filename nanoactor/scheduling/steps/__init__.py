@@ -1,1 +1,1 @@
-"""Turns waiting sequences into planned steps, and step results into tokens."""
+"""Planning of steps, from waiting sequences to planned rows, and processing of their results."""

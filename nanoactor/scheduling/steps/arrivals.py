@@ -1,4 +1,4 @@
-"""Arriving requests, and aborts that overtook them."""
+"""Arriving requests, and aborts that arrive before their requests."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _NO_TOKENS = as_int32(())
 
 
 class Arrivals:
-    """Tracks which requests have arrived. An abort that overtakes its request leaves a tombstone,
-    which aborts the request when it arrives."""
+    """Tracks which requests have arrived. An abort that arrives before its request leaves a
+    *tombstone*, which aborts the request on arrival."""
 
     def __init__(self, output: OutputBuffer, statistics: SchedulerStatistics) -> None:
         self._output = output
@@ -28,7 +28,8 @@ class Arrivals:
     def admit(
         self, event: Admit, sequences: list[Sequence]
     ) -> tuple[list[Sequence], list[Outgoing]]:
-        """Register a request's sequences; return the live ones and the messages that open them."""
+        """Register a request's sequences. Return the live ones and the `Open` messages for the
+        detokenizer."""
         live = [s for s in sequences if not self._consume_tombstone(s.uid)]
         out: list[Outgoing] = []
         for sequence in live:
@@ -40,7 +41,7 @@ class Arrivals:
         return live, out
 
     def reject(self, event: Reject) -> None:
-        """Finish a request that cannot run."""
+        """Finish all sequences of a request that cannot run."""
         for uid in range(event.uid, event.uid + event.answers):
             if not self._consume_tombstone(uid):
                 if not event.text:
@@ -48,11 +49,12 @@ class Arrivals:
                 self._output.finish(uid, rejected(event.text, refused=event.refused))
 
     def resume(self, event: Resume) -> None:
-        """After a restart, mark the finished requests as seen, since they do not arrive again."""
+        """After a restart, mark finished requests as seen, since they will not arrive again."""
         self.seen.fill(event.below, event.living.tolist())
 
     def _consume_tombstone(self, uid: int) -> bool:
-        """Record that a request has arrived; return True if its abort arrived first."""
+        """Record that a sequence has arrived. Return True if an abort arrived first; the sequence
+        is then finished."""
         self.seen.add(uid)
         if uid not in self.tombstones:
             return False
@@ -62,7 +64,8 @@ class Arrivals:
         return True
 
     def note_early_abort(self, event: Abort) -> bool:
-        """Return True if an abort has arrived before its request, and record the abort."""
+        """If the request of an abort has not arrived yet, record the abort for when it does, and
+        return True. Otherwise return False."""
         if event.uid not in self.seen:
             self.tombstones.add(event.uid)
             return True

@@ -1,4 +1,4 @@
-"""The number of steps planned ahead of the device."""
+"""Control of how many steps are planned ahead of the device."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Collection
 from typing import Protocol
 
 _WEIGHT = 0.2
-"""Weight of the latest step in the running mean."""
+"""Weight of the latest step in the running mean of step times."""
 AHEAD_SECONDS = 0.002
-"""Seconds of work to keep queued on the device while the host turns a result into the next step. On
-the host of an H200, that takes about 1 ms, and occasionally twice as long."""
+"""Seconds of work to keep queued on the device while the host processes a result and plans the next
+step. On the host of an H200, this takes about 1 ms, and occasionally 2 ms."""
 STEPWISE_SECONDS = 0.0025
-"""Replaces `AHEAD_SECONDS` if some sequences never decode: the host then takes about 2 ms."""
+"""Replaces `AHEAD_SECONDS` while some sequences never decode; the host then takes about 2 ms."""
 
 
 class _Planned(Protocol):
     @property
     def is_decode_step(self) -> bool:
-        """Return True if the step has decode rows, computes no prompts, and encodes nothing."""
+        """True if the step has decode rows, computes no prompts, and encodes nothing."""
 
 
 class PipelineDepth:
@@ -26,24 +26,27 @@ class PipelineDepth:
 
     Two steps hide the host's work if a step takes longer than that work. If steps are shorter,
     enough are planned to cover the host's time. Their number is limited, because a new request
-    waits for all steps in flight. More than `min_depth` steps are in flight only if all of them
-    decode and compute no prompts. Steps with prompts are long, and a sequence that never decodes
-    has only one step in flight.
+    waits for all steps in flight.
+
+    More than `min_depth` steps are in flight only if all of them are decode steps, without prompts.
+    Steps with prompts are long, and a sequence that never decodes has only one step in flight.
     """
 
     def __init__(self, min_depth: int, max_depth: int) -> None:
-        """Up to `min_depth` steps may always be in flight, and never more than `max_depth`."""
+        """Up to `min_depth` steps may always be in flight, and at most `max_depth` if steps are
+        short."""
         self._min_depth, self._max_depth = min_depth, max_depth
         self._seconds = math.inf
         self.is_paused = False
         """True if planning is paused."""
 
     def pause(self, paused: bool) -> None:
-        """Pause or resume planning."""
+        """Pause the planning of steps if `paused` is True; otherwise resume it."""
         self.is_paused = paused
 
     def note_step(self, planned: _Planned, seconds: float) -> None:
-        """Record how long a finished step took; only decode steps count."""
+        """Record the duration of a finished step in seconds; steps other than decode steps are
+        ignored."""
         if not planned.is_decode_step:
             return
         if self._seconds == math.inf:
@@ -51,7 +54,7 @@ class PipelineDepth:
         self._seconds += _WEIGHT * (seconds - self._seconds)
 
     def has_room(self, in_flight: Collection[_Planned], *, stepwise: bool) -> bool:
-        """Return True if another step may be planned after those in flight. `stepwise` means that
+        """Return True if another step may be planned after those in flight. `stepwise` is True if
         some sequence never decodes, so that the host takes longer per step."""
         if self.is_paused:
             return False

@@ -1,4 +1,4 @@
-"""Buffer for step results on their way to the detokenizer."""
+"""Buffer of tokens, scores and end reasons on their way to the detokenizer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NOTHING = (as_int64(()), as_int32(()), as_int32(()))
 
 class OutputBuffer:
     """Appends sampled tokens to their sequences, and buffers tokens and `Finish` messages until
-    they are sent."""
+    they are sent to the detokenizer."""
 
     def __init__(self, running: RunningBatch, statistics: SchedulerStatistics) -> None:
         self.stop_ids = StopIds()
@@ -32,18 +32,19 @@ class OutputBuffer:
         self._table = running.table
         self._statistics = statistics
         self._new: list[tuple[Int64, Int32, Int32]] = []
-        """(uids, indices, tokens) arrays that have not been sent yet."""
+        """(uids, indices in the output, tokens) of the tokens that have not been sent yet."""
         self._finishes: list[Finish] = []
         self._scores: RequestScores | None = None
         self._vectors: list[tuple[int, Float32]] = []
         """(uid, vector) pairs that have not been sent yet."""
         self._step = self._discarded_until = 0
-        """The step being processed, and the last step with discarded results."""
+        """Number of the step being processed, and of the last step with discarded results."""
         self._refusing: list[Sequence] = []
-        """Sequences that refused an end-of-sequence token before their constrained output."""
+        """Sequences that sampled an end-of-sequence token before their constrained output, and must
+        continue."""
 
     def record_scores(self, done: PlannedStep, event: StepDone) -> None:
-        """Record a step's log-probabilities, except those of dropped results, before
+        """Record a step's log-probabilities, except those of dropped results. Call before
         `append_results`."""
         self._step = done.step
         if (step_scores := event.scores) is None:
@@ -71,14 +72,14 @@ class OutputBuffer:
             self._scores = RequestScores(uids, flags, as_int32(counts), scores)
 
     def add_vector(self, uid: int, vector: Float32) -> None:
-        """Queue a request's vector for reporting."""
+        """Queue a request's pooled vector (float32) to be sent."""
         self._vectors.append((uid, vector))
 
     def append_results(self, results: Results) -> tuple[list[tuple[Int32, Int32]], list[Sequence]]:
-        """Append or report a step's tokens.
+        """Append a step's tokens to their sequences, or only report them for held sequences.
 
-        Returns the (slots, tokens) of the sequences that still hold a slot, and the sequences with
-        a new token that may end them or their free text.
+        Returns the (slots, tokens) arrays of the sequences that still hold a slot, and the
+        sequences whose new token may end them or their free text.
         """
         self._statistics.count_overrun(results.frozen)
         appended = self._append_singly(
@@ -109,24 +110,26 @@ class OutputBuffer:
         return appended
 
     def _drop(self, sequence: Sequence, token: int) -> None:
-        """Drop a sampled token, and record its sequence if the sequence refused the token."""
+        """Drop a sampled token. If the sequence refused it, record the sequence for
+        `take_refused`."""
         self._statistics.count_overrun()
         if sequence.accepts_step(self._step):
             self._refusing.append(sequence)
 
     def _report(self, sequence: Sequence, token: int) -> None:
-        """Report a token without appending it: the caller chooses the token to append."""
+        """Report a token to the caller without appending it. The caller chooses the token to
+        append."""
         uids, indices = as_int64([sequence.uid]), as_int32([sequence.note_reported()])
         self._new.append((uids, indices, as_int32([token])))
 
     def append(self, sequence: Sequence, token: int) -> None:
-        """Append a token and queue it for reporting."""
+        """Append a token to a sequence and queue it to be sent."""
         index = sequence.append(token)
         self._new.append((as_int64([sequence.uid]), as_int32([index]), as_int32([token])))
 
     def append_run(self, sequence: Sequence, run: Int32) -> tuple[Int32, End | None]:
-        """Append tokens up to and including one that ends the sequence. Return the appended tokens,
-        and the end reason if there is one."""
+        """Append the tokens of `run` up to and including one that ends the sequence. Return the
+        appended tokens, and the end reason or None."""
         count, end = 0, None
         while count < len(run) and end is None:
             self.append(sequence, int(run[count]))
@@ -137,8 +140,7 @@ class OutputBuffer:
         self, batch: DecodeBatch, tokens: Int32
     ) -> tuple[Int32, Int32, list[Sequence]]:
         """Append the tokens of a decode batch. Return the slots and tokens of the sequences that
-        still hold a slot, and the sequences with a new token that may end them or their free
-        text."""
+        still hold a slot, and the sequences whose new token may end them or their free text."""
         candidates: list[Sequence] = []
         if self._step <= self._discarded_until or not self._table.all_occupied(batch):
             owners = self._running.owners(batch.slots)
@@ -164,19 +166,20 @@ class OutputBuffer:
         return columns.slots32, tokens, candidates
 
     def discard_results(self, sequence: Sequence, step: int) -> None:
-        """Discard the sequence's results of all steps up to `step`."""
+        """Discard a sequence's results of all steps up to `step`."""
         self._discarded_until = step
         sequence.discard_results(step)
 
     def take_refused(self) -> list[Sequence]:
-        """Return the sequences that refused a token since the last call."""
+        """Return the sequences that have refused an end-of-sequence token since the last call."""
         refused, self._refusing = self._refusing, []
         return refused
 
     def _refused(
         self, slots: Slots, tokens: Int32, watched: NDArray[np.bool_]
     ) -> NDArray[np.bool_]:
-        """Return True for each token that its sequence refuses; it can refuse watched ones only."""
+        """Return True for each token that its sequence refuses. Only watched tokens can be
+        refused."""
         refused = np.zeros(len(slots), np.bool_)
         owners = self._running.owners(slots[watched])
         ids = tokens[watched].tolist()
@@ -184,7 +187,8 @@ class OutputBuffer:
         return refused
 
     def finish(self, uid: int, end: End, sequence: Sequence | None = None) -> None:
-        """Queue the `Finish` of a request, with the history of its `sequence` if it has one."""
+        """Queue the `Finish` message of a request; `sequence` supplies its history, if it has
+        one."""
         history = sequence.history if sequence else History()
         finish = Finish(
             uid,
@@ -196,7 +200,8 @@ class OutputBuffer:
         self._finishes.append(finish)
 
     def flush(self, step: int) -> Tokens | None:
-        """Return the output since the last call, or None; `step` is the last finished step."""
+        """Return all output since the last call, or None if there is none. `step` is the number of
+        the last finished step."""
         if not self._new and not self._finishes and self._scores is None:
             return None
         new = self._new or [_NOTHING]
@@ -211,7 +216,7 @@ class OutputBuffer:
 
 
 def _selected(scores: TokenScores, kept: NDArray[np.bool_]) -> TokenScores:
-    """Return a copy of the scores that `kept` selects."""
+    """Return a copy of the scores where `kept`, (scores,), is True."""
     if kept.all():
         return copy_arrays(scores)
     tops = np.repeat(kept, scores.counts)

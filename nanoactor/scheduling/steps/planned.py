@@ -1,4 +1,4 @@
-"""Planned steps, which are kept until their results arrive."""
+"""Planned steps and their rows, kept until their results arrive."""
 
 from __future__ import annotations
 
@@ -25,49 +25,52 @@ def as_int64(values: Iterable[int]) -> Int64:
 
 
 class PlannedRow(NamedTuple):
-    """A row of a planned step, other than a decode row."""
+    """A row of a planned step outside the decode batch: a range of positions of one sequence, or a
+    sample."""
 
     sequence: Sequence
     slot: int
-    """The sequence's slot when the step was planned."""
+    """The sequence's slot at planning time."""
     start: int
     length: int
     wants: int
-    """Flags of `nanoactor.messages.rows.Want`, as a plain number."""
+    """Flags (`nanoactor.messages.rows.Want`), as a plain int."""
     source: int = -1
-    """Slot of the row that this row copies; -1 if it is not a copy."""
+    """Slot that this row's sequence is copied from; -1 if it does not start as a copy."""
 
     @property
     def samples(self) -> bool:
-        """Return True if the row yields a token."""
+        """True if the row yields a token."""
         return self.wants & SAMPLE > 0
 
     @property
     def pools(self) -> bool:
-        """Return True if the row yields a vector."""
+        """True if the row yields a pooled vector."""
         return self.wants & POOL > 0
 
     @property
     def is_choice(self) -> bool:
-        """Return True if the row samples from the state that its slot keeps."""
+        """True if the row computes nothing and only samples, from the hidden state kept in its
+        slot."""
         return not self.length and self.source < 0
 
     @property
     def num_scored(self) -> int:
-        """Number of positions in the row whose successors are scored."""
+        """Number of positions in the row whose next tokens are scored."""
         last = self.sequence.prompt_length - 1
         return min(self.length, last - self.start) if self.wants & SCORE else 0
 
     @property
     def may_decode(self) -> bool:
-        """Return True if the runners may compute the row as decode rows."""
+        """True if the runners may compute the row as one or more decode rows."""
         short = self.length <= 1 or self.wants & KEEP > 0
         return short and self.start >= self.sequence.prompt_length
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """The rows of a step: first one for each slot that decodes, by slot, then the other rows."""
+    """The rows of a step: the decode batch, one row per slot in ascending order, then the other
+    rows."""
 
     step: int
     decode_batch: DecodeBatch
@@ -77,41 +80,42 @@ class PlannedStep:
 
     @property
     def is_decode_step(self) -> bool:
-        """Return True if the step has decode rows, computes no prompts, and encodes nothing."""
+        """True if the step has decode rows, computes no prompts, and encodes nothing."""
         if not len(self.decode_batch.slots) or self.encodes:
             return False
         return all(row.may_decode for row in self.rows)
 
     @property
     def counts(self) -> Int32:
-        """Number of tokens that each row yields; empty if each yields one."""
+        """Number of tokens that each row of the step yields, 0 or 1 (int32); empty if every row
+        yields one."""
         if all(row.samples for row in self.rows):
             return NO_ROWS.slots
         return as_int32([*[1] * len(self.decode_batch.slots), *(row.samples for row in self.rows)])
 
     @property
     def num_sampled(self) -> int:
-        """Return the number of tokens that the step yields."""
+        """Total number of tokens that the step yields."""
         return len(self.decode_batch.slots) + sum(row.samples for row in self.rows)
 
     @property
     def num_positions(self) -> int:
-        """Number of positions that the step computes in rows that do not decode."""
+        """Number of positions that the step computes outside the decode batch."""
         return sum(row.length for row in self.rows)
 
     def note_begin(self, at: int) -> None:
-        """Record the step's start time in the histories of sequences that had no step before."""
+        """Record the step's start time, in ns of the monotonic clock, for sequences with no earlier
+        step."""
         for row in self.rows:
             row.sequence.history.note_begin(at)
 
     def has_row(self, slot: int) -> bool:
-        """Return True if the step has a row of the sequence that held this slot at planning
-        time."""
+        """Return True if the step contains the sequence that held this slot at planning time."""
         return bool(self.decode_batch.members[slot]) or any(row.slot == slot for row in self.rows)
 
 
 def as_rows(rows: list[PlannedRow]) -> Rows:
-    """Return the rows as columns."""
+    """Return the rows as a `Rows` message, with one array per field."""
     if not rows:
         return NO_ROWS
     slots, starts, counts, wants, sources = zip(*(row[1:] for row in rows), strict=True)

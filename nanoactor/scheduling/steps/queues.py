@@ -1,4 +1,4 @@
-"""The queue of waiting sequences, and the batch of running ones."""
+"""The queues of waiting sequences, and the batch of running ones."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from nanoactor.scheduling.steps.planned import PlannedRow, PlannedStep
 
 
 class WaitingQueue:
-    """Sequences that wait for a slot, by priority.
+    """Heap of sequences that wait for a slot, by priority.
 
-    A sequence that ends while it waits stays in the queue until it reaches the head, or until more
-    than half of the entries have ended, because searching for it would take longer.
+    A sequence that ends while it waits is not removed at once, because finding it would take too
+    long. Ended sequences are removed at the head, or when they are more than half of all entries.
     """
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, int], Sequence]] = []
-        """Heap of (priority key, sequence); its first sequence has not ended."""
+        """Heap of (priority key, sequence). The first sequence has not ended."""
         self._ended = 0
 
     def __len__(self) -> int:
-        """Return the number of waiting sequences."""
+        """Return the number of waiting sequences, without those that have ended."""
         return len(self._heap) - self._ended
 
     @property
     def head(self) -> Sequence | None:
-        """The next sequence; None if the queue is empty."""
+        """The sequence with the highest priority; None if the queue is empty."""
         return self._heap[0][1] if self._heap else None
 
     def push(self, sequence: Sequence) -> None:
@@ -42,7 +42,7 @@ class WaitingQueue:
         heapq.heappush(self._heap, (sequence.priority_key, sequence))
 
     def pop(self) -> None:
-        """Remove the head of the queue."""
+        """Remove the sequence at the head of the queue."""
         heapq.heappop(self._heap)
         self._drop_ended()
 
@@ -62,9 +62,9 @@ class WaitingQueue:
 
 
 class WaitingQueues:
-    """All waiting sequences. A sequence that waits for pages of the encoder cache is parked, as are
-    all later sequences that need pages: sequences with pictures do not overtake each other, and do
-    not hold up sequences without pictures."""
+    """All waiting sequences. A sequence that waits for encoder-cache pages is *parked*, as are all
+    later sequences that need pages. Sequences with pictures therefore do not overtake each other,
+    and do not delay sequences without pictures."""
 
     def __init__(self) -> None:
         self._ready, self._parked = WaitingQueue(), WaitingQueue()
@@ -75,12 +75,13 @@ class WaitingQueues:
         return len(self._ready) + len(self._parked)
 
     def push(self, sequence: Sequence) -> None:
-        """Add a sequence to its queue."""
+        """Mark a sequence as waiting and add it to the queue."""
         sequence.wait()
         self._ready.push(sequence)
 
     def head(self, pages: int) -> Sequence | None:
-        """Return the next sequence that can be admitted with `pages` available pages, or None."""
+        """Return the first sequence that can be admitted if `pages` encoder-cache pages are
+        available, or None."""
         while (head := self._ready.head) is not None and head.pages:
             if not self._parked and head.pages <= pages:
                 return head
@@ -93,19 +94,20 @@ class WaitingQueues:
         return parked if head is None or parked.priority_key < head.priority_key else head
 
     def pop(self, sequence: Sequence) -> None:
-        """Remove the sequence that `head` returned."""
+        """Remove the sequence that `head` returned last."""
         self._queue_of(sequence).pop()
 
     def note_end(self, sequence: Sequence) -> None:
-        """Record that one of the waiting sequences has ended."""
+        """Record that a waiting sequence has ended."""
         self._queue_of(sequence).note_end()
 
     def is_parked(self, sequence: Sequence) -> bool:
-        """Return True if a sequence waits for pages of the encoder cache."""
+        """Return True if a sequence is waiting for encoder-cache pages."""
         return sequence.uid in self._parked_uids
 
     def _queue_of(self, sequence: Sequence) -> WaitingQueue:
-        """Return the queue that a sequence is about to leave; the sequence is no longer parked."""
+        """Return the queue that contains a sequence, which is about to leave it. The sequence is no
+        longer parked."""
         if sequence.uid not in self._parked_uids:
             return self._ready
         self._parked_uids.remove(sequence.uid)
@@ -113,7 +115,8 @@ class WaitingQueues:
 
 
 class RunningBatch:
-    """Sequences that run or wait for their prefix-cache lookup; their counters are in `table`."""
+    """Sequences that have a slot: they run, or wait for their prefix-cache lookup. Their counters
+    are in `table`."""
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
         self.table = RunningTable(max_num_seqs, max_model_len, block_size)
@@ -123,31 +126,33 @@ class RunningBatch:
         self._prefills: list[Sequence] = []
         """Sequences with positions left to prefill, by priority."""
         self._first_block_counts: Counter[bytes] = Counter()
-        """Number of sequences in `_prefills` by the hash of their first block. Sequences with
+        """Number of sequences in `_prefills`, by the hash of their first block. Sequences with
         different first blocks share no block."""
         self.prefill_version = 0
-        """Counter that changes whenever fewer positions may be left to prefill."""
+        """Counter that increases whenever the number of positions left to prefill may have
+        decreased."""
         self.stepwise: list[Sequence] = []
-        """Sequences that never decode: constrained and held ones."""
+        """Sequences that never decode: those under a grammar, and those whose callers choose their
+        tokens."""
         self._owners: dict[int, Sequence] = {}
-        """Current or last owner of each slot, which receives the results in flight."""
+        """Current or last sequence of each slot; results in flight belong to it."""
 
     def __len__(self) -> int:
-        """Return the number of running sequences."""
+        """Return the number of sequences with a slot."""
         return len(self._sequences)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Iterate over the running sequences by priority."""
+        """Iterate over the sequences, highest priority first."""
         return iter(self._sequences)
 
     @property
     def youngest(self) -> Sequence:
-        """The sequence to preempt first."""
+        """The sequence with the lowest priority, which is preempted first."""
         return self._sequences[-1]
 
     @property
     def left_to_prefill(self) -> int:
-        """Number of prompt positions that could be computed but are not planned yet."""
+        """Total number of positions that could be prefilled now but are not planned yet."""
         return sum(s.prefill_end - s.scheduled for s in self._prefills)
 
     @property
@@ -156,16 +161,17 @@ class RunningBatch:
         return [s for s in self._prefills if s.phase is Phase.RUNNING]
 
     def owners(self, slots: Slots) -> list[Sequence]:
-        """Return the current or last owner of each slot."""
+        """Return the current or last sequence of each slot."""
         return [self._owners[slot] for slot in slots.tolist()]
 
     def sequences_in(self, planned: PlannedStep) -> list[Sequence]:
-        """Return all sequences with a row in a planned step that is not done."""
+        """Return all sequences with a row in a planned step, decode rows first. The step must be in
+        flight."""
         decoding = self.owners(planned.decode_batch.slots)
         return [*decoding, *(row.sequence for row in planned.rows)]
 
     def enter(self, sequence: Sequence, slot: int, blocks: int) -> None:
-        """Assign a slot and `blocks` blocks to a sequence."""
+        """Assign a slot and `blocks` blocks to a sequence and add it to the batch."""
         self.table.enter(
             slot,
             uid=sequence.uid,
@@ -194,13 +200,13 @@ class RunningBatch:
             del self._first_block_counts[first_hash]
 
     def start(self, slot: int, computed: int) -> None:
-        """Mark a slot's sequence as running, with `computed` positions already computed."""
+        """Mark a slot's sequence as running; `computed` leading positions are already computed."""
         self.table.start(slot, computed)
         self.prefill_version += 1
 
     def enter_computed(self, sequence: Sequence, slot: int, blocks: int) -> None:
-        """Assign a slot and `blocks` blocks to a sequence; a planned step computes its known
-        tokens."""
+        """Assign a slot and `blocks` blocks to a sequence whose known tokens a planned step
+        computes."""
         self.enter(sequence, slot, blocks)
         self.table.shared[slot] = sequence.length // self._block_size
         self._prefills.remove(sequence)
@@ -208,7 +214,7 @@ class RunningBatch:
         self.table.start(slot, sequence.length)
 
     def leave(self, sequence: Sequence) -> None:
-        """Remove a sequence from the batch; it gives up its slot and keeps its known tokens."""
+        """Remove a sequence from the batch. Its slot is released, and its known tokens are kept."""
         self._sequences.remove(sequence)
         if sequence in self._prefills:
             self._prefills.remove(sequence)
@@ -222,22 +228,23 @@ class RunningBatch:
 
     @property
     def starving(self) -> list[Sequence]:
-        """Sequences that have known tokens to compute and need a block for them."""
+        """Running sequences that need a block for their next known token."""
         return self.owners(np.flatnonzero(self.table.lacks_block))
 
     @property
     def constrained(self) -> list[Sequence]:
-        """Running sequences that sample under masks."""
+        """Sequences of the batch that sample under a grammar's masks."""
         return [sequence for sequence in self.stepwise if sequence.is_constrained]
 
     def queue_prefill(self, sequence: Sequence) -> None:
-        """Queue the sequence's known but uncomputed positions."""
+        """Queue the known but uncomputed positions of a sequence; ignored without a slot."""
         if sequence.slot >= 0 and sequence not in self._prefills:
             self._add_prefill(sequence)
 
     def choose_rows(self, budget: int, turn: int) -> list[PlannedRow]:
-        """Return rows with at most `budget` positions in total for a step: at least one position of
-        each sequence that never decodes, then prompts by priority."""
+        """Return the rows of a step outside its decode batch, with at most `budget` positions in
+        total: first at least one position of each sequence that never decodes, then prompts by
+        priority."""
         stepwise = [s for s in self.prefilling if s.continues and s.prefill_end > s.scheduled]
         rows: list[PlannedRow] = []
         for index, sequence in enumerate(stepwise):
@@ -261,8 +268,9 @@ class RunningBatch:
         return rows
 
     def _try_join(self, sequence: Sequence, budget: int, turn: int) -> bool:
-        """If possible, let a sequence that is admitted in this turn join the turn's step, whatever
-        its prefix-cache lookup finds. Return True if it joins; it is then running."""
+        """If possible, start a sequence that is admitted in this turn in the same turn's step,
+        without waiting for its prefix-cache lookup. Return True if the sequence starts; it is then
+        running."""
         fits = sequence.length <= budget and sequence.items is None and not sequence.resumed_to
         fits &= not sequence.is_constrained  # forced tokens may end it before its answer
         reads_nothing = sequence.is_prompt_read or not sequence.max_hits
@@ -273,8 +281,8 @@ class RunningBatch:
         return True
 
     def _next_row(self, sequence: Sequence, budget: int) -> list[PlannedRow]:
-        """Return a list with a row of at most `budget` positions of a sequence; empty if none is
-        due."""
+        """Return a list with one row of at most `budget` positions of a sequence; empty if there is
+        nothing to compute."""
         slot, start, reading = sequence.slot, sequence.scheduled, sequence.reading
         length = min(budget, sequence.prefill_end - start, self._max_row_length(sequence, start))
         if reading is not None:
@@ -288,19 +296,20 @@ class RunningBatch:
         return [PlannedRow(sequence, slot, start, length, wants)]
 
     def _max_row_length(self, sequence: Sequence, start: int) -> int:
-        """Return the number of positions from `start` on that one step may compute. When an output
-        resumes after a restart, the missing tokens of its last block are computed one by one, as
-        they originally were, because a chunk would round differently in bfloat16."""
+        """Return the maximum number of positions from `start` on that one step may compute. When an
+        output resumes after a restart, the missing tokens of its last block are computed one by
+        one, as they were originally. A chunk would round differently in bfloat16."""
         left = sequence.target - max(start, sequence.prompt_length)
         resumes = sequence.target == sequence.resumed_to and not sequence.is_stepwise
-        # If the last block was full, all its tokens are missing, since the last must be rerun.
+        # If the last block was full, all its tokens are missing, because the last token must be
+        # recomputed.
         if not resumes or left > self._block_size:
             return sequence.target - start
         return max(1, sequence.prompt_length - start)
 
     def rewind(self, sequence: Sequence) -> None:
-        """Make a sequence continue in its new state after its newest known token, whatever steps in
-        flight compute beyond that token."""
+        """Make a sequence continue in its new state after its newest known token. Whatever steps in
+        flight compute beyond that token is ignored."""
         stepwise = sequence.is_stepwise
         self.table.rewind(sequence.slot, sequence.length - 1, stepwise=stepwise)
         if (sequence in self.stepwise) is not stepwise:
@@ -308,7 +317,8 @@ class RunningBatch:
         self.queue_prefill(sequence)
 
     def will_compute_prefix_of(self, head: Sequence) -> bool:
-        """Return True if a running prompt is about to compute a block that `head` could share."""
+        """Return True if a running prompt is about to compute a block that `head`, a waiting
+        sequence, could share."""
         size = self._block_size
         shareable = min(len(head.hashes), (head.length - 1) // size)
         if not shareable or _first_block_hash(head) not in self._first_block_counts:
@@ -324,5 +334,5 @@ class RunningBatch:
 
 
 def _first_block_hash(sequence: Sequence) -> bytes:
-    """Return the hash of a sequence's first block; empty if the prompt does not fill a block."""
+    """Return the hash of a sequence's first block; empty if its tokens do not fill a block."""
     return sequence.hashes[0].tobytes() if len(sequence.hashes) else b""

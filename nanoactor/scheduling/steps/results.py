@@ -1,4 +1,4 @@
-"""Results of a step by row, checked against the plan."""
+"""Results of a step, grouped by outcome and checked against the plan."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from nanoactor.scheduling.steps.queues import RunningBatch
 
 
 class Results(NamedTuple):
-    """The rows of a step that were expected to yield a token or a vector, by outcome."""
+    """The rows of a step that should have yielded a token or a vector, grouped by outcome."""
 
     batch: DecodeBatch
-    """Decode rows that yielded a token."""
+    """The decode rows that yielded a token; `tokens` has one token (int32) for each."""
     tokens: Int32
     singles: list[tuple[PlannedRow, int]]
-    """(row, token) for each other row that yielded a token."""
+    """(row, token) of each row outside the decode batch that yielded a token."""
     failed: list[tuple[Sequence, int, int]]
-    """Rows with non-finite logits or vectors, as (sequence, slot, first position)."""
+    """(sequence, slot, first position) of each row with non-finite logits or vectors."""
     choiceless: list[Sequence]
-    """Sequences whose rules leave no token to choose."""
+    """Sequences whose rules leave no token to sample."""
     frozen: int = 0
-    """Number of decode rows in slots that the device had frozen."""
+    """Number of decode rows that did nothing because the device had frozen their slots."""
     pooled: Sequence_[tuple[PlannedRow, Float32]] = ()
-    """(row, vector) for each pooling row with a finite vector."""
+    """(row, vector) of each pooling row with a finite vector."""
 
 
 def check_due(due: PlannedStep | None, event: StepDone, running: RunningBatch) -> PlannedStep:
-    """Return `due`, the oldest step in flight. Raises `ProtocolBug` if another step is reported, or
-    if the results do not match the step's rows."""
+    """Return `due`, the oldest step in flight. Raises `ProtocolBug` if `event` reports another
+    step, or if its results do not match the step's rows."""
     matches = due is not None and due.step == event.step and due.num_sampled == len(event.token_ids)
     if due is not None and matches and _has_vectors(due, event):
         is_decode_only = not due.rows and not len(event.counts)
@@ -54,7 +54,7 @@ def check_due(due: PlannedStep | None, event: StepDone, running: RunningBatch) -
 
 
 def _has_vectors(due: PlannedStep, event: StepDone) -> bool:
-    """Return True if exactly the pooling rows have vectors."""
+    """Return True if the event has vectors for exactly the step's pooling rows."""
     found: list[int] = [] if event.vectors is None else event.vectors.rows.tolist()
     if not found and not due.rows:
         return True
@@ -63,8 +63,8 @@ def _has_vectors(due: PlannedStep, event: StepDone) -> bool:
 
 
 def split_rows(done: PlannedStep, event: StepDone, running: RunningBatch) -> Results:
-    """Group a step's rows by outcome. Raises `ProtocolBug` if a slot is frozen although its
-    sequence is still decoding."""
+    """Group a step's rows by outcome. Raises `ProtocolBug` if the device has frozen the slot of a
+    sequence that is still decoding."""
     batch, num_decodes = done.decode_batch, len(done.decode_batch.slots)
     tokens = event.token_ids[:num_decodes].copy()
     sampling = [row for row in done.rows if row.samples]
@@ -99,7 +99,8 @@ def split_rows(done: PlannedStep, event: StepDone, running: RunningBatch) -> Res
 def _split_pooled(
     done: PlannedStep, vectors: StepVectors | None
 ) -> tuple[list[tuple[PlannedRow, Float32]], list[tuple[Sequence, int, int]]]:
-    """Return the pooling rows with finite vectors, and the others as in `Results.failed`."""
+    """Return (row, vector) of the pooling rows with finite vectors, and the others in the format of
+    `Results.failed`."""
     if vectors is None:
         return [], []
     rows, values = [row for row in done.rows if row.pools], vectors.values.copy()

@@ -1,4 +1,4 @@
-"""Builds `Turn` messages, which hold all scheduler decisions that follow from one event."""
+"""Builder of `Turn` messages. A turn holds all scheduler decisions that follow from one event."""
 
 from __future__ import annotations
 
@@ -33,29 +33,30 @@ _NOTHING = as_int32(())
 
 
 class TurnBuilder:
-    """Collects the parts of the next turn. Keeps the last decode batch that was sent, so that only
-    the difference is sent."""
+    """Collects the parts of the next turn, the message with all scheduler decisions that follow
+    from one event. Remembers the decode batch that was sent last, so that only changes to it are
+    sent."""
 
     def __init__(self, table: RunningTable) -> None:
         self.number = 1
-        """Number of the turn that is being built."""
+        """Number of the turn that is being built, counted from 1."""
         self._table = table
         self._done = 0
-        """The last finished step that was reported to the block manager."""
+        """Number of the last finished step that was reported to the block manager."""
         self._sent_batch = DecodeBatch(
             0, np.empty(0, np.int64), np.zeros(len(table.occupied), np.bool_)
         )
         self._sent_slots: set[int] = set()
-        """Slots whose sampling parameters the runners have."""
+        """Slots for which the runners have the current sequence's sampling parameters."""
         self._clear()
 
     def _clear(self) -> None:
         self._failures: list[tuple[int, int]] = []
         self._forks: list[tuple[int, int]] = []
         self._known: list[tuple[Int32, Int32]] = []
-        """(slots, tokens), one token for each slot."""
+        """(slots, tokens) arrays with one newly known token per slot."""
         self._runs: list[tuple[int, Int32]] = []
-        """(slot, tokens) for each slot with several new tokens."""
+        """(slot, tokens) pairs of newly known tokens that no row has sampled."""
         self._frees: list[int] = []
         self._admissions: list[Admission] = []
         self._plan: Plan | None = None
@@ -66,29 +67,30 @@ class TurnBuilder:
     # -- parts ----------------------------------------------------------------------------
 
     def fail(self, slot: int, start: int) -> None:
-        """Report that a slot's row from position `start` on has failed."""
+        """Add a failed row of a slot; `start` is the row's first position."""
         self._failures.append((slot, start))
 
     def fork(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Add forks of slots, as (slot, source slot) pairs."""
+        """Add forks: sequences that become copies of others, as (slot, source slot) pairs."""
         self._forks += pairs
 
     def add_known(self, slots: Int32, tokens: Int32) -> None:
-        """Add one newly known token for each of these slots."""
+        """Add one newly known token (int32) for each of these slots."""
         if len(slots):
             self._known.append((slots, tokens))
 
     def add_known_run(self, slot: int, tokens: Int32) -> None:
-        """Add several newly known tokens of a slot, which no row has sampled."""
+        """Add newly known tokens of a slot that were not sampled from rows but forced by a
+        grammar."""
         self._runs.append((slot, tokens))
 
     def free(self, slot: int) -> None:
-        """Release a slot's blocks."""
+        """Add a slot whose blocks are freed."""
         self._frees.append(slot)
         self._sent_slots.discard(slot)
 
     def admit(self, sequence: Sequence, blocks: int) -> None:
-        """Request blocks for a sequence's slot."""
+        """Add the admission of a sequence that was assigned a slot and needs `blocks` blocks."""
         self._admissions.append(
             Admission(
                 sequence.uid,
@@ -103,21 +105,23 @@ class TurnBuilder:
         )
 
     def drop_pixels(self, pixels: DropPixels) -> None:
-        """Drop pixels on the runners."""
+        """Add an order to the runners to drop these pixels."""
         self._pixels = pixels
 
     def drop_masks(self, masks: DropMasks) -> None:
-        """Drop masks on the runners."""
+        """Add an order to the runners to drop these masks."""
         self._masks = masks
 
     def forget_index(self, number: int) -> None:
-        """Clear the block manager's index."""
+        """Add an order to clear the block manager's prefix-cache index; `number` is that of the
+        `ForgetIndex` message."""
         self._forget_number = number
 
     def plan(
         self, planned: PlannedStep, grown: list[Sequence], slices: EncodeSlices | None
     ) -> None:
-        """Add the plan of a step; the sequences in `grown` get one more block for it."""
+        """Add the plan of a step. `grown` lists the sequences that receive one more block for the
+        step, and `slices` are the parts of pictures that it encodes."""
         batch, rows, leaves = planned.decode_batch, as_rows(planned.rows), _NOTHING
         if batch.version != self._sent_batch.version:
             starts = self._table.scheduled - 1
@@ -133,7 +137,7 @@ class TurnBuilder:
         )
 
     def _runner_admissions(self, planned: PlannedStep) -> Admissions:
-        """Return the runners' admissions of the sequences that are new to their slots."""
+        """Return the data that the runners need about sequences that are new in their slots."""
         if not planned.rows:
             return _NO_ADMISSIONS
         new = {row.slot: row.sequence for row in planned.rows if row.slot not in self._sent_slots}
@@ -144,12 +148,13 @@ class TurnBuilder:
 
     @property
     def releases_blocks(self) -> bool:
-        """Return True if the turn releases blocks."""
+        """True if the turn frees blocks, which then need a fence."""
         return bool(self._frees or self._forks)
 
     def build(self, done: int, fence: int, *, may_wait: bool) -> Turn | None:
-        """Return the turn and begin the next one; None if there is nothing to send. If `may_wait`
-        is set, newly known tokens and the end of a step wait until a turn has other parts."""
+        """Return the turn and begin the next one; return None if there is nothing to send. `done`
+        is the last finished step, and `fence` the last one planned before the turn. If `may_wait`
+        is True, newly known tokens and finished steps alone do not cause a turn."""
         parts = (self._failures, self._admissions, self._plan, self._pixels, self._masks)
         others = self.releases_blocks or any(parts) or self._forget_number
         if not others and (may_wait or not (self._known or self._runs or done > self._done)):

@@ -1,1 +1,2 @@
-"""Anthropic's Messages API: requests are translated to chats, and answers back."""
+"""Anthropic's Messages API. Requests are converted to chat requests, and chat answers to
+messages."""

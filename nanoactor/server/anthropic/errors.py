@@ -1,4 +1,4 @@
-"""Errors in the format of the Messages API."""
+"""Error responses in the format of the Messages API."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _KINDS = {
 
 
 class AnthropicErrorDetail(Struct):
-    """The `error` object of an error response."""
+    """The `error` object in an error response of the Messages API."""
 
     type: str
     message: str
 
 
 class AnthropicError(Struct):
-    """The body of an error response, in the format of Anthropic's API."""
+    """The body of an error response of the Messages API."""
 
     error: AnthropicErrorDetail
     type: Literal["error"] = "error"
@@ -36,7 +36,7 @@ class AnthropicError(Struct):
 
 
 def error_body(problem: APIError, request_id: str | None = None) -> AnthropicError:
-    """Return the body of an error response in Anthropic's format."""
+    """Convert an error to a response body of the Messages API."""
     kind = _KINDS.get(problem.status)
     if kind is None:
         kind = "invalid_request_error" if problem.status < 500 else "api_error"

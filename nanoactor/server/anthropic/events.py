@@ -1,4 +1,4 @@
-"""Answers in the formats of the Messages API: a chat's deltas as events, or as a single message."""
+"""Answers in the format of the Messages API: as a stream of events, or as a single message."""
 
 from __future__ import annotations
 
@@ -24,30 +24,31 @@ _DELTAS = {
     "call": ("input_json_delta", "partial_json"),
 }
 _UNSIGNED = "unsigned"
-"""Signature of reasoning that is shown; clients do not send back a thinking block without a
-signature."""
+"""Signature of reasoning that is returned as text. Clients do not send thinking blocks back without
+a signature."""
 
 
 class MessagesWriter(BlockWriter):
-    """Writer of one message, as events or as a whole."""
+    """Writes one message of the Messages API: as a stream of events, or as a whole."""
 
     ping = encode({"type": "ping"})
 
     def __init__(self, answer: Answer, *, omits_thoughts: bool = False) -> None:
-        """`omits_thoughts` seals reasoning in the signature of its block instead of showing it."""
+        """Create the writer. `omits_thoughts` replaces the text of reasoning with an encoded copy
+        in the block's signature."""
         super().__init__(answer)
         self._omits_thoughts = omits_thoughts
         self._id = f"msg_{uuid.uuid4().hex[:24]}"
         self._is_broken = False
-        """True if a call has incomplete arguments."""
+        """True if the arguments of a call are not a complete JSON object."""
 
     def begin(self, deltas: list[Delta]) -> bytes:
-        """Return the events before the first token: the empty message and a ping."""
+        """Return the events before the first token: a message without content, and a ping."""
         start = {"type": "message_start", "message": self._message(None)}
         return self.encode_events([start, {"type": "ping"}])
 
     def end(self) -> bytes:
-        """Return the final events of a complete answer."""
+        """Return the last events of a complete answer."""
         events, reason = self.close(), self._stop_reason
         delta = {"stop_reason": reason, "stop_sequence": self._stop_sequence(reason)}
         message_delta = {"type": "message_delta", "delta": delta, "usage": self._usage()}
@@ -75,8 +76,8 @@ class MessagesWriter(BlockWriter):
         }
 
     def _usage(self) -> dict[str, int]:
-        """Return the token counts in Anthropic's format. The input count excludes the cached part
-        of the prompt, whose size is known only at the end."""
+        """Return the token counts in Anthropic's format. Input tokens exclude the prompt tokens
+        found in the prefix cache, whose number is known only at the end."""
         answer = self.answer
         return {
             "input_tokens": answer.prompt_tokens - answer.cached_tokens,
@@ -87,7 +88,7 @@ class MessagesWriter(BlockWriter):
 
     @property
     def _stop_reason(self) -> str:
-        """Return the stop reason; never "tool_use" for an incomplete call."""
+        """The stop reason in Anthropic's terms. Never "tool_use" if a call is incomplete."""
         is_stopped = isinstance(self.answer.stop_reason, str)
         if self.reason == "length":
             return "max_tokens"
@@ -104,32 +105,32 @@ class MessagesWriter(BlockWriter):
     # -- blocks ---------------------------------------------------------------------------
 
     def encode_events(self, events: list[Event]) -> bytes:
-        """Encode events as server-sent events."""
+        """Encode events as server-sent events, in bytes."""
         return b"".join(map(encode, events))
 
     def add_logprobs(self, entries: list[dict[str, Any]]) -> None:
-        """Do nothing: this API has no log-probabilities."""
+        """Do nothing, because this API has no log-probabilities."""
 
     def new_block(self, kind: str, call: dict[str, Any]) -> dict[str, Any]:
-        """Return an empty block of the message."""
+        """Create an empty content block of this kind."""
         if kind == "call":
             return {"type": "tool_use", "id": call["id"], "name": call["name"], "input": {}}
         return dict(_EMPTY[kind])
 
     def open_events(self, kind: str) -> list[Event]:
-        """Return the event that starts the last block."""
+        """Return the event that starts the latest block."""
         return [self._event("content_block_start", content_block=dict(self.blocks[-1]))]
 
     def delta_events(self, kind: str, text: str) -> list[Event]:
-        """Return the event for another piece of the last block; none if the piece is omitted
-        reasoning."""
+        """Return the event that appends `text` to the latest block. Return no event for reasoning
+        that is omitted."""
         if kind == "thoughts" and self._omits_thoughts:
             return []
         name, member = _DELTAS[kind]
         return [self._event("content_block_delta", delta={"type": name, member: text})]
 
     def close_events(self, kind: str, text: str) -> list[Event]:
-        """Complete the last block; return its final events."""
+        """Store the complete text in the latest block, and return the events that end the block."""
         block, events = self.blocks[-1], []
         if kind == "text":
             block["text"] = text
@@ -145,5 +146,5 @@ class MessagesWriter(BlockWriter):
         return [*events, self._event("content_block_stop")]
 
     def _event(self, kind: str, **members: Any) -> Event:
-        """Return an event about the last block."""
+        """Return an event of this type for the latest block."""
         return {"type": kind, "index": len(self.blocks) - 1, **members}

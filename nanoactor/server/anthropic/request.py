@@ -1,4 +1,4 @@
-"""Bodies of `/v1/messages` and `/v1/messages/count_tokens`, as Anthropic's API defines them."""
+"""Request bodies of `/v1/messages` and `/v1/messages/count_tokens`, as in Anthropic's API."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NO_EFFECT = Meta(description="Accepted, but has no effect")
 
 
 class Source(Struct):
-    """The source of an image or a document."""
+    """The source of an image or a document: data, or a URL."""
 
     type: Annotated[str, Meta(examples=["base64", "url", "text"])]
     media_type: str | None = None
@@ -23,7 +23,7 @@ class Source(Struct):
 
 
 class Block(Struct, forbid_unknown_fields=True):
-    """A part of a message's content, of any type; `type` determines which members are used."""
+    """A content block of any type. `type` determines which of the other members are used."""
 
     type: Annotated[str, Meta(examples=["text", "image", "tool_use", "tool_result", "thinking"])]
     text: str | None = None
@@ -54,8 +54,8 @@ class AnthropicMessage(Struct, forbid_unknown_fields=True):
 
 
 class AnthropicTool(Struct, forbid_unknown_fields=True):
-    """A function that the model may call. Tools that Anthropic itself runs have another type; they
-    are left out with a warning."""
+    """A function that the model may call. A tool of another type is run by Anthropic itself; such
+    tools are ignored with a warning."""
 
     name: str | None = None
     description: str | None = None
@@ -70,7 +70,8 @@ class AnthropicTool(Struct, forbid_unknown_fields=True):
 
 
 class AnthropicToolChoice(Struct, forbid_unknown_fields=True):
-    """The choice of tools: the model may call any, must call one, or must not call any."""
+    """Constraint on tool calls: the model may call any tool ("auto"), must call one ("any", or
+    "tool" for a named one), or must not call any ("none")."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -78,8 +79,8 @@ class AnthropicToolChoice(Struct, forbid_unknown_fields=True):
 
 
 class Thinking(Struct, forbid_unknown_fields=True):
-    """The switch for reasoning before the answer. It has an effect only if the chat template
-    has a switch for reasoning."""
+    """Switch for reasoning before the answer. It has no effect if the chat template has no such
+    switch."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[int, _IGNORED] | None = None
@@ -90,14 +91,14 @@ class Thinking(Struct, forbid_unknown_fields=True):
 
 
 class OutputFormat(Struct, forbid_unknown_fields=True):
-    """The format of the answer."""
+    """The JSON schema that the answer must match."""
 
     type: Literal["json_schema"]
     schema: dict[str, Any]
 
 
 class OutputConfig(Struct, forbid_unknown_fields=True):
-    """Output options of a request."""
+    """Options for the output of a request."""
 
     effort: (
         Annotated[str, Meta(description="Passed to the chat template if the template reads it")]
@@ -108,7 +109,7 @@ class OutputConfig(Struct, forbid_unknown_fields=True):
 
 
 class _Conversation(Extended, kw_only=True, forbid_unknown_fields=True):
-    """Fields that both routes share, including all that determine the prompt."""
+    """Fields of both routes, including all fields that determine the prompt."""
 
     ROUTE: ClassVar[str] = "messages"
     model: Annotated[str, Meta(description="Default: the served model")] | None = None

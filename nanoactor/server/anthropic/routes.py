@@ -1,4 +1,4 @@
-"""The routes of the Messages API."""
+"""HTTP routes of the Messages API."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class MessagesRoutes:
         self._options = options
 
     async def create(self, request: web.Request) -> web.StreamResponse:
-        """Handle `POST /v1/messages`: answer a conversation, streamed if requested."""
+        """Handle `POST /v1/messages`: answer a conversation, as a stream if requested."""
         context_of(request).field_names = FIELD_NAMES
         body = await self._http.read(request, MessagesRequest)
         thinking = body.thinking
@@ -41,8 +41,8 @@ class MessagesRoutes:
         return await self._completions.answer_chat(request, self._chat(body), writer)
 
     async def count_tokens(self, request: web.Request) -> web.StreamResponse:
-        """Handle `POST /v1/messages/count_tokens`: count the tokens of the prompt that the messages
-        would become."""
+        """Handle `POST /v1/messages/count_tokens`: render the messages to a prompt and count its
+        tokens."""
         context_of(request).field_names = FIELD_NAMES
         body = await self._http.read(request, CountTokensRequest)
         ids = await self._text_routes.chat_tokens(self._chat(body))

@@ -1,4 +1,4 @@
-"""Translation of Messages API requests to chats."""
+"""Conversion of Messages API requests to chat requests."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from nanoactor.server.translating import (
 )
 
 VOLATILE_LINES = (re.compile(r"x-anthropic-billing-header:[^\n]*\n*"),)
-"""Patterns of lines at the beginning of a system text that some clients change with every request
-and that mean nothing to a model. Claude Code's line contains its version and a checksum of the
-request."""
+"""Patterns of lines that some clients change with every request, at the start of a system prompt.
+They mean nothing to a model, but would invalidate the prefix cache. Claude Code's line contains its
+version and a checksum of the request."""
 _SERVER_BLOCK_TYPES = ("server_tool_use", "mcp_tool_use", "mcp_tool_result", "container_upload")
-"""Types of blocks of tools that Anthropic itself runs, in addition to types that end with
+"""Types of content blocks for tools that Anthropic itself runs, besides all types that end with
 `_tool_result`."""
 FIELD_NAMES = {
     "response_format.json_schema": "output_config.format",
@@ -45,12 +45,12 @@ FIELD_NAMES = {
     "stop": "stop_sequences",
     "max_completion_tokens": "max_tokens",
 }
-"""Maps a chat's field names to those of this API, for error messages."""
+"""Field names of a chat request, mapped to those of this API, for error messages."""
 
 
 def to_chat(body: MessagesRequest | CountTokensRequest, options: Options, warn: Warn) -> Chat:
-    """Return the body of an equivalent chat request. Raises `APIError`, naming the invalid
-    field."""
+    """Convert a request to the body of an equivalent chat request. Raises `APIError`, naming the
+    invalid field."""
     tools = _Tools(body.tools or (), warn)
     reader = _Reader(tools, options, warn)
     messages = [_message("system", text) for text in reader.system(body.system)]
@@ -80,14 +80,14 @@ def _message(role: str, content: Any) -> Chat:
 
 
 def _mark_as_error(content: Any) -> Any:
-    """Return the content of a tool result, marked as an error."""
+    """Mark the content of a tool result as an error, by putting "Error" in front of it."""
     if isinstance(content, str):
         return f"Error: {content}" if content else "Error"
     return [text_part("Error:"), *content]
 
 
 def _prefills_response(messages: Sequence[Chat]) -> bool:
-    """Return True if the last message prefills the response."""
+    """Return True if the last message is the start of the answer, which the model continues."""
     last = messages[-1] if messages else {}
     return last.get("role") == "assistant" and bool(last["content"]) and "tool_calls" not in last
 
@@ -100,7 +100,8 @@ def _sampling(body: MessagesRequest) -> Chat:
 
 
 def _thinking(body: MessagesRequest | CountTokensRequest) -> Chat:
-    """Return the reasoning fields for the chat template; unset fields keep the model's default."""
+    """Return the chat fields that control reasoning. Fields that are not set keep the model's
+    default."""
     fields: Chat = {}
     if body.output_config is not None and body.output_config.effort is not None:
         fields["reasoning_effort"] = body.output_config.effort
@@ -132,12 +133,12 @@ def _tool_choice(body: MessagesRequest | CountTokensRequest, tools: _Tools) -> C
 
 
 class _Tools:
-    """The functions among a request's tools."""
+    """The functions among a request's tools, and the canonical order of their arguments."""
 
     def __init__(self, tools: Sequence[AnthropicTool], warn: Warn) -> None:
         self.functions: list[Chat] = []
         self.argument_orders: dict[str, ArgumentOrder] = {}
-        """Order of the arguments of each function, by function name."""
+        """Order of each function's arguments, by function name."""
         for number, tool in enumerate(tools):
             if tool.type not in (None, "custom"):
                 warn(f"tools: {tool.type[:60]}", ONLY_FUNCTIONS)
@@ -154,14 +155,14 @@ class _Tools:
 
 
 class _Reader:
-    """Translator of messages and their blocks."""
+    """Converts messages and their content blocks to chat messages."""
 
     def __init__(self, tools: _Tools, options: Options, warn: Warn) -> None:
         self._tools, self._options, self._warn = tools, options, warn
 
     def system(self, content: str | list[Block] | None) -> list[str]:
-        """Return the system text without volatile lines, as a list that is empty if there is no
-        text."""
+        """Return the system prompt without volatile lines, as a list of one text. The list is empty
+        if there is no text."""
         blocks = [Block("text", text=content)] if isinstance(content, str) else content or []
         texts = []
         for number, block in enumerate(blocks):
@@ -186,8 +187,7 @@ class _Reader:
         return text
 
     def message(self, message: AnthropicMessage, path: str) -> Iterator[Chat]:
-        """Yield the chat messages into which one message is translated; each tool result becomes a
-        message of its own."""
+        """Convert a message to chat messages. Each tool result becomes a separate chat message."""
         content = message.content
         blocks = [Block("text", text=content)] if isinstance(content, str) else content
         if message.role == "system":
@@ -219,7 +219,7 @@ class _Reader:
             yield _message("user", content_of([*parts, *pictures]))
 
     def _result(self, block: Block, path: str) -> list[Chat]:
-        """Return the nested content of a block as parts of a chat message."""
+        """Convert the content nested in a block to content parts of a chat message."""
         content = block.content
         if not isinstance(content, list):
             return [text_part(content)] if isinstance(content, str) else []
@@ -230,7 +230,7 @@ class _Reader:
         return parts
 
     def _parts(self, block: Block, path: str) -> list[Chat]:
-        """Return a block as parts of a chat message."""
+        """Convert a block to content parts of a chat message."""
         match block.type:
             case "text":
                 return [text_part(require(block.text, "text", path))]
@@ -304,7 +304,7 @@ class _Reader:
 
 
 def _inner_block(raw: Any, path: str) -> Block:
-    """Convert a block nested in another block from plain JSON values; unknown members are
+    """Convert a block nested in another block from plain JSON values. Unknown members are
     ignored."""
     if not isinstance(raw, dict):
         raise invalid(f"{path} must be a content block, that is, a JSON object with a type", path)
@@ -323,7 +323,7 @@ def _source(block: Block, path: str) -> Source:
 
 
 def _image_url(block: Block, path: str) -> str:
-    """Return the URL of an image; a data: URL contains the image itself."""
+    """Return the URL of an image. If the block contains the image itself, return a `data:` URL."""
     source = _source(block, path)
     if source.type == "url" and source.url is not None:
         return source.url

@@ -1,1 +1,1 @@
-"""Routes for embeddings and scores, in the formats of OpenAI, Jina, Cohere and vLLM."""
+"""Routes for embeddings, reranking and scores, in the formats of OpenAI, Jina, Cohere and vLLM."""

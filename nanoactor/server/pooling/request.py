@@ -1,4 +1,4 @@
-"""Bodies of requests for embeddings and scores."""
+"""Request bodies of the routes for embeddings, reranking and scores."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from nanoactor.requests.pooling_params import PoolingParams
 from nanoactor.server.errors import invalid
 
 MAX_INPUTS = 2048
-"""Maximum number of texts in a request, as in OpenAI's API."""
+"""Maximum number of texts per request, as in OpenAI's API."""
 _TOKENS = Meta(description="Keep this many tokens at the end of a text; -1 keeps as many as fit")
 
 
 class _Pooled(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields that all pooling requests share."""
+    """Fields that requests for embeddings, reranking and scores share."""
 
     model: Annotated[str, Meta(description="Default: the served model")] | None = None
     priority: Annotated[int, Meta(description="Lower values run first")] | None = None
@@ -48,7 +48,7 @@ class EmbeddingRequest(_Pooled, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def params(self) -> PoolingParams:
-        """Return the engine's pooling parameters. Raises `InvalidRequest` if one is invalid."""
+        """Pooling parameters for the engine. Raises `InvalidRequest` if one is invalid."""
         return PoolingParams(
             dimensions=self.dimensions,
             normalize=self.normalize,
@@ -59,8 +59,8 @@ class EmbeddingRequest(_Pooled, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def texts(self) -> list[Prompt]:
-        """Return the inputs as prompts: texts, or lists of token ids. Raises `APIError` if the
-        input is invalid."""
+        """The inputs as prompts: texts, or lists of token ids. Raises `APIError` if the input is
+        invalid."""
         inputs = self.input
         if isinstance(inputs, str):
             return [inputs]
@@ -88,13 +88,13 @@ def _check_count(name: str, items: Sequence[Any]) -> None:
 
 
 class Document(Struct, forbid_unknown_fields=True):
-    """A document given as an object instead of a string."""
+    """A document in the form of an object with a text."""
 
     text: str
 
 
 class RerankRequest(_Pooled, kw_only=True, forbid_unknown_fields=True):
-    """Body of `POST /rerank`, as Jina and Cohere define it."""
+    """Body of `POST /rerank`, as in the APIs of Jina and Cohere."""
 
     ROUTE: ClassVar[str] = "rerank"
     query: str
@@ -107,7 +107,7 @@ class RerankRequest(_Pooled, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def texts(self) -> list[str]:
-        """Return the texts of the documents. Raises `APIError` if there are none, or too many."""
+        """Texts of the documents. Raises `APIError` if there are none, or too many."""
         _check_count("documents", self.documents)
         return [
             document if isinstance(document, str) else document.text for document in self.documents
@@ -115,7 +115,7 @@ class RerankRequest(_Pooled, kw_only=True, forbid_unknown_fields=True):
 
 
 class ScoreRequest(_Pooled, kw_only=True, forbid_unknown_fields=True):
-    """Body of `POST /score`, as vLLM defines it."""
+    """Body of `POST /score`, as in vLLM."""
 
     ROUTE: ClassVar[str] = "score"
     text_1: str | list[str] | None = None
@@ -128,8 +128,8 @@ class ScoreRequest(_Pooled, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
-        """Return the pairs of texts: each second text with its own first text, or all with the only
-        first text. Raises `APIError` if the texts cannot be paired."""
+        """Pairs of texts to score. Each second text is paired with its own first text, or all with
+        a single first text. Raises `APIError` if the numbers of texts do not match."""
         first, second = _texts_of(self, "text_1", "queries"), _texts_of(self, "text_2", "documents")
         if len(first) == 1:
             first = first * len(second)

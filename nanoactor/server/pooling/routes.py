@@ -26,14 +26,14 @@ from nanoactor.server.shares import Shares
 
 T = TypeVar("T", EmbeddingRequestOutput, ScoringRequestOutput)
 _MAX_CONCURRENT = 256
-"""Maximum number of texts of one request in progress at a time."""
+"""Maximum number of texts of one request that the engine processes at the same time."""
 _VECTORS_PER_YIELD = 32
-"""Number of vectors encoded without a pause; a thousand would block the event loop for a tenth of a
-second."""
+"""Number of vectors encoded before other tasks get a turn. A thousand at once would block the event
+loop for a tenth of a second."""
 
 
 class PoolingRoutes:
-    """Handlers of the three pooling routes."""
+    """Handlers of the routes for embeddings, reranking and scores."""
 
     def __init__(
         self,
@@ -44,14 +44,14 @@ class PoolingRoutes:
         *,
         max_answers: int,
     ) -> None:
-        """`name` is the model's name in responses; `max_answers` is the maximum number of answers
-        in progress per client."""
+        """Store the services. `name` is the model's name in responses, and `max_answers` is the
+        maximum number of texts in progress per client."""
         self._llm, self._http, self._metrics, self._name = llm, http, metrics, name
         self._max_answers = max_answers
         self._shares = Shares(max_answers)
 
     def routes(self) -> dict[str, Any]:
-        """Return the method and the handler of each path."""
+        """Return the HTTP method and the handler of each path."""
         rerank, score = ("POST", self.rerank), ("POST", self.score)
         return {
             "/v1/embeddings": ("POST", self.embeddings),
@@ -63,7 +63,7 @@ class PoolingRoutes:
         }
 
     async def embeddings(self, request: web.Request) -> web.StreamResponse:
-        """Handle `POST /v1/embeddings`: return a vector for each text."""
+        """Handle `POST /v1/embeddings`: return the embedding vector of each text."""
         body = await self._http.read(request, EmbeddingRequest)
         outputs = await self._embed(request, body.texts, body.params, body.priority or 0)
         tokens = sum(len(output.prompt_token_ids) for output in outputs)
@@ -76,7 +76,7 @@ class PoolingRoutes:
         )
 
     async def rerank(self, request: web.Request) -> web.StreamResponse:
-        """Handle `POST /rerank`: return the documents, best match first."""
+        """Handle `POST /rerank`: return documents and their scores, best match first."""
         body = await self._http.read(request, RerankRequest)
         texts = body.texts
         scores, tokens = await self._score(request, body, [(body.query, text) for text in texts])
@@ -99,7 +99,7 @@ class PoolingRoutes:
         )
 
     async def score(self, request: web.Request) -> web.StreamResponse:
-        """Handle `POST /score`: return a score for each pair."""
+        """Handle `POST /score`: return a score for each pair of texts."""
         body = await self._http.read(request, ScoreRequest)
         scores, tokens = await self._score(request, body, body.pairs)
         data = [
@@ -122,8 +122,8 @@ class PoolingRoutes:
     async def _run(
         self, request: web.Request, calls: Sequence[Callable[[], Awaitable[T]]]
     ) -> list[T]:
-        """Run the engine calls of one request, a limited number at a time; they count toward the
-        client's share."""
+        """Run the engine calls of one request, a limited number at a time. They count toward the
+        client's limit."""
         concurrency = min(len(calls), _MAX_CONCURRENT, self._max_answers)
         with self._shares.hold(self._http.client_of(request), concurrency):
             results = await run_all(calls, concurrency)
@@ -145,7 +145,7 @@ class PoolingRoutes:
         body: RerankRequest | ScoreRequest,
         pairs: Sequence[tuple[str, str]],
     ) -> tuple[list[float], int]:
-        """Return the scores of the pairs, and the total number of prompt tokens."""
+        """Score pairs of texts. Return the scores, and the total number of prompt tokens."""
         pooling, priority = self._llm.files.pooling, body.priority or 0
         params = PoolingParams(truncate_prompt_tokens=body.truncate_prompt_tokens)
         if pooling is None or pooling.returns_scores:
@@ -163,8 +163,7 @@ class PoolingRoutes:
                 "instruction is supported only for rerankers, but this model computes vectors",
                 "instruction",
             )
-        # Usually, one query is the first text of all pairs; each distinct text is embedded only
-        # once.
+        # Usually, all pairs have the same first text. Embed each distinct text only once.
         pair_params = pooling.params_of_pair(params)
         inputs = {item for pair in pairs for item in zip(pair_params, pair, strict=True)}
         embed = functools.partial(self._llm.embed, priority=priority)
@@ -181,7 +180,8 @@ class PoolingRoutes:
 
 
 def _vectors(outputs: Sequence[EmbeddingRequestOutput], as_base64: bool) -> Iterator[bytes]:
-    """Yield each item of the response's `data` as JSON; `as_base64` encodes vectors as base64."""
+    """Yield the items of the response's `data`, encoded as JSON. `as_base64` encodes vectors as
+    base64 of little-endian float32."""
     for index, output in enumerate(outputs):
         vector = output.outputs.embedding.astype("<f4", copy=False)
         value = base64.b64encode(vector.tobytes()).decode() if as_base64 else vector.tolist()
@@ -191,8 +191,8 @@ def _vectors(outputs: Sequence[EmbeddingRequestOutput], as_base64: bool) -> Iter
 async def _join_json(
     head: dict[str, Any], name: str, members: Iterator[bytes], tail: dict[str, Any]
 ) -> bytes:
-    """Return one JSON object of `head`, the list of `members` under `name`, and `tail`; other tasks
-    may run while it is built."""
+    """Encode a JSON object with the members of `head`, a list of already encoded `members` under
+    `name`, and the members of `tail`. Other tasks can run meanwhile."""
     parts = []
     for number, member in enumerate(members):
         parts.append(member)

@@ -1,1 +1,2 @@
-"""OpenAI's Responses API: requests are translated to chats, and answers back."""
+"""OpenAI's Responses API. Requests are converted to chat requests, and chat answers to
+responses."""

@@ -1,5 +1,4 @@
-"""Answers in the formats of the Responses API: a chat's deltas as events, or as a single
-response."""
+"""Answers in the format of the Responses API: as a stream of events, or as a single response."""
 
 from __future__ import annotations
 
@@ -26,12 +25,12 @@ _KINDS = {
     "thoughts": ("reasoning", "rs"),
     "call": ("function_call", "fc"),
 }
-"""Type of the output item and prefix of the item's id, by kind of block."""
+"""Type of the output item, and prefix of the item's id, by kind of block."""
 _INCLUDE_SEALED = "reasoning.encrypted_content"
 
 
 class ResponsesWriter(BlockWriter):
-    """Writer of one answer; its blocks are the output items of a response."""
+    """Writes one answer in the format of the Responses API. Each block is an output item."""
 
     def __init__(self, answer: Answer, body: ResponsesRequest, tools: Tools) -> None:
         super().__init__(answer)
@@ -40,33 +39,33 @@ class ResponsesWriter(BlockWriter):
         self._numbers = itertools.count()
         self._scores = TokenScores()
         self._text_logprobs: list[Entry] = []
-        """Log-probabilities of the last item's tokens, if that item is text."""
+        """Log-probabilities of the tokens in the latest item, if that is text."""
         self._head = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
             "created_at": int(time.time()),
             "model": answer.body.model,
-            # Encoded once, as the values may be large and nested as deeply as the encoder allows.
+            # Encoded once: the values may be large, and as deeply nested as the encoder allows.
             **{
                 name: Raw(msgspec.json.encode(value)) for name, value in echoed_fields(body).items()
             },
         }
 
     def begin(self, deltas: list[Delta]) -> bytes:
-        """Return the events before the first token."""
+        """Return the events before the first token, each with the response so far."""
         kinds = ("response.created", "response.in_progress")
         response = self._response("in_progress")
         return self.encode_events([{"type": kind, "response": response} for kind in kinds])
 
     def end(self) -> bytes:
-        """Return the final events of an answer that is complete, or cut off at its maximum
+        """Return the last events of a complete answer, or of one that reached its maximum
         length."""
         events, status = self.close(), self._status
         last = {"type": f"response.{status}", "response": self._response(status)}
         return self.encode_events([*events, last])
 
     def error(self, problem: APIError) -> bytes:
-        """Return the event that reports a failed response."""
+        """Return the event that reports that the response failed."""
         code = "rate_limit_exceeded" if problem.status == 429 else "server_error"
         failed = self._response("failed")
         failed["error"] = {"code": code, "message": problem.message}
@@ -108,12 +107,12 @@ class ResponsesWriter(BlockWriter):
     # -- items ----------------------------------------------------------------------------
 
     def encode_events(self, events: list[Event]) -> bytes:
-        """Encode events as server-sent events, each with a sequence number."""
+        """Encode events as server-sent events, in bytes, each with a sequence number."""
         numbered = ({**event, "sequence_number": next(self._numbers)} for event in events)
         return b"".join(map(encode, numbered))
 
     def new_block(self, kind: str, call: dict[str, Any]) -> dict[str, Any]:
-        """Return an empty output item."""
+        """Create an empty output item of this kind."""
         item_type, prefix = _KINDS[kind]
         item_id = f"{prefix}_{uuid.uuid4().hex}"
         item: dict[str, Any] = {"id": item_id, "type": item_type, "status": "in_progress"}
@@ -126,12 +125,12 @@ class ResponsesWriter(BlockWriter):
         return call_item | ({"namespace": namespace} if namespace is not None else {})
 
     def add_logprobs(self, entries: list[Entry]) -> None:
-        """Record the log-probabilities of tokens; must be called before the pieces of their text
-        are added."""
+        """Store log-probabilities of tokens. Call this before the text of these tokens is added."""
         self._scores.push(entries)
 
     def open_events(self, kind: str) -> list[Event]:
-        """Return the events that start the last item and, unless it is a call, its only part."""
+        """Return the events that start the latest item and, unless it is a call, its only content
+        part."""
         self._text_logprobs = []
         index = len(self.blocks) - 1
         item = dict(self.blocks[-1])
@@ -141,7 +140,7 @@ class ResponsesWriter(BlockWriter):
         return [added, self._event("content_part.added", content_index=0, part=_part(kind, ""))]
 
     def delta_events(self, kind: str, text: str) -> list[Event]:
-        """Return the event for another piece of the last item."""
+        """Return the event that appends `text` to the latest item."""
         scores = self._scores.pop(text)
         if kind == "call":
             return [self._event("function_call_arguments.delta", delta=text)]
@@ -150,7 +149,8 @@ class ResponsesWriter(BlockWriter):
         return [self._text_event(kind, "delta", scores, delta=text)]
 
     def close_events(self, kind: str, text: str) -> list[Event]:
-        """Complete the last item; return the final events of the item and its part."""
+        """Store the complete text in the latest item, and return the events that end the item and
+        its content part."""
         item = self.blocks[-1]
         is_cut = self.reason == "length" or (kind == "call" and parse_arguments(text) is None)
         item["status"] = "incomplete" if is_cut else "completed"
@@ -178,7 +178,7 @@ class ResponsesWriter(BlockWriter):
         return self._event(f"reasoning_text.{suffix}", content_index=0, **members)
 
     def _event(self, kind: str, **members: Any) -> Event:
-        """Return an event about the last item."""
+        """Return an event of this type for the latest item."""
         location = {"output_index": len(self.blocks) - 1, "item_id": self.blocks[-1]["id"]}
         return {"type": f"response.{kind}", **location, **members}
 
@@ -190,7 +190,7 @@ def _part(kind: str, text: str, scores: Sequence[Entry] = ()) -> dict[str, Any]:
 
 
 def echoed_fields(body: ResponsesRequest) -> dict[str, Any]:
-    """Return the members of a response that echo its request."""
+    """Return the members of a response that repeat the request's fields."""
     text: dict[str, Any] = msgspec.to_builtins(body.text) if body.text is not None else {}
     text = {name: value for name, value in text.items() if value is not None}
     reasoning = body.reasoning

@@ -1,4 +1,4 @@
-"""Bodies of `/v1/responses`, as OpenAI's Responses API defines them."""
+"""Request bodies of `/v1/responses`, as in OpenAI's Responses API."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _ECHOED = Meta(description="Returned in the response; has no other effect")
 
 
 class Part(Struct, forbid_unknown_fields=True):
-    """A part of an item's content, output or summary; `type` determines which members are used."""
+    """A part of an item's content, output or summary. `type` determines which of the other members
+    are used."""
 
     type: Annotated[str, Meta(examples=["input_text", "output_text", "input_image", "refusal"])]
     text: str | None = None
@@ -32,7 +33,7 @@ class Part(Struct, forbid_unknown_fields=True):
 
 
 class Item(Struct, forbid_unknown_fields=True):
-    """An item of the input, of any type; `type` determines which members are used."""
+    """An input item of any type. `type` determines which of the other members are used."""
 
     type: Annotated[str, Meta(examples=["message", "function_call", "function_call_output"])] = (
         "message"
@@ -55,7 +56,7 @@ class Item(Struct, forbid_unknown_fields=True):
 
 
 class InnerTool(Struct):
-    """A tool of a `namespace`: a function, or a tool that is left out with a warning."""
+    """A tool in a `namespace`: a function. A tool of another type is ignored with a warning."""
 
     type: Annotated[str, Meta(examples=["function"])]
     name: str | None = None
@@ -65,15 +66,15 @@ class InnerTool(Struct):
 
 
 class ResponsesTool(InnerTool):
-    """A tool: a `function`, or a `namespace` of functions. Tools that OpenAI itself runs are left
-    out with a warning."""
+    """A tool: a `function`, or a `namespace` of functions. Tools that OpenAI itself runs are
+    ignored with a warning."""
 
     type: Annotated[str, Meta(examples=["function", "namespace"])]
     tools: list[InnerTool] | None = None
 
 
 class TextFormat(Struct, forbid_unknown_fields=True):
-    """The format of the answer."""
+    """The format that the answer's text must have."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: Annotated[str, _IGNORED] | None = None
@@ -85,7 +86,7 @@ class TextFormat(Struct, forbid_unknown_fields=True):
 
 
 class TextOptions(Struct, forbid_unknown_fields=True):
-    """Options of the answer's text."""
+    """Options for the text of the answer."""
 
     format: TextFormat | None = None
     verbosity: (
@@ -95,7 +96,7 @@ class TextOptions(Struct, forbid_unknown_fields=True):
 
 
 class Reasoning(Struct, forbid_unknown_fields=True):
-    """Reasoning options of a request."""
+    """Options for the model's reasoning."""
 
     effort: (
         Annotated[str, Meta(description="Passed to the chat template if the template reads it")]
@@ -107,8 +108,7 @@ class Reasoning(Struct, forbid_unknown_fields=True):
 
 
 class ResponsesRequest(Extended, kw_only=True, forbid_unknown_fields=True):
-    """Body of `POST /v1/responses` and of `/v1/responses/input_tokens`, which counts the tokens of
-    the prompt."""
+    """Body of `POST /v1/responses` and of `POST /v1/responses/input_tokens`."""
 
     ROUTE: ClassVar[str] = "responses"
     model: Annotated[str, Meta(description="Default: the served model")] | None = None

@@ -1,4 +1,4 @@
-"""The routes of the Responses API."""
+"""HTTP routes of the Responses API."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from nanoactor.server.translating import Options
 
 
 class ResponsesRoutes:
-    """Handlers of `/v1/responses` and of the routes for stored responses. No response is stored, so
-    the latter always fail."""
+    """Handlers of `/v1/responses`, and of the routes for stored responses. No responses are stored,
+    so the latter always return an error."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class ResponsesRoutes:
         self._options = options
 
     async def create(self, request: web.Request) -> web.StreamResponse:
-        """Handle `POST /v1/responses`: answer a conversation, streamed if requested."""
+        """Handle `POST /v1/responses`: answer a conversation, as a stream if requested."""
         body, tools, chat = await self._read(request)
         if body.store:
             treatment = (
@@ -48,15 +48,14 @@ class ResponsesRoutes:
         return await self._completions.answer_chat(request, chat, writer)
 
     async def input_tokens(self, request: web.Request) -> web.StreamResponse:
-        """Handle `POST /v1/responses/input_tokens`: count the tokens of the prompt that the input
-        would become."""
+        """Handle `POST /v1/responses/input_tokens`: render the input to a prompt and count its
+        tokens."""
         _, _, chat = await self._read(request)
         ids = await self._text_routes.chat_tokens(chat)
         return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
 
     async def _read(self, request: web.Request) -> tuple[ResponsesRequest, Tools, ChatRequest]:
-        """Read a request's body; return the body, its tools, and its translation to a chat
-        request."""
+        """Read a request. Return its body, its tools, and the equivalent chat request."""
         context_of(request).field_names = FIELD_NAMES
         body = await self._http.read(request, ResponsesRequest)
         decoder = self._http.decoder
@@ -65,7 +64,8 @@ class ResponsesRoutes:
         return body, tools, decoder.chat(translated)
 
     async def stored(self, request: web.Request) -> web.StreamResponse:
-        """Refuse `GET /v1/responses/{id}` and all other requests for a stored response."""
+        """Handle requests for a stored response by raising `APIError` (404), because none is
+        stored."""
         raise APIError(
             404,
             "responses are not stored; send the whole conversation as input each time",
@@ -73,7 +73,8 @@ class ResponsesRoutes:
         )
 
     async def compact(self, request: web.Request) -> web.StreamResponse:
-        """Refuse `POST /v1/responses/compact`, whose result only OpenAI's own models can read."""
+        """Handle `POST /v1/responses/compact` by raising `APIError` (404): only OpenAI's own models
+        can read the result of that route."""
         raise APIError(
             404,
             "this server does not compact conversations; send the whole conversation, "

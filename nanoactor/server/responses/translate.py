@@ -1,4 +1,4 @@
-"""Translation of Responses API requests to chats."""
+"""Conversion of Responses API requests to chat requests."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ HOSTED_TOOLS = (
     "mcp",
     "tool_search",
 )
-"""Types of tools that OpenAI itself runs or has trained its own models for; some types end with a
-date."""
+"""Types of tools that OpenAI itself runs, or for which it has trained its own models. Actual types
+may have a date as a suffix."""
 FIELD_NAMES = {
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
@@ -56,23 +56,23 @@ FIELD_NAMES = {
     "max_tokens": "max_output_tokens",
     "messages": "input",
 }
-"""Maps a chat's field names to those of this API, for error messages."""
+"""Field names of a chat request, mapped to those of this API, for error messages."""
 _HOSTED_ITEM_SUFFIXES = (
     *("_call", "_call_output", "_search_output", "_list_tools"),
     *("_approval_request", "_approval_response"),
 )
 _IGNORED_ITEM_TYPES = ("compaction", "additional_tools")
-"""Types of items that other servers generate for their own use."""
+"""Types of input items that other servers generate for their own use."""
 
 
 class Tools:
-    """The functions among a request's tools, under the names that the model reads."""
+    """The functions among a request's tools, under the names that the model sees: a function of a
+    namespace gets the namespace as a prefix if its name is not unique."""
 
     def __init__(self, tools: Sequence[ResponsesTool], warn: Warn) -> None:
         self.functions: list[Chat] = []
         self.origin_by_name: dict[str, tuple[str | None, str]] = {}
-        """Namespace of each function and its name in that namespace, by the name that the model
-        reads."""
+        """Namespace and original name of each function, by the name that the model sees."""
         self._names: dict[tuple[str | None, str], str] = {}
         functions = list(_flatten(tools, warn))
         counts = Counter(tool.name for _, tool, _ in functions)
@@ -90,14 +90,14 @@ class Tools:
             self.functions.append(function_tool(name, tool.description, schema, tool.strict))
 
     def shown_name(self, namespace: str | None, name: str) -> str:
-        """Return the name under which the model reads a function."""
+        """Return the name under which the model sees a function."""
         return self._names.get((namespace, name), name)
 
 
 def _flatten(
     tools: Sequence[ResponsesTool], warn: Warn
 ) -> Iterator[tuple[str | None, InnerTool, str]]:
-    """Yield each function with its namespace and its path in the request."""
+    """Yield each function, with its namespace (or None) and its path in the request."""
     for number, tool in enumerate(tools):
         path = f"tools[{number}]"
         if tool.type == "function":
@@ -126,8 +126,8 @@ def _is_hosted(kind: str) -> bool:
 
 
 def to_chat(body: ResponsesRequest, tools: Tools, options: Options, warn: Warn) -> Chat:
-    """Return the body of an equivalent chat request. Raises `APIError`, naming the invalid
-    field."""
+    """Convert a request to the body of an equivalent chat request. Raises `APIError`, naming the
+    invalid field."""
     messages: list[Chat] = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})
@@ -168,8 +168,8 @@ def _response_format(body: ResponsesRequest) -> Chat:
 
 
 def _tool_choice(choice: str | dict[str, Any] | None, tools: Tools) -> Chat:
-    """Return the tool choice of the chat; raise `APIError` if it is invalid or demands a hosted
-    tool."""
+    """Convert the tool choice to that of a chat request. Raises `APIError` if it is invalid, or if
+    it demands a tool that OpenAI runs."""
     if choice is None or (choice == "auto" and not tools.functions):
         return {}
     if isinstance(choice, str):
@@ -217,28 +217,28 @@ def _named_function(choice: Any, tools: Tools, path: str) -> Chat:
 
 
 class _Reader:
-    """Translator of input items. The items of one assistant turn become one chat message:
-    reasoning, then text, then calls."""
+    """Converts input items to chat messages. Consecutive items of the assistant become one message,
+    with reasoning, text and calls."""
 
     def __init__(self, tools: Tools, options: Options, warn: Warn) -> None:
         self._tools, self._options, self._warn = tools, options, warn
         self._texts: dict[str, list[str]] = {}
-        """Texts of the assistant message that is being assembled, by member."""
+        """Texts of the assistant message that is being assembled, by member name."""
         self._calls: list[Chat] = []
-        """Calls of the assistant message that is being assembled."""
+        """Tool calls of the assistant message that is being assembled."""
         self._pictures: list[Chat] = []
-        """Images in tool results that the chat template cannot show there."""
+        """Images in tool results that the chat template cannot render inside a result."""
 
     def messages(self, items: Sequence[Item]) -> list[Chat]:
-        """Return the chat messages into which the input items are translated."""
+        """Convert input items to chat messages."""
         messages: list[Chat] = []
         for number, item in enumerate(items):
             messages += self._item(item, f"input[{number}]")
         return [*messages, *self._flush()]
 
     def _flush(self) -> Iterator[Chat]:
-        """Yield the assembled assistant message, and then a message with the images of tool
-        results."""
+        """Yield the assembled assistant message, if any, and then a user message with the images of
+        tool results, if any."""
         yield from self._flush_answer()
         if self._pictures:
             yield {"role": "user", "content": self._pictures}
@@ -267,8 +267,8 @@ class _Reader:
                 self._warn_left_out(item, path)
 
     def _warn_left_out(self, item: Item, path: str) -> None:
-        """Warn that an item is left out of the prompt; raise `APIError` if that would be
-        misleading."""
+        """Warn that an item is omitted from the prompt. Raises `APIError` if the item must not be
+        omitted."""
         kind, at = item.type[:100], f"{path}.type"
         if kind == "item_reference":
             raise invalid(
@@ -294,8 +294,8 @@ class _Reader:
         }
 
     def _add(self, member: str, text: str) -> Iterator[Chat]:
-        """Add text to the assistant message: until a message of another role follows, all items
-        belong to one answer."""
+        """Add text to a member of the assistant message. All items up to the next message of
+        another role belong to it."""
         if self._pictures:
             yield from self._flush()
         if text or member == "content":
@@ -324,8 +324,8 @@ class _Reader:
         self._pictures += pictures
 
     def _thoughts(self, item: Item) -> str:
-        """Return the reasoning of an item: its text if there is any, or else its unsealed text, or
-        else its summary."""
+        """Return the reasoning of an item: its text, or else the text that `seal` has encoded in
+        it, or else its summary."""
         content = item.content if isinstance(item.content, list) else []
         text = "\n".join(part.text for part in content if part.text)
         sealed = unseal(item.encrypted_content or "")
@@ -364,16 +364,16 @@ class _Reader:
 
 
 def _require_text(value: Any, name: str, path: str) -> str:
-    """Return a member that must be a string in this type of item but may be something else in
-    others."""
+    """Return a member that must be a string in this type of item, although its declared type is
+    wider. Raises `APIError` for any other value."""
     if not isinstance(require(value, name, path), str):
         raise invalid(f"{path}.{name} must be a string", f"{path}.{name}")
     return str(value)
 
 
 def _call_output(item: Item, path: str) -> str | list[Part]:
-    """Return the output of a function call: text, or parts; unknown members of parts are
-    ignored."""
+    """Return the output of a function call, which is a text or a list of parts. Unknown members of
+    parts are ignored."""
     output = require(item.output, "output", path)
     if isinstance(output, str):
         return output

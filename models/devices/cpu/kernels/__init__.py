@@ -1,1 +1,1 @@
-"""The CPU's own kernels, compiled by Numba for the processor that they run on."""
+"""The CPU backend's own kernels, which Numba compiles for the processor on which they run."""

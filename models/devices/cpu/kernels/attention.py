@@ -1,4 +1,4 @@
-"""Decode attention over the paged cache, without copying blocks."""
+"""Attention of decode rows over the paged cache. Cache blocks are read in place, not copied."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ from nanoactor.models.devices.cpu.kernels.elements import (
 _CACHE_LINE = 64
 """Size of a cache line in bytes."""
 _MAX_PREFETCHED_BYTES = 16 << 10
-"""Size in bytes up to which the hardware prefetcher fetches too little of a block."""
+"""Size in bytes of a block's keys or values up to which the hardware prefetcher fetches too little
+of the next block."""
 
 
 @inlined_reordered
 def _prefetch_position(address, row_bytes, block_bytes):
-    """Prefetch one position's keys or values, of all heads, from the block that is read next."""
+    """Prefetch the keys or values of all heads at one position of the block that is read next."""
     if block_bytes <= _MAX_PREFETCHED_BYTES:
         for line in range(0, row_bytes, _CACHE_LINE):
             prefetch(address + line)
@@ -37,7 +38,8 @@ def _prefetch_position(address, row_bytes, block_bytes):
 
 @inlined_reordered
 def _compute_scores(query, scores, block, group, start, count, next_block, kv_span):
-    """Multiply queries (heads, size) by the keys of one block, for a span of KV heads."""
+    """Compute the scores of queries (heads, size) with the keys of one block, for a span of KV
+    heads."""
     row_bytes = block.shape[1] * block.shape[2] * block.itemsize
     for position in range(count):
         _prefetch_position(next_block + position * row_bytes, row_bytes, row_bytes * block.shape[0])
@@ -51,8 +53,11 @@ def _compute_scores(query, scores, block, group, start, count, next_block, kv_sp
 
 @inlined_reordered
 def _add_weighted_values(sums, scores, block, group, start, count, next_block, kv_span):
-    """Add the values of one block, weighted by their scores, to `sums` (heads, size). Positions are
-    added four at a time, so that each sum is loaded and stored only once per four positions."""
+    """Add the values of one block, weighted by their scores, to `sums` (heads, size).
+
+    Positions are added four at a time, so that each sum is loaded and stored only once per four
+    positions.
+    """
     row_bytes = block.shape[1] * block.shape[2] * block.itemsize
     for position in range(count):
         _prefetch_position(next_block + position * row_bytes, row_bytes, row_bytes * block.shape[0])
@@ -80,7 +85,8 @@ def _add_weighted_values(sums, scores, block, group, start, count, next_block, k
 
 @inlined_reordered
 def _softmax(scores, head, count):
-    """Replace scores by e^(score - highest), and return the divisor of their weighted sum."""
+    """Replace a head's scores by e^(score - highest score), and return their sum, by which the
+    weighted values must be divided."""
     highest = scores[head, 0]
     for i in range(count):
         highest = max(highest, scores[head, i])
@@ -93,7 +99,7 @@ def _softmax(scores, head, count):
 
 @inlined
 def _attend(inputs, outputs, keys, values, blocks, context, row, kv_span, shape, scale, like):
-    """Compute the attention of a row's queries for a span of KV heads."""
+    """Compute the attention output of one row for a span of KV heads."""
     block_size, kv_heads, size = shape
     group = inputs.shape[1] // kv_heads
     heads = range(kv_span[0] * group, kv_span[1] * group)
@@ -133,11 +139,11 @@ def _decode_attention(
     queries, keys, values, tables, slots, contexts, output, rows, heads, kv_heads, size, width,
     block_size, parts, scale, like
 ):  # fmt: skip
-    """Compute the attention of one token per row, (rows, heads, size), over the row's context.
+    """Compute the attention output of one query token per row, (rows, heads, size).
 
-    `tables`, int32 (slots, width), holds the block table of each slot. Keys and values are (blocks,
-    block_size, kv_heads, size); slots and contexts are int32 (rows,). A thread processes one of
-    `parts` ranges of a row's KV heads at a time, so that it reads contiguous memory.
+    `tables`, int32 (slots, width), is the block table of each slot. Keys and values are (blocks,
+    block_size, kv_heads, size). `slots` and `contexts` are int32 (rows,). Each task processes one
+    of `parts` ranges of a row's KV heads, so a thread reads contiguous memory.
     """
     inputs = view(queries, (rows, heads, size), like)
     outputs = view(output, (rows, heads, size), like)
@@ -154,7 +160,7 @@ def _decode_attention(
 def decode_attention(
     queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float, threads: int
 ) -> torch.Tensor:
-    """Return the attention of decode rows (rows, heads, head_dim) over their contexts."""
+    """Return the attention output of decode rows, (rows, heads, head_dim), over their contexts."""
     queries = queries.contiguous()
     rows, heads, size = queries.shape
     _, block_size, kv_heads, _ = cache.keys.shape

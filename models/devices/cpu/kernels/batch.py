@@ -1,4 +1,4 @@
-"""Positions of a step's tokens, computed from tables that are indexed by slot."""
+"""Kernels that compute the inputs of a step's rows from tables that are indexed by slot."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ def _advance(
     row_ids, token_ids, positions, slot_mapping, contexts, id_cache, count, slots, width,
     block_size, num_freeze_ids, cache_size, like
 ):  # fmt: skip
-    """Fill in the step's buffers for each of `count` rows, and store each row's token at its cache
-    position in `id_cache`. The last slot is a dummy of length 0. A null address for `deltas` means
-    that there are none."""
+    """Compute the inputs of `count` decode rows, and store each row's token at its cache position
+    in `id_cache`.
+
+    The last slot is a dummy of length 0. If the address `deltas` is null, rotary positions equal
+    positions in the sequence.
+    """
     frozen = view(frozen_slots, (slots,), INT32)
     freezing_ids = view(freeze_ids, (num_freeze_ids, slots), INT32)
     blocks, slot_lengths = view(tables, (slots, width), INT32), view(lengths, (slots,), INT32)
@@ -75,7 +78,7 @@ def _fill_slot_mapping(
 
 
 def advance(tables: SlotTables, rows: DecodeRows, buffers: RowBuffers, ids: torch.Tensor) -> None:
-    """Implement `BatchOperators.advance`."""
+    """Compute the inputs of decode rows, as specified by `BatchOperators.advance`."""
     deltas = tables.rope_deltas
     _advance(
         tables.blocks.data_ptr(),
@@ -102,7 +105,7 @@ def advance(tables: SlotTables, rows: DecodeRows, buffers: RowBuffers, ids: torc
 def fill_slot_mapping(
     tables: SlotTables, slots: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
-    """Compute cache positions, int64 (tokens,), from slots and positions in the sequence, int32
-    (tokens,)."""
+    """Fill `slot_mapping`, int64 (tokens,), with cache positions, given the tokens' slots and their
+    positions in the sequence, int32 (tokens,) each."""
     addresses = (x.data_ptr() for x in (tables.blocks, slots, positions, slot_mapping))
     _fill_slot_mapping(*addresses, slots.numel(), *tables.blocks.shape, tables.block_size, FLOAT32)

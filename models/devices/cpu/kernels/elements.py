@@ -1,8 +1,8 @@
-"""Float32 and bfloat16 elements that kernels read and write at an address.
+"""Access to float32 and bfloat16 elements by address, and helpers for compiling kernels.
 
-Kernels are passed addresses, because a torch tensor returns its address in 0.1 us and Numba has no
-bfloat16. The type of the last argument, `like`, is the type of the elements: float32, or uint16 for
-the bits of bfloat16. Arithmetic is in float32.
+Kernels receive addresses, because a torch tensor returns its address in 0.1 us and Numba has no
+bfloat16. The type of a kernel's last argument, `like`, is that of the elements: float32, or uint16
+for the bits of bfloat16. Arithmetic is in float32.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from numba.extending import intrinsic
 log = logging.getLogger("nanoactor.models.cpu")
 
 FLOAT32 = np.float32(0)
-"""Value of `like` for float32."""
+"""Value of `like` for float32 elements."""
 BFLOAT16 = np.uint16(0)
-"""Value of `like` for bfloat16."""
+"""Value of `like` for bfloat16 elements."""
 _LIKE_BY_DTYPE: dict[torch.dtype, np.generic] = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 INT32 = np.int32(0)
 INT64 = np.int64(0)
 
 _MIN_PARALLEL_ELEMENTS = 1 << 18
-"""Minimum number of elements for which waking up a second thread is worthwhile."""
+"""Minimum number of elements for which it is worthwhile to wake other threads."""
 
 # One of Numba's threading layers terminates the process if two threads use it at once.
 _launch_lock = threading.Lock()
@@ -43,7 +43,7 @@ _FASTMATH_FLAGS = {"reassoc", "contract", "nsz", "arcp"}
 
 
 def has_supported_dtype(x: torch.Tensor) -> bool:
-    """Return True if kernels support elements of this tensor's dtype."""
+    """Return True if the kernels support the dtype of this tensor."""
     return x.dtype in _LIKE_BY_DTYPE
 
 
@@ -53,8 +53,8 @@ def like_of(x: torch.Tensor) -> np.generic:
 
 
 def launch(kernels: tuple[Any, Any], threads: int, elements: int, *arguments: Any) -> None:
-    """Run a kernel pair created by `serial_and_parallel`. Use `threads` threads if there are enough
-    elements, and one otherwise."""
+    """Run one of a pair of kernels created by `serial_and_parallel`: the parallel one if there is
+    more than one thread and there are enough elements."""
     if threads == 1 or elements < _MIN_PARALLEL_ELEMENTS:
         kernels[0](*arguments)
     else:
@@ -64,19 +64,20 @@ def launch(kernels: tuple[Any, Any], threads: int, elements: int, *arguments: An
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Kernel:
-    """A function that Numba compiles, for one thread or for several."""
+    """A function that Numba compiles, for one thread or for several, and its signature."""
 
     function: Any
     arguments: tuple[Any, ...]
-    """Numba types of all arguments except the last."""
+    """Numba types of all arguments except the last, `like`."""
     parallel: bool
     purpose: str
-    """One of `STEPS`, `LOGITS`, `EXPERTS`, `FP8` and `FP8_EXPERTS`."""
+    """Kind of work for which the kernel is needed: `STEPS`, `LOGITS`, `EXPERTS`, `FP8` or
+    `FP8_EXPERTS`."""
 
 
 STEPS, LOGITS, EXPERTS, FP8, FP8_EXPERTS = "steps", "logits", "experts", "FP8", "FP8 experts"
-"""Purposes of kernels: steps of all models; logits, which are float32 if a step has changed them;
-mixtures of experts; FP8 weights; mixtures of experts with FP8 weights."""
+"""Kinds of work that need kernels: steps of all models; logits, which are float32 if a step has
+changed them; mixtures of experts; FP8 weights; and mixtures of experts with FP8 weights."""
 _kernels: list[_Kernel] = []
 
 
@@ -84,7 +85,10 @@ def compile_kernels(
     dtype: torch.dtype, parallel: bool, purposes: Collection[str] = (STEPS, LOGITS)
 ) -> None:
     """Compile the kernels for this dtype, or load them from disk, so that no step waits for
-    compilation. Kernels that only some models call are compiled when such a model is loaded."""
+    compilation.
+
+    Only kernels for the listed `purposes` are compiled. Unsupported dtypes are ignored.
+    """
     if dtype not in _LIKE_BY_DTYPE:
         return
     like = numba.typeof(_LIKE_BY_DTYPE[dtype])
@@ -98,10 +102,12 @@ def compile_kernels(
 def kernel(
     scalars: str, parallel: bool = False, purpose: str = STEPS
 ) -> Callable[[Callable[..., None]], Any]:
-    """Return a decorator that compiles a function when it is first called, or in `compile_kernels`,
-    and caches it on disk. `scalars` gives the types of the function's arguments except `like`: `a`
-    for an address, `n` for an integer, `f` for a float. With `parallel`, its `prange` loops are
-    spread over threads."""
+    """Return a decorator that compiles a function with Numba when it is first called, or in
+    `compile_kernels`, and caches it on disk.
+
+    `scalars` has one letter for each argument except `like`: `a` for an address, `n` for an
+    integer, `f` for a float. If `parallel` is True, `prange` loops are divided among threads.
+    """
 
     def decorate(function: Callable[..., None]) -> Any:
         options = {"nogil": True, "fastmath": _FASTMATH_FLAGS, "error_model": "numpy"}
@@ -123,7 +129,7 @@ def kernel(
 def serial_and_parallel(
     scalars: str, purpose: str = STEPS
 ) -> Callable[[Callable[..., None]], tuple[Any, Any]]:
-    """Return a decorator that compiles a function both for one thread and for several."""
+    """Return a decorator that compiles a function twice: for one thread, and for several."""
 
     def decorate(function: Callable[..., None]) -> tuple[Any, Any]:
         # Numba looks up cached code by a function's name and line.
@@ -158,7 +164,7 @@ def _pointer(typing_context, address, like):
 
 @inlined
 def view(address, shape, like):
-    """Return the memory at an address as a contiguous array."""
+    """Return the memory at an address as a contiguous array with the element type of `like`."""
     return numba.carray(_pointer(address, like), shape)
 
 
@@ -184,7 +190,7 @@ def float_of(typing_context, bits):
 
 @intrinsic
 def widen(typing_context, value):
-    """Return an element as float32."""
+    """Return an element (float32, or the bits of a bfloat16) as float32."""
 
     def generate(context, builder, signature, arguments):
         if signature.args[0] == types.float32:
@@ -205,7 +211,7 @@ def _is_float(typing_context, like):
 
 @intrinsic
 def _as_element(typing_context, value, bits, like):
-    """Return `value` itself or the low 16 bits of `bits`, depending on the type of `like`."""
+    """Return `value` if `like` is a float32, else the low 16 bits of `bits`."""
 
     def generate(context, builder, signature, arguments):
         if signature.return_type == types.float32:
@@ -232,7 +238,7 @@ def prefetch(typing_context, address):
 
 @inlined
 def narrow(value, like):
-    """Round a float32 to an element: to nearest, ties to even; NaN stays NaN."""
+    """Return a float32 rounded to an element: to nearest, ties to even. NaN stays NaN."""
     bits = bits_of(value)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     if bits & np.uint32(0x7FFFFFFF) > np.uint32(0x7F800000):
@@ -254,12 +260,12 @@ _LN_2_LOW = np.float32(-2.12194440e-4)
 
 @inlined
 def exp(x):
-    """Return e^x in float32 to within 2 ulp, without a function call, so that loops over it
-    vectorize.
+    """Return e^x in float32 with an error of at most 2 ulp. There is no function call, so loops
+    over it vectorize.
 
-    x = n ln 2 + r. e^r is its Taylor series up to the 7th power, with |r| <= 0.35, and n is added
-    to the exponent bits (W. J. Cody and W. Waite, "Software manual for the elementary functions",
-    1980).
+    x = n ln 2 + r with |r| <= 0.35. e^r is computed as its Taylor series up to the 7th power, and n
+    is added to the exponent bits (W. J. Cody and W. Waite, "Software manual for the elementary
+    functions", 1980).
     """
     x = min(max(x, np.float32(-87.0)), np.float32(88.0))
     n = np.floor(x * _LOG2_E + np.float32(0.5))

@@ -1,4 +1,5 @@
-"""Norms, rotary embedding and SwiGLU, one row at a time: each row is read and written once."""
+"""Kernels for norms, rotary embedding, cache writes and SwiGLU. Each row is read and written
+once."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def _inverse_rms(squares, size, eps):
 
 @kernel("aaannf")
 def _rms_norm(x, weight, output, rows, size, eps, like):
-    """Compute x / sqrt(mean(x²) + eps) * weight for each row of (rows, size)."""
+    """Compute x / sqrt(mean(x²) + eps) * weight for each row of `x`, (rows, size)."""
     inputs, weights = view(x, (rows, size), like), view(weight, (size,), like)
     outputs = view(output, (rows, size), like)
     for row in range(rows):
@@ -60,7 +61,7 @@ def _add_rms_norm(x, residual, weight, output, total, rows, size, eps, like):
 
 @kernel("aann")
 def _swiglu(gate_up, output, rows, size, like):
-    """Compute silu(first half) * second half: (rows, 2 * size) to (rows, size)."""
+    """Compute silu(first half) * second half of each row, from (rows, 2 * size) to (rows, size)."""
     inputs, outputs = view(gate_up, (rows, 2, size), like), view(output, (rows, size), like)
     for row in range(rows):
         for i in range(size):
@@ -71,7 +72,7 @@ def _swiglu(gate_up, output, rows, size, like):
 
 @inlined_reordered
 def _normalize(vector, weights, eps):
-    """Normalize a head's vector in place."""
+    """Normalize the vector of one head in place."""
     squares = np.float32(0)
     for i in range(len(vector)):
         squares += vector[i] * vector[i]
@@ -82,7 +83,8 @@ def _normalize(vector, weights, eps):
 
 @inlined
 def _rotate(vector, cosines, sines, token):
-    """Rotate a head's vector in place: dimension i is paired with i + half."""
+    """Apply the rotary embedding of a token to the vector of one head in place. Dimension i is
+    paired with i + half."""
     half = len(vector) // 2
     for i in range(half):
         first, second = vector[i], vector[i + half]
@@ -95,9 +97,11 @@ def _norm_rotate_store(
     qkv, q_norm, k_norm, cos, sin, slot_mapping, queries, keys, values, tokens, heads, kv_heads,
     size, eps, like
 ):  # fmt: skip
-    """Rotate the query and key heads of `qkv`, (tokens, heads + 2 * kv_heads, size), after
-    normalizing them if the norm weights have an address. Keys and values are written to the cache
-    at `slot_mapping`, int64 (tokens,)."""
+    """Normalize and rotate the query and key heads of `qkv`, (tokens, heads + 2 * kv_heads, size),
+    and write keys and values to the cache at `slot_mapping`, int64 (tokens,).
+
+    If the addresses of the norm weights are null, heads are not normalized.
+    """
     inputs = view(qkv, (tokens, heads + 2 * kv_heads, size), like)
     cosines = view(cos, (tokens, size // 2), FLOAT32)
     sines = view(sin, (tokens, size // 2), FLOAT32)
@@ -129,7 +133,7 @@ def _norm_rotate_store(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Compute x / sqrt(mean(x²) + eps) * weight over the last dimension."""
+    """Return x / sqrt(mean(x²) + eps) * weight over the last dimension."""
     x, size = x.contiguous(), x.shape[-1]
     y = torch.empty_like(x)
     addresses = x.data_ptr(), weight.data_ptr(), y.data_ptr()
@@ -140,7 +144,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (norm(x + residual), x + residual)."""
+    """Return (norm of x + residual, x + residual)."""
     x, residual, size = x.contiguous(), residual.contiguous(), x.shape[-1]
     y, total = torch.empty_like(x), torch.empty_like(x)
     addresses = x.data_ptr(), residual.data_ptr(), weight.data_ptr(), y.data_ptr(), total.data_ptr()
@@ -149,7 +153,7 @@ def add_rms_norm(
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """Compute silu(first half of the last dimension) * second half."""
+    """Return silu(first half of the last dimension) * second half."""
     gate_up, size = gate_up.contiguous(), gate_up.shape[-1] // 2
     y = gate_up.new_empty((*gate_up.shape[:-1], size))
     _swiglu(gate_up.data_ptr(), y.data_ptr(), y.numel() // size, size, like_of(y))
@@ -157,8 +161,8 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def can_rotate_whole_heads(qkv: torch.Tensor, transform: HeadTransform) -> bool:
-    """Return True if `norm_rotate_store` supports the layout: heads are rotated as a whole, and
-    norm weights have the dtype of `qkv`."""
+    """Return True if `norm_rotate_store` supports the layout: whole heads are rotated, and norm
+    weights have the dtype of `qkv`."""
     rotates_whole_heads = 2 * transform.rotation[0].shape[-1] == qkv.shape[-1]
     return rotates_whole_heads and (
         transform.norms is None or transform.norms[0].dtype == qkv.dtype
@@ -168,7 +172,8 @@ def can_rotate_whole_heads(qkv: torch.Tensor, transform: HeadTransform) -> bool:
 def norm_rotate_store(
     qkv: torch.Tensor, transform: HeadTransform, cache: KVCache, slot_mapping: torch.Tensor
 ) -> torch.Tensor:
-    """Implement `Operators.norm_rotate_store`; cosines and sines must be contiguous and float32."""
+    """Normalize, rotate and store heads, as specified by `Operators.norm_rotate_store`. Cosines and
+    sines must be contiguous and float32."""
     qkv = qkv.contiguous()
     tokens, heads, size = qkv.shape
     kv_heads = cache.keys.shape[2]

@@ -1,5 +1,5 @@
-"""Mixture of experts for a few tokens: each expert's matrices are read once for all of its
-tokens."""
+"""Kernel for a mixture of experts with few tokens. Each expert's matrices are read once for all of
+its tokens."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ def _silu_mul(gate, up):
 
 @inlined_reordered
 def _activate(values, matrix, intermediate, begin, end, j, like):
-    """Compute the j-th intermediate value (between the projections) for each of an expert's
-    rows."""
+    """Compute intermediate value j (between the projections) of each of an expert's rows."""
     inner = intermediate.shape[1]
     for row in range(begin, end - 3, 4):
         gates = _dot_four_rows(values, matrix, row, j)
@@ -53,7 +52,7 @@ def _activate(values, matrix, intermediate, begin, end, j, like):
 
 @inlined_reordered
 def _project_down(intermediate, matrix, pair_outputs, pairs, begin, end, j):
-    """Compute the j-th output for each of an expert's rows."""
+    """Compute output j of each of an expert's rows."""
     for row in range(begin, end - 3, 4):
         outputs = _dot_four_rows(intermediate, matrix, row, j)
         for i in range(4):
@@ -71,8 +70,8 @@ def _gather_rows(source, pairs, top_k, values):
 
 @inlined
 def _combine_experts(pair_outputs, topk_weights, token, results, like):
-    """Sum a token's weighted expert outputs in the order of its choices, so that the result does
-    not depend on the rest of the step."""
+    """Sum the weighted expert outputs of one token, in the order of its choices, so that the result
+    does not depend on other tokens."""
     top_k = topk_weights.shape[1]
     for j in range(results.shape[1]):
         total = np.float32(0)
@@ -86,12 +85,13 @@ def _experts(
     x, gate_up, down, sorted_pairs, first_rows, routing, pair_products, output, tokens, top_k,
     experts, hidden, inner, parts, like
 ):  # fmt: skip
-    """Run the experts of all token-expert pairs. There are tokens * top_k rows, sorted by expert.
+    """Run the experts for all token-expert pairs, which are sorted by expert and stored as tokens *
+    top_k rows.
 
-    `sorted_pairs`, int32 (rows,), holds the index of each row's pair, and `first_rows`, int32
-    (experts + 1,), the first row of each expert. `routing` holds the routing weights, float32
-    (tokens, top_k). `pair_products`, float32 (rows, hidden), gets the output of each pair, and
-    `output`, (tokens, hidden), the weighted sums.
+    `sorted_pairs`, int32 (rows,), is the index of each row's pair, and `first_rows`, int32 (experts
+    + 1,), the first row of each expert. `routing` is the routing weights, float32 (tokens, top_k).
+    The output of each pair is written to `pair_products`, float32 (rows, hidden), and the weighted
+    sums to `output`, (tokens, hidden).
 
     Each thread computes one of `parts` ranges of the outputs of every matrix.
     """
@@ -123,8 +123,8 @@ def _experts(
 
 
 def _sort_by_expert(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sort choices by expert. Return their order, int32 (choices,), and the first row of each
-    expert, int32 (experts + 1,)."""
+    """Sort token-expert pairs by expert. Return their order, int32 (pairs,), and the first row of
+    each expert, int32 (experts + 1,)."""
     expert_ids = ids.flatten()
     first_rows = torch.zeros(experts + 1, dtype=torch.int32)
     torch.cumsum(expert_ids.bincount(minlength=experts), 0, out=first_rows[1:])
@@ -141,8 +141,11 @@ def run_experts(
     threads: int,
     *extra_sizes: int,
 ) -> torch.Tensor:
-    """Call a kernel on contiguous `matrices`, and return (tokens, hidden). `shape` is (experts,
-    hidden, inner); `extra_sizes` is passed to the kernel after the sizes."""
+    """Call an experts kernel with contiguous `matrices`, and return the result, (tokens, hidden).
+
+    `shape` is (experts, hidden, inner). `extra_sizes` are passed to the kernel after the other
+    sizes.
+    """
     x, topk_weights, (tokens, top_k) = x.contiguous(), topk_weights.contiguous(), ids.shape
     experts, hidden, inner = shape
     sorted_pairs, first_rows = _sort_by_expert(ids, experts)
@@ -162,6 +165,7 @@ def few_token_experts(
     topk_weights: torch.Tensor,
     threads: int,
 ) -> torch.Tensor:
-    """Implement `Operators.experts` for contiguous matrices."""
+    """Return the weighted sum of each token's experts, (tokens, hidden), as an `ExpertsOperator`
+    does. The matrices must be contiguous."""
     matrices = weights.gate_up, weights.down
     return run_experts(_experts, x, matrices, weights.down.shape, ids, topk_weights, threads)

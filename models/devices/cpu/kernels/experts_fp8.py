@@ -1,4 +1,5 @@
-"""Mixture of experts for a few tokens, with e4m3 matrices that are unpacked as they are read."""
+"""Kernel for a mixture of experts with few tokens and FP8 (e4m3) matrices, which are unpacked as
+they are read."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from nanoactor.models.weights.fp8 import Fp8Blocks
 
 @inlined
 def _lay_out(source, values, begin, end, offset):
-    """Copy an expert's rows of inputs into the block layout that `_compute_output` reads."""
+    """Copy an expert's input rows into the block layout that `_compute_output` reads."""
     blocks, block = values.shape[1], values.shape[2]
     expert_values = view(
         values.ctypes.data + 4 * begin * blocks * block, (blocks, end - begin, block), FLOAT32
@@ -39,8 +40,7 @@ def _lay_out(source, values, begin, end, offset):
 
 @inlined
 def _expert_rows(values, begin, end):
-    """Return rows `begin` to `end` as `_lay_out` stored them, with the shape (blocks, rows,
-    block)."""
+    """Return rows `begin` to `end` - 1 in the layout of `_lay_out`, as (blocks, rows, block)."""
     blocks, block = values.shape[1], values.shape[2]
     return view(
         values.ctypes.data + 4 * begin * blocks * block, (blocks, end - begin, block), FLOAT32
@@ -49,7 +49,7 @@ def _expert_rows(values, begin, end):
 
 @inlined
 def _activate(values, gate_up, factors, intermediate, begins, first, last, inputs, group, like):
-    """Compute the intermediate values (between the projections) from `first` to `last`, for all
+    """Compute the intermediate values (between the projections) from `first` to `last` - 1 of all
     rows of all experts."""
     inner = intermediate.shape[1]
     gates, ups = np.empty(len(intermediate), np.float32), np.empty(len(intermediate), np.float32)
@@ -76,7 +76,7 @@ def _activate(values, gate_up, factors, intermediate, begins, first, last, input
 def _project_down(
     values, down, factors, pair_outputs, pairs, begins, first, last, inputs, group, offset
 ):  # fmt: skip
-    """Compute the outputs from `first` to `last`, for all rows of all experts."""
+    """Compute the outputs from `first` to `last` - 1 of all rows of all experts."""
     outputs, sums = pair_outputs.shape[1], np.empty(len(pair_outputs), np.float32)
     for expert in range(len(begins) - 1):
         begin, end = begins[expert], begins[expert + 1]
@@ -100,9 +100,12 @@ def _experts(
     pair_products, output, tokens, top_k, experts, hidden, inner, block,
     group, blocks, down_group, down_blocks, offset, parts, like,
 ):  # fmt: skip
-    """Compute what `experts._experts` computes, with e4m3 matrices. Scales are float32 (experts,
-    groups, blocks); each group has `group` outputs. Inputs of `down` start at `offset` in their
-    first block; inputs of `gate_up` start at the beginning of a block."""
+    """Compute the same as `experts._experts` with e4m3 matrices.
+
+    Scales are float32 (experts, groups, blocks). A group has `group` outputs (`down_group` for
+    `down`). The inputs of `down` start at `offset` in their first block, and those of `gate_up` at
+    the beginning of a block.
+    """
     rows = tokens * top_k
     source, results = view(x, (tokens, hidden), like), view(output, (tokens, hidden), like)
     pairs, begins = view(sorted_pairs, (rows,), INT32), view(first_rows, (experts + 1,), INT32)
@@ -153,7 +156,8 @@ def few_token_fp8_experts(
     topk_weights: torch.Tensor,
     threads: int,
 ) -> torch.Tensor:
-    """Implement `Operators.experts` for contiguous matrices with blocks of the same size."""
+    """Return the weighted sum of each token's experts, (tokens, hidden), as an `ExpertsOperator`
+    does. Both matrices must have blocks of the same size."""
     return run_experts(
         _experts,
         x,

@@ -1,4 +1,5 @@
-"""Products of a few rows with e4m3 matrices, which are unpacked as they are read."""
+"""Kernels for products of a few rows with FP8 (e4m3) matrices, which are unpacked as they are
+read."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ from nanoactor.models.weights.fp8 import Fp8Blocks
 
 BYTE = np.uint8(0)
 _E4M3_SCALE = np.float32(2.0**120)
-"""Factor by which an e4m3 number is too small if its four exponent bits become the low exponent
-bits of a float32."""
+"""Factor by which a number is too small after the four exponent bits of e4m3 were moved to the low
+exponent bits of a float32."""
 
 
 @intrinsic
@@ -60,7 +61,8 @@ def _dot_one_row(x, weights, row):
 
 @inlined_reordered
 def _dot_four_rows(x, weights, row):
-    """Multiply four rows by one range of an output's weights, which is read once."""
+    """Return the products of four rows with one range of an output's weights, which is read
+    once."""
     a = b = c = d = np.float32(0)
     for i in range(len(weights)):
         weight = _unpack_e4m3(weights[i])
@@ -73,7 +75,7 @@ def _dot_four_rows(x, weights, row):
 
 @inlined
 def _add_block(x, weights, totals, scale):
-    """Add the products of one block of inputs to each row's total."""
+    """Add the products of one block of inputs to the total of each row."""
     rows = x.shape[0]
     for row in range(0, rows - 3, 4):
         a, b, c, d = _dot_four_rows(x, weights, row)
@@ -87,8 +89,8 @@ def _add_block(x, weights, totals, scale):
 
 @inlined
 def _copy_to_blocks(source, values, offset):
-    """Copy inputs to `values`, whose shape is (blocks, rows, block size), so that the values of
-    each block are contiguous."""
+    """Copy inputs to `values`, (blocks, rows, block size), so that the inputs of each block are
+    contiguous."""
     blocks, rows, block = values.shape
     for index in range(blocks):
         first = index * block - offset
@@ -100,7 +102,7 @@ def _copy_to_blocks(source, values, offset):
 
 @inlined
 def _compute_output(values, weight, factors, totals, j, inputs, group, offset):
-    """Compute the j-th output of each row of `values` (blocks, rows, block)."""
+    """Compute output j of each row of `values`, (blocks, rows, block)."""
     blocks, rows, block = values.shape
     totals[:rows] = np.float32(0)
     for index in range(blocks):
@@ -115,11 +117,11 @@ def _linear(
     x, weight, scales, bias, output,
     rows, inputs, outputs, group, blocks, block, offset, parts, like,
 ):  # fmt: skip
-    """Compute x Wᵀ + b for `x` (rows, inputs), `weight` e4m3 (outputs, inputs) and `scales` float32
-    (groups, blocks); each group has `group` outputs. A null bias address means that there is no
-    bias. The first block has `block - offset` inputs.
+    """Compute x Wᵀ + b for `x` (rows, inputs) and an e4m3 `weight` (outputs, inputs).
 
-    Each thread computes one of `parts` ranges of the outputs.
+    `scales` is float32 (groups, blocks); each group has `group` outputs. The first block has `block
+    - offset` inputs. If the address of the bias is null, there is none. Each thread computes one of
+    `parts` ranges of the outputs.
     """
     results, biases = view(output, (rows, outputs), like), view(bias, (outputs,), like)
     factors = view(scales, ((outputs + group - 1) // group, blocks), FLOAT32)
@@ -140,8 +142,11 @@ def _linear(
 def _unpack(
     weight, scales, output, first, inputs, outputs, group, blocks, block, offset, parts, like
 ):  # fmt: skip
-    """Unpack the weights of the outputs from `first` on to `output`, (outputs, inputs). `scales`
-    covers all outputs of the matrix, as in `_linear`."""
+    """Unpack the weights of `outputs` outputs, starting with number `first`, to `output`, (outputs,
+    inputs).
+
+    `scales` are those of all outputs of the matrix, as in `_linear`.
+    """
     results = view(output, (outputs, inputs), like)
     factors = view(scales, ((first + outputs + group - 1) // group, blocks), FLOAT32)
     for part in prange(parts):
@@ -166,7 +171,7 @@ def _dequantize_block(packed, results, scale, like):
 
 
 def dequantize_outputs(weights: Fp8Blocks, outputs: slice, threads: int) -> torch.Tensor:
-    """Return some outputs of a matrix, unpacked to the model's dtype."""
+    """Return the weights of some outputs of a matrix, unpacked to the dtype of the model."""
     packed = weights.weight[outputs]
     unpacked = torch.empty(packed.shape, dtype=weights.dtype)
     launch(
@@ -190,7 +195,7 @@ def dequantize_outputs(weights: Fp8Blocks, outputs: slice, threads: int) -> torc
 
 
 def fp8_linear(x: torch.Tensor, weights: Fp8Blocks, threads: int) -> torch.Tensor:
-    """Compute x Wᵀ + b."""
+    """Return x Wᵀ + b for `x` of any shape (..., inputs)."""
     x, (outputs, inputs) = x.contiguous(), weights.weight.shape
     y = x.new_empty((*x.shape[:-1], outputs))
     bias = weights.bias

@@ -1,4 +1,5 @@
-"""Matrix products of a few rows: the weights are read once, in order, at memory bandwidth."""
+"""Kernel for matrix products of a few rows. The weights are read once, in order, at memory
+bandwidth."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def _dot_one_row(x, weights, row, output):
 
 @inlined_reordered
 def _dot_four_rows(x, weights, row, output):
-    """Multiply four rows by one output's weights, which are read once."""
+    """Return the products of four rows with the weights of one output, which are read once."""
     a = b = c = d = np.float32(0)
     for i in range(x.shape[1]):
         weight = widen(weights[output, i])
@@ -40,10 +41,10 @@ def _dot_four_rows(x, weights, row, output):
 
 @serial_and_parallel("aaaannnn")
 def _linear(x, weight, bias, output, rows, inputs, outputs, parts, like):
-    """Compute x Wᵀ + b: (rows, inputs) and (outputs, inputs) to (rows, outputs). A null bias
-    address means that there is no bias.
+    """Compute x Wᵀ + b for `x` (rows, inputs) and `weight` (outputs, inputs). If the address of the
+    bias is null, there is none.
 
-    Each thread computes one of `parts` ranges of the outputs, so that it reads the weights as one
+    Each thread computes one of `parts` ranges of the outputs, so it reads the weights as one
     stream.
     """
     source, weights = view(x, (rows, inputs), like), view(weight, (outputs, inputs), like)
@@ -68,7 +69,7 @@ def _linear(x, weight, bias, output, rows, inputs, outputs, parts, like):
 def few_row_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, threads: int
 ) -> torch.Tensor:
-    """Compute x Wᵀ + b for a contiguous weight (outputs, inputs)."""
+    """Return x Wᵀ + b for `x` (..., inputs) and a contiguous `weight` (outputs, inputs)."""
     x, (outputs, inputs) = x.contiguous(), weight.shape
     y = weight.new_empty((*x.shape[:-1], outputs))
     launch(

@@ -1,5 +1,5 @@
-"""Sampling, one row at a time. The numbers are the same as in
-`nanoactor.models.sampling.sampler`."""
+"""Kernel that samples token ids, one row at a time. The ids are those that
+`nanoactor.models.sampling.sampler` chooses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ _ID_MASK = 0xFFFFFFFF
 
 @inlined
 def _to_ordered_int(value):
-    """Map a float to an int32 with the same order, because maxima of integers vectorize."""
+    """Map a float32 to an int32 with the same order. Maxima of integers vectorize, those of floats
+    do not."""
     bits = np.int32(bits_of(value))
     return bits ^ (np.int32(0x7FFFFFFF) if bits < 0 else np.int32(0))
 
@@ -45,7 +46,7 @@ def _from_ordered_int(ordered):
 
 @inlined
 def _argmax(values):
-    """Return the first index of the highest value. The result is meaningful only if no value is
+    """Return the first index of the highest value. The result is meaningless if any value is
     NaN."""
     highest = _INT32_MIN
     for i in range(len(values)):
@@ -59,7 +60,8 @@ def _argmax(values):
 
 @inlined
 def _has_finite_maximum(row, best):
-    """Return True if the highest logit is finite and no logit is NaN."""
+    """Return True if the logit at index `best`, the highest, is finite and no logit of the row is
+    NaN."""
     largest = np.uint32(0)
     for i in range(len(row)):
         largest = max(largest, bits_of(row[i]) & np.uint32(0x7FFFFFFF))
@@ -79,7 +81,7 @@ def _philox_round(c0, c1, c2, c3, k0, k1):
 
 @inlined
 def _philox(counter, position, low, high):
-    """Return four Philox 4x32-10 words, one for each of four ids; see
+    """Return four words of Philox 4x32-10, one for each of four consecutive token ids; see
     `nanoactor.models.sampling.philox`."""
     c0, c1, c2, c3 = np.uint32(counter), np.uint32(position), np.uint32(0), np.uint32(0)
     k0, k1 = np.uint32(low), np.uint32(high)
@@ -92,15 +94,15 @@ def _philox(counter, position, low, high):
 
 @inlined
 def _gumbel(word):
-    """Convert a 32-bit word to standard Gumbel noise, through a 23-bit uniform number that is never
-    0 or 1."""
+    """Return standard Gumbel noise computed from a 32-bit word, 23 bits of which form a uniform
+    number between 0 and 1, both excluded."""
     uniform = (np.float32(word >> np.uint32(9)) + np.float32(0.5)) * np.float32(2.0**-23)
     return -np.float32(math.log(-np.float32(math.log(uniform))))
 
 
 @inlined
 def _gumbel_at(token, position, low, high):
-    """Return the noise for one token id."""
+    """Return the Gumbel noise of one token id."""
     words = _philox(token >> 2, position, low, high)
     lane = token & 3
     word = words[0]
@@ -115,7 +117,7 @@ def _gumbel_at(token, position, low, high):
 
 @inlined
 def _sample_all(scores, position, low, high):
-    """Sample from the whole vocabulary, overwriting the scores."""
+    """Return a token id sampled from the whole vocabulary. The scores are overwritten."""
     count = len(scores)
     for group in range((count + 3) // 4):
         first, second, third, fourth = _philox(group, position, low, high)
@@ -132,8 +134,11 @@ def _sample_all(scores, position, low, high):
 
 @inlined
 def _sorted_candidates(scores, min_count, min_mass):
-    """Return the sort keys of the most likely tokens, in descending order: at least `min_count`
-    tokens, or tokens whose total mass exceeds `min_mass`, or all tokens."""
+    """Return the sort keys of the most likely tokens, in descending order.
+
+    These are at least `min_count` tokens, or tokens whose total mass exceeds `min_mass`, or all
+    tokens.
+    """
     bound = np.float32(-4)
     while True:
         count, mass = 0, 0.0
@@ -158,7 +163,8 @@ def _sorted_candidates(scores, min_count, min_mass):
 
 @inlined
 def _sample_truncated(scores, top_k, top_p, min_p, position, low, high):
-    """Sample from the tokens that remain after top-k, top-p and min-p, in this order."""
+    """Return a token id sampled from the tokens that remain after top-k, top-p and min-p, in this
+    order."""
     limit = min(top_k, len(scores)) if top_k > 0 else len(scores)
     total = 0.0
     for i in range(len(scores)):
@@ -188,7 +194,8 @@ def _sample_truncated(scores, top_k, top_p, min_p, position, low, high):
 
 @inlined
 def _sample_row(logits, row, temperature, top_k, top_p, min_p, low, high, position):
-    """Return the sampled id for one row of logits."""
+    """Return the token id sampled from one row of logits, or `NO_TOKEN` if its highest logit is not
+    finite."""
     scores = np.empty(logits.shape[1], np.float32)
     for i in range(len(scores)):
         scores[i] = widen(logits[row, i])
@@ -210,12 +217,13 @@ def _sample_rows(
     logits, slots, temperatures, top_ks, top_ps, min_ps, seeds, lengths, last_tokens, frozen_slots,
     sampled_ids, rows, vocabulary, columns, like
 ):  # fmt: skip
-    """Choose an id for each row of logits (rows, vocabulary), by its slot's sampling parameters.
+    """Sample an id for each row of logits (rows, vocabulary), with the parameters of the row's
+    slot.
 
-    Parameters are indexed by slot, (columns,); the seeds' low words come before their high words.
-    Ids are written to `sampled_ids`, int32 (rows,), and to `last_tokens`. `sampled_ids` gets
+    Parameters are indexed by slot, (columns,); `seeds` is (2, columns), low words before high
+    words. Ids are written to `sampled_ids`, int32 (rows,), and to `last_tokens`. `sampled_ids` gets
     `NO_TOKEN` if the highest logit is not finite, and `FROZEN` if the slot is frozen. `lengths` are
-    the positions that the sampled tokens will have.
+    the positions of the sampled tokens.
     """
     logit_rows, slots_by_row = view(logits, (rows, vocabulary), like), view(slots, (rows,), INT32)
     temperature, top_p = view(temperatures, (columns,), FLOAT32), view(top_ps, (columns,), FLOAT32)
@@ -236,7 +244,7 @@ def _sample_rows(
 
 
 def sample_rows(inputs: FusedSamplingInputs, threads: int) -> None:
-    """Choose a token for each row of logits."""
+    """Sample a token for each row of logits, as specified by `BatchOperators.sample_rows`."""
     logits, tables = inputs.logits, inputs.tables
     if not has_supported_dtype(logits):
         logits = logits.float()

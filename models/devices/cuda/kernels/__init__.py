@@ -1,6 +1,6 @@
-"""Triton kernels for NVIDIA GPUs. Only `devices/cuda/device.py` imports them, and only if Triton is
-installed.
+"""Kernels for NVIDIA GPUs, in Triton and CUDA. Only `devices/cuda/device.py` imports the Triton
+kernels, and only if Triton is installed.
 
-All of them also run, slowly, in Triton's interpreter on a CPU (`TRITON_INTERPRET=1`), for tests
-without a GPU.
+For tests without a GPU, all Triton kernels also run, slowly, in Triton's interpreter on a CPU
+(`TRITON_INTERPRET=1`).
 """

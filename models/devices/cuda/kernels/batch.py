@@ -1,4 +1,5 @@
-"""Positions of a step's tokens, computed from tables on the device that are indexed by slot."""
+"""Kernels that compute the inputs of a step's tokens from tables on the device, which are indexed
+by slot."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from nanoactor.models.batch import DecodeRows, RowBuffers, SlotTables
 
 
 def advance(tables: SlotTables, rows: DecodeRows, buffers: RowBuffers, ids: torch.Tensor) -> None:
-    """Implement `BatchOperators.advance`."""
+    """Compute the inputs of decode rows in one kernel, as specified by `BatchOperators.advance`."""
     if count := len(rows.slots):
         _advance[(triton.cdiv(count, 128),)](
             tables.blocks,
@@ -91,8 +92,8 @@ def _advance(
 def fill_slot_mapping(
     tables: SlotTables, slots: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
-    """Compute cache positions, int64 (tokens,), from slots and positions in the sequence, int32
-    (tokens,)."""
+    """Fill `slot_mapping`, int64 (tokens,), with cache positions, given the tokens' slots and their
+    positions in the sequence, int32 (tokens,) each."""
     tokens = len(slots)
     if tokens:
         _fill_slot_mapping[(triton.cdiv(tokens, 256),)](

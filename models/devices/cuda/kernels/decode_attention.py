@@ -1,9 +1,9 @@
-"""Attention of one new token per row over the paged cache, split along the context.
+"""Attention of one new token per row over the paged cache, with contexts split into chunks.
 
-Contexts are cut into chunks, so that a few long rows occupy the whole chip as many short rows do
-(flash-decoding: Dao et al., 2023). `plan_splits` assigns chunks to programs on the device, based on
-the rows' lengths, once for all layers of a step, so a captured graph does not need the host. The
-query heads that share a key-value head are the rows of one matrix product, so that keys and values
+Because of the chunks, a few long rows occupy the whole GPU just as many short rows do
+(flash-decoding: Dao et al., 2023). `plan_splits` assigns chunks to programs on the device, once for
+all layers of a step, based on the rows' lengths; a captured graph therefore does not need the host.
+The query heads that share a key-value head are the rows of one matrix product, so keys and values
 are read once.
 """
 
@@ -18,37 +18,38 @@ import triton.language as tl
 from nanoactor.models.batch import KVCache
 
 _TILE = 64
-"""Number of positions that a program reads at a time; chunk lengths are multiples of it."""
+"""Number of positions that a program reads at a time. Chunk lengths are multiples of it."""
 _LARGE_BLOCK_CONFIG, _SMALL_BLOCK_CONFIG = (4, 3), (2, 5)
-"""(warps, pipeline stages) for a tile within one block, and for a tile gathered from several
-blocks; measured on an H200 with bench/kernels.py."""
+"""(warps, pipeline stages) for tiles within one cache block, and for tiles gathered from several
+blocks. Measured on an H200 with bench/kernels.py."""
 _MAX_EXTRA_CHUNKS = 1024
-"""Maximum number of additional chunks for a step's rows, beyond one chunk per row; enough to keep
-any chip busy."""
+"""Maximum number of chunks of a step in addition to one per row. It is enough to keep any GPU
+busy."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Splits:
-    """The chunks of a step's rows, and memory for their results."""
+    """The chunks into which the contexts of a step's rows are split, and memory for their results.
+    An item is one chunk of one row."""
 
     rows: torch.Tensor
-    """Row of each chunk, int32 (items,), in the order of rows."""
+    """Row of each item, int32 (items,), in the order of rows."""
     chunk_indices: torch.Tensor
-    """Index of each chunk within its row, int32 (items,)."""
+    """Index of each item's chunk within its row, int32 (items,)."""
     first_items: torch.Tensor
     """First item of each row, int32 (rows,)."""
     plan: torch.Tensor
-    """Number of positions in a chunk and number of items in use, int32 (2,)."""
+    """int32 (2,): number of positions in a chunk, and number of items in use."""
     outputs: torch.Tensor
-    """Attention output of each chunk, float32 (items, heads, head_dim)."""
+    """Attention output of each item, float32 (items, heads, head_dim)."""
     lse: torch.Tensor
-    """Base-2 logarithm of each chunk's sum of exponentials, float32 (items, heads)."""
+    """Base-2 logarithm of each item's sum of exponentials, float32 (items, heads)."""
 
     @classmethod
     def empty(
         cls, rows: int, heads: int, kv_heads: int, head_dim: int, device: torch.device
     ) -> Splits:
-        """Allocate memory for `rows` rows."""
+        """Allocate memory for up to `rows` rows."""
         items = rows + _target_extra_chunks(rows, kv_heads, device)
 
         def ints(count: int) -> torch.Tensor:
@@ -64,7 +65,7 @@ class Splits:
         )
 
     def for_rows(self, rows: int, kv_heads: int) -> Splits:
-        """Return a view of the memory for fewer rows."""
+        """Return a view of this memory for `rows` rows."""
         items = min(len(self.rows), rows + _target_extra_chunks(rows, kv_heads, self.rows.device))
         return Splits(
             self.rows[:items],
@@ -77,8 +78,8 @@ class Splits:
 
 
 def _target_extra_chunks(rows: int, kv_heads: int, device: torch.device) -> int:
-    """Return the target number of chunks in addition to one per row: enough for four waves of
-    programs, or three per row."""
+    """Return how many chunks a step should have in addition to one per row: enough for four waves
+    of programs, or three per row."""
     processors = 1  # in the interpreter
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -86,7 +87,7 @@ def _target_extra_chunks(rows: int, kv_heads: int, device: torch.device) -> int:
 
 
 def plan_splits(contexts: torch.Tensor, splits: Splits) -> None:
-    """Cut contexts, int32 (rows,), into chunks of equal length, as many as `splits` has room
+    """Split contexts, int32 (rows,), into chunks of equal length, as many as `splits` has memory
     for."""
     rows = len(contexts)
     _plan_splits[(1,)](
@@ -117,7 +118,7 @@ def _plan_splits(
 ):
     row = tl.arange(0, block)
     context = tl.load(contexts + row, mask=row < rows, other=0)
-    # Rounding up adds less than one chunk per row, so rows + wanted items suffice.
+    # Rounding up adds less than one chunk per row, so there is room for all items.
     total = tl.sum(tl.cdiv(context, tile), 0)
     chunk_length = tl.maximum(tl.cdiv(total, extra_chunks), 1) * tile
     counts = tl.cdiv(context, chunk_length)
@@ -142,11 +143,11 @@ def decode_attention(
     scale: float,
     output: torch.Tensor,
 ) -> None:
-    """Write the attention of `queries`, (rows, heads, head_dim), to `output`, which has the same
+    """Write the attention output of `queries`, (rows, heads, head_dim), to `output`, of the same
     shape.
 
-    `tables` is int32 (slots, blocks). `slots` and `contexts`, int32 (rows,), hold each sequence's
-    row in the tables and its length, new token included. `plan_splits` must have run for these
+    `tables` is int32 (slots, blocks). `slots` and `contexts`, int32 (rows,), are the slot and the
+    context length of each row, including its new token. `plan_splits` must have run for these
     contexts.
     """
     rows, heads, size = queries.shape

@@ -1,4 +1,5 @@
-"""Kernels and tensor maps through the CUDA driver API, in torch's own context."""
+"""Loading and launching of kernels, and tensor maps, through the CUDA driver API in PyTorch's
+context."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ MAP_BYTES = 128
 
 
 class DriverError(RuntimeError):
-    """Failure of a driver call."""
+    """A call of the CUDA driver failed."""
 
 
 def _driver() -> Any:
@@ -31,10 +32,12 @@ def _check(result: tuple[Any, ...]) -> Any:
 def tensor_map(
     kind: str, address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]
 ) -> bytes:
-    """Encode a tensor map, which describes an array to the copy engine (TMA). The copy engine
-    swizzles 16-byte chunks (chunk ^ row) within 128 bytes. `sizes` and `box` count elements of type
-    `kind`, innermost dimension first; `strides` are in bytes, for all dimensions but the first.
-    Raises `DriverError` if encoding fails."""
+    """Return an encoded tensor map, which describes an array to the copy engine (TMA).
+
+    The copy engine swizzles 16-byte chunks (chunk ^ row) within 128 bytes. `sizes` and `box` count
+    elements of type `kind`, innermost dimension first. `strides` are in bytes, for all dimensions
+    but the first. Raises `DriverError` if encoding fails.
+    """
     driver = _driver()
     uint64, uint32 = driver.cuuint64_t, driver.cuuint32_t
     encoded = _check(
@@ -56,16 +59,19 @@ def tensor_map(
 
 
 class Module:
-    """Machine code loaded on the device."""
+    """Machine code that is loaded on the device."""
 
     def __init__(self, cubin: bytes) -> None:
-        """Load the machine code. Raises `DriverError` if that fails."""
+        """Load the machine code in `cubin`. Raises `DriverError` if that fails."""
         self._module = _check(_driver().cuModuleLoadData(cubin))
 
     def kernel(self, name: str, blocks: int, threads: int, shared_bytes: int) -> Kernel:
-        """Return the kernel `name`, which runs with `threads` threads per block, `shared_bytes`
-        bytes of shared memory, and `blocks` blocks unless a launch specifies another number. Raises
-        `DriverError` if a driver call fails."""
+        """Return the kernel called `name`, with its launch configuration.
+
+        It runs with `threads` threads per block, `shared_bytes` bytes of shared memory per block,
+        and `blocks` blocks unless a launch specifies another number. Raises `DriverError` if a
+        driver call fails.
+        """
         driver = _driver()
         function = _check(driver.cuModuleGetFunction(self._module, name.encode()))
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -93,16 +99,22 @@ class Kernel:
         self._cooperative = _launch_config(blocks, threads, shared_bytes, [cooperative])
 
     def launch(self, args: ctypes.Structure, blocks: int, overlaps: bool = False) -> None:
-        """Queue `blocks` blocks on the current stream; the launch can be captured. With `overlaps`,
-        the blocks may start before the previous kernel has ended, and wait for it themselves
-        (programmatic dependent launch). Raises `DriverError` if the launch fails."""
+        """Queue `blocks` blocks on the current stream. The launch can be captured in a graph.
+
+        If `overlaps` is True, the blocks may start before the previous kernel has ended, and wait
+        for it by themselves (programmatic dependent launch). Raises `DriverError` if the launch
+        fails.
+        """
         config = self._overlapping if overlaps else self._config
         config.gridDimX = blocks
         self._queue(config, args)
 
     def launch_cooperative(self, args: ctypes.Structure) -> None:
-        """Queue a cooperative launch, which runs all blocks at once, on the current stream; the
-        launch can be captured. Raises `DriverError` if the launch fails."""
+        """Queue a cooperative launch, in which all blocks run at the same time, on the current
+        stream.
+
+        The launch can be captured in a graph. Raises `DriverError` if the launch fails.
+        """
         self._queue(self._cooperative, args)
 
     def _queue(self, config: Any, args: ctypes.Structure) -> None:

@@ -1,4 +1,5 @@
-"""The operators between a layer's matrix products, each in one pass over memory, in float32."""
+"""Kernels for the operators between a layer's matrix products. Each is one pass over memory,
+computed in float32."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from nanoactor.models.batch import HeadTransform, KVCache
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Compute x / sqrt(mean(x²) + eps) * weight over the last dimension of a contiguous tensor."""
+    """Return x / sqrt(mean(x²) + eps) * weight over the last dimension. `x` must be contiguous."""
     output = torch.empty_like(x)
     size = x.shape[-1]
     if x.numel():
@@ -23,7 +24,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the RMS norm of x + residual, and x + residual; all tensors are contiguous."""
+    """Return (RMS norm of x + residual, x + residual). All tensors must be contiguous."""
     output, total = torch.empty_like(x), torch.empty_like(x)
     size = x.shape[-1]
     if x.numel():
@@ -75,7 +76,7 @@ def _rms_norm(
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """Compute silu(first half of the last dimension) * second half of a contiguous tensor."""
+    """Return silu(first half of the last dimension) * second half. `gate_up` must be contiguous."""
     inner = gate_up.shape[-1] // 2
     output = gate_up.new_empty(*gate_up.shape[:-1], inner)
     if output.numel():
@@ -99,8 +100,8 @@ def _swiglu(gate_up, output, inner, block: tl.constexpr):
 
 
 def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate `x`, (tokens, heads, head_dim), whose heads are contiguous within each token, by
-    contiguous cosines and sines, (tokens, head_dim / 2)."""
+    """Return `x`, (tokens, heads, head_dim), rotated by contiguous cosines and sines, (tokens,
+    head_dim / 2). The heads of each token must be contiguous."""
     tokens, heads, size = x.shape
     output = x.new_empty(tokens, heads, size)
     if output.numel():
@@ -140,10 +141,11 @@ def _rotary(x, cosines, sines, output, stride, heads, half: tl.constexpr, padded
 def norm_rotate_store(
     qkv: torch.Tensor, transform: HeadTransform, cache: KVCache, slot_mapping: torch.Tensor
 ) -> torch.Tensor:
-    """Normalize and rotate the query and key heads, store keys and values, and return the queries.
+    """Normalize and rotate the query and key heads, store keys and values in the cache, and return
+    the queries.
 
-    `qkv` is (tokens, heads + 2 * kv_heads, head_dim), contiguous; cosines and sines are (tokens,
-    head_dim / 2); `slot_mapping` is int64 (tokens,).
+    `qkv` is (tokens, heads + 2 * kv_heads, head_dim), contiguous. Cosines and sines are (tokens,
+    head_dim / 2). `slot_mapping` is int64 (tokens,).
     """
     tokens, all_heads, size = qkv.shape
     kv_heads = cache.keys.shape[2]

@@ -1,6 +1,7 @@
-"""The mixture-of-experts operator of a layer, in Triton.
+"""The mixture-of-experts operator of a layer on NVIDIA GPUs, which chooses kernels by the number of
+tokens.
 
-For a few tokens, only the weights of the chosen experts are read.
+With few tokens, only the weights of the chosen experts are read.
 """
 
 from __future__ import annotations
@@ -22,14 +23,17 @@ GroupedGemms = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
 
 
 class TritonExperts:
-    """Runs each token through its experts."""
+    """The experts of a layer as an `ExpertsOperator`."""
 
     def __init__(
         self, weights: ExpertWeights, keep_packed: bool, kernels: Kernels | None = None
     ) -> None:
-        """Keep FP8 experts packed if `keep_packed` is set and the kernels support their blocks.
-        `kernels` are the CUDA C++ kernels, if available. Raises `DriverError` if a driver call
-        fails."""
+        """Prepare the weights.
+
+        FP8 weights stay packed if `keep_packed` is True and the kernels support their blocks.
+        `kernels` are the CUDA C++ kernels, or None if they are not available. Raises `DriverError`
+        if a driver call fails.
+        """
         reason = _packed_unsupported_reason(weights) if keep_packed else None
         packed = self._packed = _packed_of(weights) if keep_packed else None
         self._few_token_matrices: experts_few.Matrices
@@ -46,8 +50,8 @@ class TritonExperts:
         self._max_pairs = min(max_pairs, len(self._few_token_matrices.down.weight))
 
     def matrices(self) -> tuple[Matrix, Matrix] | None:
-        """Return the combined gate and up projections and the down projections as the whole-step
-        kernel reads them, or None if it cannot."""
+        """Return (gate and up projections, down projections) as whole-step kernels read them, or
+        None if they cannot."""
         experts = self._few_token_matrices
         if self._packed is None:
             return experts.gate_up.weight, experts.down.weight
@@ -61,7 +65,7 @@ class TritonExperts:
     def __call__(
         self, x: torch.Tensor, ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Implement `Operators.experts`."""
+        """Return the weighted sum of each token's experts, (tokens, hidden)."""
         if not len(x):
             return torch.empty_like(x)
         x, topk_weights = x.contiguous(), topk_weights.contiguous()
@@ -90,7 +94,8 @@ def _packed_of(weights: ExpertWeights) -> tuple[fp8.Packed, fp8.Packed] | None:
 
 
 def _packed_unsupported_reason(weights: ExpertWeights) -> str | None:
-    """Return why no kernel supports packed experts, or None if one does."""
+    """Return why no kernel supports these packed experts. None if one does, or if the weights are
+    not packed."""
     gate_up, down = weights.gate_up, weights.down
     if not isinstance(gate_up, Fp8Blocks) or not isinstance(down, Fp8Blocks):
         return None
@@ -100,7 +105,7 @@ def _packed_unsupported_reason(weights: ExpertWeights) -> str | None:
 
 
 def _combine_experts(pair_outputs: torch.Tensor) -> torch.Tensor:
-    """Sum (tokens, top_k, hidden) over the selected experts to (tokens, hidden)."""
+    """Return the sum of (tokens, top_k, hidden) over the chosen experts, (tokens, hidden)."""
     tokens, top_k, hidden = pair_outputs.shape
     y = pair_outputs.new_empty(tokens, hidden)
     block = min(1024, triton.next_power_of_2(hidden))
@@ -112,7 +117,7 @@ def _combine_experts(pair_outputs: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _combine_pairs(pair_outputs, y, hidden, top_k: tl.constexpr, block: tl.constexpr):
-    """Add the outputs of a token's experts in the order of its choices."""
+    """Sum the outputs of a token's experts in the order of its choices."""
     token = tl.program_id(0).to(tl.int64)
     j = tl.program_id(1) * block + tl.arange(0, block)
     total = tl.zeros([block], tl.float32)

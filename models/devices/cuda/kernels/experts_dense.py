@@ -1,4 +1,4 @@
-"""Grouped GEMMs of experts in the compute dtype, in Triton."""
+"""Grouped GEMMs of experts whose weights are not packed, in Triton."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from nanoactor.models.weights.linear import DenseExperts
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tile:
-    """The shape of a program's work."""
+    """The size of the tile that a program computes, and the program's launch options."""
 
     rows: int
-    """Number of token-expert pairs in a block."""
+    """Number of token-expert pairs in a tile."""
     outputs: int
     inputs: int
     warps: int
     stages: int
 
 
-# (maximum mean number of pairs per expert, tile): few are bandwidth-bound, many compute-bound.
+# (maximum mean number of pairs per expert, tile). Few pairs are bound by memory bandwidth, many by
+# compute.
 _TILES = (
     (8, Tile(16, 32, 128, 4, 4)),
     (32, Tile(32, 64, 64, 4, 4)),
@@ -35,7 +36,7 @@ _LARGEST_FLOAT32 = Tile(32, 32, 32, 4, 2)
 
 
 def tile_for(pairs: int, experts: int, dtype: torch.dtype) -> Tile:
-    """Return the tile for `pairs` pairs over `experts` experts."""
+    """Return the tile for `pairs` token-expert pairs and `experts` experts."""
     if dtype == torch.float32:
         return dataclasses.replace(_LARGEST_FLOAT32, rows=16 if pairs <= 8 * experts else 32)
     return next(
@@ -46,8 +47,8 @@ def tile_for(pairs: int, experts: int, dtype: torch.dtype) -> Tile:
 def grouped_gemms(
     x: torch.Tensor, weights: DenseExperts, ids: torch.Tensor, topk_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Return the output of each token-expert pair times its routing weight, (tokens, top_k,
-    hidden)."""
+    """Return the output of each token-expert pair, multiplied by its routing weight, (tokens,
+    top_k, hidden)."""
     tokens, top_k = ids.shape
     experts, hidden, inner = weights.down.shape
     pairs = tokens * top_k
@@ -157,8 +158,8 @@ def _project_down(
     outputs: tl.constexpr,
     inputs: tl.constexpr,
 ):
-    """Compute share * down(...) for one block of pairs, and store each pair's result at its
-    place."""
+    """Compute routing weight * down(...) for one block of pairs, and store each result in its
+    pair's row."""
     block = tl.program_id(0)
     expert = tl.load(expert_ids + block)
     if expert >= 0:

@@ -1,8 +1,8 @@
-"""Mixture of experts for a few tokens in Triton: each token-expert pair reads its expert's
-matrices.
+"""A mixture of experts for few tokens, in two Triton kernels. Each token-expert pair reads the
+matrices of its expert.
 
-There are two kernels. Pairs that share an expert find its weights in L2. Packed matrices are
-unpacked as they are read, and activations are rounded as the format specifies.
+Pairs that share an expert find its weights in the L2 cache. Packed matrices are unpacked as they
+are read, and activations are rounded as the format specifies.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from nanoactor.models.devices.cuda.kernels.fp8 import Packed, quantize_blocks
 from nanoactor.models.weights.linear import DenseExperts
 
 MAX_PAIRS, MAX_PACKED_PAIRS = 64, 16
-"""Maximum numbers of pairs, for dense and for packed matrices; with more, grouped GEMMs are faster
-on an H200."""
+"""Maximum numbers of token-expert pairs, for dense and for packed matrices. With more pairs,
+grouped GEMMs are faster on an H200."""
 _OUTPUTS, _PACKED_OUTPUTS = 4, 8
 _MAX_INPUTS = 2048
 """Maximum number of inputs that a program reads at a time."""
@@ -26,7 +26,8 @@ _MAX_INPUTS = 2048
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Matrix:
-    """One projection's matrices of all experts."""
+    """The matrices of one projection (gate and up, or down) of all experts, as the kernels read
+    them."""
 
     weight: torch.Tensor
     """Weights, (experts, outputs, padded inputs)."""
@@ -38,20 +39,20 @@ class Matrix:
 
     @property
     def outputs_at_once(self) -> int:
-        """Return the number of outputs that a program computes."""
+        """Number of outputs that one program computes."""
         return _OUTPUTS if self.scales is None else _PACKED_OUTPUTS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Matrices:
-    """The matrices of a layer's experts."""
+    """The matrices of all experts of a layer."""
 
     gate_up: Matrix
     down: Matrix
 
 
 def dense_matrices(weights: DenseExperts) -> Matrices:
-    """Wrap dense matrices for the kernel."""
+    """Return dense matrices in the form that the kernels read."""
     matrices = (
         Matrix(weight, None, weight.shape[-1], 1, weight.shape[-1], 0)
         for weight in (weights.gate_up, weights.down)
@@ -60,7 +61,7 @@ def dense_matrices(weights: DenseExperts) -> Matrices:
 
 
 def packed_matrices(gate_up: Packed, down: Packed) -> Matrices:
-    """Wrap matrices in FP8."""
+    """Return FP8 matrices in the form that the kernels read."""
     inner, hidden = gate_up.weight.shape[1] // 2, down.weight.shape[1]
     return Matrices(
         *(
@@ -73,7 +74,7 @@ def packed_matrices(gate_up: Packed, down: Packed) -> Matrices:
 def run_experts(
     x: torch.Tensor, weights: Matrices, ids: torch.Tensor, topk_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Implement `Operators.experts`."""
+    """Return the weighted sum of each token's experts, (tokens, hidden)."""
     (tokens, hidden), top_k = x.shape, ids.shape[1]
     inner, outputs = weights.down.inputs, weights.gate_up.outputs_at_once
     intermediate, y = x.new_empty(tokens * top_k, inner), torch.empty_like(x)
@@ -127,7 +128,8 @@ def _load_inputs(
     tile: tl.constexpr,
     packed: tl.constexpr,
 ):
-    """Load some of a row's inputs in float32, rounded to e4m3 if matrices are packed."""
+    """Return the inputs `k` of a row as float32. If the matrices are packed, the inputs are rounded
+    to e4m3."""
     i = k - offset
     values = tl.load(row + i, mask=(i >= 0) & (i < inputs), other=0.0).to(tl.float32)
     if packed:
@@ -149,9 +151,12 @@ def _partial_products(
     block: tl.constexpr,
     outputs: tl.constexpr,
 ):
-    """Return the products (outputs, inputs) of the outputs from `first` on, which are in one group.
+    """Return the products, (outputs, inputs), of inputs `k` and the outputs from `first` on, which
+    must be in one group.
 
-    The caller sums them once, at the end, because loads are not moved across a reduction."""
+    The caller sums the products only once, at the end, because the compiler does not move loads
+    across a reduction.
+    """
     j = first + tl.arange(0, outputs)
     mask = (j[:, None] < end) & (k[None, :] < padded)
     loaded = tl.load(weight + j[:, None] * padded + k[None, :], mask=mask, other=0.0)
@@ -178,7 +183,7 @@ def _activate(
     tile: tl.constexpr,
     outputs: tl.constexpr,
 ):
-    """Compute silu(gate x) * up x for some outputs of a pair."""
+    """Compute silu(gate x) * up x for some outputs of one pair."""
     pair, first = tl.program_id(0), tl.program_id(1) * outputs
     expert = tl.load(ids + pair).to(tl.int64)
     weight += expert * (2 * inner * padded)
@@ -223,7 +228,7 @@ def _project_down(
     tile: tl.constexpr,
     outputs: tl.constexpr,
 ):
-    """Compute some outputs of a token, summed in the order of its choices."""
+    """Compute some outputs of one token, summed over its experts in the order of its choices."""
     token, first = tl.program_id(0), tl.program_id(1) * outputs
     total = tl.zeros([outputs, tile], tl.float32)
     for rank in tl.static_range(top_k):

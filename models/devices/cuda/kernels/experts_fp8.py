@@ -1,6 +1,6 @@
-"""Grouped GEMMs of experts on FP8 tensor cores, in Triton; see `fp8.py` for the format.
+"""Grouped GEMMs of experts on FP8 tensor cores, in Triton. The format is described in `fp8.py`.
 
-A tile's rows are outputs, and its columns are the token-expert pairs of a block.
+The rows of a tile are outputs, and its columns are the token-expert pairs of a block.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from nanoactor.models.devices.cuda.kernels.experts_dense import Tile
 from nanoactor.models.devices.cuda.kernels.fp8 import Packed, load_scales, quantize
 from nanoactor.models.devices.cuda.kernels.routing import align_blocks
 
-# (maximum mean number of pairs per expert, tile). `inputs` is unused (0): a program reads one block
-# of inputs at a time.
+# (maximum mean number of pairs per expert, tile). `inputs` is unused (0), because a program reads
+# one block of inputs at a time.
 _TILES = (
     (8, Tile(16, 64, 0, 4, 4)),
     (32, Tile(32, 64, 0, 4, 4)),
@@ -23,7 +23,7 @@ _LARGEST = Tile(64, 128, 0, 8, 4)
 
 
 def tile_for(pairs: int, experts: int) -> Tile:
-    """Return the tile for `pairs` pairs over `experts` experts."""
+    """Return the tile for `pairs` token-expert pairs and `experts` experts."""
     return next(
         (tile for max_mean_pairs, tile in _TILES if pairs <= max_mean_pairs * experts), _LARGEST
     )
@@ -32,8 +32,8 @@ def tile_for(pairs: int, experts: int) -> Tile:
 def grouped_gemms(
     x: torch.Tensor, gate_up: Packed, down: Packed, ids: torch.Tensor, topk_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Return the output of each token-expert pair times its routing weight, (tokens, top_k,
-    hidden)."""
+    """Return the output of each token-expert pair, multiplied by its routing weight, (tokens,
+    top_k, hidden)."""
     tokens, top_k = ids.shape
     experts, hidden = down.weight.shape[:2]
     inner, pairs = gate_up.weight.shape[1] // 2, tokens * top_k
@@ -171,8 +171,8 @@ def _project_down(
     rows: tl.constexpr,
     outputs: tl.constexpr,
 ):
-    """Compute share * down(...) for one block of pairs, and store each pair's result at its
-    place."""
+    """Compute routing weight * down(...) for one block of pairs, and store each result in its
+    pair's row."""
     block_index = tl.program_id(0)
     expert = tl.load(expert_ids + block_index)
     if expert >= 0:

@@ -1,11 +1,12 @@
-"""Products on FP8 tensor cores in Triton: e4m3 weights with a scale for each block, and activations
-that are rounded to e4m3 with a scale for each token and block of inputs.
+"""Matrix products on FP8 tensor cores, in Triton.
 
-Source: DeepSeek-V3 Technical Report, arXiv:2412.19437, section 3.3.2: each block of inputs is
-multiplied separately, and its sums are scaled before they are added in float32.
+Weights are e4m3 with a scale for each block. Activations are rounded to e4m3 with a scale for each
+token and block of inputs. Each block of inputs is multiplied separately, and its sums are scaled
+before they are added in float32. Source: DeepSeek-V3 Technical Report, arXiv:2412.19437, section
+3.3.2.
 
-A tile's rows are outputs and its columns are tokens, because a tensor core instruction takes at
-least 64 rows but as few as 8 columns.
+The rows of a tile are outputs and its columns are tokens, because a tensor core instruction needs
+at least 64 rows but as few as 8 columns.
 """
 
 from __future__ import annotations
@@ -21,25 +22,28 @@ from nanoactor.models.weights.fp8 import E4M3, Fp8Blocks
 from nanoactor.models.weights.whole_step import PackedMatrix
 
 E4M3_MAX = 448.0
-"""Largest e4m3 number."""
+"""Largest finite e4m3 number."""
 _MIN_ABSMAX = 1e-12
-"""Lower bound of a block's largest number, so that zeros stay zeros."""
+"""Lower limit of a block's largest absolute value, so that zeros stay zeros."""
 _BLOCK_SIZES = (32, 64, 128)
 """Numbers of inputs per block that the kernels support."""
 _GROUP_MULTIPLE = 16
-"""Number of outputs that must share a scale: the size of a scale's group is a multiple of it."""
+"""Number of consecutive outputs that must share a scale. The number of outputs per scale must be a
+multiple of it."""
 _BLOCKS_PER_PROGRAM = 8
-"""Number of blocks that a program quantizes."""
+"""Number of blocks of inputs that a program quantizes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Packed:
-    """A matrix, or one matrix for each expert, as the kernels read it."""
+    """An FP8 matrix, or one matrix for each expert, as the kernels read it."""
 
     weight: torch.Tensor
-    """e4m3 weights (..., outputs, blocks * block), with zeros in place of other ranks' inputs."""
+    """e4m3 weights, (..., outputs, blocks * block), with zeros in place of inputs of other
+    ranks."""
     scales: torch.Tensor
-    """Scales, float32 (..., groups, blocks), for `group` outputs each."""
+    """Scale of each group of `group` outputs in each block of inputs, float32 (..., groups,
+    blocks)."""
     group: int
     block: int
     offset: int
@@ -47,7 +51,7 @@ class Packed:
 
 
 def unsupported_reason(weights: Fp8Blocks) -> str | None:
-    """Return why no kernel supports a matrix, or the matrices of all experts; None if one does."""
+    """Return why no kernel supports a matrix, or the matrices of all experts. None if one does."""
     if weights.block not in _BLOCK_SIZES:
         return f"the block size {weights.block} is not one of {', '.join(map(str, _BLOCK_SIZES))}"
     if weights.group % _GROUP_MULTIPLE or weights.weight.shape[-2] % _GROUP_MULTIPLE:
@@ -56,7 +60,8 @@ def unsupported_reason(weights: Fp8Blocks) -> str | None:
 
 
 def pack(weights: Fp8Blocks) -> Packed:
-    """Lay out matrices for which `unsupported_reason` returned None."""
+    """Return matrices in the form that the kernels read. `unsupported_reason` must have returned
+    None."""
     weight, scales = weights.weight, weights.scales
     padding = scales.shape[-1] * weights.block - weight.shape[-1] - weights.offset
     if weights.offset or padding:
@@ -66,8 +71,8 @@ def pack(weights: Fp8Blocks) -> Packed:
 
 
 def whole_step_matrix(packed: Packed, inputs: int) -> PackedMatrix | None:
-    """Return matrices of `inputs` inputs as the whole-step kernel reads them, or None if it
-    cannot."""
+    """Return matrices with `inputs` inputs in the form that the whole-step kernel reads, or None if
+    it cannot read them."""
     outputs, padded = packed.weight.shape[-2:]
     if packed.block != 128 or packed.offset or padded != inputs:
         return None
@@ -79,10 +84,11 @@ def whole_step_matrix(packed: Packed, inputs: int) -> PackedMatrix | None:
 
 
 def quantize(x: torch.Tensor, packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round `x`, (tokens, inputs), to e4m3. Return the numbers, padded as `packed` is, and their
-    scales, float32 (blocks, tokens).
+    """Return `x`, (tokens, inputs), rounded to e4m3 and padded like `packed`, and the scales,
+    float32 (blocks, tokens).
 
-    A block's scale is its largest absolute value divided by 448."""
+    The scale of a block is its largest absolute value divided by 448.
+    """
     tokens, inputs = x.shape
     blocks = packed.scales.shape[-1]
     rounded = torch.empty(tokens, blocks * packed.block, dtype=E4M3, device=x.device)
@@ -106,7 +112,7 @@ def quantize(x: torch.Tensor, packed: Packed) -> tuple[torch.Tensor, torch.Tenso
 def quantize_blocks(
     values, max_value: tl.constexpr = E4M3_MAX, min_absmax: tl.constexpr = _MIN_ABSMAX
 ):
-    """Round `values`, (blocks, block), to e4m3. Return them with the scale of each block."""
+    """Return `values`, (blocks, block), rounded to e4m3, and the scale of each block."""
     scale = tl.maximum(tl.max(tl.abs(values), 1), min_absmax) / max_value
     return (values / scale[:, None]).to(tl.float8e4nv), scale
 
@@ -141,7 +147,7 @@ def _quantize(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tile:
-    """The shape of a program's work."""
+    """The size of the tile that a program computes, and the program's launch options."""
 
     outputs: int
     tokens: int
@@ -149,10 +155,10 @@ class Tile:
     stages: int
     programs: int
     """Number of programs to aim for. If there are fewer tiles, the blocks of inputs are divided
-    among several programs, and their sums are added."""
+    among several programs, whose sums are then added."""
 
 
-# (maximum number of tokens, tile): few tokens are bandwidth-bound, many compute-bound.
+# (maximum number of tokens, tile). Few tokens are bound by memory bandwidth, many by compute.
 _TILES = (
     (16, Tile(64, 16, 4, 4, 264)),
     (32, Tile(64, 32, 4, 4, 264)),
@@ -162,21 +168,22 @@ _LARGEST = Tile(64, 128, 4, 4, 132)
 
 
 def tile_for(tokens: int) -> Tile:
-    """Return the tile for `tokens` tokens."""
+    """Return the tile for a product with `tokens` tokens."""
     return next((tile for max_tokens, tile in _TILES if tokens <= max_tokens), _LARGEST)
 
 
 class TritonFp8Linear:
-    """The operator x Wᵀ + b for an FP8 matrix."""
+    """The operator x Wᵀ + b for an FP8 matrix, in Triton."""
 
     def __init__(self, weights: Fp8Blocks) -> None:
-        """Pack weights for which `unsupported_reason` returned None."""
+        """Pack the weights. `unsupported_reason` must have returned None for them."""
         self._packed = pack(weights)
         self._inputs = weights.weight.shape[1]
         self.bias = weights.bias
 
     def matrix(self) -> PackedMatrix | None:
-        """Return the weight as the whole-step kernel reads it, or None if it cannot."""
+        """Return the weight in the form that the whole-step kernel reads, or None if it cannot read
+        it."""
         return whole_step_matrix(self._packed, self._inputs)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -225,8 +232,10 @@ class TritonFp8Linear:
 
 @triton.jit
 def load_scales(scales, j, block_index, blocks, mask, group: tl.constexpr, uniform: tl.constexpr):
-    """Return the scales of outputs `j` in block `block_index`, (outputs, 1), or a single scale if
-    `uniform` is set because all outputs are in one group."""
+    """Return the scales of outputs `j` in one block of inputs, (outputs, 1), or a single scale.
+
+    If `uniform` is True, all of these outputs are in one group, and the result is a single scale.
+    """
     if uniform:
         loaded = tl.load(scales + tl.min(j, 0) // group * blocks + block_index)
     else:
@@ -251,7 +260,7 @@ def _multiply(
     tile_outputs: tl.constexpr,
     tile_tokens: tl.constexpr,
 ):
-    """Compute the sums of one tile over some blocks of inputs."""
+    """Compute the sums of one tile over some of the blocks of inputs."""
     t = tl.program_id(0) * tile_tokens + tl.arange(0, tile_tokens)
     j = tl.program_id(1) * tile_outputs + tl.arange(0, tile_outputs)
     split = tl.program_id(2)

@@ -34,8 +34,9 @@ DEVICE u32 least_of_lanes(u32 value) { return __reduce_min_sync(~0u, value); }
 DEVICE u32 bits_of_lanes(u32 value) { return __reduce_or_sync(~0u, value); }
 DEVICE int count_bits(u32 bits) { return __popc(bits); }
 
-// Programmatic dependent launch: a kernel starts before the previous one has ended. The previous kernel
-// allows it; the next kernel waits until the previous one has ended and its results can be read.
+// Programmatic dependent launch: a kernel starts before the previous one has ended. The previous
+// kernel allows it. The next kernel waits until the previous one has ended and its results can be
+// read.
 DEVICE void allow_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 DEVICE void await_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
@@ -137,7 +138,8 @@ DEVICE bool barrier_passed(u32 bar, u32 parity) {
                : "=r"(done) : "r"(bar), "r"(parity) : "memory");
   return done;
 }
-// Copies a box of rows from `row` on; `column` counts units of 128 bytes. Weights are read once: evict first.
+// Copies a box of rows from `row` on. `column` counts units of 128 bytes. Weights are read only
+// once, so they are evicted first.
 DEVICE void copy_box(u32 to, const TensorMap* map, int row, int column, u32 bar) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
@@ -150,7 +152,7 @@ DEVICE void copy_rows(u32 to, const TensorMap* map, int row, int column, u32 bar
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
       ::"r"(to), "l"(map), "r"(column * 128), "r"(row), "r"(bar) : "memory");
 }
-// Copies plain bytes; both addresses and the number of bytes are multiples of 16.
+// Copies plain bytes. Both addresses and the number of bytes must be multiples of 16.
 DEVICE void copy_line(u32 to, const void* from, u32 bytes, u32 bar) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                ::"r"(to), "l"(from), "r"(bytes), "r"(bar) : "memory");
@@ -188,13 +190,13 @@ DEVICE void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
-// The same if rows 8 to 15 of a are zero and their results are not used.
+// The same as mma() for rows 8 to 15 of a that are zero and whose results are not used.
 DEVICE void mma_upper(float& c0, float& c1, u32 a0, u32 a2, u32 b0, u32 b1) {
   [[maybe_unused]] float c2, c3;
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%5}, {%7,%8}, {%0,%1,%9,%9};"
       : "+f"(c0), "+f"(c1), "=f"(c2), "=f"(c3) : "r"(a0), "r"(0), "r"(a2), "r"(b0), "r"(b1), "f"(0.f));
 }
-// Rounds two floats to e4m3 and returns these as fp16, which is exact, with `low` in the low half.
+// Rounds two floats to e4m3 and returns them as fp16, which is exact, with `low` in the low half.
 DEVICE u32 round_pair(float low, float high) {
   u32 r;
   asm("{ .reg .b16 p; cvt.rn.satfinite.e4m3x2.f32 p, %1, %2; cvt.rn.f16x2.e4m3x2 %0, p; }"
@@ -282,10 +284,10 @@ DEVICE u64 nanoseconds() {
 }
 DEVICE u64 cycles() { return clock64(); }
 DEVICE void sleep(u32 nanoseconds) { __nanosleep(nanoseconds); }
-// Stops the kernel by a fault. `word` is in page-locked host memory, which outlives the context that the fault
-// destroys. The fault is a store to address 0 rather than a `trap`: if the code has a `trap`, the compiler gives
-// consumers no more registers than the kernel starts with, whatever setmaxnreg says. The first thread to stop
-// has waited longest, so only this thread writes.
+// Stops the kernel by a fault. `word` is in page-locked host memory, which outlives the context
+// that the fault destroys. The fault is a store to address 0 rather than a `trap`: with a `trap` in
+// the code, the compiler gives consumers no more registers than the kernel starts with, whatever
+// setmaxnreg says. The first thread to stop has waited longest, so only this thread writes.
 DEVICE void stop(u32* word, u32 first, u32 second) {
   if (*(volatile u32*)word) return;
   asm volatile("st.relaxed.sys.global.v2.u32 [%0], {%1,%2};" ::"l"(word), "r"(first), "r"(second) : "memory");

@@ -1,5 +1,5 @@
-"""Sampling under masks of allowed ids: kept logits are masked in one pass, then sampled as
-usual."""
+"""Sampling of token ids under masks of allowed ids. Stored logits are masked in one pass and then
+sampled like any others."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from nanoactor.models.devices.cuda.kernels.sampling import sample_rows
 NO_TOKEN = tl.constexpr(limits.NO_TOKEN)
 NOTHING_ALLOWED = tl.constexpr(limits.NOTHING_ALLOWED)
 _PART = 4096
-"""Number of token ids per program."""
+"""Number of token ids that one program masks."""
 
 
 def sample_masked_rows(inputs: FusedSamplingInputs, masks: torch.Tensor) -> None:
-    """Choose a token for each slot from its row of logits (slots, vocabulary) under its mask, int32
-    (rows, words): bit t % 32 of word t // 32 is set if id t may be chosen.
+    """Sample a token for each row from its slot's logits, (slots, vocabulary), among the ids that
+    its mask allows.
 
-    Ids are written to `sampled_ids` and to the table of last tokens. `sampled_ids` gets
-    `limits.NO_TOKEN` if the highest logit is not finite, and `limits.NOTHING_ALLOWED` if only the
-    highest allowed logit is not finite.
+    `masks` is int32 (rows, words): bit t % 32 of word t // 32 is set if id t may be chosen. Ids are
+    written to `sampled_ids` and to the table of last tokens. `sampled_ids` gets `limits.NO_TOKEN`
+    if the highest logit is not finite, and `limits.NOTHING_ALLOWED` if only the highest allowed
+    logit is not finite.
     """
     logits, slots, sampled_ids = inputs.logits, inputs.slots, inputs.sampled_ids
     rows, vocabulary = len(slots), logits.shape[1]
@@ -70,7 +71,7 @@ def _mask_rows(
 
 @triton.jit
 def _mark_nothing_allowed(highest, sampled_ids, parts, padded: tl.constexpr):
-    """Mark rows that have finite logits but got no token: their mask allows no id."""
+    """Mark rows that have finite logits but got no token, because their mask allows no id."""
     row = tl.program_id(0)
     column = tl.arange(0, padded)
     maxima = tl.load(highest + row * parts + column, mask=column < parts, other=float("-inf"))

@@ -1,11 +1,11 @@
 """Sampling with top-p and min-p from the whole vocabulary, without sorting it.
 
 The tokens that are kept are those with the highest scores: if a token is removed, so are all tokens
-below it. So if the winner of a draw from all tokens is kept, it is also the winner among the kept
-tokens. Otherwise, it and all tokens below it are excluded, and the winner of the rest is checked.
-With top-p, the first winner is kept with a probability of at least top-p, so one check is usually
-enough. However many checks it takes, the token is the same as with sorting, since each token has
-its own noise.
+with lower scores. If the winner of a draw from all tokens is kept, it is therefore also the winner
+among the kept tokens. If it is not kept, it and all lower tokens are excluded, and the winner of
+the rest is checked. With top-p, the first winner is kept with a probability of at least top-p, so
+one check is usually enough. Each token has its own noise, so the result is the same as with
+sorting.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nanoactor.models.devices.cuda.kernels.philox import gumbel_of_part
 from nanoactor.models.devices.cuda.kernels.truncated_sampling import sort_keys
 
 _PART = 4096
-"""Number of token ids that are read at once."""
+"""Number of token ids that are read at a time."""
 
 
 def sample_nucleus(
@@ -29,11 +29,11 @@ def sample_nucleus(
     highest: torch.Tensor,
     sampled_ids: torch.Tensor,
 ) -> None:
-    """Choose a token for each row of logits (rows, vocabulary) whose slot has a temperature, no
+    """Sample a token for each row of logits (rows, vocabulary) whose slot has a temperature, no
     top-k, and a top-p or a min-p. Other rows are unchanged.
 
-    `highest`, float32 (rows, parts), holds the maximum of each part of a row. `sampled_ids`, int32
-    (rows,), holds the ids sampled from all tokens; unless that id is negative, the new id is
+    `highest`, float32 (rows, parts), is the maximum of each part of a row. `sampled_ids`, int32
+    (rows,), are the ids sampled from all tokens. Unless such an id is negative, the new id is
     written to `sampled_ids` and to the table of last tokens.
     """
     rows, vocabulary = logits.shape
@@ -62,8 +62,8 @@ def sample_nucleus(
 
 @triton.jit
 def _scores(logits, ids, vocabulary, top, temperature):
-    """Return the scores of some ids, at most 0: minus infinity for NaN and for ids past the
-    vocabulary."""
+    """Return the scores of some token ids, which are at most 0. NaN logits, and ids past the end of
+    the vocabulary, get minus infinity."""
     value = tl.load(logits + ids, mask=ids < vocabulary, other=float("-inf")).to(tl.float32)
     score = tl.div_rn(value - top, temperature)
     return tl.where(score == score, score, float("-inf"))

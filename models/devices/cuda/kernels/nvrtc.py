@@ -1,4 +1,4 @@
-"""Compilation of CUDA C++ to machine code by NVRTC, with a cache on disk."""
+"""Compilation of CUDA C++ to machine code with NVRTC, and a cache of the results on disk."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OPTIONS = (
     "--ptxas-options=-v",
 )
 MACHINE_SOURCE = Path(__file__).parent / "machine.cuh"
-"""Source of the instruction wrappers that the kernels in CUDA C++ use."""
+"""Source file of the instruction wrappers that all CUDA C++ kernels use."""
 
 
 class CompileError(Exception):
@@ -29,25 +29,26 @@ class CompileError(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CompiledCode:
-    """Machine code of one source."""
+    """Machine code (cubin) of one source, with the assembler's report."""
 
     cubin: bytes
     report: str
     """The assembler's report on registers and spills; empty if the code was read from disk."""
 
     def bytes_of(self, kind: str) -> int:
-        """Return the largest number of bytes of "stack frame", "spill stores" or "spill loads" in
-        any kernel."""
+        """Return the largest number of bytes of one kind in any kernel: "stack frame", "spill
+        stores" or "spill loads". The code must have been compiled now, not read from disk."""
         return max(map(int, re.findall(rf"(\d+) bytes {kind}", self.report)))
 
     @property
     def registers(self) -> int:
-        """Return the largest number of registers with which a thread of any kernel starts."""
+        """Largest number of registers with which a thread of any kernel starts."""
         return max(map(int, re.findall(r"Used (\d+) registers", self.report)))
 
 
 def _nvrtc() -> Any:
-    """Import the NVRTC bindings, which come with CUDA builds of PyTorch."""
+    """Import and return the NVRTC bindings, which come with CUDA builds of PyTorch. Raises
+    `CompileError` if they cannot be used."""
     try:
         from cuda.bindings import nvrtc
 
@@ -71,7 +72,8 @@ def _program_log(nvrtc: Any, program: Any) -> str:
 
 
 def compile_source(source: str, name: str) -> CompiledCode:
-    """Compile a source. Raises `CompileError` if that fails."""
+    """Return the machine code of `source`, which messages call `name`.cu. Raises `CompileError` if
+    compiling fails."""
     nvrtc = _nvrtc()
     file = f"{name}.cu".encode()
     program = _check(nvrtc, nvrtc.nvrtcCreateProgram(source.encode(), file, 0, [], []))
@@ -87,7 +89,7 @@ def compile_source(source: str, name: str) -> CompiledCode:
 
 
 def cache_folder() -> Path:
-    """Return the folder of the machine code cache."""
+    """Return the folder of the machine code cache, which may not exist yet."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "nanoactor" / "kernels"
 
@@ -98,7 +100,8 @@ def _version() -> str:
 
 
 def load_or_compile(source: str, name: str) -> CompiledCode:
-    """Read machine code from disk, or compile and store it. Raises `CompileError` if that fails."""
+    """Return the machine code of `source` from the cache, or compile and store it. Raises
+    `CompileError` if compiling fails."""
     key = hashlib.sha256("\0".join((source, _version(), *OPTIONS)).encode()).hexdigest()
     path = cache_folder() / f"{key}.cubin"
     try:
@@ -116,7 +119,7 @@ def load_or_compile(source: str, name: str) -> CompiledCode:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write atomically: another engine may read at the same time."""
+    """Write a file atomically, because another engine may read it at the same time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         file.write(content)

@@ -1,4 +1,5 @@
-"""The noise of `models/sampling/philox.py` in Triton, with the same words and arithmetic."""
+"""The Gumbel noise of `models/sampling/philox.py` in Triton, with the same random words and the
+same arithmetic."""
 
 from __future__ import annotations
 
@@ -8,16 +9,16 @@ import triton.language as tl
 
 @triton.jit
 def _gumbel(words):
-    """Convert 32-bit words to standard Gumbel noise, through 23-bit uniform numbers that are never
-    0 or 1."""
+    """Return standard Gumbel noise computed from 32-bit words, 23 bits of which form a uniform
+    number between 0 and 1, both excluded."""
     bits = (words.to(tl.uint32, bitcast=True) >> 9).to(tl.float32)
     return -tl.log(-tl.log((bits + 0.5) * 1.1920928955078125e-07))
 
 
 @triton.jit
 def gumbel_of_part(seed, position, number, part: tl.constexpr):
-    """Return the noise for the token ids of a part, in order. Each Philox counter gives four
-    values."""
+    """Return the noise of all token ids in part number `number`, in order. Each Philox counter
+    provides four values."""
     group = number * (part // 4) + tl.arange(0, part // 4)
     zero = tl.zeros_like(group)
     first, second, third, fourth = tl.philox(seed, group, zero + position, zero, zero)
@@ -27,7 +28,7 @@ def gumbel_of_part(seed, position, number, part: tl.constexpr):
 
 @triton.jit
 def gumbel_at(seed, position, ids):
-    """Return the same noise for arbitrary token ids."""
+    """Return the Gumbel noise of arbitrary token ids; the values are those of `gumbel_of_part`."""
     group = ids // 4
     zero = tl.zeros_like(group)
     first, second, third, fourth = tl.philox(seed, group, zero + position, zero, zero)

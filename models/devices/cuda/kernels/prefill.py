@@ -1,4 +1,4 @@
-"""Prefill attention on one GPU, by the kernel that suits the GPU and the model."""
+"""Prefill attention on one GPU. The kernel is chosen by the GPU, the model and the step."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from nanoactor.models.devices.cuda.kernels.prefill_attention_tma import (
 
 HOPPER = 9
 _HEAD_DIMS = (64, 128)
-"""Head sizes whose sums fit into the registers of the `WIDE` variant and whose rows fit into a
-box."""
+"""Head sizes for which the `WIDE` variant has enough registers and a row fits into a box."""
 
 
 def unsupported_reason(
     capability: tuple[int, int], dtype: torch.dtype, block_size: int, head_dim: int
 ) -> str | None:
-    """Return why TMA cannot load keys and values, or None if it can.
+    """Return why the kernel for Hopper GPUs, which loads keys and values by TMA, cannot be used.
+    None if it can.
 
     The rows of a box are adjacent in memory, so a box must lie within one block, and a block must
-    hold a whole number of tiles.
+    contain a whole number of tiles.
     """
     if capability[0] != HOPPER:
         return f"compute capability {capability[0]}.{capability[1]} is not 9.0 (Hopper)"
@@ -46,7 +46,7 @@ def unsupported_reason(
 
 
 class PrefillAttention:
-    """Prefill attention that chooses the kernel for a device and a step."""
+    """Prefill attention, as a function that chooses the kernel for each step."""
 
     def __init__(
         self,
@@ -54,12 +54,13 @@ class PrefillAttention:
         multiprocessors: int,
         variants: tuple[Variant, Variant] = (WIDE, NARROW),
     ) -> None:
-        """Set up the kernel; `variants` are those for many programs and for few."""
+        """Store the settings. `variants` are the TMA kernel's variants for many and for few
+        programs."""
         self.capability = capability
         self._multiprocessors, self._variants = multiprocessors, variants
         self._compiled_shapes: set[tuple[object, ...]] = set()
         self._split_buffers: dict[int, SplitBuffers] = {}
-        """The narrow variant's memory by head size; captured steps refer to it."""
+        """Memory of the narrow variant, by head size. Captured steps refer to it."""
         self.unsupported_reason = functools.cache(functools.partial(unsupported_reason, capability))
 
     def __call__(
@@ -70,8 +71,8 @@ class PrefillAttention:
         scale: float,
         output: torch.Tensor,
     ) -> None:
-        """Write the attention of `queries`, (tokens, heads, head_dim), to `output` for the prompt
-        tokens."""
+        """Write the attention output of the prompt tokens to `output`, which has the shape of
+        `queries`, (tokens, heads, head_dim)."""
         heads, size = queries.shape[1:]
         block_size, kv_heads = cache.keys.shape[1:3]
         if self.unsupported_reason(queries.dtype, block_size, size) is not None:
@@ -97,7 +98,8 @@ class PrefillAttention:
         prefill_attention_tma(queries, cache, batch, scale, output, variant, buffers)
 
     def variant(self, tokens: int, heads: int, kv_heads: int) -> Variant:
-        """Return the narrow variant if there are no more wide programs than multiprocessors.
+        """Return the narrow variant if there are no more wide programs than multiprocessors, else
+        the wide one.
 
         The number of programs is a lower bound: captured steps have spare programs for more
         prompts, which return at once.

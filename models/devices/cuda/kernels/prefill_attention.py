@@ -1,8 +1,9 @@
-"""Causal attention of prompt chunks over the paged cache; each chunk sees its prefix and itself.
+"""Causal attention of prompt chunks over the paged cache, in Triton. Each chunk attends to its
+prefix and to itself.
 
 This is flash attention (arXiv:2205.14135): scores stay in registers, and the sums are rescaled as
-the maximum rises. A program processes some tokens of one row with all query heads of one key-value
-head.
+the maximum rises. A program processes some tokens of one row with all query heads that share one
+key-value head.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from nanoactor.models.batch import KVCache
 
 _TILE, _WARPS, _STAGES = 64, 8, 2
 _ROWS = 128
-"""Number of rows of a program's matrix product: tokens times query heads that share a key-value
+"""Number of rows of a program's matrix product: tokens, times query heads that share a key-value
 head."""
 
 
 def tokens_per_program(heads: int, kv_heads: int) -> int:
-    """Return the number of a row's tokens per program."""
+    """Return the number of a row's tokens that one program processes."""
     return max(1, _ROWS // triton.next_power_of_2(heads // kv_heads))
 
 
@@ -33,12 +34,13 @@ def prefill_attention(
     scale: float,
     output: torch.Tensor,
 ) -> None:
-    """Write the attention of `queries`, (tokens, heads, head_dim), to `output` for the tokens in
-    `tiles`.
+    """Write the attention output of the tokens in `tiles` to `output`, which has the shape of
+    `queries`, (tokens, heads, head_dim).
 
-    `tables` is int32 (slots, blocks). `rows`, int32 (4, rows), holds the slot, first token, number
-    of tokens, and context at the end of the chunk. `tiles`, int32 (2, programs), holds each
-    program's row, or -1 if it has none, and the index of its group of `tokens_per_program` tokens.
+    `tables` is int32 (slots, blocks). `rows`, int32 (4, rows), contains the slot, first token,
+    number of tokens, and context length including the chunk. `tiles`, int32 (2, programs), contains
+    the row of each program, or -1 if it has none, and the index of its group of
+    `tokens_per_program` tokens.
     """
     heads, size = queries.shape[1:]
     kv_heads, block_size = cache.keys.shape[2], cache.keys.shape[1]

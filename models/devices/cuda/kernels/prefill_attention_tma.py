@@ -1,18 +1,17 @@
-"""Attention of prompt chunks on Hopper: TMA loads keys and values, one box within a block at a
-time.
+"""Causal attention of prompt chunks on Hopper GPUs. TMA, the copy engine, loads keys and values,
+one box within a cache block at a time.
 
-The arithmetic and the order of programs are those of `prefill_attention`, with these differences: a
-tile is loaded by one copy, which needs no addresses in registers; the scale is folded into the
-exponent; and registers are capped, so that two programs share a multiprocessor.
+The arithmetic and the order of programs are those of `prefill_attention`, with three differences.
+One copy loads a tile, which needs no addresses in registers. The scale is folded into the exponent.
+The number of registers is capped, so that two programs share a multiprocessor.
 
-If there are few programs, several of them share one context, as in `decode_attention`. The last
-program to finish combines their sums, which saves a launch. Contexts that one program reads quickly
-enough are not divided.
+If there are few programs, a context is divided among several of them, as in `decode_attention`. The
+last program to finish combines their sums, which saves a launch. Contexts that one program reads
+fast enough are not divided.
 
-A descriptor (CUtensorMap) is created on the host at each launch and passed by value, like a
-pointer. A captured launch holds a copy of it, which is valid as long as the cache stays at its
-address, as every captured kernel requires. The descriptor needs neither an allocator nor memory on
-the device.
+A descriptor (CUtensorMap) is created on the host for each launch and passed by value, like a
+pointer. It needs neither an allocator nor memory on the device. A captured launch contains a copy
+of it, which stays valid as long as the cache keeps its address, as every captured kernel requires.
 """
 
 from __future__ import annotations
@@ -30,42 +29,45 @@ from nanoactor.models.devices.cuda.kernels.prefill_attention import tokens_per_p
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Variant:
-    """The size of a program, and its resources."""
+    """The size of a program and its launch options."""
 
     rows: int
-    """Rows of the matrix product: the number of tokens times the number of heads that share a
-    key-value head."""
+    """Number of rows of the matrix product: tokens, times query heads that share a key-value
+    head."""
     tile: int
-    """Number of keys at a time, the height of a box."""
+    """Number of keys that are loaded at a time, which is the height of a box."""
     warps: int
     stages: int
     registers: int | None
-    """Maximum number of registers per thread, or None to let the compiler decide."""
+    """Maximum number of registers per thread; None to let the compiler decide."""
 
 
 WIDE = Variant(rows=128, tile=64, warps=8, stages=2, registers=128)
-"""Variant for many programs. Without the cap on registers, a multiprocessor would hold one of its
-programs instead of two."""
+"""Variant for many programs. Without the limit on registers, a multiprocessor would run only one of
+its programs at a time instead of two."""
 NARROW = Variant(rows=64, tile=64, warps=4, stages=3, registers=None)
-"""Variant for few programs: twice as many programs, each with half of the tokens."""
+"""Variant for few programs. There are twice as many programs as with `WIDE`, each with half of the
+tokens."""
 _MIN_TILES = 16
-"""Minimum number of tiles for each program that shares a context: 1,024 keys take about 10 us."""
+"""Minimum number of tiles for each program that shares a context. These 1,024 keys take about 10
+us."""
 _PROGRAMS_PER_SM, _WAVES = 2, 5
-"""Number of programs that share a multiprocessor, and maximum number of consecutive waves of them
-if contexts are divided."""
+"""Number of programs that run on a multiprocessor at a time, and maximum number of consecutive
+waves of programs if contexts are divided."""
 _MAX_SPLITS, _SPLIT_COST = 16, 0.04
 """Maximum number of parts of a context, and the cost of each additional part as a fraction of the
-undivided time."""
+time without division."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SplitBuffers:
-    """Memory for the sums of programs that divide contexts. Steps use it one after the other."""
+    """Memory for the partial sums of programs that divide contexts. All steps use the same memory,
+    one after the other."""
 
     sums: torch.Tensor
-    """Unnormalized outputs, float32 (programs, rows, head_dim)."""
+    """Outputs before normalization, float32 (programs, rows, head_dim)."""
     totals: torch.Tensor
-    """Maxima of the scores and sums of exponentials, float32 (programs, 2, rows)."""
+    """Maxima of the scores, and sums of exponentials, float32 (programs, 2, rows)."""
     finished: torch.Tensor
     """Number of finished programs of each divided context, int32 (programs,); 0 between
     launches."""
@@ -74,7 +76,7 @@ class SplitBuffers:
     def empty(
         cls, programs: int, variant: Variant, head_dim: int, device: torch.device
     ) -> SplitBuffers:
-        """Allocate memory for `programs` programs."""
+        """Allocate memory for up to `programs` programs of a variant."""
         dtype = torch.float32
         sums = torch.empty(programs, variant.rows, head_dim, dtype=dtype, device=device)
         totals = torch.empty(programs, 2, variant.rows, dtype=dtype, device=device)
@@ -82,15 +84,15 @@ class SplitBuffers:
 
     @staticmethod
     def max_programs(multiprocessors: int) -> int:
-        """Return the maximum number of programs if contexts are divided."""
+        """Return the maximum number of programs of a launch if contexts are divided."""
         return _WAVES * _PROGRAMS_PER_SM * multiprocessors
 
     def split_count(self, programs: int) -> int:
         """Return the number of parts into which the context of each of `programs` programs is
         divided.
 
-        All parts take the same time, so only the number of waves on a multiprocessor matters: a
-        nearly empty last wave takes as long as a full one.
+        All parts take the same time, so the result depends only on the number of waves on a
+        multiprocessor: a nearly empty last wave takes as long as a full one.
         """
         programs_per_wave = max(1, len(self.finished) // _WAVES)
         max_splits = max(1, min(_MAX_SPLITS, len(self.finished) // programs))
@@ -111,9 +113,12 @@ def prefill_attention_tma(
     variant: Variant,
     buffers: SplitBuffers | None = None,
 ) -> None:
-    """Compute the same as `prefill_attention`. `scale` must be positive, head_dim a power of two of
-    at least 16, and a block must hold a whole number of the variant's tiles. With `buffers`,
-    programs divide contexts as far as its memory allows."""
+    """Write the attention output of the prompt tokens to `output`, as `prefill_attention` does.
+
+    `scale` must be positive, head_dim a power of two of at least 16, and the block size a multiple
+    of the variant's tile. If `buffers` is not None, programs divide contexts as far as its memory
+    allows.
+    """
     heads, size = queries.shape[1:]
     blocks, block_size, kv_heads = cache.keys.shape[:3]
     width = kv_heads * size
@@ -326,7 +331,7 @@ def _store_combined(
     rows: tl.constexpr,
     size: tl.constexpr,
 ):
-    """Combine the parts of a context, which other programs have just written, and store the
+    """Combine the parts of a divided context, which other programs have just written, and store the
     result."""
     m_i = tl.full([rows], -1e30, tl.float32)
     l_i = tl.zeros([rows], tl.float32)

@@ -1,4 +1,4 @@
-"""A kernel with which a step writes its token ids to host memory."""
+"""A kernel that writes the token ids of a step to host memory."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import triton.language as tl
 
 
 def publish(ids: torch.Tensor, ring: torch.Tensor, count: torch.Tensor) -> None:
-    """Write the step number and then `ids`, int32 (rows,), to the next entry of `ring`, and
-    increment the step number, which `count`, int32 (1,), holds.
+    """Write the step number, followed by `ids`, int32 (rows,), to the next entry of `ring`, and
+    increment the step number in `count`, int32 (1,).
 
     `ring` is int32 (entries, 1 + maximum number of rows), in page-locked memory. The number of
-    entries is a power of two, so that their order continues when `count` overflows.
+    entries must be a power of two, so that entries stay in order when `count` overflows.
     """
     rows, entries = len(ids), len(ring)
     assert entries & (entries - 1) == 0

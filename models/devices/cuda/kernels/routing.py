@@ -1,7 +1,7 @@
-"""Top-k routing in Triton, and token-expert pairs grouped into blocks of one expert each.
+"""Top-k routing in Triton, and the grouping of token-expert pairs into blocks of one expert each.
 
-Nothing is read back to the host, so steps of any size can be captured. A grid over blocks covers
-the maximum number of blocks; programs of empty blocks return at once.
+Nothing is read back to the host, so steps of any size can be captured. A grid covers the maximum
+number of blocks, and programs of empty blocks return at once.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ import triton.language as tl
 from nanoactor.models.weights.linear import Router
 
 _FEW_TOKENS = 16
-"""Maximum number of tokens for which each token reads the router's weights from L2."""
+"""Maximum number of tokens for which each token reads the router's weights from the L2 cache."""
 _PAIR_CHUNKS = (256, 1024, 4096)
-"""Numbers of pairs that may be read at once: the first that holds all pairs is used, or the
-last."""
+"""Numbers of pairs that can be read at a time. The smallest one that covers all pairs is used, else
+the largest."""
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 def route(x: torch.Tensor, router: Router) -> tuple[torch.Tensor, torch.Tensor]:
-    """Implement `Operators.route`. Routing weights are rounded to the dtype of `x`."""
+    """Return the ids of each token's experts and their routing weights, as specified by
+    `Operators.route`. The weights are rounded to the dtype of `x`."""
     (tokens, hidden), experts, top_k = x.shape, len(router.weight), router.top_k
     ids = torch.empty(tokens, top_k, dtype=torch.int32, device=x.device)
     topk_weights = torch.empty(tokens, top_k, dtype=torch.float32, device=x.device)
@@ -68,7 +69,7 @@ def _compute_router_logits(
     outputs: tl.constexpr,
     inputs: tl.constexpr,
 ):
-    """Compute a token's float32 router logits for some experts."""
+    """Compute one token's router logits, in float32, for some of the experts."""
     token = tl.program_id(0).to(tl.int64)
     j = tl.program_id(1) * outputs + tl.arange(0, outputs)
     total = tl.zeros([outputs], tl.float32)
@@ -93,8 +94,8 @@ def _select_experts(
     padded_k: tl.constexpr,
     dtype: tl.constexpr,
 ):
-    """Choose a token's most likely experts, ties to the lower id, and compute their softmax
-    weights."""
+    """Choose one token's most likely experts and compute their softmax weights. Of equal
+    probabilities, the lower id wins."""
     token = tl.program_id(0)
     expert = tl.arange(0, padded)
     mask = expert < experts
@@ -120,18 +121,20 @@ def _select_experts(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Blocks:
-    """Token-expert pairs, in the order of tokens, in blocks of one expert each."""
+    """Token-expert pairs in blocks of one expert each. Within an expert, pairs are in the order of
+    tokens."""
 
     pair_ids: torch.Tensor
-    """Pair of each row, int32 (blocks * size,); the number of pairs if the row has none."""
+    """Pair of each row, int32 (blocks * size,). If a row has none, this is the number of pairs."""
     expert_ids: torch.Tensor
-    """Expert of each block, int32 (blocks,); -1 for unused blocks, which come last."""
+    """Expert of each block, int32 (blocks,). -1 for unused blocks, which come last."""
     num_used: torch.Tensor
     """Number of blocks that have an expert, int32 (1,)."""
 
 
 def align_blocks(ids: torch.Tensor, experts: int, size: int) -> Blocks:
-    """Group the pairs of `ids`, int32 (tokens, top_k), into blocks of `size` rows."""
+    """Return the token-expert pairs in `ids`, int32 (tokens, top_k), grouped into blocks of `size`
+    rows."""
     pairs = ids.numel()
     blocks = min(pairs, experts + pairs // size)
     pair_ids = torch.empty(blocks * size, dtype=torch.int32, device=ids.device)
@@ -163,9 +166,11 @@ def _align_blocks(
     size: tl.constexpr,
     chunk: tl.constexpr,
 ):
-    """Write the pairs of one expert, in order, to blocks of its own, and fill the rest of the last
-    one with `pairs`. Unused blocks get owner -1. The number of used blocks is stored after the
-    owners."""
+    """Write the pairs of one expert, in order, to its own blocks, and fill the rest of the last
+    block with `pairs`.
+
+    Unused blocks get the expert -1. The number of used blocks is stored after the blocks' experts.
+    """
     own_expert = tl.program_id(0)
     expert = tl.arange(0, padded)
     counts = tl.zeros([padded], tl.int32)

@@ -1,9 +1,12 @@
-"""Sampling in several passes: maxima of groups, perturbed maxima, the winner; then rows with a
-top-k, and rows with only a top-p or a min-p.
+"""Sampling of token ids in several kernels.
 
-The numbers are the same as in `models/sampling/sampler.py`: the same Philox words, the same scores,
-ties to the lower id. Rows with a top-k above `limits.CANDIDATES` or with masked logits are sampled
-there.
+The first three compute the maxima of parts of each row, the maxima after noise is added, and the
+winner of each row. The last two then sample rows that have a top-k, and rows that have only a top-p
+or a min-p.
+
+The ids are those that `models/sampling/sampler.py` chooses: the random words and scores are the
+same, and of equal scores the lower id wins. Rows with a top-k above `limits.CANDIDATES` or with
+masked logits are sampled there.
 """
 
 from __future__ import annotations
@@ -27,29 +30,29 @@ from nanoactor.models.devices.cuda.kernels.truncated_sampling import (
 NO_TOKEN = tl.constexpr(limits.NO_TOKEN)
 FROZEN = tl.constexpr(limits.FROZEN)
 _PART = 4096
-"""Number of token ids per program."""
+"""Number of token ids that one program processes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Partials:
-    """Intermediate results for each part of the vocabulary."""
+    """Intermediate results for each part of the vocabulary. A part is 4,096 consecutive ids."""
 
     highest: torch.Tensor
     """Highest logit of each part, float32 (rows, parts)."""
     highest_ids: torch.Tensor
-    """Id of each logit in `highest`, int32 (rows, parts)."""
+    """Token id of each logit in `highest`, int32 (rows, parts)."""
     scores: torch.Tensor
-    """Highest perturbed score of each part, float32 (rows, parts)."""
+    """Highest score with noise in each part, float32 (rows, parts)."""
     score_ids: torch.Tensor
-    """Id of each score in `scores`, int32 (rows, parts)."""
+    """Token id of each score in `scores`, int32 (rows, parts)."""
     group_maxima: torch.Tensor
     """Highest logit of each group of 256 ids, float32 (rows, groups)."""
     truncation_scratch: torch.Tensor
-    """Workspace of `truncated_sampling`, int64 (rows, room)."""
+    """Workspace of `truncated_sampling`, int64 (rows, words)."""
 
     @classmethod
     def empty(cls, rows: int, vocabulary: int, device: torch.device) -> Partials:
-        """Allocate memory for `rows` rows."""
+        """Allocate memory for up to `rows` rows."""
         shape = (rows, triton.cdiv(vocabulary, _PART))
 
         def make(dtype: torch.dtype) -> torch.Tensor:
@@ -73,12 +76,12 @@ def sample_rows(
     partials: Partials,
     sampled_ids: torch.Tensor,
 ) -> None:
-    """Choose a token for each row of logits (rows, vocabulary); `slots`, int32 (rows,), holds the
-    slot of each row.
+    """Sample a token for each row of logits (rows, vocabulary), with the parameters of its slot in
+    `slots`, int32 (rows,).
 
     Ids are written to `sampled_ids`, int32 (rows,), and to the table of last tokens. `sampled_ids`
     gets `limits.NO_TOKEN` if the highest logit is not finite, and `limits.FROZEN` if the slot is
-    frozen. `tables.lengths` are the positions that the sampled tokens will have.
+    frozen. `tables.lengths` are the positions of the sampled tokens.
     """
     rows, vocabulary = logits.shape
     parts = triton.cdiv(vocabulary, _PART)
@@ -134,7 +137,8 @@ def sample_rows(
 
 @triton.jit
 def _load_logits(pointers, mask):
-    """Load logits in float32. NaN becomes minus infinity, so that it is never chosen."""
+    """Return logits as float32, with minus infinity in place of NaN, so that NaN is never
+    chosen."""
     value = tl.load(pointers, mask=mask, other=float("-inf")).to(tl.float32)
     return tl.where(value == value, value, float("-inf"))
 

@@ -1,9 +1,10 @@
-"""Sampling from the best k tokens (with top-p and min-p) without reading most of the others again.
+"""Sampling from the k most likely tokens, with top-p and min-p, without reading most of the other
+logits again.
 
-The vocabulary is divided into groups of 256 ids, and `sampling.py` stores their maxima. The k-th
+The vocabulary is divided into groups of 256 ids, whose maxima `sampling.py` has stored. The k-th
 highest of these maxima is a bound: at least k logits reach it, so no logit below it is among the
-best k. Therefore only groups whose maximum reaches the bound are read again, about k of several
-hundred, and only logits that reach it are sorted, little more than k.
+best k. Only groups whose maximum reaches the bound are read again, about k of several hundred. Only
+logits that reach it are sorted, which are little more than k.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from nanoactor.models.devices.cuda.kernels.philox import gumbel_at
 from nanoactor.models.limits import CANDIDATES
 
 GROUP = 256
-"""Number of ids in a group."""
+"""Number of token ids in a group."""
 _GROUPS_PER_ITERATION = 16
-"""Number of groups that are read at once."""
+"""Number of groups that are read at a time."""
 _MAX_SORTED_KEYS = 2 * CANDIDATES
-"""Maximum number of logits that are sorted. If more reach the bound because of ties, a higher bound
-is searched for."""
+"""Maximum number of logits that are sorted. If more of them reach the bound because of ties, a
+higher bound is determined."""
 
 
 def scratch_words(groups: int) -> int:
-    """Return the size of a row's scratch memory in int64 words, for the groups that reach the bound
-    and for the best keys."""
+    """Return the size, in int64 words, of the workspace for one row: a list of groups that reach
+    the bound, and the best keys."""
     return triton.cdiv(groups, _GROUPS_PER_ITERATION) * _GROUPS_PER_ITERATION + _MAX_SORTED_KEYS
 
 
@@ -39,11 +40,11 @@ def sample_truncated(
     scratch: torch.Tensor,
     sampled_ids: torch.Tensor,
 ) -> None:
-    """Choose a token for each row of logits (rows, vocabulary) whose slot has a temperature and a
+    """Sample a token for each row of logits (rows, vocabulary) whose slot has a temperature and a
     top-k of at most `limits.CANDIDATES`. Other rows are unchanged.
 
-    `maxima`, float32 (rows, groups), holds the maximum of each group of 256 ids; `scratch` is int64
-    (rows, `scratch_words`). Ids are written to `sampled_ids`, int32 (rows,), unless it holds a
+    `maxima`, float32 (rows, groups), is the maximum of each group of 256 ids. `scratch` is int64
+    (rows, `scratch_words`). Ids are written to `sampled_ids`, int32 (rows,), unless it contains a
     negative id, and to the table of last tokens.
     """
     rows, vocabulary = logits.shape
@@ -77,8 +78,8 @@ def sample_truncated(
 
 @triton.jit
 def sort_keys(scores, ids):
-    """Return int64 keys that sort as the scores do. Of equal scores, the lower id has the higher
-    key."""
+    """Return int64 keys that have the same order as the scores. Of equal scores, the lower id has
+    the higher key."""
     bits = (scores + 0.0).to(tl.int32, bitcast=True)
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
     return (ordered << 32) | (0x7FFFFFFF - ids).to(tl.int64)
@@ -89,8 +90,8 @@ def _load_keys(
     logits, group_list, first, count, top, temperature, bound, vocabulary, group: tl.constexpr,
     groups_per_iteration: tl.constexpr,
 ):  # fmt: skip
-    """Return the keys of some listed groups, flattened, and a mask of those whose logits reach the
-    bound."""
+    """Return the sort keys of some of the listed groups, as a vector, and a mask of those whose
+    logits reach the bound."""
     index = first + tl.arange(0, groups_per_iteration)
     group_index = tl.load(group_list + index, mask=index < count, other=0)
     ids = group_index[:, None] * group + tl.arange(0, group)[None, :]

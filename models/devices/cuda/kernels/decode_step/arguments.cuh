@@ -1,4 +1,4 @@
-// The arguments that the host passes; arguments.py has the same fields in the same order.
+// Parameters of the kernel. arguments.py declares the same fields in the same order.
 
 struct LayerArgs {
   const u16 *norm1, *norm2;    // [HIDDEN]
@@ -9,7 +9,7 @@ struct LayerArgs {
   const float* router;         // with EXPERTS: [EXPERTS][HIDDEN]
 };
 
-// Each counter has a line of 128 bytes to itself.
+// Counters in global memory. Each has a line of 128 bytes to itself.
 struct Control {
   u32 step, pad0[31];      // number of the step, from 1: makes the flags of steps differ
   u32 arrivals, pad1[31];  // number of arrivals in this step

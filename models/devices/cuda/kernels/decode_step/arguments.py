@@ -1,4 +1,5 @@
-"""The kernel's parameters, as declared in `arguments.cuh`."""
+"""The parameters of the decode step kernel, laid out as in `arguments.cuh`, and its scratch
+memory."""
 
 from __future__ import annotations
 
@@ -20,34 +21,37 @@ from nanoactor.models.devices.cuda.kernels.driver import MAP_BYTES
 from nanoactor.models.weights.whole_step import LayerWeights, ModelWeights, PackedMatrix
 
 MATRICES = tuple(phase.matrix for phase in PHASES if phase.matrix is not None)
-"""Names of a layer's matrices, in the order of its tensor maps."""
+"""Names of a layer's matrices, in the order of the layer's tensor maps."""
 _ALIGNMENT = 64
 _CONTROL_WORDS = 128
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepInputs:
-    """The inputs of a step's rows; tensors keep their addresses from step to step."""
+    """The inputs of a step's rows. A captured step reads these tensors at their addresses, which
+    must not change."""
 
     token_ids: torch.Tensor
     """Token ids, int32 (rows,)."""
     positions: torch.Tensor
     """Rotary positions, int32 (rows,)."""
     contexts: torch.Tensor
-    """Context lengths, the new token included, int32 (rows,)."""
+    """Context lengths, including the new token, int32 (rows,)."""
     slots: torch.Tensor
-    """Rows of `tables`, int32 (rows,)."""
+    """Slot of each row, an index into `tables`, int32 (rows,)."""
     slot_mapping: torch.Tensor
     """Cache position of the new token's key and value, int64 (rows,)."""
     tables: torch.Tensor
-    """Block tables, int32 (slots, blocks)."""
+    """Block table of each slot, int32 (slots, blocks)."""
 
 
 class Scratch:
-    """The memory through which a kernel's blocks exchange data, and the kernel's results."""
+    """The memory through which the kernel's thread blocks exchange data, and the kernel's
+    results."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
-        """Allocate zeroed memory, so that it holds no step's flags."""
+        """Allocate the memory. It is zeroed, because its words must not look like flags of a
+        step."""
         rows, words_per_pair = shape.rows, 2 if shape.has_flags else 1
         group = shape.heads // shape.kv_heads
         words = {
@@ -123,8 +127,8 @@ def _layer(weights: LayerWeights, cache: KVCache, scales: torch.Tensor | None) -
 
 
 def lay_out_scales(shape: Shape, weights: ModelWeights) -> list[torch.Tensor | None]:
-    """Lay out the scales of each layer's matrices by tile and box. They do not depend on the number
-    of rows."""
+    """Return the scales of each layer's matrices in the order in which the kernel reads them, by
+    tile and box. They do not depend on the number of rows."""
     return [
         _lay_out_layer_scales(shape, layer) if shape.packed else None for layer in weights.layers
     ]
@@ -156,9 +160,12 @@ def arguments_of(
     eps: float,
     wait_timeout: float,
 ) -> ctypes.Structure:
-    """Fill in the kernel's parameters. `maps` holds the tensor maps of each layer's matrices and of
-    the head, and `scales` the scales of each layer, see `lay_out_scales`. `status` is int32 (2,) in
-    page-locked memory. `wait_timeout` is in seconds."""
+    """Return the kernel's parameters.
+
+    `maps` are the tensor maps of each layer's matrices and of the head. `scales` are those of each
+    layer, as returned by `lay_out_scales`. `status` is int32 (2,) in page-locked memory.
+    `wait_timeout` is in seconds.
+    """
     args = _args_type(shape)()
     map_bytes = b"".join(maps)
     ctypes.memmove(args.maps, map_bytes, len(map_bytes))

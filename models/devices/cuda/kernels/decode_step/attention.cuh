@@ -85,7 +85,8 @@ DEVICE void make_plan(const Args& a, Plan& plan, int lane) {
   }
 }
 
-// The segment of this block's share that begins at `at` in the line, which must be before the share's end.
+// Returns the segment of this block's share that begins at position `at` of the line. `at` must be
+// before the share's end.
 DEVICE Segment segment_at(const Plan& plan, int at) {
   int row = 0;
   while (row + 1 < ROWS && plan.starts[row + 1] <= at) ++row;
@@ -113,8 +114,8 @@ DEVICE void find_first(Plan& plan) {
   if (begin < line) plan.first = segment_at(plan, begin);
 }
 
-// Index of a block's part of a pair. A block has at most one part of a pair that begins before its share,
-// and at most one part of a pair that begins in its share and continues after it.
+// Returns the index of a block's part of a pair. A block has at most one part of a pair that begins
+// before its share, and at most one part of a pair that begins in its share and continues after it.
 DEVICE int part_of(const Segment& s, int block) { return block * 2 + (block == s.first_block); }
 
 // -- loads ------------------------------------------------------------------------------------
@@ -125,7 +126,8 @@ DEVICE int part_of(const Segment& s, int block) { return block * 2 + (block == s
 struct Keys { uint4 near[EACH], far[EACH]; };  // of tokens g and g + 8
 struct Values { uint4 v[HALVES][4]; };
 
-// Missing tokens are zero and are not read: memory past the end of a context may hold anything.
+// Missing tokens become zero and are not read, because memory past the end of a context may contain
+// anything.
 DEVICE uint4 load_if(bool there, const u16* p) { return there ? load16(p) : uint4{0, 0, 0, 0}; }
 
 DEVICE void load_keys(Keys& k, const u16* keys, u64 token, int kv_head, int left, int lane) {
@@ -168,9 +170,10 @@ DEVICE void scores(float (&s)[4], const Keys& k, u32 queries) {
   for (int i = 0; i < 4; ++i) s[i] += more[i];
 }
 
-// Converts the scores of tokens g (s[0], s[1]) and g + 8 (s[2], s[3]) with heads 2t, 2t + 1 to weights;
-// `left` tokens exist. `f.out` is scaled to the new maximum. Returns the weights in the layout of the next
-// product: head g, tokens 2t, 2t + 1 in a0 and 2t + 8, 2t + 9 in a2.
+// Converts the scores of tokens g (s[0], s[1]) and g + 8 (s[2], s[3]) with heads 2t, 2t + 1 to
+// softmax weights, of which `left` tokens exist. Scales `f.out` to the new maximum. Returns the
+// weights in the layout of the next product: head g, tokens 2t, 2t + 1 in a0 and 2t + 8, 2t + 9 in
+// a2.
 DEVICE void soften(Softmax& f, float (&s)[4], int left, u32& a0, u32& a2, int lane) {
   const int g = lane >> 2;
   const bool near = g < left, far = g + 8 < left;
@@ -256,7 +259,7 @@ DEVICE void prefetch_segment(const Args& a, const Segment& s, int layer) {
   }
 }
 
-// Receives a head that a product has handed over, with one warp.
+// Receives a head that another block has handed over, with one warp.
 DEVICE void receive_head(const Consumer& k, float (&v)[EACH], const uint4* words, int where) {
   // A pair of words holds two adjacent dimensions, but a lane needs every 32nd dimension.
   const uint2* from = (const uint2*)words + k.lane;
@@ -295,13 +298,15 @@ DEVICE void rotate_head(float (&v)[EACH], const float (&co)[EACH / 2], const flo
   }
 }
 
-// Non-finite numbers are stored as 0: attention of other requests may read whole blocks.
+// Non-finite numbers are stored as 0, because attention of other requests may read whole cache
+// blocks.
 DEVICE u16 finite_bf16(float v) {
   const u32 bits = pack(v, 0) & 0xffff;
   return (bits & 0x7f80) == 0x7f80 ? 0 : bits;
 }
 
-// Receives the group's queries (the first roles), then the new token's key and value (the last two roles).
+// Receives the group's queries (the first roles) and the new token's key and value (the last two
+// roles).
 DEVICE void receive_queries(const Consumer& k, Attention& m, const Segment& s) {
   const LayerArgs& layer = k.a.layers[k.layer];
   const int roles = GROUP_HEADS + (s.has_new ? 2 : 0);
@@ -339,7 +344,7 @@ DEVICE void receive_queries(const Consumer& k, Attention& m, const Segment& s) {
   }
 }
 
-// Attends to this warp's tokens of a segment: 16 of every TURN tokens.
+// Computes the attention of this warp's tokens of a segment: 16 of every TURN tokens.
 DEVICE void attend_cache(const Consumer& k, const Attention& m, const Segment& s, Softmax& f) {
   const Paged cache = paged(k.a, k.layer, s.row);
   const u32 queries = address_of(m.queries) + (k.lane / 4 * QUERY_PITCH + k.lane % 4 * 8) * 2;
@@ -387,7 +392,7 @@ DEVICE void keep_softmax(const Consumer& k, Attention& m, Softmax& f) {
       }
 }
 
-// Computes the new token's score with a head; the token's weight is 1.
+// Computes the new token's score with a head. In combine_warps(), the token's weight is 1.
 DEVICE void attend_new(const Consumer& k, Attention& m, const Segment& s) {
   const int head = WARPS - 1 - k.warp;  // in short contexts, only lower warps have tokens
   if (head >= GROUP_HEADS) return;
@@ -458,7 +463,7 @@ DEVICE void attend_segment(const Consumer& k, Attention& m, const Segment& s) {
 
 // -- parts of a pair --------------------------------------------------------------------------
 
-// Receives a word of part `number`, and the maximum and sum of its head.
+// Receives one word of part `number`, and the maximum and sum of its head.
 DEVICE Part receive_part(const Consumer& k, const Segment& s, int number, int word) {
   const int part = part_of(s, s.first_block + number), where = k.where(COMBINE);
   const uint4* outputs = k.a.parts + part * PAIR_WORDS + word;
@@ -482,7 +487,7 @@ DEVICE void join(Part& p, const Part& q) {
   p.top = top;
 }
 
-// Combines the parts for this block's share of a pair's words; adjacent lanes have different parts.
+// Combines all parts of this block's share of a pair's words. Adjacent lanes read different parts.
 DEVICE void combine_parts(const Consumer& k, const Segment& s) {
   const int number = block_index() - s.first_block;
   const int begin = PAIR_WORDS * number / s.parts, end = PAIR_WORDS * (number + 1) / s.parts;
@@ -503,8 +508,9 @@ DEVICE void combine_parts(const Consumer& k, const Segment& s) {
 
 // -- the phase --------------------------------------------------------------------------------
 
-// Attends to all segments of the block, then combines pairs of which other blocks have parts, so that no block
-// waits for one that is waiting. The first segment stays in shared memory, because registers are scarce.
+// Computes the attention of all segments of the block, then combines pairs of which other blocks
+// have parts. In this order, no block waits for one that is waiting. The first segment stays in
+// shared memory, because registers are scarce.
 DEVICE void attend(const Consumer& k, Attention& m, const Plan& plan) {
 #pragma unroll 1
   for (int at = plan.begin; at < plan.end;) {

@@ -1,8 +1,9 @@
-// The experts that the rows have chosen, in a block's shared memory. Every block derives them from the
-// same scores (experts.cuh); its producer waits for the choice before it streams the experts' matrices.
+// The experts that the rows have chosen, in a block's shared memory. Every block derives them from
+// the same scores (experts.cuh). Its producer waits for the choice before it copies the experts'
+// matrices.
 //
-// In this file, a *pair* is a row and an expert that the row has chosen: pair `row * CHOSEN + n` is the
-// row's n-th choice.
+// In this file, a *pair* is a row and an expert that the row has chosen: pair `row * CHOSEN + n` is
+// the row's n-th choice.
 
 constexpr int MOST_LISTED = EXPERTS == 0 || PAIRS < EXPERTS ? PAIRS : EXPERTS;
 constexpr u8 NO_PAIR = PAIRS;  // its line of inputs is zero

@@ -1,4 +1,4 @@
-"""Machine code of the kernel of a whole decode step."""
+"""Compilation of the decode step kernel to machine code."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from nanoactor.models.devices.cuda.kernels.decode_step.table import Shape
 
 
 def load_or_compile(shape: Shape) -> nvrtc.CompiledCode:
-    """Read the kernel from disk, or compile and store it, which takes one to three seconds. Raises
-    `CompileError` if that fails."""
+    """Return the kernel's machine code for a shape, from disk or newly compiled and stored.
+
+    Compiling takes one to three seconds. Raises `CompileError` if it fails.
+    """
     return nvrtc.load_or_compile(source_of(shape), KERNEL)

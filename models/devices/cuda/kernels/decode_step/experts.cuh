@@ -1,10 +1,12 @@
-// A mixture of experts: scores, the choice of experts, and products with their matrices.
+// A mixture of experts: router scores, the choice of experts, and products with the experts'
+// matrices.
 //
-// Scores are products of the normalized rows and the router's weights in float32. Each block computes the
-// scores of its experts while it receives the rows, and hands them to all blocks as flagged words. A row's
-// experts are the CHOSEN most likely ones, ties to the lower id. Their matrices are read once for all rows,
-// and outputs that no row needs are dropped. Shares (routing weights) are multiplied into the activated
-// values, so that the down projections of a row's experts can simply be added.
+// Scores are products of the normalized rows and the router's weights in float32. Each block
+// computes the scores of some experts while it receives the rows, and hands them to all blocks as
+// flagged words. A row's experts are the CHOSEN most likely ones; of equal scores, the lower id
+// wins. The experts' matrices are read once for all rows, and outputs that no row needs are
+// dropped. Shares (routing weights) are multiplied into the activated values, so that the down
+// projections of a row's experts can simply be added.
 
 // -- scores -----------------------------------------------------------------------------------
 
@@ -17,7 +19,7 @@ DEVICE void prefetch_router(const Args& a, int layer) {
   }
 }
 
-// Hands over the scores that the warps of a row added up while they received the row.
+// Hands over the scores that the warps of each row added up while they received it.
 DEVICE void publish_scores(const Consumer& k) {
   for (int i = thread_index(); i < ROWS * SCORED; i += THREADS) {
     const int row = i / SCORED, n = i % SCORED, expert = block_index() + n * BLOCKS;
@@ -33,7 +35,7 @@ DEVICE void publish_scores(const Consumer& k) {
 constexpr int EXPERTS_OF_LANE = (EXPERTS + 31) / 32;  // lane, lane + 32, ...
 constexpr float LOG2E = 1.4426950408889634f;
 
-// Maps scores to integers of the same order, from 1 on; 0 is less than every score.
+// Maps scores to integers from 1 on with the same order. 0 is less than every score.
 DEVICE u32 key_of(float score) {
   const u32 bits = bits_of(score), key = bits >> 31 ? ~bits : bits | 0x80000000u;
   return key ? key : 1;
@@ -104,14 +106,14 @@ DEVICE void choose_experts(const Consumer& k, Choice& choice, int row) {
   }
 }
 
-// Number of experts below `expert` that any row has chosen.
+// Returns the number of experts below `expert` that any row has chosen.
 DEVICE int rank_of(const Choice& choice, int expert) {
   int rank = count_bits(choice.set[expert / 32] & ((1u << expert % 32) - 1));
   for (int i = 0; i < expert / 32; ++i) rank += count_bits(choice.set[i]);
   return rank;
 }
 
-// Lists the experts that any row has chosen, with one warp; then the producer continues.
+// Lists the experts that any row has chosen, with one warp. Afterwards, the producer continues.
 DEVICE void list_experts(const Consumer& k, Choice& choice) {
 #pragma unroll 1
   for (int i = 0; i < EXPERTS_OF_LANE; ++i) {
@@ -145,7 +147,8 @@ DEVICE void choose(const Consumer& k, Choice& choice) {
 
 // -- products ---------------------------------------------------------------------------------
 
-// Multiplies one tile of all listed experts, each by its own lines of inputs.
+// Multiplies one tile of each listed expert by the inputs of that expert's pairs, and adds up the
+// products.
 template <int P>
 DEVICE void take_experts(Consumer& k, float* sums) {
   constexpr Product p = PRODUCTS[P];
@@ -160,7 +163,8 @@ DEVICE void take_experts(Consumer& k, float* sums) {
   keep_sums(k, c[0], sums, false);
 }
 
-// Norm and scores; choice of experts; their gate and up; SwiGLU, times the shares.
+// Runs the norm and the router, the choice of experts, their gate and up projections, and SwiGLU,
+// times the shares.
 template <int P>
 DEVICE void run_experts(Consumer& k) {
   constexpr Product p = PRODUCTS[P];

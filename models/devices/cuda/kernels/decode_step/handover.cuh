@@ -1,29 +1,32 @@
 // How blocks hand over activations to each other.
 //
-// *Flagged words*: 4 bytes of data and 4 bytes of flag in one access of 8 or 16 bytes, which the memory
-// system does not tear. Readers poll the data itself until the flag is the number of this hand-over, so
-// that neither a barrier nor a fence is needed (NCCL's LL protocol). A number is used once in a step and
-// differs from step to step. A word is overwritten one layer later, by a block that by then has received
-// a phase to which every reader of the old word contributed after reading it: a block reads a source only
-// if it has outputs of the phase, and all outputs are waited for, directly or through the phases in
-// between. So no word is overwritten before it is read.
+// *Flagged words* are 4 bytes of data and 4 bytes of flag in one access of 8 or 16 bytes, which the
+// memory system does not tear. Readers poll the data itself until the flag is the number of this
+// hand-over, so neither a barrier nor a fence is needed (NCCL's LL protocol). A number is used only
+// once in a step and differs from step to step. A word is overwritten one layer later. By then, the
+// writing block has received a phase to which every reader of the old word contributed after
+// reading it: a block reads a source only if it has outputs of the phase, and all outputs are
+// waited for, directly or through the phases in between. Therefore no word is overwritten before it
+// is read.
 //
-// *Arrivals*: blocks write plain words; then each block synchronizes its threads and adds one to a counter
-// (release). Readers wait until the counter includes every block's arrival (acquire). All blocks arrive,
-// with or without outputs. Words that a phase overwrites were read before their readers' next arrival.
+// *Arrivals* are counted. Blocks write plain words; then each block synchronizes its threads and
+// adds one to a counter (release). Readers wait until the counter includes every block's arrival
+// (acquire). All blocks arrive, with or without outputs. Words that a phase overwrites were read
+// before their readers' next arrival.
 //
-// Queries, keys, values and the parts of a split attention go to few blocks and are always flagged words.
-// So are the scores of experts, which are few and for which all blocks wait. Words that all blocks read are
-// flagged only with one row, where latency decides (FLAGGED). With more rows, flags would double the bytes
-// that every block reads, and polling would read them again.
+// Queries, keys, values and the parts of a split attention go to few blocks and are always flagged
+// words. So are the scores of experts, which are few and for which all blocks wait. Words that all
+// blocks read are flagged only if there is one row, where latency matters most (FLAGGED). With more
+// rows, flags would double the bytes that every block reads, and polling would read them
+// repeatedly.
 
 // -- bounded waiting --------------------------------------------------------------------------
 
 enum Wait { WAIT_WORDS = 1, WAIT_ARRIVALS = 2, WAIT_TILE = 3, WAIT_ROOM = 4, WAIT_FLIGHT = 5, WAIT_CHOICE = 6 };
 
-// Counts polls, reads the clock every 2^16 polls, and stops the kernel when the time is up. The first
-// reading starts the timer, so that short waits do not read the clock. Producers, which wait for room in
-// every hang, wait twice as long as consumers, which know what is missing.
+// Counts polls, reads the clock every 2^16 polls, and stops the kernel when the time is up. The
+// first reading starts the timer, so short waits do not read the clock. Producers wait twice as
+// long as consumers: they wait for room in every hang, whereas consumers know what is missing.
 struct Patience {
   u32 polls = 0;
   u64 since = 0;
@@ -41,7 +44,8 @@ struct Patience {
   }
 };
 
-// The position of a step as reported in `status`: the layer, and the phase in the table.
+// Returns the position of a step as reported in `status`, from the layer and the phase in the
+// table.
 DEVICE int place(int layer, int phase) { return layer * 16 + phase; }
 
 // Delays blocks at random at every hand-over, in tests.
@@ -59,7 +63,7 @@ DEVICE void mark(const Args& a, int layer, int phase, int done) {
 
 // -- flagged words ----------------------------------------------------------------------------
 
-// The data of two words with the same flag, 16 bytes in all.
+// The data of two words that have the same flag. With both flags, these are 16 bytes.
 struct Pair { u32 first, second; };
 
 DEVICE void put_pair(uint4* to, u32 first, u32 second, u32 flag) {
@@ -80,7 +84,7 @@ DEVICE Pair receive_pair(const Args& a, const uint4* from, u32 flag, int where) 
 
 // -- words that all blocks read: rows of bf16, two numbers in a word --------------------------
 
-// `index` counts words across all rows.
+// Hands over a word. `index` counts words across all rows.
 DEVICE void publish(u32* words, int index, u32 value, u32 flag) {
   if (FLAGGED)
     put8((uint2*)words + index, uint2{value, flag});
@@ -88,7 +92,7 @@ DEVICE void publish(u32* words, int index, u32 value, u32 flag) {
     put4(words + index, value);
 }
 
-// Called after a block's last word of a phase.
+// Counts this block's arrival. Called after a block's last word of a phase.
 DEVICE void arrive(const Args& a) {
   perhaps_delay();
   if (!FLAGGED) {
@@ -97,8 +101,8 @@ DEVICE void arrive(const Args& a) {
   }
 }
 
-// Called before a block reads the first word of a source; waits until the counter reaches `target`. No
-// consumer thread returns before all others have left the previous phase.
+// Waits until the counter reaches `target`. Called before a block reads the first word of a source.
+// No consumer thread returns before all others have left the previous phase.
 DEVICE void await_arrivals(const Args& a, u32 target, int where) {
   if (!FLAGGED) {
     if (thread_index() == 0) {
@@ -109,7 +113,7 @@ DEVICE void await_arrivals(const Args& a, u32 target, int where) {
   }
 }
 
-// Receives eight columns of a row, the first of which is `at`.
+// Receives eight columns of a row. `at` is the first of them.
 DEVICE uint4 receive_columns(const Args& a, const u32* words, int at, u32 flag, int where) {
   if (!FLAGGED) return get16(words + at / 2);
   const uint4* from = (const uint4*)words + at / 4;

@@ -1,4 +1,4 @@
-"""The kernel of a whole step, loaded on the device, and its tensor maps."""
+"""Loading of the decode step kernel, and the tensor maps through which it reads matrices."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from nanoactor.models.devices.cuda.kernels.decode_step.table import (
 from nanoactor.models.devices.cuda.kernels.driver import Kernel, Module, tensor_map
 
 _ALIGNMENT_BYTES = 1024
-"""Number of bytes reserved to align shared memory."""
+"""Number of bytes of shared memory reserved for alignment."""
 _MAP_DTYPES = {torch.bfloat16: "BFLOAT16", torch.float8_e4m3fn: "UINT8"}
 
 
 def encode_map(matrix: torch.Tensor, box: int) -> bytes:
-    """Encode the tensor map of a row-major bfloat16 or e4m3 matrix, which is read in boxes of 8
+    """Return the tensor map of a contiguous bfloat16 or e4m3 matrix, which is read in boxes of 8
     rows and `box` units of 128 bytes.
 
-    A map of three dimensions (columns of a unit, rows, units) loads one box of up to 16 KB with one
-    instruction, with its 16-byte chunks swizzled to avoid bank conflicts.
+    The map has three dimensions (columns of a unit, rows, units). One instruction loads a box of up
+    to 16 KiB, and the 16-byte chunks are swizzled to avoid bank conflicts.
     """
     rows, columns = matrix.shape
     assert matrix.is_contiguous()
@@ -38,6 +38,7 @@ def encode_map(matrix: torch.Tensor, box: int) -> bytes:
 
 
 def load_kernel(cubin: bytes, shape: Shape) -> Kernel:
-    """Load the kernel of a whole step. Raises `DriverError` if that fails."""
+    """Load the machine code of a decode step kernel on the device. Raises `DriverError` if that
+    fails."""
     shared_bytes = layout_of(shape).total + _ALIGNMENT_BYTES
     return Module(cubin).kernel(KERNEL, shape.blocks, 32 * WARPS + 128, shared_bytes)

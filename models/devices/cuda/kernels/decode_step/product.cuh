@@ -1,13 +1,14 @@
-// A phase's matrix product: receive the source's rows into shared memory, multiply this block's tiles
-// by them, add the sums of the warps, and pass the outputs to the epilogue.
+// The matrix product of a phase: receive the source's rows into shared memory, multiply this
+// block's tiles by them, add the sums of the warps, and pass the outputs to the epilogue.
 //
-// Activations are the 16 rows of a product (8 of them zero if a step has up to 8 rows); a tile's outputs are
-// its 8 columns. Units are assigned to the warps in turn. Thread (g, t) reads the 16-byte chunks t and t + 4
-// of weights, and the activations of the same columns: the order of inputs in a product is arbitrary.
+// Activations are the 16 rows of a product (8 of them are zero if a step has up to 8 rows). A
+// tile's outputs are its 8 columns. Units are assigned to the warps in turn. Thread (g, t) reads
+// the 16-byte chunks t and t + 4 of weights, and the activations of the same columns: the order of
+// inputs in a product is arbitrary.
 //
-// In FP8, rows are rounded to e4m3 as they are received, with a scale for each row and unit (arXiv:2412.19437,
-// section 3.3.2). Both factors are multiplied as fp16, which holds every e4m3 number exactly, and the sums of
-// a unit are scaled before they are added.
+// In FP8, rows are rounded to e4m3 as they are received, with a scale for each row and unit
+// (arXiv:2412.19437, section 3.3.2). Both factors are multiplied as fp16, which represents every
+// e4m3 number exactly, and the sums of a unit are scaled before they are added.
 
 struct Consumer {
   const Args& a;
@@ -32,8 +33,9 @@ constexpr int GROUP_FLOATS = GROUP * TILE_FLOATS;
 constexpr int warps_of_line(int lines) { return lines == 1 ? 8 : lines == 2 ? 4 : lines <= 4 ? 2 : 1; }
 constexpr int WARPS_OF_ROW = warps_of_line(ROWS);
 
-// A phase's inputs in shared memory: one line for each row; or one line for each pair of a row and an expert
-// that it has chosen, and a line of zeros for rows that have not chosen an expert.
+// A phase's inputs in shared memory. There is one line for each row; or one line for each pair of a
+// row and an expert that it has chosen, followed by a line of zeros for rows that have not chosen
+// an expert.
 template <int P>
 struct Lines {
   static constexpr bool OF_PAIRS = EXPERTS > 0 && P == DOWN;
@@ -106,11 +108,11 @@ DEVICE float2 weigh_exactly(u32 x, u32 weight, float& squares) {
   return float2{low * low_of(weight), high * high_of(weight)};
 }
 
-// Stores eight columns of each of N blocks, rounded to e4m3 by the largest number of the unit, which 16 lanes
-// hold together; only `count` of the blocks exist. Within a unit, columns are ordered as load_packed() reads
-// them: the first eight of a thread's chunk t, its last eight, then the same of chunk t + 4, each 64 bytes
-// after the previous. Every operation runs for all blocks before the next one, because it waits long for the
-// previous one.
+// Stores eight columns of each of N blocks, rounded to e4m3 by the largest number of the unit,
+// which is spread over 16 lanes. Only `count` of the blocks exist. Within a unit, columns are in
+// the order in which load_packed() reads them: the first eight of a thread's chunk t, its last
+// eight, then the same of chunk t + 4, each 64 bytes after the previous. Every operation runs for
+// all blocks before the next operation, to hide its latency.
 template <int P, int N>
 DEVICE void keep_rounded(const Consumer& k, const float2 (&v)[N][4], int row, int first, int count) {
   float largest[N];
@@ -149,7 +151,8 @@ DEVICE void keep_zeros(const Consumer& k) {
     for (int i = thread_index(); i < Of::SCALES; i += THREADS) k.scales[Of::COUNT * Of::SCALES + i] = 0;
 }
 
-// Multiplies eight columns of a row by the router's weights for this block's experts.
+// Adds the products of eight columns of a row and the router's weights for this block's experts to
+// `scores`.
 DEVICE void add_scores(const Consumer& k, float (&scores)[SCORED], const float2 (&x)[4], int column) {
 #pragma unroll
   for (int n = 0; n < SCORED; ++n) {
@@ -163,9 +166,10 @@ DEVICE void add_scores(const Consumer& k, float (&scores)[SCORED], const float2 
   }
 }
 
-// Receives a piece of the rows into shared memory. With NORM, columns are multiplied by the weights `norm`, and
-// sums of squares are kept; the epilogue applies the scale that follows from them. A block receives rows again
-// only after a barrier, so that no warp multiplies by rows that are being overwritten.
+// Receives a piece of the rows into shared memory. With NORM, columns are multiplied by the weights
+// `norm`, and sums of squares are stored; the epilogue applies the scale that follows from them. A
+// block receives rows again only after a barrier, so that no warp multiplies by rows that are being
+// overwritten.
 template <int P, bool NORM, class From>
 DEVICE void receive(Consumer& k, const From& from, int piece, u32 target, const u16* norm) {
   constexpr Product p = PRODUCTS[P];
@@ -259,7 +263,7 @@ DEVICE void receive(Consumer& k, const From& from, int piece, u32 target, const 
   mark(k.a, k.layer, P, 0);
 }
 
-// The norm's scale of a row.
+// Returns the norm's scale of a row.
 DEVICE float scale_of(const Consumer& k, int row) {
   float sum = 0;
 #pragma unroll
@@ -290,7 +294,7 @@ DEVICE Where line_of(const Consumer& k, int upper, int lower = 0) {
                k.scales + upper * Of::SCALES, k.scales + lower * Of::SCALES};
 }
 
-// Location of the rows; rows that do not exist may have any line.
+// Returns the location of the rows. Rows that do not exist may have any line.
 template <int P>
 DEVICE Where rows_of(const Consumer& k) {
   const int g = k.lane / 4;
@@ -318,8 +322,9 @@ DEVICE void multiply_add(float (&c)[4], const uint4& x, const uint4& below, cons
   }
 }
 
-// The row of a tile that threads with this g read. Bits 0 and 2 are swapped, so that the eight threads of
-// two values of g, whose accesses are combined, find their chunks (chunk ^ row) in different banks.
+// Returns the row of a tile that threads with this g read. Bits 0 and 2 are swapped, so that the
+// eight threads of two values of g, whose accesses are combined, find their chunks (chunk ^ row) in
+// different banks.
 DEVICE int tile_row(int g) { return (g & 2) | (g & 1) << 2 | g >> 2; }
 
 DEVICE void multiply_unit(const Consumer& k, Sums& c, const Inputs& x, u32 unit) {
@@ -330,7 +335,7 @@ DEVICE void multiply_unit(const Consumer& k, Sums& c, const Inputs& x, u32 unit)
   multiply_add(c.far, x.upper[1], x.lower[1], far);
 }
 
-// The same for FP8: a thread has the activations of 128 columns, twice as many, and rows have scales.
+// The same as Inputs for FP8: a thread has the activations of 128 columns, and rows have scales.
 struct PackedInputs {
   uint4 upper[4], lower[4];
   float upper_scale, lower_scale;
@@ -374,7 +379,7 @@ DEVICE void multiply_packed_unit(const Consumer& k, Sums& c, const PackedInputs&
     c.near[i] += (own.near[i] + own.far[i]) * (scale * (i < 2 ? x.upper_scale : x.lower_scale));
 }
 
-// Multiplies unit `unit` of the boxes in `slots` by unit `input` of the lines.
+// Multiplies unit `unit` of the boxes in `slots` by unit `input` of the input lines.
 template <int P, int N>
 DEVICE void multiply_tiles(const Consumer& k, Sums (&c)[N], const int (&slots)[N], int unit, int input, const Where& from) {
   constexpr Product p = PRODUCTS[P];
@@ -390,7 +395,7 @@ DEVICE void multiply_tiles(const Consumer& k, Sums (&c)[N], const int (&slots)[N
   }
 }
 
-// Stores this warp's sums of a tile; with `add`, they are added to those of earlier pieces.
+// Stores this warp's sums of a tile. With `add`, they are added to those of earlier pieces.
 DEVICE void keep_sums(const Consumer& k, const Sums& c, float* sums, bool add) {
   const int g = k.lane / 4, row = tile_row(k.lane % 4 * 2);
 #pragma unroll
@@ -409,7 +414,8 @@ DEVICE void free_slot(Consumer& k) {
   k.ring.at.next();
 }
 
-// Multiplies N tiles of one box each at once: inputs are read once, and the tiles' products overlap.
+// Multiplies N tiles of one box each at the same time: inputs are read once, and the tiles'
+// products overlap.
 template <int P, int N>
 DEVICE void take_tiles(Consumer& k, float* sums) {
   constexpr Product p = PRODUCTS[P];
@@ -466,7 +472,7 @@ DEVICE void take_boxes(Consumer& k, int piece, float* sums) {
 template <int P>
 DEVICE void take_experts(Consumer& k, float* sums);
 
-// Multiplies `count` tiles of a group; gate and up are counted separately.
+// Multiplies `count` tiles of a group. Gate and up tiles are counted separately.
 template <int P>
 DEVICE void take_group(Consumer& k, int count, int piece, float* sums) {
   constexpr Product p = PRODUCTS[P];
@@ -487,7 +493,8 @@ DEVICE void take_group(Consumer& k, int count, int piece, float* sums) {
   }
 }
 
-// Outputs 2 `pair` and 2 `pair` + 1 of a row in tile i of a group: the total of the warps' sums.
+// Returns outputs 2 `pair` and 2 `pair` + 1 of a row in tile i of a group: the total of the warps'
+// sums.
 DEVICE float2 total(const float* sums, int i, int row, int pair) {
   float2 sum = {0, 0};
 #pragma unroll
@@ -505,8 +512,9 @@ DEVICE void for_outputs(int tiles, Finish finish) {
   for (int e = thread_index(); e < tiles * ROWS * 4; e += THREADS) finish(e / (4 * ROWS), e / 4 % ROWS, e % 4);
 }
 
-// Multiplies this block's `tiles` of a phase by one piece of the rows. Only after the last piece, it calls
-// `finish(tile, i, row, pair, sums)`, where `tile` is an index into the block's tiles and `i` one into the group.
+// Multiplies this block's `tiles` of a phase by one piece of the rows. After the last piece, calls
+// `finish(tile, i, row, pair, sums)` for the outputs, where `tile` is an index into the block's
+// tiles and `i` one into the group.
 template <int P, class Finish>
 DEVICE void multiply(Consumer& k, int piece, int tiles, Finish finish) {
   constexpr Product p = PRODUCTS[P];
@@ -525,5 +533,5 @@ DEVICE void multiply(Consumer& k, int piece, int tiles, Finish finish) {
   }
 }
 
-// The first output of one of this block's tiles.
+// Returns the first output of one of this block's tiles.
 DEVICE int output_of(int tile) { return (block_index() + tile * BLOCKS) * 8; }

@@ -1,20 +1,21 @@
-// The ring of tiles in shared memory. One producer thread copies this block's boxes of weights in the
-// order of the table, waiting only for room (and for the choice of experts); eight consumer warps process
-// them in the same order.
+// The ring of tiles in shared memory. One producer thread copies this block's boxes of weights in
+// the order of the table. It waits only for room (and for the choice of experts). Eight consumer
+// warps process the boxes in the same order.
 //
-// A *tile* is 8 outputs of a matrix with all their columns. It is copied in *boxes* of 8 rows of up to
-// 2,048 bytes, one box per slot of the ring. A box consists of *units*: 8 rows of 128 bytes (64 columns of
-// bf16, 128 of e4m3), in which the copy engine swizzles 16-byte chunks (chunk ^ row), so that eight
-// threads that read chunks of two rows have no bank conflict. A packed box also has a scale for each unit.
+// A *tile* is 8 outputs of a matrix with all their columns. It is copied in *boxes* of 8 rows of up
+// to 2,048 bytes, one box per slot of the ring. A box consists of *units*: 8 rows of 128 bytes (64
+// columns of bf16, 128 of e4m3), in which the copy engine swizzles 16-byte chunks (chunk ^ row).
+// Therefore eight threads that read chunks of two rows have no bank conflict. A packed box also has
+// a scale for each unit.
 //
-// Two mbarriers hand over a slot: `full` completes when the bytes of the copy have arrived, `empty` when all
-// consumer warps have read them.
+// Two mbarriers hand over a slot: `full` completes when the bytes of the copy have arrived, `empty`
+// when all consumer warps have read them.
 
 constexpr int SLOT = 16384;  // bytes
 constexpr int TILE_UNIT = 1024;  // bytes of a unit of a tile
 constexpr u32 END_OF_HEAD = 0xffffffffu;
 
-// The position of a producer or consumer in the ring; both advance in the same way.
+// The position of the producer or of a consumer in the ring. Both advance in the same way.
 struct Cursor {
   int slot = 0;
   u32 parity = 0;
@@ -37,11 +38,12 @@ struct Ring {
     Patience patience;
     while (!barrier_passed(bar, parity)) patience.poll(a, kind, where);
   }
-  // Consumers wait until the slot's bytes have arrived.
+  // Waits, in a consumer, until the slot's bytes have arrived.
   DEVICE void wait_full(const Args& a, const Cursor& c, int where) {
     wait(a, full + 8 * c.slot, c.parity, WAIT_TILE, where);
   }
-  // The producer waits until the slot's previous bytes have been read; there is no wait in the first round.
+  // Waits, in the producer, until the slot's previous bytes have been read. Returns at once in the
+  // first round.
   DEVICE void wait_empty(const Args& a, int where) {
     wait(a, empty + 8 * at.slot, at.parity ^ 1, WAIT_ROOM, where);
   }
@@ -58,7 +60,8 @@ DEVICE void make_ring(Ring& ring, Choice& choice) {
 
 // -- the tiles of a block ---------------------------------------------------------------------
 
-// Tiles are assigned to blocks in turn: tile i of a block is tile `block + i * BLOCKS`.
+// Tiles are assigned to blocks in turn: tile i of a block is tile `block + i * BLOCKS` of the
+// matrix.
 DEVICE int tiles_of(int tiles, int block) { return block < tiles ? (tiles - block + BLOCKS - 1) / BLOCKS : 0; }
 
 // -- producer ---------------------------------------------------------------------------------
@@ -69,8 +72,8 @@ struct Producer {
   const Choice& choice;
   u32 sent = 0;  // number of boxes
 
-  // Keeps no more than `flight` boxes in flight: a deeper queue gains no bandwidth, and the words that blocks
-  // hand over to each other would wait in it.
+  // Keeps at most `flight` boxes in flight. A deeper queue gains no bandwidth, and the words that
+  // blocks hand over to each other would wait in it.
   DEVICE void bound_flight(int flight, int where) {
     if (flight >= SLOTS || sent < flight) return;
     const bool wrapped = ring.at.slot < flight;
@@ -93,7 +96,8 @@ struct Producer {
     ++sent;
   }
 
-  // Streams a phase of a layer: pieces of the columns, tiles, gate and up of a tile, boxes of a piece.
+  // Copies the matrix of a phase of a layer. The order is: pieces of the columns, tiles, gate and
+  // up of a tile, boxes of a piece.
   template <int P>
   DEVICE void stream(int layer) {
     constexpr Product p = PRODUCTS[P];
@@ -117,7 +121,7 @@ struct Producer {
             send(p, map, scales, (half * p.tiles + block_index() + i * BLOCKS) * 8, box, where, 0);
   }
 
-  // Streams the tiles of all listed experts, one expert after the other.
+  // Copies the tiles of all listed experts, one expert after the other.
   DEVICE void stream_chosen(const Product& p, const TensorMap* map, const float* scales, int where) {
     const int all = p.tiles * get_shared4(&choice.count);
 #pragma unroll 1
@@ -130,7 +134,7 @@ struct Producer {
     }
   }
 
-  // Streams each tile for all listed experts, one tile after the other.
+  // Copies each tile for all listed experts, one tile after the other.
   DEVICE void stream_back(const Product& p, const TensorMap* map, const float* scales, int tiles, int where) {
     const int count = get_shared4(&choice.count);
 #pragma unroll 1
@@ -143,7 +147,7 @@ struct Producer {
       }
   }
 
-  // Streams the phases that have a matrix, in the table's order.
+  // Copies the matrices of all phases that have one, in the table's order.
   template <int P>
   DEVICE void stream_layer(int layer) {
     if constexpr (P < LAYER_PHASES) {
@@ -152,7 +156,8 @@ struct Producer {
     }
   }
 
-  // Blocks claim chunks of the head dynamically, because some have slower paths to memory than others.
+  // Copies the head. Blocks claim chunks of it dynamically, because some have slower paths to
+  // memory than others.
   DEVICE void stream_head(const TensorMap* map) {
     constexpr Product p = PRODUCTS[LOGITS];
     const int where = place(LAYERS, LOGITS);

@@ -1,5 +1,5 @@
-"""The CUDA source of a kernel: instruction wrappers, constants, then the parts, each of which
-builds on the previous ones."""
+"""The CUDA source of the decode step kernel: instruction wrappers, constants, and then the parts,
+each of which depends on the previous ones."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ KERNEL = "decode_step"
 
 
 def source_of(shape: Shape, machine: Path | None = None) -> str:
-    """Return the whole source, in which compiler errors name each part's own lines. `machine`
-    replaces the file of the instruction wrappers."""
+    """Return the complete source for a shape. Compiler errors refer to the file and line of each
+    part.
+
+    `machine` is a file that replaces the instruction wrappers; None means `machine.cuh`.
+    """
     folder = Path(__file__).parent
     parts = [machine or MACHINE_SOURCE, *(folder / part for part in PARTS)]
     texts = [f'#line 1 "constants"\n{constants(shape)}']

@@ -1,10 +1,11 @@
 // A whole decode step in one kernel: embedding, layers, final norm and, with HEAD, the logits.
 //
-// There is one block on each multiprocessor, and all are resident at once. A producer thread streams the
-// block's tiles of weights through a ring in shared memory and waits only for room (and for the choice of
-// experts), so that loads run ahead across phases. Eight consumer warps do everything else. table.py defines
-// the phases and their matrices, in the order that both sides follow. The residual stays in float32 in the
-// shared memory of the block that computes its outputs.
+// There is one block on each multiprocessor, and all are resident at the same time. A producer
+// thread copies the block's tiles of weights through a ring in shared memory. It waits only for
+// room (and for the choice of experts), so loads run ahead across phases. Eight consumer warps do
+// everything else. table.py defines the phases and their matrices, in the order that both sides
+// follow. The residual stays in float32, in the shared memory of the block that computes its
+// outputs.
 
 struct Shared {
   u64 full[SLOTS], empty[SLOTS];
@@ -29,10 +30,11 @@ static_assert(WORK_FLOATS_NEEDED * 4 <= WORK_BYTES, "table.py reserves too littl
 
 DEVICE Source source_of(const u32* words, u32 flag) { return Source{words, flag}; }
 
-// A block without outputs of a phase reads nothing, but it must not arrive again before all others have
-// arrived, because the counter does not distinguish the arrivals of different blocks.
-// Flagged words do not need this wait. Then a barrier keeps the block's warps within one phase of each other,
-// as receiving a source does, so that all of them have read the shared memory that is written next.
+// A block without outputs of a phase reads nothing, but it must not arrive again before all others
+// have arrived, because the counter does not distinguish the arrivals of different blocks. With
+// flagged words, this wait is not needed. Instead, a barrier keeps the block's warps within one
+// phase of each other, as receiving a source does, so that all of them have read the shared memory
+// that is written next.
 DEVICE void skip_source(const Consumer& k, int phase, u32 target) {
   if (FLAGGED)
     sync_consumers<THREADS>();
@@ -40,7 +42,8 @@ DEVICE void skip_source(const Consumer& k, int phase, u32 target) {
     await_arrivals(k.a, target, k.where(phase));
 }
 
-// Norm; then queries, keys and values of all rows, handed over to the blocks that compute attention.
+// Runs the norm and the projections to queries, keys and values of all rows, and hands the results
+// to the blocks that compute attention.
 DEVICE void run_qkv(Consumer& k) {
   const LayerArgs& layer = k.a.layers[k.layer];
   const int tiles = tiles_of(PRODUCTS[PROJECT].tiles, block_index());
@@ -88,7 +91,7 @@ DEVICE void run_residual(Consumer& k, Shared& m, const u32* source, u32 source_f
   }
 }
 
-// Norm; gate and up; SwiGLU.
+// Runs the norm, the gate and up projections, and SwiGLU.
 DEVICE void run_gate_up(Consumer& k) {
   const u32 target = k.target + ARRIVED_X2 * BLOCKS;
   const int tiles = tiles_of(PRODUCTS[GATE_UP].tiles, block_index());
@@ -142,7 +145,7 @@ DEVICE void begin_residual(const Args& a, Shared& m) {
   }
 }
 
-// Writes the final norm of this block's columns, from the residual.
+// Writes this block's columns of the hidden states after the final norm.
 DEVICE void write_hidden(const Consumer& k, const Shared& m) {
   const int tiles = tiles_of(PRODUCTS[OUTPUT].tiles, block_index());
   for (int i = thread_index(); i < tiles * ROWS * 4; i += THREADS) {
@@ -189,7 +192,8 @@ DEVICE void run_head(Consumer& k) {
   }
 }
 
-// The last block to end prepares the next step. All others have already read what it overwrites.
+// Prepares the next step, in the last block to end. All other blocks have already read what is
+// overwritten.
 DEVICE void end_step(const Args& a, Shared& m) {
   sync_consumers<THREADS>();
   if (thread_index() == 0) m.last = add_acquire_release(&a.control->done, 1) == BLOCKS - 1;

@@ -1,4 +1,4 @@
-"""Decode steps that run as a single kernel, for executors."""
+"""Decode steps that run as a single CUDA kernel, as executors use them."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from nanoactor.models.weights.whole_step import Mixture, ModelWeights, flat_matr
 log = logging.getLogger("nanoactor.models.decode_step")
 
 WAIT_TIMEOUT = 10.0
-"""Seconds that a block waits for another block, or for its own copies, before it stops the
-kernel."""
+"""Seconds for which a thread block waits for another block, or for its own copies, before it stops
+the kernel."""
 _WAIT_DESCRIPTIONS = {
     1: "words from another block",
     2: "the arrival of all blocks",
@@ -45,19 +45,23 @@ _WAIT_DESCRIPTIONS = {
 }
 _STOPPED_BIT = 0x80000000
 _WIDE_HIDDEN_SIZE, _WIDE_MAX_ROWS = 4096, 8
-"""Hidden size of wide models, and the maximum number of rows for which the kernel is faster for
-them. Measured on an H200 with contexts of 1,024: 16 rows of 8B take 5.51 ms with the kernel and
-5.43 with operators, 8 rows 4.63 and 5.32; 16 rows of 0.6B 1.32 and 1.72
-(docs/gpu_measurements.md)."""
+"""Hidden size from which a model counts as wide, and the maximum number of rows for which the
+kernel is faster for wide models.
+
+Measured on an H200 with contexts of 1,024: 16 rows of 8B take 5.51 ms with the kernel and 5.43 ms
+with operators, 8 rows 4.63 and 5.32 ms; 16 rows of 0.6B 1.32 and 1.72 ms
+(docs/gpu_measurements.md).
+"""
 _PACKED_EXPERTS_MAX_ROWS = 4
-"""Maximum number of rows for which the kernel is faster with packed experts. Measured on an H200
-with 30B-A3B in FP8: 4 rows take 3.95 ms with the kernel and 4.47 with operators, 8 rows 6.12 and
-5.87."""
+"""Maximum number of rows for which the kernel is faster if experts are packed. Measured on an H200
+with 30B-A3B in FP8: 4 rows take 3.95 ms with the kernel and 4.47 ms with operators, 8 rows 6.12 and
+5.87 ms."""
 _SLOWDOWN = "decode steps with few rows run operator by operator, which takes up to twice as long"
 
 
 class StepStopped(RuntimeError):
-    """A decode step waited too long. The message names the phase. The device must be reopened."""
+    """A decode step stopped itself because a wait took too long. The message names the phase. The
+    device must be reopened."""
 
 
 _SUPPORTED_FIELDS = frozenset(
@@ -84,12 +88,14 @@ _SUPPORTED_FIELDS = frozenset(
         "window",
     ]
 )
-"""Fields of a model's configuration that the kernel supports or does not depend on: pictures are
-already rows, rotations are read from tables, no sequence is longer than a window, and weights are
-passed in FP8, unpacked, or not at all."""
+"""Fields of `ModelConfig` that the kernel supports or does not depend on.
+
+Pictures are already rows when the kernel runs, rotations are read from tables, no sequence is
+longer than a window, and weights that the kernel cannot read are not passed to it.
+"""
 _NEUTRAL = {"output_bias": False, "mlp_bias": False}
-"""Other fields, with the value that has no effect. All remaining fields must have their default
-value, so that a model family's new option is never ignored silently."""
+"""Other fields with the value that has no effect. All remaining fields must have their default
+value, so that a new option of a model family is never ignored silently."""
 
 
 def step_unsupported_reason(
@@ -103,8 +109,11 @@ def step_unsupported_reason(
     packed: bool = False,
     mixture: Mixture | None = None,
 ) -> str | None:
-    """Return why steps of `rows` rows cannot run as one kernel, or None if they can. `mixture`
-    describes the experts of each layer."""
+    """Return why steps of `rows` rows cannot run as one kernel, or None if they can.
+
+    `processors` is the number of multiprocessors of the GPU. `packed` is True if the matrices are
+    in FP8. `mixture` describes the experts of each layer; None for dense layers.
+    """
     if capability != (9, 0):
         return f"compute capability {capability[0]}.{capability[1]} is not 9.0"
     if dtype != torch.bfloat16:
@@ -131,7 +140,7 @@ def step_unsupported_reason(
 
 
 class DecodeStep:
-    """Decode steps with a given number of rows, and the tensors that they read and write."""
+    """Decode steps with a fixed number of rows, and the tensors that they read and write."""
 
     def __init__(
         self,
@@ -141,10 +150,12 @@ class DecodeStep:
         wait_timeout: float = WAIT_TIMEOUT,
         shared_from: DecodeStep | None = None,
     ) -> None:
-        """Compile the kernel or load it from disk. `shared_from` is a step with the same weights
-        and another number of rows, which shares its tensor maps and scales.
+        """Load the kernel from disk, or compile it.
 
-        Raises `CompileError` or `DriverError` if that fails."""
+        `shared_from` is a step with the same weights and another number of rows, whose tensor maps
+        and scales are shared. Raises `CompileError` or `DriverError` if the kernel cannot be
+        compiled or loaded.
+        """
         self.shape = shape
         self._weights, self._eps, self._wait_timeout = weights, eps, wait_timeout
         self._kernel = load_kernel(load_or_compile(shape).cubin, shape)
@@ -164,10 +175,13 @@ class DecodeStep:
         caches: Sequence[KVCache],
         logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Queue a step on the current stream. Return hidden states after the final norm, bfloat16
-        (rows, hidden), which the next step overwrites. The step also writes the new tokens' keys
-        and values, and its logits to `logits`, (rows, vocabulary), or to its own buffer. Tensors
-        must keep their addresses as long as any graph that has captured this call exists."""
+        """Queue a step on the current stream, and return the hidden states after the final norm,
+        bfloat16 (rows, hidden).
+
+        The step also writes the new tokens' keys and values, and its logits to `logits`, (rows,
+        vocabulary), or to its own buffer if that is None. The next step overwrites the results.
+        Tensors must keep their addresses as long as a graph exists that has captured this call.
+        """
         if logits is not None:
             self.scratch.logits = logits
         args = arguments_of(
@@ -179,19 +193,20 @@ class DecodeStep:
 
     @property
     def logits(self) -> torch.Tensor:
-        """Return the logits, (rows, vocabulary), of the step queued last, if the shape has a
-        head."""
+        """Logits of the step that was queued last, (rows, vocabulary), if the shape has a head."""
         return self.scratch.logits
 
     def raise_if_stopped(self) -> None:
-        """Raise `StepStopped` if the kernel has stopped itself. Call this when the device fails."""
+        """Raise `StepStopped` if the kernel has stopped itself. Call this after an error of the
+        device."""
         status, block = (int(word) & 0xFFFFFFFF for word in self.status)
         if status:
             raise StepStopped(describe(status, block, self.shape))
 
 
 def describe(word: int, block: int, shape: Shape) -> str:
-    """Describe where a step has stopped, from the kernel's status words."""
+    """Return a description, for humans, of where a step has stopped, given the kernel's status
+    words."""
     assert word & _STOPPED_BIT
     wait_code, phase_index = word >> 24 & 0x7F, word & 0xFFFFFF
     layer, phase = divmod(phase_index, 16)
@@ -204,8 +219,8 @@ def describe(word: int, block: int, shape: Shape) -> str:
 
 
 def encode_maps(shape: Shape, weights: ModelWeights) -> list[bytes]:
-    """Encode the tensor maps of each layer's matrices, then the head's. They do not depend on the
-    number of rows."""
+    """Return the tensor maps of each layer's matrices, followed by that of the head. They do not
+    depend on the number of rows."""
     phases = [phase for phase in shape.phases if phase.matrix is not None]
     boxes = [product_of(shape, phase).box for phase in phases]
     layer_maps = [
@@ -218,7 +233,7 @@ def encode_maps(shape: Shape, weights: ModelWeights) -> list[bytes]:
 
 @dataclasses.dataclass(slots=True)
 class DecodeSteps:
-    """An engine's kernels by number of rows; other steps run operator by operator."""
+    """Decode step kernels by number of rows. Steps of other sizes run operator by operator."""
 
     steps: dict[int, DecodeStep]
 
@@ -231,8 +246,10 @@ class DecodeSteps:
         block_size: int,
         wait_timeout: float = WAIT_TIMEOUT,
     ) -> DecodeSteps:
-        """Load a kernel for each number of rows in `sizes` that is supported. If one fails, log a
-        warning and load no more."""
+        """Load a kernel for each number of rows in `sizes` that is supported.
+
+        If one of them cannot be compiled or loaded, log a warning and load no more.
+        """
         device = weights.embed.device
         if device.type != "cuda":
             return cls({})
@@ -268,11 +285,13 @@ class DecodeSteps:
         caches: Sequence[KVCache],
         logits_out: torch.Tensor | None,
     ) -> WholeStep | None:
-        """Queue a decode step, and write its logits to `logits_out`, bfloat16 (rows, vocabulary),
-        if given. Return None if the step must run operator by operator.
+        """Queue a decode step and return its results, or None if the step must run operator by
+        operator.
 
-        `buffers` is filled in by `BatchOperators.advance`, `slots` is int32 (rows,), and `tables`
-        is int32 (slots, blocks)."""
+        `buffers` contains the inputs computed by `BatchOperators.advance`. `slots` is int32
+        (rows,), and `tables` is int32 (slots, blocks). Logits are written to `logits_out`, bfloat16
+        (rows, vocabulary), if it is not None.
+        """
         step = self.steps.get(len(slots))
         if step is None:
             return None
@@ -293,6 +312,6 @@ class DecodeSteps:
             return None
 
     def raise_if_stopped(self) -> None:
-        """Raise `StepStopped` if a kernel has stopped itself."""
+        """Raise `StepStopped` if one of the kernels has stopped itself."""
         for step in self.steps.values():
             step.raise_if_stopped()

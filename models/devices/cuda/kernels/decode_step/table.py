@@ -1,7 +1,10 @@
-"""The phases of a decode step, and how a model's matrices are cut for them.
+"""The phases of a decode step, and the division of a model's matrices into tiles and boxes.
 
-Only `PHASES` and `EXPERT_PHASES` define the order of phases for the kernel's producer, its
-consumers and the tests' simulator: `constants` writes it into the CUDA source.
+`PHASES` and `EXPERT_PHASES` are the only definition of the order of phases, for the kernel's
+producer, its consumers and the simulator in the tests. `constants` writes it into the CUDA source.
+
+A tile is 8 outputs (rows) of a matrix. A box is a part of a tile's columns that is copied to shared
+memory by one instruction. A unit is 128 bytes of a row.
 """
 
 from __future__ import annotations
@@ -15,50 +18,53 @@ from nanoactor.models.weights.whole_step import Mixture
 
 MAX_ROWS = 16
 WARPS = 8
-"""Number of consumer warps of a block."""
+"""Number of warps of a thread block that compute (consumers)."""
 SLOT_BYTES = 16384
-"""Size of a slot of the ring in bytes: 8 rows of 1,024 columns in bfloat16."""
+"""Size in bytes of a slot of the ring in shared memory: 8 rows of 1,024 columns in bfloat16."""
 SHARED_LIMIT = 232_448 - 1024
-"""Maximum shared memory of a block in bytes at compute capability 9.0, minus the alignment."""
+"""Maximum size in bytes of a block's shared memory at compute capability 9.0, minus the
+alignment."""
 PARAMETER_LIMIT = 32_764
 UNIT_BYTES = 128
-"""Number of bytes of a row within which the copy engine swizzles chunks; in FP8, also the number of
-inputs that share a scale."""
+"""Number of bytes of a row within which the copy engine swizzles chunks. In FP8, this is also the
+number of inputs that share a scale."""
 UNITS = SLOT_BYTES // (8 * UNIT_BYTES)
 """Maximum number of units in a box."""
 HEAD_TILES = 4
-"""Number of tiles in a chunk of the head."""
+"""Number of tiles of the head that a thread block claims at a time."""
 _MIN_SLOTS, _MAX_SLOTS = 4, 12
 _MAX_WHOLE_INPUT_BYTES, _MAX_PIECE_BYTES = 100 << 10, 64 << 10
-"""Sizes in bytes: sources up to the first size are not cut into pieces, and pieces have up to the
-second size."""
+"""Inputs of a phase of up to the first size, in bytes, are read as a whole. Larger ones are read in
+pieces of up to the second size."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Phase:
-    """A phase of a layer: its input, its matrix, and the recipients of its output."""
+    """A phase of a layer: where its inputs come from, which matrix it uses, and where its outputs
+    go."""
 
     name: str
     matrix: str | None
-    """Name of the weight, with outputs as rows and inputs as columns; None if the phase has
-    none."""
+    """Name of the weight matrix, whose rows are outputs and whose columns are inputs; None if the
+    phase has none."""
     rows: str | None
-    """Name of the dimension that counts outputs."""
+    """Name of the attribute of `Shape` that is the number of outputs."""
     columns: str | None
-    """Name of the dimension that counts inputs."""
+    """Name of the attribute of `Shape` that is the number of inputs."""
     source: str
     sink: str
     stacked: int = 1
-    """Number of stacked matrices whose outputs are combined: 2 for gate and up."""
+    """Number of stacked matrices whose outputs are combined: 2 for gate and up projections, else
+    1."""
     to_all: bool = False
-    """True if all blocks read the sink."""
+    """True if all thread blocks read the outputs."""
     experts: Literal["outputs", "inputs"] | None = None
     """Dimension along which the matrices of the chosen experts are concatenated; None if there is
-    one matrix."""
+    only one matrix."""
 
     @property
     def is_flagged(self) -> bool:
-        """Return True if the source consists of flagged words for any number of rows."""
+        """True if the inputs consist of words with flags, regardless of the number of rows."""
         return self.source in ("QUERIES", "PARTS", "SCORES")
 
 
@@ -70,9 +76,10 @@ PHASES = (
     Phase("GATE_UP", "gate_up", "inter", "hidden", "X2", "ACTIVATED", stacked=2, to_all=True),
     Phase("DOWN", "down", "hidden", "inter", "ACTIVATED", "X1", to_all=True),
 )
-"""Phases of a layer. The first source is the previous layer's last sink, or the embedding."""
+"""Phases of a dense layer. The first phase reads the outputs of the previous layer's last phase, or
+the embedding."""
 ROUTE = Phase("ROUTE", None, None, None, "X2", "SCORES")
-"""Phase in which each block multiplies the rows by the router's weights for its experts."""
+"""Phase in which each thread block multiplies the rows by the router weights of some experts."""
 _GATE_UP, _DOWN = PHASES[-2:]
 EXPERT_PHASES = (
     *PHASES[:-2],
@@ -80,55 +87,66 @@ EXPERT_PHASES = (
     dataclasses.replace(_GATE_UP, source="SCORES", experts="outputs"),
     dataclasses.replace(_DOWN, experts="inputs"),
 )
-"""Phases of a layer with a mixture of experts. All blocks receive the rows for `ROUTE` and keep
-them; then each block derives the rows' chosen experts from the scores."""
+"""Phases of a layer with a mixture of experts.
+
+All blocks receive the rows for `ROUTE` and keep them. Each block then determines the rows' chosen
+experts from the scores.
+"""
 MAX_EXPERT_ROWS = 8
 _MAX_EXPERTS, _MAX_TOP_K = 256, 32
 LOGITS = Phase("LOGITS", "head", "vocab", "hidden", "X1", "LOGITS")
-"""The phase after the last layer; its tiles are assigned to blocks dynamically."""
+"""Phase after the last layer, which computes logits. Its tiles are assigned to blocks
+dynamically."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Product:
-    """A phase's matrix, cut into tiles of 8 outputs and boxes of columns."""
+    """The matrix of a phase, divided into tiles of 8 outputs and boxes of columns."""
 
     tiles: int
-    """Number of tiles of 8 rows; for stacked matrices, the number in each of them."""
+    """Number of tiles; for stacked matrices, the number of tiles of each of them."""
     stacked: int
     columns: int
     unit: int
-    """Number of columns in 128 bytes: 64 in bfloat16, 128 in FP8."""
+    """Number of columns in a unit of 128 bytes: 64 in bfloat16, 128 in FP8."""
     box: int
     """Number of units in a box."""
     boxes: int
-    """Number of boxes in a tile; the last one may extend past the matrix."""
+    """Number of boxes in a tile. The last one may extend past the end of the matrix."""
     piece_boxes: int
     pieces: int
-    """Number of pieces in which the inputs are read, of `piece_boxes` boxes each."""
+    """Number of pieces in which the inputs are read. Each consists of `piece_boxes` boxes."""
     packed: bool = False
     """True if the matrix is in FP8."""
     matrices: int = 1
-    """Number of experts, each of which has such a matrix; 1 without experts."""
+    """Number of experts that each have such a matrix; 1 for a phase without experts."""
     experts: Literal["outputs", "inputs"] | None = None
-    """Dimension along which the experts' matrices are concatenated, see `Phase`."""
+    """Dimension along which the experts' matrices are concatenated, as in `Phase.experts`."""
 
     @property
     def scales(self) -> int:
-        """Return the number of scales of all matrices: `UNITS` for each tile and box."""
+        """Number of scales of all matrices: `UNITS` for each tile and box; 0 for a bfloat16
+        matrix."""
         return self.matrices * self.stacked * self.tiles * self.boxes * UNITS * self.packed
 
     def tiles_of(self, block: int, blocks: int, active_experts: int = 1) -> int:
-        """Return the number of tiles of a block; its tile i is tile `block + i * blocks` of all
-        tiles. If `experts` is "outputs", each of the `active_experts` experts adds tiles; if it is
-        "inputs", each tile spans all of them."""
+        """Return the number of tiles that thread block `block` of `blocks` computes. Its tile i is
+        tile `block + i * blocks` of all tiles.
+
+        If `experts` is "outputs", each of the `active_experts` experts adds tiles. If it is
+        "inputs", each tile spans all of them.
+        """
         tiles = self.tiles * (active_experts if self.experts == "outputs" else 1)
         return max(0, -(-(tiles - block) // blocks))
 
     def boxes_of(
         self, block: int, blocks: int, active_experts: int = 1
     ) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (piece, tile of the block, matrix of the stack, box) in the order of the ring.
-        `active_experts` is the number of experts that the rows have chosen."""
+        """Yield (piece, tile of the block, matrix of the stack, box) for each box that a block
+        reads, in the order of the ring.
+
+        `active_experts` is the number of experts that the rows have chosen.
+        """
         for piece in range(self.pieces):
             first_box = piece * self.piece_boxes
             end = min(self.boxes, first_box + self.piece_boxes)
@@ -145,7 +163,7 @@ NO_PRODUCT = Product(0, 1, 0, 64, 0, 0, 0, 1)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes that a kernel is compiled for."""
+    """The sizes and options for which a kernel is compiled."""
 
     layers: int
     hidden: int
@@ -159,27 +177,28 @@ class Shape:
     rows: int
     block_size: int
     blocks: int
-    """Number of blocks, one for each multiprocessor."""
+    """Number of thread blocks, one for each multiprocessor."""
     packed: bool = False
-    """True if the layers' matrices are in FP8, with a scale for each tile and 128 inputs."""
+    """True if the layers' matrices are in FP8, with one scale per tile and 128 inputs."""
     mixture: Mixture | None = None
-    """The experts of each layer, whose inner size is `inter`; None if layers have no experts."""
+    """The experts of each layer, whose inner size is `inter`; None for dense layers."""
     head: int = 0
-    """Output besides hidden states: 0 for none, 1 for logits in bfloat16, 2 for logits in
-    float32."""
+    """Results besides hidden states: 0 for none, 1 for bfloat16 logits, 2 for float32 logits."""
     flagged: bool | None = None
-    """True if words that all blocks read carry flags; None to flag them only if there is one
+    """True if words that all blocks read carry flags. None means that they do if there is only one
     row."""
     in_flight: int | None = None
-    """Maximum number of boxes in flight; None for 2 in narrow models (4 in FP8) and 3 in others."""
+    """Maximum number of boxes being copied at a time. None means 2 for narrow models (4 in FP8) and
+    3 for others."""
     delays: bool = False
-    """True if blocks are delayed at random, for tests."""
+    """True if thread blocks are delayed at random, for tests."""
     trace: bool = False
-    """True if block 0 records its clock."""
+    """True if block 0 records the time of each phase."""
     poison: bool = False
-    """True if shared memory is filled with NaN first, for tests."""
+    """True if shared memory is filled with NaN at the start, for tests."""
     fixed_registers: bool = False
-    """True if threads keep their initial number of registers, for instrumentation tools."""
+    """True if threads keep their initial number of registers, which instrumentation tools
+    require."""
 
     @classmethod
     def of(
@@ -192,7 +211,7 @@ class Shape:
         packed: bool = False,
         mixture: Mixture | None = None,
     ) -> Shape:
-        """Return the shape for a model's configuration."""
+        """Return the shape for a model's configuration, with the defaults of all other options."""
         return cls(
             config.num_layers,
             config.hidden_size,
@@ -213,38 +232,38 @@ class Shape:
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """Return the phases of a layer."""
+        """Phases of each layer."""
         return PHASES if self.mixture is None else EXPERT_PHASES
 
     @property
     def pairs(self) -> int:
-        """Return the number of pairs of a row and a chosen expert; 0 without experts."""
+        """Number of pairs of a row and one of its chosen experts; 0 for dense layers."""
         return 0 if self.mixture is None else self.rows * self.mixture.top_k
 
     @property
     def width(self) -> int:
-        """Return the combined width of all query heads."""
+        """Number of columns of all query heads together."""
         return self.heads * self.head_dim
 
     @property
     def qkv(self) -> int:
-        """Return the number of outputs of the first phase."""
+        """Number of outputs of the first phase: query, key and value heads."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
     @property
     def has_flags(self) -> bool:
-        """Return True if words that all blocks read carry flags; otherwise they are guarded by
-        counting arrivals."""
+        """True if words that all blocks read carry flags. If False, blocks count arrivals before
+        they read the words."""
         return self.rows == 1 if self.flagged is None else self.flagged
 
     @property
     def hidden_tiles(self) -> int:
-        """Return the maximum number of residual tiles of a block."""
+        """Maximum number of tiles of the residual stream that a block has."""
         return -(-self.hidden // 8 // self.blocks)
 
 
 def _max_whole_columns(shape: Shape) -> int:
-    """Return the maximum number of columns of a source that is not cut into pieces."""
+    """Return the maximum number of input columns that are read as a whole, not in pieces."""
     widest = max(shape.hidden, shape.width, shape.inter)
     if 2 * shape.rows * widest <= _MAX_WHOLE_INPUT_BYTES:
         return widest
@@ -252,7 +271,7 @@ def _max_whole_columns(shape: Shape) -> int:
 
 
 def product_of(shape: Shape, phase: Phase) -> Product:
-    """Cut a phase's matrix into tiles, boxes and pieces."""
+    """Return the matrix of a phase divided into tiles, boxes and pieces."""
     if phase.rows is None or phase.columns is None:
         return NO_PRODUCT
     packed = shape.packed and phase is not LOGITS
@@ -276,11 +295,12 @@ def product_of(shape: Shape, phase: Phase) -> Product:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layout:
-    """The parts of a block's shared memory in bytes, and the number of tiles summed at a time."""
+    """The division of a block's shared memory, in bytes, and the number of tiles summed at a time
+    (`group`)."""
 
     group: int
     input_columns: int
-    """Number of columns of a row of inputs."""
+    """Number of columns of inputs per row."""
     inputs: int
     work: int
     rest: int
@@ -288,12 +308,13 @@ class Layout:
 
     @property
     def total(self) -> int:
-        """Return the total size in bytes, without alignment."""
+        """Total size in bytes, without alignment."""
         return self.slots * SLOT_BYTES + self.inputs + self.work + self.rest
 
 
 def layout_of(shape: Shape) -> Layout:
-    """Lay out shared memory; the ring gets the remainder."""
+    """Return the layout of shared memory for a shape. The ring of weights gets all remaining
+    memory."""
     products = [product_of(shape, phase) for phase in (*shape.phases, LOGITS)]
     group = 8 if shape.rows == 1 else 4 if shape.rows <= 8 else 2
     if any(product.pieces > 1 for product in products):
@@ -317,12 +338,13 @@ def layout_of(shape: Shape) -> Layout:
 
 
 def scored_experts(shape: Shape) -> int:
-    """Return the maximum number of experts that a block scores."""
+    """Return the maximum number of experts whose scores a block computes."""
     return 0 if shape.mixture is None else -(-shape.mixture.experts // shape.blocks)
 
 
 def input_scales(shape: Shape, columns: int) -> int:
-    """Return the number of scales in shared memory for inputs of at most `columns` columns."""
+    """Return the number of scales in shared memory for inputs of up to `columns` columns; 0 unless
+    the matrices are in FP8."""
     row_scales = shape.rows * (columns // UNIT_BYTES + 1)
     return max(row_scales, (shape.pairs + 1) * (shape.inter // UNIT_BYTES + 1)) * shape.packed
 
@@ -344,7 +366,7 @@ def _experts_unsupported_reason(shape: Shape) -> str | None:
 
 
 def shape_unsupported_reason(shape: Shape) -> str | None:
-    """Return why no kernel supports a shape, or None if one does."""
+    """Return why no kernel can be compiled for a shape, or None if one can."""
     return _experts_unsupported_reason(shape) or _sizes_unsupported_reason(shape)
 
 
@@ -370,14 +392,15 @@ def _sizes_unsupported_reason(shape: Shape) -> str | None:
 
 
 def parameter_bytes(shape: Shape) -> int:
-    """Return the size in bytes of the kernel's parameters: tensor maps, pointers of layers, and the
-    rest."""
+    """Return the size in bytes of the kernel's parameters: tensor maps, the layers' pointers, and
+    the rest."""
     maps = sum(phase.matrix is not None for phase in PHASES)
     return 128 * (maps * shape.layers + 1) + 72 * shape.layers + 264
 
 
 def _enumerators(shape: Shape) -> Iterator[str]:
-    """Yield constants that number the phases and the hand-overs, by flags and by arrivals."""
+    """Yield C++ constants that number the phases and the hand-overs between blocks, by flags and by
+    arrivals."""
     for number, phase in enumerate((*shape.phases, LOGITS)):
         yield f"constexpr int {phase.name} = {number};"
     if ROUTE not in shape.phases:
@@ -424,7 +447,7 @@ def _products(shape: Shape) -> Iterator[str]:
 
 
 def _max_boxes_in_flight(shape: Shape, product: Product) -> int:
-    """Return the maximum number of a matrix's boxes that may be in flight at once."""
+    """Return the maximum number of boxes of a matrix that may be in flight at a time."""
     is_narrow = shape.hidden <= 1536
     boxes = shape.in_flight or ((4 if shape.packed else 2) if is_narrow else 3)
     if product.experts is not None:  # their boxes may be small
@@ -433,7 +456,8 @@ def _max_boxes_in_flight(shape: Shape, product: Product) -> int:
 
 
 def constants(shape: Shape) -> str:
-    """Return the constants of the CUDA source: sizes, the table of phases, and the layout."""
+    """Return the constants of the CUDA source: sizes, the table of phases, and the layout of shared
+    memory."""
     layout, mixture = layout_of(shape), shape.mixture
     names = {
         "LAYERS": shape.layers,

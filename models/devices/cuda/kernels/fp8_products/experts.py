@@ -1,4 +1,5 @@
-"""Grouped GEMMs of experts in FP8, by the kernels in CUDA C++ where these are faster."""
+"""Grouped GEMMs of experts in FP8. They use the CUDA C++ kernels where these are faster than
+Triton's."""
 
 from __future__ import annotations
 
@@ -23,26 +24,29 @@ from nanoactor.models.devices.cuda.kernels.routing import align_blocks
 
 
 def supports(gate_up: Packed, down: Packed) -> bool:
-    """Return True if these kernels support a layer's experts: the outputs of the gate and up
-    projections must form whole blocks of the next product's inputs."""
+    """Return True if the CUDA C++ kernels support a layer's experts.
+
+    The outputs of the gate and up projections must form whole blocks of inputs of the down
+    projection.
+    """
     inner = gate_up.weight.shape[1] // 2
     return gate_up.block == down.block == BLOCK and inner % BLOCK == 0 and down.offset == 0
 
 
 class HopperExperts:
-    """The grouped GEMMs of a layer's experts."""
+    """The grouped GEMMs of a layer's experts, on Hopper GPUs."""
 
     def __init__(self, gate_up: Packed, down: Packed, kernels: Kernels) -> None:
-        """Encode the tensor maps of matrices that `supports` accepts. Raises `DriverError` if that
-        fails."""
+        """Encode the matrices' tensor maps. `supports` must have returned True for the matrices.
+        Raises `DriverError` if encoding fails."""
         self._gate_up, self._down = Matrix(gate_up), Matrix(down)
         self._kernels = kernels
 
     def __call__(
         self, x: torch.Tensor, ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Return the output of each token-expert pair times its routing weight, (tokens, top_k,
-        hidden)."""
+        """Return the output of each token-expert pair, multiplied by its routing weight, (tokens,
+        top_k, hidden)."""
         tokens, top_k = ids.shape
         experts = len(self._down.packed.weight)
         variants = choose_variants(tokens * top_k, experts)

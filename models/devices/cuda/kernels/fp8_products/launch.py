@@ -1,4 +1,5 @@
-"""The kernels of FP8 products on a device, and the rows that they multiply."""
+"""Loading and launching of the FP8 product kernels, and preparation of the rows that they
+multiply."""
 
 from __future__ import annotations
 
@@ -32,12 +33,12 @@ from nanoactor.models.weights.fp8 import E4M3
 log = logging.getLogger("nanoactor.models.fp8_products")
 
 CAPABILITY = (9, 0)
-"""The only compute capability that these kernels are compiled for."""
+"""The only compute capability for which these kernels are compiled."""
 _NAME = "fp8_products"
 
 
 class Args(ctypes.Structure):
-    """Mirror of `Args` in `product.cu`."""
+    """Parameters of a product kernel; mirror of `Args` in `product.cu`."""
 
     _fields_ = (
         ("weight", ctypes.c_ubyte * MAP_BYTES),
@@ -52,7 +53,7 @@ class Args(ctypes.Structure):
 
 
 class RoundArgs(ctypes.Structure):
-    """Mirror of `RoundArgs` in `product.cu`."""
+    """Parameters of the rounding kernel; mirror of `RoundArgs` in `product.cu`."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "rows", "scales", "pairs", "used")),
@@ -64,16 +65,16 @@ class RoundArgs(ctypes.Structure):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rows:
-    """e4m3 rows in the order in which tiles read them."""
+    """Activations in e4m3, in the order in which tiles read them. Each row is in one slot."""
 
     values: torch.Tensor
-    """e4m3 numbers (blocks, slots, 128), with 16-byte chunks swizzled (chunk ^ slot % 8)."""
+    """e4m3 numbers, (blocks, slots, 128), whose 16-byte chunks are swizzled (chunk ^ slot % 8)."""
     scales: torch.Tensor
-    """Scales, float32 (blocks, slots)."""
+    """Scale of each row in each block, float32 (blocks, slots)."""
 
     @staticmethod
     def empty(blocks: int, slots: int, device: torch.device) -> Rows:
-        """Allocate memory for `slots` rows."""
+        """Return uninitialized memory for `slots` rows of `blocks` blocks."""
         return Rows(
             torch.empty(blocks, slots, BLOCK, dtype=E4M3, device=device),
             torch.empty(blocks, slots, dtype=torch.float32, device=device),
@@ -84,8 +85,8 @@ class Kernels:
     """All kernels, loaded on the current device."""
 
     def __init__(self) -> None:
-        """Compile the kernels, or read them from disk, and load them. Raises `CompileError` or
-        `DriverError` if that fails."""
+        """Load the kernels from disk, or compile them. Raises `CompileError` or `DriverError` if
+        that fails."""
         device = torch.cuda.current_device()
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
         module = Module(nvrtc.load_or_compile(source(), _NAME).cubin)
@@ -96,27 +97,27 @@ class Kernels:
         self._rounding = module.kernel(ROUNDING, self.processors, ROUNDING_THREADS, 0)
 
     def multiply(self, variant: Variant, args: Args, blocks: int) -> None:
-        """Queue a product, whose blocks may start before the previous kernel has ended. Raises
+        """Queue a product. Its thread blocks may start before the previous kernel has ended. Raises
         `DriverError` if the launch fails."""
         self._variants[variant].launch(args, blocks, overlaps=True)
 
     def round(self, args: RoundArgs) -> None:
-        """Queue the rounding of activations. Raises `DriverError` if the launch fails."""
+        """Queue the rounding of activations to e4m3. Raises `DriverError` if the launch fails."""
         warps = args.slots * -(-args.blocks // AT_ONCE)
         blocks = min(-(-warps // (ROUNDING_THREADS // 32)), 8 * self.processors)
         self._rounding.launch(args, blocks)
 
 
 class ProductKernels:
-    """The kernels of a device, loaded when they are first needed."""
+    """The kernels of a device, which are loaded when they are first needed."""
 
     def __init__(self, capability: tuple[int, int]) -> None:
         self._is_enabled = capability == CAPABILITY
         self._kernels: Kernels | None = None
 
     def get(self) -> Kernels | None:
-        """Return the kernels, or None if the device has none. Warn once if they cannot be
-        loaded."""
+        """Return the kernels, or None if they are not available. If loading fails, a warning is
+        logged once."""
         if self._is_enabled and self._kernels is None:
             try:
                 self._kernels = Kernels()
@@ -145,7 +146,8 @@ class Matrix:
 
 
 def arguments_of(matrix: Matrix, variant: Variant, rows: Rows, y: torch.Tensor, count: int) -> Args:
-    """Return the arguments of a product of whole tiles, of which `count` rows are stored."""
+    """Return the parameters of a product kernel. The kernel computes whole tiles and stores only
+    the first `count` rows, or the rows of `count` pairs."""
     slots = rows.scales.shape[1]
     args = Args(
         scales=matrix.packed.scales.data_ptr(),
@@ -168,16 +170,21 @@ def arguments_of(matrix: Matrix, variant: Variant, rows: Rows, y: torch.Tensor, 
 
 
 def quantize(kernels: Kernels, x: torch.Tensor, packed: Packed, slots: int) -> Rows:
-    """Round `x`, bfloat16 (rows, inputs), to e4m3, padded as `packed` is. Row i goes to slot i of
-    `slots` slots. Raises `DriverError` if the launch fails."""
+    """Return `x`, bfloat16 (rows, inputs), rounded to e4m3 and padded like `packed`.
+
+    Row i is in slot i of `slots` slots. Raises `DriverError` if the launch fails.
+    """
     return _round(kernels, x, packed, slots, RoundArgs(count=len(x), chosen=1, tokens=1))
 
 
 def gather(
     kernels: Kernels, x: torch.Tensor, packed: Packed, blocks: Blocks, top_k: int, tokens: int
 ) -> Rows:
-    """Round the tokens of the pairs in `blocks`, which have `tokens` slots each. Slots without a
-    pair are left uninitialized. Raises `DriverError` if the launch fails."""
+    """Return the rounded rows of the token-expert pairs in `blocks`, which have `tokens` slots
+    each.
+
+    Slots without a pair are left uninitialized. Raises `DriverError` if the launch fails.
+    """
     args = RoundArgs(
         pairs=blocks.pair_ids.data_ptr(),
         used=blocks.num_used.data_ptr(),

@@ -1,4 +1,4 @@
-"""The operator x Wᵀ + b with an FP8 matrix, by the kernels in CUDA C++."""
+"""The operator x Wᵀ + b for an FP8 matrix, with the CUDA C++ kernels."""
 
 from __future__ import annotations
 
@@ -20,20 +20,25 @@ from nanoactor.models.weights.fp8 import Fp8Blocks
 
 
 def linear_of(weights: Fp8Blocks, kernels: Kernels | None) -> TritonFp8Linear:
-    """Return the operator for weights for which `unsupported_reason` returned None. Raises
-    `DriverError` if a tensor map cannot be encoded."""
+    """Return the operator for these weights. `unsupported_reason` must have returned None for them.
+
+    If `kernels` is None, the result uses Triton. Raises `DriverError` if a tensor map cannot be
+    encoded.
+    """
     if kernels is None or weights.block != BLOCK:
         return TritonFp8Linear(weights)
     return HopperFp8Linear(weights, kernels)
 
 
 class HopperFp8Linear(TritonFp8Linear):
-    """The operator x Wᵀ + b for an FP8 matrix. Few rows, and dtypes other than bfloat16, use the
-    kernels in Triton."""
+    """The operator x Wᵀ + b for an FP8 matrix, with the CUDA C++ kernels.
+
+    It uses Triton for few rows, and for dtypes other than bfloat16.
+    """
 
     def __init__(self, weights: Fp8Blocks, kernels: Kernels) -> None:
-        """Pack weights in blocks of `BLOCK` for which `unsupported_reason` returned None. Raises
-        `DriverError` if the tensor map cannot be encoded."""
+        """Pack the weights, whose block size must be `BLOCK`. `unsupported_reason` must have
+        returned None for them. Raises `DriverError` if the tensor map cannot be encoded."""
         super().__init__(weights)
         self._kernels = kernels
         self._matrix = Matrix(self._packed)

@@ -1,11 +1,12 @@
 // Products of e4m3 matrices with e4m3 rows, for a single matrix or one matrix per expert.
 //
-// A *tile* is OUTPUTS outputs of TOKENS rows. Its inputs are cut into *stages* of 128 inputs, which share a scale.
-// One thread copies stages into a ring in shared memory; two groups of 128 threads multiply. Each group
-// has 64 outputs of a matrix, or twice 64. A stage's product is scaled in float32 when it is added.
+// A *tile* is OUTPUTS outputs of TOKENS rows. Its inputs are divided into *stages* of 128 inputs,
+// which share a scale. One thread copies stages into a ring in shared memory, and two groups of 128
+// threads multiply. Each group has 64 outputs of a matrix, or twice 64. A stage's product is scaled
+// in float32 when it is added.
 //
-// Blocks run until no tile is left (tile i of a block is tile `block + i * blocks`), so that the next tile's
-// stages are copied while results are stored.
+// Blocks run until no tile is left (tile i of a block is tile `block + i * blocks`), so the next
+// tile's stages are copied while results are stored.
 
 // variants.py prepends BLOCK (inputs that share a scale, and bytes of a row in a stage), AT_ONCE (blocks of inputs
 // that a warp rounds) and ROUNDING_WARPS to the source.
@@ -80,7 +81,7 @@ struct TileScheduler {
   }
 };
 
-// The first row of half `m` of a tile, within the expert's matrix.
+// Returns the first row of half `m` of a tile, within the expert's matrix.
 template <int EPILOGUE> DEVICE int half_of(const Args& a, const Tile& tile, int m) {
   return EPILOGUE == SWIGLU ? m * (a.outputs / 2) + tile.outputs : tile.outputs + 128 * m;
 }
@@ -130,7 +131,8 @@ template <int TOKENS, int HALVES, int STAGES, int EPILOGUE> struct Producer {
     copy_line(ring.scales_at(), a.row_scales + first, TOKENS * 4, bar);
   }
 
-  // Fills the ring with weights while the previous kernel is still rounding activations.
+  // Copies all stages. Fills the ring with weights while the previous kernel is still rounding
+  // activations.
   DEVICE void run(Ring<TOKENS, HALVES, STAGES> ring) {
     prefetch_map(&a.weight);
     TileScheduler scheduler(a);
@@ -155,7 +157,7 @@ template <int TOKENS, int HALVES, int STAGES, int EPILOGUE> struct Producer {
 
 // -- sums ---------------------------------------------------------------------------------------
 
-// The scale of a warp's 16 outputs in 32 blocks of inputs, one block in each lane.
+// Returns the scale of a warp's 16 outputs in 32 blocks of inputs, one block in each lane.
 template <int EPILOGUE> DEVICE float scales_of(const Args& a, const Tile& tile, int m, int warp, int b) {
   const int lane = thread_index() % 32;
   int output = half_of<EPILOGUE>(a, tile, m) + 16 * warp;
@@ -165,7 +167,7 @@ template <int EPILOGUE> DEVICE float scales_of(const Args& a, const Tile& tile, 
   return b + lane < tile.end ? a.scales[at] : 0.f;
 }
 
-// Adds up the products of the tile's stages; `warp` counts the warps of both groups.
+// Adds up the products of the tile's stages. `warp` counts the warps of both groups.
 template <int TOKENS, int HALVES, int STAGES, int EPILOGUE>
 DEVICE void add_up(const Args& a, const Tile& tile, Ring<TOKENS, HALVES, STAGES>& ring, int warp,
                    float (&sums)[HALVES][TOKENS / 2]) {
@@ -211,12 +213,14 @@ DEVICE void add_up(const Args& a, const Tile& tile, Ring<TOKENS, HALVES, STAGES>
 
 // -- tiles that several blocks compute ------------------------------------------------------------
 
-// A block's part of a tile. A block may have two: one that begins with its tile, and one that does not.
+// Returns a block's part of a tile. A block may have two: one that begins with its tile, and one
+// that does not.
 template <int TOKENS, int HALVES> DEVICE uint4* part_of(const Args& a, int block, bool whole_beginning) {
   return a.parts + (long)(2 * block + whole_beginning) * HALVES * (TOKENS / 8) * MULTIPLIERS + thread_index() - 128;
 }
 
-// Stores this block's part of a tile. The last block to do so adds all parts, in order, and returns true.
+// Stores this block's part of a tile. The last block to do so adds all parts, in order, and returns
+// true.
 template <int TOKENS, int HALVES> DEVICE bool reduce_parts(const Args& a, const Tile& tile, u32 shared_word, float (&sums)[HALVES][TOKENS / 2]) {
   uint4* mine = part_of<TOKENS, HALVES>(a, block_index(), tile.begin == 0);
 #pragma unroll
@@ -259,7 +263,7 @@ template <int TOKENS, int HALVES> DEVICE bool reduce_parts(const Args& a, const 
 
 // -- epilogues ----------------------------------------------------------------------------------
 
-// Stores two outputs of one row, as far as they are inside the matrix.
+// Stores two outputs of one row if they are inside the matrix.
 DEVICE void store_two(u16* y, u32 two, int output, int outputs) {
   if (output + 1 < outputs && ((long)y & 3) == 0)
     put4(y, two);
@@ -269,8 +273,8 @@ DEVICE void store_two(u16* y, u32 two, int output, int outputs) {
   }
 }
 
-// The rows that a lane stores, and their shares. All are read together, because each would wait for memory if they
-// were read one after the other.
+// The rows that a lane stores, and their shares (routing weights). All are read at the same time,
+// because each would wait for memory if they were read one after the other.
 template <int TOKENS> struct Places {
   int rows[TOKENS / 8];
   float shares[TOKENS / 8];
@@ -288,7 +292,7 @@ template <int TOKENS, int EPILOGUE> DEVICE void find_places(const Args& a, const
     places.shares[i] = EPILOGUE == WEIGHTED && places.rows[i] < a.count ? a.shares[places.rows[i]] : 0.f;
 }
 
-// Stores bf16 (rows, outputs): the row of each slot, or of its pair.
+// Stores bf16 (rows, outputs), in the row of each slot, or of its pair.
 template <int TOKENS, int EPILOGUE>
 DEVICE void store_rows(const Args& a, const Places<TOKENS>& places, int first, const float (&sums)[TOKENS / 2]) {
   const int t = thread_index() % 4, g = thread_index() % 32 / 4;
@@ -313,11 +317,12 @@ DEVICE void store_rows(const Args& a, const Places<TOKENS>& places, int first, c
   }
 }
 
-// The scale by which the largest number of a block becomes the largest e4m3 number.
+// Returns the scale by which the largest number of a block becomes the largest e4m3 number.
 DEVICE float scale_of(float largest) { return greater(largest, LEAST) * (1.f / LARGEST); }
 DEVICE float rounded_to_bf16(float x) { return from_bits(pack(0.f, x)); }
 
-// Stores e4m3 (blocks, slots, 128) and a scale for each slot and block; this tile's outputs are one block.
+// Stores e4m3 (blocks, slots, 128) and a scale for each slot and block. This tile's outputs are one
+// block.
 template <int TOKENS>
 DEVICE void store_swiglu(const Args& a, const Tile& tile, int warp, float (&gate)[TOKENS / 2], const float (&up)[TOKENS / 2], u32 greatest) {
   const int lane = thread_index() % 32, g = lane / 4, t = lane % 4, block = tile.outputs / BLOCK;
@@ -381,7 +386,8 @@ DEVICE void consume(const Args& a, Ring<TOKENS, HALVES, STAGES> ring, u32 greate
   }
 }
 
-// Shared memory from `base`, a multiple of 1,024: stages, scales of rows, largest magnitudes, barriers, a word.
+// Divides shared memory from `base`, a multiple of 1,024, into stages, scales of rows, largest
+// magnitudes, barriers, and a word; then runs the producer or a consumer.
 template <int TOKENS, int HALVES, int STAGES, int EPILOGUE> DEVICE void run(const Args& a) {
   u8* memory = dynamic_shared();
   const u32 shift = (1024 - address_of(memory) % 1024) % 1024, base = address_of(memory) + shift;
@@ -422,13 +428,13 @@ struct RoundArgs {
   int slots, chosen, tokens, blocks;
 };
 
-// The row of a slot, or -1 if it has none.
+// Returns the row of a slot, or -1 if it has none.
 DEVICE int row_of(const RoundArgs& a, int slot) {
   const int pair = a.pairs ? a.pairs[slot] : slot;
   return pair < a.count ? pair / a.chosen : -1;
 }
 
-// Eight inputs from input `i` on, with zeros outside the row.
+// Returns eight inputs from input `i` on, with zeros outside the row.
 DEVICE uint4 eight_of(const RoundArgs& a, int row, int i) {
   const u16* from = a.x + (long)row * a.inputs + i;
   if (i >= 0 && i + 8 <= a.inputs && ((long)from & 15) == 0) return *(const uint4*)from;
@@ -443,7 +449,7 @@ DEVICE float high_of(u32 two) { return from_bits(two & 0xffff0000u); }
 DEVICE float largest_of(u32 two) { return greater_size(low_of(two), high_of(two)); }
 DEVICE u32 rounded_by(u32 two, float by) { return round_to_bytes(low_of(two) * by, high_of(two) * by); }
 
-// Half a warp rounds a block, with eight inputs in each lane.
+// Rounds blocks of a slot. Half a warp rounds a block, with eight inputs in each lane.
 DEVICE void round_slot(const RoundArgs& a, int slot, int first) {
   const int lane = thread_index() % 16, row = row_of(a, slot);
   if (row < 0) return;
@@ -469,7 +475,7 @@ DEVICE void round_slot(const RoundArgs& a, int slot, int first) {
   }
 }
 
-// One warp rounds AT_ONCE blocks of a slot. Slots without a row are not written.
+// Rounds all slots; one warp rounds AT_ONCE blocks of a slot. Slots without a row are not written.
 DEVICE void round_all(const RoundArgs& a) {
   allow_next();
   const int each = (a.blocks + AT_ONCE - 1) / AT_ONCE, warps = block_count() * ROUNDING_WARPS;

@@ -1,5 +1,5 @@
-"""The kernels of FP8 products, their shared memory, and the choice of kernel and division for each
-product."""
+"""The variants of the FP8 product kernel, their shared memory, and the choice of a variant and of a
+division into thread blocks for each product."""
 
 from __future__ import annotations
 
@@ -10,73 +10,74 @@ from typing import Literal
 from nanoactor.models.devices.cuda.kernels.nvrtc import MACHINE_SOURCE
 
 BLOCK = 128
-"""Number of inputs that share a scale, the only one that these kernels support."""
+"""Number of inputs that share a scale. These kernels support no other number."""
 THREADS = 384
-"""Number of threads of a block: one group of 128 copies, two groups multiply."""
+"""Number of threads of a block. One group of 128 threads copies, and two groups multiply."""
 ROUNDING, ROUNDING_THREADS = "round_rows", 256
-"""Name and number of threads of the kernel that rounds activations."""
+"""Name and number of threads of the kernel that rounds activations to e4m3."""
 AT_ONCE = 8
-"""Number of blocks of inputs that a warp rounds."""
+"""Number of blocks of inputs that one warp rounds."""
 TRITON_MAX_ROWS = 64
-"""Maximum number of rows for which the kernels in Triton are faster
-(docs/gpu_measurements.md)."""
+"""Maximum number of rows for which the Triton kernels are faster (docs/gpu_measurements.md)."""
 _MIN_PAIRS, _LARGE_TILE_PAIRS = 32, 128
-"""Mean number of pairs per expert from which these kernels are faster than those in Triton, and
-from which tiles of 128 rows are faster than tiles of 64, on an H200."""
+"""Mean numbers of pairs per expert from which these kernels are faster than those in Triton, and
+from which tiles of 128 rows are faster than tiles of 64. Measured on an H200."""
 SHARED_LIMIT = 228_352
-"""Maximum shared memory of a block in bytes: 4 KB less than it may have, which leaves room for
-blocks of the previous kernel."""
+"""Maximum size in bytes of a block's shared memory. It is 4 KiB below the hardware limit, which
+leaves room for blocks of the previous kernel."""
 _ALIGNMENT_BYTES = 1024
 _MAX_STAGES = 12
 _MIN_UNITS = 4
-"""Minimum number of stages of a block."""
+"""Minimum number of stages that a block computes."""
 
 Epilogue = Literal["LINEAR", "SWIGLU", "WEIGHTED"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Variant:
-    """One of the kernels."""
+    """One of the compiled variants of the product kernel."""
 
     epilogue: Epilogue
     tokens: int
-    """Number of rows of a tile."""
+    """Number of rows (tokens) of a tile."""
     halves: int
-    """Number of groups of 128 outputs in a tile, 1 or 2. With "SWIGLU", these are 128 gates and
-    their ups."""
+    """Number of groups of 128 outputs in a tile, 1 or 2. With "SWIGLU", these are 128 gates and the
+    128 corresponding ups."""
 
     @property
     def name(self) -> str:
-        """Return the kernel's name."""
+        """Name of the kernel in the CUDA source."""
         return f"{self.epilogue.lower()}_{self.tokens}_{self.halves}"
 
     @property
     def outputs(self) -> int:
-        """Return the number of outputs of a tile."""
+        """Number of outputs of a tile."""
         return 128 if self.epilogue == "SWIGLU" else 128 * self.halves
 
     @property
     def _stage_bytes(self) -> int:
-        """Return the size of a stage in bytes: the matrix, the rows, their scales and two
+        """Size in bytes of a stage: a part of the matrix, the rows, the rows' scales, and two
         barriers."""
         return (128 * self.halves + self.tokens) * BLOCK + 4 * self.tokens + 16
 
     @property
     def stages(self) -> int:
-        """Return the number of stages that fit into shared memory."""
+        """Number of stages that fit into shared memory."""
         available_bytes = SHARED_LIMIT - _ALIGNMENT_BYTES - 4 * self.tokens - 16
         return min(_MAX_STAGES, available_bytes // self._stage_bytes)
 
     @property
     def shared_bytes(self) -> int:
-        """Return the size of shared memory in bytes."""
+        """Size of a block's shared memory in bytes."""
         return _ALIGNMENT_BYTES + 4 * self.tokens + 16 + self.stages * self._stage_bytes
 
     @property
     def launch_bounds(self) -> int:
-        """Return the number of threads among which registers are divided: more than a block has, so
-        that the block fits next to blocks of the previous kernel. Tiles of 128 rows need all
-        registers."""
+        """Number of threads among which the compiler divides registers.
+
+        It is more than a block has, so that the block fits next to blocks of the previous kernel.
+        Tiles of 128 rows need all registers.
+        """
         return THREADS if self.tokens == 128 else 512
 
 
@@ -85,8 +86,8 @@ _STAGE_AND_COMBINE_COSTS = {
     Variant("LINEAR", 128, 1): (0.72, 12.0),
     Variant("LINEAR", 128, 2): (1.19, 20.0),
 }
-"""Times in microseconds for a stage, and for adding the parts of a tile that several blocks
-compute, on an H200."""
+"""Times in microseconds, measured on an H200: of a stage, and of adding the parts of a tile that
+several blocks compute."""
 VARIANTS = (
     *_STAGE_AND_COMBINE_COSTS,
     *(Variant(epilogue, tokens, 2) for epilogue in ("SWIGLU", "WEIGHTED") for tokens in (64, 128)),
@@ -94,7 +95,7 @@ VARIANTS = (
 
 
 def source(machine: str | None = None) -> str:
-    """Return the source of all kernels. `machine` replaces the source of the instruction
+    """Return the CUDA source of all kernels. `machine` replaces the source of the instruction
     wrappers."""
     entries = [
         f'extern "C" __global__ void __launch_bounds__({v.launch_bounds}, 1) '
@@ -118,22 +119,25 @@ def source(machine: str | None = None) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Division:
-    """The division of a dense product among blocks."""
+    """The division of a dense product among thread blocks."""
 
     variant: Variant
     row_tiles: int
     output_tiles: int
     units: int
-    """Number of stages that each block computes, if blocks may begin or end in the middle of a
+    """Number of stages that each block computes, if blocks may start or end in the middle of a
     tile; 0 if each block computes whole tiles."""
     blocks: int
-    """Number of blocks in the grid."""
+    """Number of thread blocks in the grid."""
 
 
 @functools.lru_cache(4096)
 def choose_division(rows: int, outputs: int, inputs: int, processors: int) -> Division:
-    """Choose the division with the lowest estimated time for `rows` rows and a matrix of `outputs`
-    outputs and `inputs` blocks of inputs, on `processors` multiprocessors."""
+    """Return the division with the lowest estimated time.
+
+    The product has `rows` rows and a matrix of `outputs` outputs and `inputs` blocks of inputs. The
+    GPU has `processors` multiprocessors.
+    """
     options = []
     for variant, (stage_cost, combine_cost) in _STAGE_AND_COMBINE_COSTS.items():
         row_tiles = -(-rows // variant.tokens)
@@ -155,8 +159,11 @@ def choose_division(rows: int, outputs: int, inputs: int, processors: int) -> Di
 
 
 def choose_variants(pairs: int, experts: int) -> tuple[Variant, Variant] | None:
-    """Choose the kernels of both products for `pairs` token-expert pairs over `experts` experts.
-    Return None if the kernels in Triton are faster."""
+    """Return the variants for the gate and up product and for the down product, or None if the
+    Triton kernels are faster.
+
+    There are `pairs` token-expert pairs and `experts` experts.
+    """
     if pairs < _MIN_PAIRS * experts:
         return None
     tokens = 64 if pairs < _LARGE_TILE_PAIRS * experts else 128
