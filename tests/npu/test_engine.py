@@ -31,7 +31,7 @@ def variant(schedule):
 
 def chosen(schedule):
     """In every run of the suite: each model, budget and variant with each other, or nearly."""
-    return COVERED.index(schedule) % 7 == 2
+    return COVERED.index(schedule) % 8 == 1
 
 
 @pytest.mark.parametrize(

@@ -262,7 +262,7 @@ def loaded(traced):
         pooling=None,
         group=types.SimpleNamespace(size=1),
         sample=sampling.sample,
-        highest=lambda logits: logits.amax(-1),
+        max_logits=lambda logits: logits.amax(-1),
         gather_logits=traced.network.logits,
     )
 
