@@ -4,9 +4,9 @@
     python examples/offline_batch.py my_prompts.jsonl answers.jsonl --model Qwen/Qwen3-0.6B
 
 An input line has a `prompt` (text) or `messages` (a conversation). It may have an `id`, and
-`params`, which are fields of `SamplingParams`:
+fields of `SamplingParams`, as for `nanoactor generate --prompts`:
 
-    {"id": "a", "prompt": "ROMEO:", "params": {"max_tokens": 20, "temperature": 0}}
+    {"id": "a", "prompt": "ROMEO:", "max_tokens": 20, "temperature": 0}
     {"id": "b", "messages": [{"role": "user", "content": "Who is there?"}]}
 
 Each output line has the number and the `id` of its input line, and either the answer or an `error`.
@@ -46,7 +46,8 @@ async def answer(llm: AsyncLLM, line: bytes, number: int, max_tokens: int) -> di
         prompt = asked["prompt"] if "prompt" in asked else asked["messages"]
         # The line's own parameters come last. Its number is its seed, so that a second run gives
         # the same answers.
-        given = {"max_tokens": max_tokens, "seed": number, **asked.get("params", {})}
+        own = {name: asked[name] for name in asked.keys() - {"id", "prompt", "messages"}}
+        given = {"max_tokens": max_tokens, "seed": number, **own}
         # `for_model` takes parameters that are not given from the model's generation_config.json.
         # `FINAL_ONLY` asks for one output, at the end.
         params = SamplingParams.for_model(**given | {"output_kind": RequestOutputKind.FINAL_ONLY})

@@ -39,11 +39,12 @@ def open_device(name: str, rank: int = 0, options: DeviceOptions | None = None) 
         device_index = int(index) if index else rank
         if HAS_TRITON:
             return CUDADevice(device_index)
+        device = PortableCUDADevice(device_index)  # raises if there is no GPU
         log.warning(
             "Triton is not installed (pip install triton): steps run operator by operator and are "
             "not captured, so they are several times slower"
         )
-        return PortableCUDADevice(device_index)
+        return device
     raise UnsupportedModel(
         f"device {name!r} is not supported; the supported devices are "
         f"{', '.join(SUPPORTED_DEVICES)}"

@@ -29,7 +29,7 @@ def program():
 def test_a_file_is_answered_line_by_line_and_continued(tmp_path):
     prompts = [f"ROMEO {number}:" for number in range(40)] + [""]
     (tmp_path / "prompts.txt").write_text("".join(f"{prompt}\n" for prompt in prompts))
-    target = tmp_path / "answers.jsonl"
+    target = tmp_path / "stored.jsonl"
     kept = [json.dumps({"line": number, "text": "kept"}) for number in range(0, 41, 2)]
     target.write_text("".join(f"{line}\n" for line in kept[:-1]))
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))

@@ -15,14 +15,14 @@ from tests.examples.running import run
 from tests.product_files import ROOT
 
 PROMPTS = ROOT / "examples" / "prompts.jsonl"
-GREEDY = b'{"id": 7, "prompt": "JULIET:", "params": {"temperature": 0, "max_tokens": 8}}\n'
+GREEDY = b'{"id": 7, "prompt": "JULIET:", "temperature": 0, "max_tokens": 8}\n'
 WRONG = {
     b"": "JSONDecodeError",
     b"[]": "either `prompt` or `messages`",
     b'{"prompt": "a", "messages": []}': "either `prompt` or `messages`",
-    b'{"prompt": "a", "params": 3}': "TypeError",
-    b'{"prompt": "a", "params": {"n": 2}}': "`n` must be 1",
-    b'{"prompt": "a", "params": {"max_tokens": 999999}}': "InvalidRequest",
+    b'{"prompt": "a", "params": 3}': "no parameter 'params'",
+    b'{"prompt": "a", "n": 2}': "`n` must be 1",
+    b'{"prompt": "a", "max_tokens": 999999}': "InvalidRequest",
     b"[" * 100_000: "RecursionError",
     b'"\xff"': "UnicodeDecodeError",
 }
@@ -31,7 +31,7 @@ WRONG = {
 def test_a_file_of_prompts_is_answered_line_by_line(tmp_path):
     given, written = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     ours = PROMPTS.read_bytes().splitlines()
-    half = b'{"id": "\\ud800", "prompt": "KING:", "params": {"max_tokens": 1}}'
+    half = b'{"id": "\\ud800", "prompt": "KING:", "max_tokens": 1}'
     given.write_bytes(b"\n".join([*ours, *WRONG, half]) + b"\n" + 9 * GREEDY)
     said = run("offline_batch.py", given, written, "--max-tokens", 16)
     lines = written.read_text().splitlines()

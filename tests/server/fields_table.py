@@ -14,10 +14,20 @@ def table() -> str:
     for name in sorted({name for fields in by_route for name in fields}):
         found = [fields.get(name) for fields in by_route]
         cells = [field.status if field is not None else "ignored" for field in found]
-        notes = [_note(field) for field in found if field is not None]
-        note = "; ".join(dict.fromkeys(note for note in notes if note))
-        lines.append(f"| `{name}` | {' | '.join(cells)} | {note} |")
+        notes = [_note(field) if field is not None else "" for field in found]
+        lines.append(f"| `{name}` | {' | '.join(cells)} | {_joined(notes)} |")
     return "\n".join(lines) + "\n"
+
+
+def _joined(notes: list[str]) -> str:
+    """The notes of all routes; one that differs from another's is preceded by its routes."""
+    by_note: dict[str, list[str]] = {}
+    for route, note in zip(ROUTES, notes, strict=True):
+        if note:
+            by_note.setdefault(note, []).append(route)
+    if len(by_note) < 2:
+        return "".join(by_note)
+    return "; ".join(f"{', '.join(routes)}: {note}" for note, routes in by_note.items())
 
 
 def _note(field: Field) -> str:
