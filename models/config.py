@@ -56,7 +56,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ModelError(f"{path} does not exist") from None
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path} is not readable as JSON: {error}") from error
+        raise ModelError(f"{path} cannot be read as JSON: {error}") from error
     except RecursionError:
         raise ModelError(f"the JSON in {path} is nested too deeply") from None
     if not isinstance(content, dict):
@@ -192,7 +192,7 @@ def _read_dtype(raw: Mapping[str, Any]) -> str:
     name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     if name not in DTYPES:
         raise UnsupportedModel(
-            f"dtype {name!r} is not supported; supported dtypes: {', '.join(DTYPES)}"
+            f"dtype {name!r} is not supported; the supported dtypes are {', '.join(DTYPES)}"
         )
     return name
 
@@ -215,14 +215,14 @@ def _read_rope(raw: Mapping[str, Any], family: Family, origin: object) -> RopeCo
     if kind not in ("linear", "yarn", "llama3"):
         reason = " (it makes results depend on how a prompt is chunked)" * (kind == "dynamic")
         raise UnsupportedModel(
-            f"{origin}: rope type {kind!r} is not supported{reason}; "
-            "supported types: default, linear, yarn, llama3"
+            f"{origin}: rope type {kind!r} is not supported{reason}; the supported types are "
+            "default, linear, yarn and llama3"
         )
     factor = raw_rope.get("factor")
     is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
     if factor is None or not is_number or not 1 <= factor < math.inf:
         raise ModelError(
-            f"{origin}: rope type {kind!r} needs a factor of at least 1, got {factor!r}"
+            f"{origin}: rope type {kind!r} requires a factor of at least 1, got {factor!r}"
         )
     max_positions = read_positive_int(raw, "max_position_embeddings", origin)
     original_max_positions = read_positive_int(
@@ -275,7 +275,7 @@ def _check_yarn(config: RopeConfig, origin: object) -> None:
             f"{origin}: attention_factor must be greater than 0, got {config.attention_factor:g}"
         )
     if config.theta == 1.0:
-        raise ModelError(f"{origin}: rope type 'yarn' needs a rope_theta other than 1")
+        raise ModelError(f"{origin}: rope type 'yarn' requires a rope_theta other than 1")
     if config.beta_fast <= config.beta_slow:
         raise ModelError(
             f"{origin}: beta_fast must be greater than beta_slow, got {config.beta_fast:g} and "
@@ -299,7 +299,8 @@ def _check_supported(raw: Mapping[str, Any], config: ModelConfig, origin: object
         )
     if raw.get("use_sliding_window"):
         raise UnsupportedModel(
-            f"{origin}: use_sliding_window is set, but sliding-window attention is not supported"
+            f"{origin}: use_sliding_window must be false, because sliding-window attention "
+            "is not supported"
         )
     kinds = raw.get("layer_types") or []
     if not isinstance(kinds, list):
@@ -313,7 +314,7 @@ def _check_supported(raw: Mapping[str, Any], config: ModelConfig, origin: object
     for section in (raw, *(_read_rope_object(raw, key, origin) for key in _ROPE_OBJECTS)):
         if section.get("partial_rotary_factor") not in (None, 1):
             raise UnsupportedModel(
-                f"{origin}: a partial_rotary_factor other than 1 is not supported"
+                f"{origin}: partial_rotary_factor must be 1; other values are not supported"
             )
     _check_vision(config, origin)
     if config.num_heads % config.num_kv_heads:

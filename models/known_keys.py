@@ -206,6 +206,6 @@ def _check(
             continue
         raise UnsupportedModel(
             f"{origin}: the key {name!r:.100} (value {value!r:.60}) is not known for "
-            f"{family.architecture} and may change what the model computes; remove it if it does "
-            "not"
+            f"{family.architecture} and may change what the model computes; if it does not, "
+            "remove it from the file"
         )

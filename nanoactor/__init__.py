@@ -147,8 +147,8 @@ def check_platform() -> None:
         from nanoactor.errors import UnsupportedPlatform
 
         raise UnsupportedPlatform(
-            f"nanoactor runs only on Linux, but this machine runs {sys.platform}; use a Linux "
-            "machine, a container, or WSL 2 on Windows, and connect to a server there"
+            f"nanoactor runs only on Linux, but this machine runs {sys.platform}; run it on a "
+            "Linux machine, in a Linux container, or in WSL 2 on Windows"
         )
 
 

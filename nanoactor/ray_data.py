@@ -75,9 +75,9 @@ class Columns:
         names = [getattr(self, field.name) for field in dataclasses.fields(self)]
         given = [name for name in names if name is not None]
         if not all(isinstance(name, str) and name for name in given):
-            raise InvalidConfig(f"columns must be non-empty strings, got {given!r:.200}")
+            raise InvalidConfig(f"columns must have non-empty strings as names, got {given!r:.200}")
         if len(set(given)) < len(given):
-            raise InvalidConfig(f"the columns must have different names, got {given!r:.200}")
+            raise InvalidConfig(f"columns must have different names, got {given!r:.200}")
 
 
 class Generate:
@@ -118,7 +118,7 @@ class Generate:
         names = self._columns
         if names.prompt not in batch:
             raise InvalidConfig(
-                f"there is no column {names.prompt!r}; the columns are {sorted(batch)}"
+                f"the batch has no column {names.prompt!r}; its columns are {sorted(batch)}"
             )
         count = len(batch[names.prompt])
         rows = [{name: plain(batch[name][at]) for name in batch} for at in range(count)]
@@ -174,7 +174,10 @@ class Generate:
         is_ids = isinstance(given, list) and all(isinstance(one, int) for one in given)
         if isinstance(given, list) and not is_ids:
             if images:
-                raise InvalidRequest("the pictures of a conversation must be in its messages")
+                raise InvalidRequest(
+                    "the row's prompt is a conversation, so its images must be in the "
+                    "messages, not in a separate column"
+                )
             return given
         prompt = {"prompt_token_ids": given} if is_ids else {"prompt": given}
         return {**prompt, "multi_modal_data": {"image": images}} if images else prompt

@@ -92,7 +92,8 @@ class Children:
                 thread.start()
             except RuntimeError as error:  # the machine has no more threads
                 raise StartupFailed(
-                    f"the operating system refused a resource that the start needs: {error}"
+                    "the operating system refused a resource that is needed to start the "
+                    f"engine: {error}"
                 ) from error
             self._thread = thread
 
@@ -483,9 +484,9 @@ def check_environment() -> None:
     interpreter()
     if _threads_are_replaced():
         raise UnsupportedPlatform(
-            "gevent or eventlet has replaced Python's threads (for example, by monkey.patch_all), "
-            "which the engine's supervisor needs: run the engine in a process that is not patched, "
-            "as `nanoactor serve` does"
+            "gevent or eventlet has replaced Python's threads (for example, by "
+            "monkey.patch_all), which the engine's supervisor needs; run the engine in a "
+            "process that is not patched, for example with `nanoactor serve`"
         )
 
 
@@ -502,7 +503,7 @@ def resource_error(error: OSError) -> StartupFailed:
 
     if error.errno not in (errno.EMFILE, errno.ENFILE):
         return StartupFailed(
-            f"the operating system refused a resource that the start needs: {error}"
+            f"the operating system refused a resource that is needed to start the engine: {error}"
         )
 
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

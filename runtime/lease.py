@@ -44,8 +44,9 @@ class Lease:
         references = 0 if self._buffer is None else sys.getrefcount(self._buffer)
         if references > _OWN_REFERENCES:
             raise LeaseEscaped(
-                f"{references - _OWN_REFERENCES} view(s) of a record outlive its lease; "
-                "copy data that is kept longer, or hold the lease until no view is needed"
+                f"{references - _OWN_REFERENCES} view(s) of a record are still in use after "
+                "the end of its lease; copy data that is kept longer, or hold the lease until "
+                "no view is needed"
             )
         self.released = True
         self._buffer = None

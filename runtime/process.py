@@ -25,14 +25,14 @@ def interpreter() -> str:
     """
     if getattr(sys, "frozen", False):
         raise UnsupportedPlatform(
-            "this program is frozen into a bundle (by PyInstaller, for example) and has no "
-            "interpreter to start the engine's processes with: run it from a Python "
-            "environment, or run `nanoactor serve` in one and have this program connect to it"
+            "this program is frozen into a bundle (by PyInstaller, for example), so there is "
+            "no Python interpreter to start the engine's processes with; run it from a Python "
+            "environment, or let it connect to a separate `nanoactor serve`"
         )
     if not sys.executable:
         raise UnsupportedPlatform(
-            "sys.executable is empty, as in a program that embeds Python: set it to the path of "
-            "this environment's Python interpreter before the engine starts"
+            "sys.executable is empty, as in a program that embeds Python; before the engine "
+            "starts, set it to the path of this environment's Python interpreter"
         )
     return sys.executable
 

@@ -115,7 +115,9 @@ def create_ring(
     if not hasattr(os, "memfd_create") or not hasattr(os, "eventfd"):
         raise UnsupportedPlatform("the ring needs Linux (memfd, eventfd); use transport='queue'")
     if capacity < MIN_CAPACITY or capacity & (capacity - 1):
-        raise ValueError(f"capacity must be a power of two >= {MIN_CAPACITY}, got {capacity}")
+        raise ValueError(
+            f"capacity must be a power of two of at least {MIN_CAPACITY}, got {capacity}"
+        )
     memory = os.memfd_create("nanoactor-ring", os.MFD_CLOEXEC)
     # An extra half of the capacity is mapped and never touched, so that a lease's buffer may be
     # rounded up to a power of two past the ring's end (see RingReceiver._buffer).

@@ -343,8 +343,7 @@ class System:
         the system was started."""
         if os.getpid() != self._pid:
             raise NotUsableHere(
-                "the engine was started in another process; start an engine after the fork, not "
-                "before"
+                "the engine was started in another process; start it after the fork, not before"
             )
         if asyncio.get_running_loop() is not self._loop:
             raise NotUsableHere(

@@ -115,7 +115,8 @@ class Topology:
         _check_unique("placement of actor", placed)
         if set(placed) != set(names):
             raise TopologyError(
-                f"actors without a node or unknown actors: {set(placed) ^ set(names)}"
+                "each actor must be placed on a node, but these are not, or are unknown: "
+                f"{set(placed) ^ set(names)}"
             )
         if self.local not in {node.name for node in self.nodes}:
             raise TopologyError(f"the local node {self.local!r} is not declared")
@@ -131,8 +132,8 @@ class Topology:
         if remote and len(remote) < len(edge.targets):
             raise TopologyError(
                 f"edge {edge.source} -> {edge.label} has targets in the same node and in other "
-                f"nodes ({', '.join(remote)}): give each group of targets its own edge, or place "
-                "all targets on one side"
+                f"nodes ({', '.join(remote)}); give each group of targets its own edge, or "
+                "place all targets on one side"
             )
 
     def _check_cycles(self) -> None:
@@ -145,8 +146,8 @@ class Topology:
         except graphlib.CycleError as error:
             path = " -> ".join(reversed(error.args[1]))
             raise TopologyError(
-                f"unbounded edges form a cycle: {path}; an outbox in it could grow without end. "
-                "Give one of these edges the bound that its protocol guarantees"
+                f"unbounded edges form a cycle ({path}), so an outbox in it could grow without "
+                "end. Give one of these edges the bound that its protocol guarantees"
             ) from error
 
     def node_of(self, actor: str) -> str:

@@ -27,7 +27,9 @@ _EXPERTS, _EXPERTS_PER_TOKEN, _INNER, _SHARED_INNER = 60, 4, 1408, 5632
 
 def _read_options(raw: Mapping[str, Any], origin: object) -> ExpertOptions:
     if not read_bool(raw, "qkv_bias", origin, True):
-        raise UnsupportedModel(f"{origin}: qkv_bias must be true; Qwen2 has biases there")
+        raise UnsupportedModel(
+            f"{origin}: qkv_bias must be true, because this architecture always has these biases"
+        )
     defaults = {
         "num_experts": _EXPERTS,
         "num_experts_per_tok": _EXPERTS_PER_TOKEN,

@@ -42,7 +42,9 @@ def read_expert_options(
     """
     counts = [key for key in ("num_experts", "num_local_experts") if raw.get(key) is not None]
     if len({raw[key] for key in counts}) > 1:
-        raise ModelError(f"{origin}: num_experts and num_local_experts contradict each other")
+        raise ModelError(
+            f"{origin}: num_experts and num_local_experts must be equal if both are set"
+        )
     experts = read_positive_int(raw, counts[0] if counts else "num_experts", origin, 128)
     top_k = read_positive_int(raw, "num_experts_per_tok", origin, 8)
     if top_k > experts:

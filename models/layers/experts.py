@@ -26,8 +26,8 @@ class Experts:
         span = context.shard.part(spec.inner)
         if spec.inner < context.shard.ranks:
             raise UnsupportedModel(
-                f"tensor_parallel_size {context.shard.ranks} is too large for experts with a "
-                f"moe_intermediate_size of {spec.inner}"
+                f"tensor_parallel_size {context.shard.ranks} is too large for this model, "
+                f"whose experts have a moe_intermediate_size of {spec.inner}"
             )
         gate = context.weights.load(
             f"{name}.gate.weight", spec.experts, hidden, dtype=torch.float32

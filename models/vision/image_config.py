@@ -93,7 +93,7 @@ def read_image_config(directory: Path, vision: VisionConfig) -> ImageConfig:
             raw = read_json(path)
             if key is None or isinstance(raw.get(key), dict):
                 return parse_image_config(raw if key is None else raw[key], vision, path)
-    raise ModelError(f"{directory} has no {_FILE}, which specifies how pictures are resized")
+    raise ModelError(f"{directory} has no {_FILE}, which is required for resizing pictures")
 
 
 def parse_image_config(
@@ -109,8 +109,8 @@ def parse_image_config(
     max_pixels = _read_area(raw.get("max_pixels"), size, "longest_edge", origin)
     if min_pixels > max_pixels:
         raise ModelError(
-            f"{origin}: the minimum area of {min_pixels} pixels exceeds the maximum area of "
-            f"{max_pixels}"
+            f"{origin}: the minimum area, {min_pixels} pixels, exceeds the maximum area, "
+            f"{max_pixels} pixels"
         )
     for key in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
         if not read_bool(raw, key, origin, True):

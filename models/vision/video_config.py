@@ -109,13 +109,15 @@ def parse_video_config(
     areas = parse_image_config(raw, vision, origin)
     if (areas.rescale, areas.mean, areas.std) != (images.rescale, images.mean, images.std):
         raise UnsupportedModel(
-            f"{origin}: rescale_factor, image_mean and image_std must be the same as for pictures"
+            f"{origin}: rescale_factor, image_mean and image_std must have the same values "
+            "as in preprocessor_config.json"
         )
     capped = read_bool(raw, "cap_pixels_per_frame", origin, False)
     max_frames = read_positive_int(raw, "max_frames", origin, 768)
     if max_frames < vision.temporal_patch_size:
         raise ModelError(
-            f"{origin}: max_frames is {max_frames}, but a temporal patch has more frames"
+            f"{origin}: max_frames must be at least the temporal_patch_size of the vision "
+            f"tower ({vision.temporal_patch_size}), got {max_frames}"
         )
     max_frame_tokens = read_positive_int(raw, "max_video_tokens", origin, 768) if capped else None
     return VideoConfig(

@@ -111,8 +111,7 @@ class Weights:
         for name in file_names:
             if not name or Path(name).name != name:
                 raise WeightsError(
-                    f"{path} names the file {name!r}, which is not in the same directory: file "
-                    "names must not contain a path"
+                    f"{path} names the file {name!r}, but may name only files in its own directory"
                 )
         for name in file_names:
             self._open_file(name)
@@ -130,14 +129,15 @@ class Weights:
         files = sorted(self._directory.glob("*.safetensors"))
         if not files:
             raise WeightsError(
-                f"{self._directory} contains no .safetensors files; convert the checkpoint first"
+                f"{self._directory} contains no .safetensors files; convert the checkpoint "
+                "to this format first"
             )
         file_of: dict[str, str] = {}
         for key, name in ((key, f.name) for f in files for key in self._keys(f.name)):
             if key in file_of:
                 raise WeightsError(
-                    f"{self._directory}: both {file_of[key]} and {name} contain {key!r}; remove "
-                    f"the file that does not belong here, or add {INDEX}"
+                    f"{self._directory}: both {file_of[key]} and {name} contain {key!r}; "
+                    f"remove the file that does not belong to the checkpoint, or add {INDEX}"
                 )
             file_of[key] = name
         return file_of
@@ -190,7 +190,7 @@ class Weights:
         file_name = self._file_of.get(name)
         if file_name is None:
             raise WeightsError(
-                f"{self._directory} has no weight {name!r}: check that config.json belongs to "
+                f"{self._directory} has no weight {name!r}; check that config.json belongs to "
                 "this checkpoint"
             )
         self._loaded_names.add(name)
@@ -231,14 +231,14 @@ class Weights:
         low, high = (float(value) for value in torch.aminmax(tensor))  # NaN propagates
         if not math.isfinite(low) or not math.isfinite(high):
             raise WeightsError(
-                f"{origin} contains values that are not finite (NaN or infinity): the file is "
-                "damaged, or the training diverged (check_weights=False loads it anyway)"
+                f"{origin} contains values that are not finite (NaN or infinity), because the "
+                "file is damaged or the training diverged; check_weights=False loads it anyway"
             )
         largest = torch.finfo(dtype).max
         if max(-low, high) > largest:
             raise WeightsError(
                 f"{origin} contains {low if -low > high else high:g}, which {dtype} cannot "
-                f"represent, because its largest number is {largest:g}; choose another dtype"
+                f"represent (its largest number is {largest:g}); choose another dtype"
             )
 
     def warn_about_unused(self, ignored: Collection[str] = ()) -> None:

@@ -107,7 +107,8 @@ class FrontendActor(Actor):
             return 0
         culprit, death, explained = verdict
         log.error(
-            "request %s has been ended, because it killed %s while it ran alone",
+            "request %s has been ended, because a process (%s) died when no other request "
+            "was running",
             culprit.request_id,
             death,
         )
@@ -210,22 +211,24 @@ class FrontendActor(Actor):
         if requests > config.max_waiting_requests:
             raise InvalidRequest(
                 f"{requests} answers were requested at once, but at most "
-                f"{config.max_waiting_requests} requests may wait (max_waiting_requests)"
+                f"{config.max_waiting_requests} may wait (max_waiting_requests); request fewer "
+                "answers, or raise max_waiting_requests"
             )
         if len(self._waiting_requests) + requests > config.max_waiting_requests:
             raise EngineOverloaded(
-                f"{len(self._waiting_requests)} requests are already waiting (max_waiting_requests)"
+                f"{len(self._waiting_requests)} requests are already waiting, and "
+                f"max_waiting_requests is {config.max_waiting_requests}; try again later"
             )
         if self._waiting_tokens and self._waiting_tokens + charge > config.max_waiting_tokens:
             raise EngineOverloaded(
-                f"prompts of {self._waiting_tokens} tokens are already waiting "
-                f"(max_waiting_tokens is {config.max_waiting_tokens})"
+                f"{self._waiting_tokens} prompt tokens are already waiting, and "
+                f"max_waiting_tokens is {config.max_waiting_tokens}; try again later"
             )
         waiting_media = self._waiting_media_bytes
         if waiting_media and waiting_media + media > config.max_waiting_media_bytes:
             raise EngineOverloaded(
-                f"pictures of {waiting_media} bytes are already waiting (max_waiting_media_bytes "
-                f"is {config.max_waiting_media_bytes})"
+                f"{waiting_media} bytes of pictures and videos are already waiting, and "
+                f"max_waiting_media_bytes is {config.max_waiting_media_bytes}; try again later"
             )
 
     def announce(self) -> None:
@@ -364,10 +367,14 @@ class FrontendActor(Actor):
         answers = entry.answers
         if not entry.is_held or entry.aborted:
             raise InvalidRequest(
-                "the request is not held: it can be continued once each of its answers has a token"
+                "the request cannot be continued, because its answers are not paused; wait "
+                "for held() first"
             )
         if not len(parents) == len(tokens) == len(answers):
-            raise InvalidRequest(f"{len(answers)} answers need a parent and a token each")
+            raise InvalidRequest(
+                f"parents and tokens must have one item for each of the {len(answers)} "
+                f"answers, got {len(parents)} parents and {len(tokens)} tokens"
+            )
         ended = {index for index, answer in enumerate(answers) if answer.terminal is not None}
         continuing = [index for index, parent in enumerate(parents) if parent != -1]
         if ended & {*continuing, *(parents[index] for index in continuing)}:
@@ -375,11 +382,10 @@ class FrontendActor(Actor):
         if not all(0 <= parents[index] < len(answers) for index in continuing):
             raise InvalidRequest(f"parents must be from -1 to {len(answers) - 1}")
         if not all(0 <= tokens[index] < self._vocabulary for index in continuing):
-            raise InvalidRequest(f"tokens must be from 0 to {self._vocabulary - 1}")
+            raise InvalidRequest(f"tokens must be token ids from 0 to {self._vocabulary - 1}")
         if continuing and entry.continued + 1 >= entry.submit.spec.stopping.max_tokens:
             raise InvalidRequest(
-                "the request cannot continue: no token may follow the last one that max_tokens "
-                "allows"
+                "the request cannot be continued, because its answers have reached max_tokens"
             )
 
     def fail_all(self, error: NanoactorError) -> None:

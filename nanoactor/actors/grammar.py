@@ -183,7 +183,10 @@ class GrammarActor(Actor):
         try:
             with native_calls():
                 if book is not self._book:  # all actors were restarted
-                    raise InvalidRequest("the grammar is no longer needed")
+                    raise InvalidRequest(
+                        "the grammar is no longer needed, because the engine's processes have "
+                        "been restarted"
+                    )
                 self._read_vocabulary()
                 if isinstance(self._compiler, InvalidRequest):
                     raise self._compiler
@@ -192,7 +195,9 @@ class GrammarActor(Actor):
         except (InvalidRequest, OutOfResources) as error:
             found = error
         except Exception as error:  # no grammar may crash the engine
-            log.error("a grammar cannot be compiled", exc_info=error)
+            log.error(
+                "a grammar could not be compiled because of an unexpected error", exc_info=error
+            )
             refused = is_out_of_resources(error)
             found = out_of_resources(error) if refused else InvalidRequest(_FAILED)
         return found, time.monotonic_ns() - begin

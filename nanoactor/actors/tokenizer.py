@@ -308,8 +308,8 @@ class TokenizerActor(Actor):
             id_ = self._tags[tag] = self._encoder.id_of(tag)
             if id_ is None:
                 log.warning(
-                    "%s is not a single token: text before it is sampled with token masks, at a "
-                    "third of the speed",
+                    "%s is not a single token of this model, so text before it is sampled with "
+                    "token masks, at a third of the speed",
                     tag,
                 )
         return self._tags[tag]
@@ -350,15 +350,15 @@ class TokenizerActor(Actor):
         if rows + tokens > 2 * limit:  # otherwise a later error states the whole prompt's length
             raise InvalidRequest(
                 f"the request's pictures and videos have {rows} tokens, but max_model_len is "
-                f"{limit}"
+                f"{limit}; send fewer or smaller ones"
             )
         pages = sum(-(-item.tokens // self._limits.page_rows) for item in visual)
         if pages > self._limits.pages:
             room = self._limits.pages * self._limits.page_rows
             raise InvalidRequest(
-                f"the request's pictures and videos have {rows} tokens, rounded up for each, but "
-                f"the encoder cache holds {room}: send fewer or smaller pictures or videos, or "
-                "raise encoder_cache_tokens"
+                f"the request's pictures and videos have {rows} tokens and do not fit into the "
+                f"encoder cache, which holds {room} tokens and rounds up the size of each "
+                "item; send fewer or smaller ones, or raise encoder_cache_tokens"
             )
 
     def _encode(self, text: str) -> list[int]:

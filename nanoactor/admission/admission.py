@@ -74,7 +74,7 @@ class Admission:
         prompt, or the output emitted so far, violates a limit."""
         limit, stopping = self._limit, submit.spec.stopping
         if not len(tokens):
-            raise InvalidRequest("the prompt is empty: it must have at least one token")
+            raise InvalidRequest("the prompt is empty; it must have at least one token")
         check_length(len(tokens), limit, pools=submit.spec.pools)
         if tokens.min() < 0 or tokens.max() >= self._vocabulary:
             invalid = int(tokens[(tokens < 0) | (tokens >= self._vocabulary)][0])
@@ -90,14 +90,14 @@ class Admission:
         for name in ("max_tokens", "min_tokens"):
             if (requested := getattr(stopping, name)) > room:
                 raise InvalidRequest(
-                    f"{name} is {requested}, but after a prompt of {len(tokens)} tokens "
-                    f"max_model_len ({limit}) leaves room for {room}"
+                    f"{name} is {requested}, but after a prompt of {len(tokens)} tokens, "
+                    f"max_model_len ({limit}) leaves room for only {room}"
                 )
         max_tokens = stopping.max_tokens or room
         if (resumed := len(_resumed_tokens(submit))) > max_tokens:
             raise InvalidRequest(
-                f"so_far has {resumed} tokens, but the output may have at most {max_tokens} (the "
-                "limit is max_tokens, or the room that max_model_len leaves)"
+                f"so_far has {resumed} tokens, but max_tokens and max_model_len limit the "
+                f"output to {max_tokens} tokens"
             )
         stopping = dataclasses.replace(stopping, max_tokens=max_tokens)
         return dataclasses.replace(submit.spec, stopping=stopping)
@@ -110,7 +110,7 @@ def check_length(tokens: int, limit: int, *, pools: bool) -> None:
         return
     max_length = f"{limit}" if pools else f"{limit - 1}, to leave room for one output token"
     raise InvalidRequest(
-        f"the prompt has {tokens} tokens, but max_model_len is {limit}: it may have at most "
+        f"the prompt has {tokens} tokens, but max_model_len is {limit}, so it may have at most "
         f"{max_length}"
     )
 

@@ -103,8 +103,8 @@ class Request:
         if was_cut and isinstance(max_tokens, DefaultTokens) and not _WARNED:
             _WARNED.append(self._entry.request_id)
             log.warning(
-                "request %s ended after %d tokens, which is the default max_tokens, as in vLLM; "
-                "max_tokens=None allows as many tokens as fit (logged once)",
+                "request %s ended after %d tokens, the default of max_tokens, as in vLLM; set "
+                "max_tokens=None to allow as many tokens as fit (logged once)",
                 self._entry.request_id,
                 max_tokens,
             )

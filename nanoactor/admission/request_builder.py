@@ -95,8 +95,8 @@ class RequestBuilder:
         files = self._files.fit_to_cache(tokens)
         if files is not self._files:
             log.warning(
-                "max_model_len is %d, because the KV cache has no room for more; the model allows "
-                "%d",
+                "max_model_len has been lowered to %d, because the KV cache has no room for "
+                "the %d tokens that the model allows",
                 files.max_model_len,
                 self._files.max_model_len,
             )
@@ -117,11 +117,11 @@ class RequestBuilder:
         `prompt`; if it is None, `build` calls `extract_media` itself. `so_far` is the output after
         which the request resumes."""
         if not isinstance(params, SamplingParams):
-            raise InvalidRequest(f"sampling_params must be SamplingParams, got {params!r}")
+            raise InvalidRequest(f"sampling_params must be a SamplingParams object, got {params!r}")
         if not self._files.generates:
             raise InvalidRequest(
-                "this model computes vectors or scores and does not generate text: load a "
-                "text-generation model"
+                "this model computes vectors or scores and does not generate text; load a "
+                "text-generation model instead"
             )
         priority = _check_priority(priority)
         if media is None:
@@ -130,7 +130,9 @@ class RequestBuilder:
         text, chat, token_ids = self._read_prompt(prompt, keep_last)
         options = self._encode_options(chat_template_kwargs)
         if chat_template_kwargs and chat is None:
-            raise InvalidRequest("chat_template_kwargs require a list of messages")
+            raise InvalidRequest(
+                "chat_template_kwargs can be given only if the prompt is a list of messages"
+            )
         self._check_params(params)
         spec = RequestSpec(
             priority=priority,
@@ -166,7 +168,9 @@ class RequestBuilder:
         pooling = check_pooling(params, files.pooling, files.config.hidden_size)
         if pooling.returns_scores is not scores:
             makes = (
-                "scores of pairs, not vectors" if pooling.returns_scores else "vectors, not scores"
+                "scores of pairs, not vectors; for vectors, load an embedding model"
+                if pooling.returns_scores
+                else "vectors, not scores"
             )
             raise InvalidRequest(f"this model computes {makes}")
         keep_last = truncation_length(params, files.max_model_len)
@@ -185,11 +189,13 @@ class RequestBuilder:
         """Return the request, changed to resume after `so_far` and to run before all new
         requests."""
         if not isinstance(so_far, OutputSoFar):
-            raise InvalidRequest(f"so_far must be OutputSoFar or None, got {so_far!r:.100}")
+            raise InvalidRequest(
+                f"so_far must be an OutputSoFar object or None, got {so_far!r:.100}"
+            )
         if params.n != 1:
             raise InvalidRequest(
-                f"so_far continues one answer, but n is {params.n}: continue each answer "
-                "with its own request"
+                f"so_far continues a single answer, so n must be 1, got {params.n}; continue "
+                "each answer with a separate request"
             )
         ids = _flat_ids("so_far.token_ids", so_far.token_ids)
         if len(ids) and ids.max() >= (vocabulary := self._files.config.vocab_size):
@@ -242,13 +248,13 @@ class RequestBuilder:
             return 0
         if media:
             raise InvalidRequest(
-                "truncate_prompt_tokens cannot be combined with pictures and videos: the cut could "
-                "fall inside one of them"
+                "truncate_prompt_tokens cannot be combined with pictures and videos, because "
+                "the prompt could be cut in the middle of one"
             )
         if requested >= limit:
             raise InvalidRequest(
-                f"truncate_prompt_tokens is {requested}, but max_model_len is {limit}: it may be "
-                f"at most {limit - 1}, to leave room for one output token"
+                f"truncate_prompt_tokens is {requested}, but may be at most {limit - 1}, "
+                f"because max_model_len is {limit} and must leave room for one output token"
             )
         room = max(1, params.max_tokens or params.min_tokens)
         return requested if requested > 0 else max(1, limit - room)
@@ -265,24 +271,25 @@ class RequestBuilder:
                 return None, None, self._check_ids(ids[-keep_last:], pools)
             if keys != {"prompt"}:
                 raise InvalidRequest(
-                    "a prompt must have the key 'prompt' or 'prompt_token_ids' and may have the "
-                    "keys 'multi_modal_data' and 'mm_processor_kwargs', got "
-                    f"{sorted(map(str, keys))}"
+                    "a prompt that is a dict must have either the key 'prompt' or the key "
+                    "'prompt_token_ids', and may also have 'multi_modal_data' and "
+                    f"'mm_processor_kwargs', but this one has the keys {sorted(map(str, keys))}"
                 )
             prompt = prompt["prompt"]
         if self._skip_tokenizer_init:
             raise InvalidRequest(
-                "the engine has no tokenizer (skip_tokenizer_init): pass prompt_token_ids instead"
+                "the engine has no tokenizer (skip_tokenizer_init); give prompt_token_ids "
+                "instead of text"
             )
         if isinstance(prompt, str):
             if not prompt:
-                raise InvalidRequest("the prompt is empty: it must have at least one token")
+                raise InvalidRequest("the prompt is empty; it must have at least one token")
             return self._check_text(prompt), None, _NO_TOKENS
         if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
             return None, self._encode_chat(list(prompt)), _NO_TOKENS
         raise InvalidRequest(
-            "a prompt must be text, {'prompt_token_ids': [...]} or a list of messages, "
-            f"got {type(prompt).__name__}"
+            "a prompt must be a string, {'prompt_token_ids': [...]} or a list of messages, got "
+            f"{type(prompt).__name__}"
         )
 
     def _check_ids(self, ids: Int32, pools: bool) -> Int32:
@@ -439,7 +446,7 @@ def _text_options(params: SamplingParams) -> TextOptions:
 def _token_ids(values: Any) -> Int32:
     ids = _flat_ids("prompt_token_ids", values)
     if not ids.size:
-        raise InvalidRequest("the prompt is empty: it must have at least one token")
+        raise InvalidRequest("the prompt is empty; it must have at least one token")
     return ids
 
 

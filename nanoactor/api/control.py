@@ -25,7 +25,8 @@ class ControlCalls(abc.ABC):
         """
         if mode != "keep":
             raise InvalidRequest(
-                f'mode must be "keep", which makes requests wait, got {mode!r:.100}'
+                f'mode must be "keep", got {mode!r:.100}; a pause makes requests wait and '
+                "never aborts them"
             )
         self._require_frontend().control.pause(True)
 

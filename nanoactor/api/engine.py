@@ -95,7 +95,10 @@ class AsyncLLM(ControlCalls, PoolingCalls):
         """
         if isinstance(model, EngineConfig):
             if options:
-                raise InvalidConfig("give options either in the EngineConfig or by name, not both")
+                raise InvalidConfig(
+                    "give engine options either in an EngineConfig or as keyword arguments, "
+                    "not both"
+                )
             self.config = model
         else:
             self.config = engine_config(model, options)
@@ -157,7 +160,7 @@ class AsyncLLM(ControlCalls, PoolingCalls):
             return
         system.abandon()  # first, because the warning may raise
         warnings.warn(
-            f"the engine of {self.config.model!r} was not closed: use `async with`, or call "
+            f"the engine of {self.config.model!r} was not closed; use `async with`, or call "
             "close()",
             ResourceWarning,
             stacklevel=2,
@@ -169,7 +172,7 @@ class AsyncLLM(ControlCalls, PoolingCalls):
         """Start all processes, load the model and warm up. Afterwards, the engine can be used only
         in the current event loop."""
         if self._started or self._closed:
-            raise EngineClosed("an engine can start only once; create a new one")
+            raise EngineClosed("an engine can be started only once; create a new one")
         self._started = True
         begin = time.monotonic()
         try:
@@ -177,7 +180,7 @@ class AsyncLLM(ControlCalls, PoolingCalls):
                 await self._system.start()
         except BaseException as error:
             if self._closed and isinstance(error, Exception):
-                raise EngineClosed("the engine was closed while it started") from error
+                raise EngineClosed("the engine was closed while it was starting") from error
             self._closed = True
             raise
         finally:
@@ -188,7 +191,7 @@ class AsyncLLM(ControlCalls, PoolingCalls):
         self._frontend = frontend
         if self._closed or self.dead is not None:  # just as startup completed
             await self.close()
-            raise self.dead or EngineClosed("the engine was closed while it started")
+            raise self.dead or EngineClosed("the engine was closed while it was starting")
         if self.config.restarts_allowed:
             self._fingerprints.start_hashing()
         self.files = self._requests.fit_to_cache(
@@ -272,7 +275,9 @@ class AsyncLLM(ControlCalls, PoolingCalls):
         `EngineDead` or `NotUsableHere` if the engine cannot be used."""
         if self._closed or self._frontend is None:
             raise EngineClosed(
-                "the engine was closed" if self._closed else "start the engine first"
+                "the engine was closed"
+                if self._closed
+                else "the engine has not been started; use `async with`, or call start() first"
             )
         with only_ours():
             self._system.check_usable()
@@ -501,7 +506,7 @@ class AsyncLLM(ControlCalls, PoolingCalls):
             return
         check_request_id(request_id)
         if request_id in self._opening_media or frontend.entry_of(request_id) is not None:
-            raise InvalidRequest(f"request id {request_id!r} is already in use")
+            raise InvalidRequest(f"request_id {request_id!r} is already in use by another request")
 
     @public
     async def abort(self, request_id: str) -> None:
@@ -536,7 +541,9 @@ class AsyncLLM(ControlCalls, PoolingCalls):
         `prefix_salt`, `EngineDead` and `EngineClosed`.
         """
         if self.config.prefix_salt is None:
-            raise InvalidRequest("index_events requires an engine whose prefix_salt is set")
+            raise InvalidRequest(
+                "index_events requires an engine that was started with the option prefix_salt"
+            )
         return self._require_frontend().index.read()
 
     @public

@@ -79,7 +79,7 @@ class LLM:
             ending.close()
         # Last, because the warning may raise.
         warnings.warn(
-            f"the engine of {self._llm.config.model!r} was not closed: use `with`, or call close()",
+            f"the engine of {self._llm.config.model!r} was not closed; use `with`, or call close()",
             ResourceWarning,
             stacklevel=2,
             source=self,
@@ -101,7 +101,7 @@ class LLM:
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:
             raise NotUsableHere(
-                "the engine was started in another process; start one after the fork, not before"
+                "the engine was started in another process; start it after the fork, not before"
             )
         if self._closed:
             raise EngineClosed("the engine was closed")
@@ -399,8 +399,8 @@ def _multimodal(request: Mapping[str, Any]) -> Any:
         return request["messages"]
     if not {"text"} <= keys <= {"text", "images", "videos"}:
         raise InvalidRequest(
-            "a request must be {'text': ..., 'images': [...], 'videos': [...]} or "
-            f"{{'messages': [...]}}, got {sorted(map(str, keys)) or type(request).__name__}"
+            "a request must be a dict with 'text' and optionally 'images' and 'videos', or "
+            f"with only 'messages', got {sorted(map(str, keys)) or type(request).__name__}"
         )
     given = {"image": request.get("images"), "video": request.get("videos")}
     data = {kind: items for kind, items in given.items() if items is not None}

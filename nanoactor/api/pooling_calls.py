@@ -107,7 +107,8 @@ class PoolingCalls(abc.ABC):
         if pooling is not None and not pooling.returns_scores:
             if instruction is not None:
                 raise InvalidRequest(
-                    "instruction is supported only for rerankers, but this model computes vectors"
+                    "instruction is supported only by rerankers, but this model is an "
+                    "embedding model"
                 )
             embed = functools.partial(self.embed, priority=priority, trace_headers=trace_headers)
             query_params, document_params = pooling.params_of_pair(params)

@@ -101,7 +101,9 @@ class BeamSearcher:
         """Return the sampling parameters of the request for this search. Raises `InvalidRequest` if
         the prompt or the parameters are not supported."""
         if not isinstance(params, BeamSearchParams):
-            raise InvalidRequest(f"params must be BeamSearchParams, got {type(params).__name__}")
+            raise InvalidRequest(
+                f"params must be a BeamSearchParams object, got {type(params).__name__}"
+            )
         if _has_media(prompt):
             raise InvalidRequest("beam search cannot be combined with pictures and videos")
         width, eos = params.beam_width, self._files.eos_token_ids
@@ -109,15 +111,16 @@ class BeamSearcher:
         count = min(count, self._files.config.vocab_size)
         if count > self._config.max_logprobs:
             raise InvalidRequest(
-                f"a beam_width of {width} needs the {count} likeliest tokens of each step, but "
-                f"this engine returns at most {self._config.max_logprobs}: raise max_logprobs"
+                f"beam_width {width} needs the {count} most likely tokens of each step, but "
+                f"this engine returns at most {self._config.max_logprobs}; lower beam_width, "
+                "or raise max_logprobs"
             )
         if width > MAX_ANSWERS:
-            raise InvalidRequest(f"beam_width is {width}, but the maximum is {MAX_ANSWERS}")
+            raise InvalidRequest(f"beam_width must be at most {MAX_ANSWERS}, got {width}")
         if width > self._config.max_waiting_requests:
             raise InvalidRequest(
-                f"beam_width is {width}, but at most {self._config.max_waiting_requests} requests "
-                "may wait: raise max_waiting_requests"
+                f"beam_width is {width}, but at most {self._config.max_waiting_requests} "
+                "requests may wait; lower beam_width, or raise max_waiting_requests"
             )
         return SamplingParams(
             temperature=0.0,

@@ -122,8 +122,9 @@ def _assign_positionals(
         and command_line.model is None
     ):
         command_parser.error(
-            f"{positionals[0]!r} may be a model or a prompt, because the configuration file also "
-            "names a model; give both on the command line, or remove the model from the file"
+            f"{positionals[0]!r} could be either a model or a prompt, because the "
+            "configuration file also names a model; give both on the command line, or remove "
+            "the model from the file"
         )
     model = command_line.model
     if model is None and positionals:
@@ -170,9 +171,9 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     generate_parser.add_argument(
         "--prompts",
         metavar="FILE",
-        help="answer each line of this file ('-': standard input) and print one JSON object per "
-        "line, in order. A line is a JSON string, or an object with `prompt`, `prompt_token_ids` "
-        "or `messages`, and optionally `id` and sampling parameters",
+        help="answer each line of this file ('-' for standard input) and print one JSON object per "
+        "line, in order. A line is a JSON string, or an object with `prompt`, "
+        "`prompt_token_ids` or `messages`, and optionally `id` and sampling parameters",
     )
     chat_parser.add_argument("--system", help="a system message at the start of the conversation")
     fields: dict[argparse.ArgumentParser, dict[str, Any]] = {}
@@ -188,7 +189,9 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
             metavar="FILE",
             help="write a timeline of all actors to this file, for ui.perfetto.dev",
         )
-        command.add_argument("--json", action="store_true", help="print a JSON object per delta")
+        command.add_argument(
+            "--json", action="store_true", help="print a JSON object for each piece of output"
+        )
         command.add_argument(
             "--image",
             metavar="FILE",

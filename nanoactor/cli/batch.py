@@ -47,7 +47,9 @@ def parse_line(text: str) -> Line:
         raise InvalidRequest("the line must be a JSON string or a JSON object")
     present = [name for name in _PROMPT_KEYS if name in value]
     if len(present) != 1:
-        raise InvalidRequest(f"the object must have exactly one of {', '.join(_PROMPT_KEYS)}")
+        raise InvalidRequest(
+            f"the object must have exactly one of the keys {', '.join(_PROMPT_KEYS)}"
+        )
     (name,) = present
     prompt = {name: value[name]} if name == "prompt_token_ids" else value[name]
     if not isinstance(value[name], str if name == "prompt" else list):

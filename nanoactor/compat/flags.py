@@ -206,15 +206,15 @@ def _read_file(path: Path) -> dict[str, Any]:
     try:
         options = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise InvalidConfig(f"--config {path}: {error.strerror}") from None
+        raise InvalidConfig(f"--config {path} cannot be read: {error.strerror}") from None
     except (UnicodeError, yaml.YAMLError) as error:
         text = " ".join(str(error).split())
         raise InvalidConfig(f"--config {path} is not valid YAML: {text}") from None
     if not isinstance(options, dict) or not all(isinstance(name, str) for name in options):
-        raise InvalidConfig(f"--config {path} must contain options by name, such as 'port: 8001'")
+        raise InvalidConfig(f"--config {path} must map option names to values, as in 'port: 8001'")
     normalized = {name.strip("-").replace("_", "-"): value for name, value in options.items()}
     if "config" in normalized:
-        raise InvalidConfig(f"--config {path} must not itself contain the option config")
+        raise InvalidConfig(f"--config {path} must not contain the option config itself")
     return normalized
 
 

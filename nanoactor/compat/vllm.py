@@ -112,7 +112,10 @@ class LLM(ours.LLM):
 
     def __getattr__(self, name: str) -> Any:
         """Raise `AttributeError` with a message that refers to vLLM's `LLM`."""
-        raise AttributeError(f"{name!r} is an attribute of vLLM's LLM that nanoactor does not have")
+        raise AttributeError(
+            f"LLM has no attribute {name!r}; nanoactor has only part of the attributes of "
+            "vLLM's LLM"
+        )
 
 
 def _check_none(**arguments: Any) -> None:
@@ -259,7 +262,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         vars(module).update(_MODULES[name.removeprefix("vllm").removeprefix(".")])
 
         def missing(attribute: str) -> NoReturn:
-            raise AttributeError(f"{name}.{attribute} is not in nanoactor.compat.vllm")
+            raise AttributeError(f"nanoactor.compat.vllm does not provide {name}.{attribute}")
 
         vars(module)["__getattr__"] = missing
 

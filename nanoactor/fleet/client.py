@@ -58,8 +58,8 @@ _MAX_ATTEMPTS = 3
 """Maximum number of attempts to tokenize a text, because the tokenizing process may die."""
 _RETRY_SECONDS = 0.2
 _HELD_UNSUPPORTED = (
-    "answers that their caller controls (beam search, held answers) must stay on the engine that "
-    "began them, which a fleet does not support: use a single engine"
+    "beam search and held answers must stay on the engine that began them, which is not "
+    "supported with several replicas; use a single engine"
 )
 
 
@@ -84,12 +84,12 @@ class FleetLLM(PoolingCalls):
         """
         if config.prefix_salt is None:
             raise InvalidConfig(
-                "a fleet requires a prefix_salt that is the same for all of its engines"
+                "a fleet requires prefix_salt to be set, to the same value for all of its engines"
             )
         if config.max_model_len == "auto":
             raise InvalidConfig(
-                'max_model_len "auto" works only with a single engine, because the caches of '
-                "several engines may differ: give a number"
+                'max_model_len "auto" works only with a single engine, because replicas may '
+                "have caches of different sizes; give a number"
             )
         self.config = config
         with only_ours():
@@ -129,7 +129,8 @@ class FleetLLM(PoolingCalls):
         except TimeoutError:
             await self.close()
             raise EngineDead(
-                f"no replica was serving within {self.config.start_timeout:g} s (start_timeout)"
+                f"no replica was ready to serve within {self.config.start_timeout:g} s "
+                "(start_timeout)"
             ) from None
         return self
 
@@ -246,11 +247,13 @@ class FleetLLM(PoolingCalls):
         `requests` more."""
         replicas = self.fleet.replicas.values()
         if replicas and all(replica.state.is_full for replica in replicas):
-            raise EngineOverloaded(f"all {len(replicas)} replicas are full")
+            raise EngineOverloaded(f"all {len(replicas)} replicas are full; try again later")
         limit = max(self.config.max_waiting_requests, self.fleet.capacity)
         waiting = len(self._preparing) + self.fleet.dispatch.waiting + self.fleet.trials.waiting
         if waiting + requests > limit:
-            raise EngineOverloaded(f"{waiting} requests are already waiting for a replica")
+            raise EngineOverloaded(
+                f"{waiting} requests are already waiting for a replica; try again later"
+            )
 
     def _queue(
         self,

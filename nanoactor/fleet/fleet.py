@@ -177,7 +177,8 @@ class Fleet:
 
     def _fail_poisonous(self, request: FleetRequest) -> None:
         log.error(
-            "request %s has been ended, because it killed its replica while it ran alone",
+            "request %s has been ended, because its replica died when no other request was "
+            "running on it",
             request.entry.request_id,
         )
         self.counts.poisoned += 1
@@ -393,8 +394,8 @@ class Fleet:
                 self.dispatch.refresh_timeouts([r.state for r in self.replicas.values()], now)
                 self._fail_expired(now)
                 self.advance()
-            except Exception:  # a bug must not stop the supervision of replicas
-                log.exception("the fleet's clock has failed once")
+            except Exception:  # a bug here must not stop the supervision of the replicas
+                log.exception("the fleet's periodic work has failed once")
 
     def _fail_expired(self, now: float) -> None:
         for part in (*self.dispatch.pop_expired(now), *self.trials.expired(now)):
@@ -405,7 +406,7 @@ class Fleet:
                     "send the request again"
                 )
             else:
-                error = EngineDead(f"no replica has served for {NO_REPLICA_TIMEOUT:g} s")
+                error = EngineDead(f"no replica has been available for {NO_REPLICA_TIMEOUT:g} s")
             self.counts.lost += part.request.tokens_sent > 0
             self.fail(part.request, error)
 

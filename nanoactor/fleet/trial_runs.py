@@ -77,7 +77,11 @@ class TrialRuns:
         is_alone = replica is self._replica
         culprit = self._trials.note_death(tokens_sent, time.monotonic(), is_alone=is_alone)
         if (new := len(self._trials.suspects) - num_suspects) > 0:
-            log.warning("%d requests may have killed replicas: each will run alone", new)
+            log.warning(
+                "%d requests may have caused the deaths of replicas, so each of them will run "
+                "alone",
+                new,
+            )
         self.note_departure(replica)
         return requests.get(culprit) if culprit is not None else None
 
@@ -136,7 +140,7 @@ class TrialRuns:
                 self._begin(self._suspect, replica, now)
         elif self._trials.is_cleared(self._requests[on_trial].tokens_sent, now):
             request = self._requests.pop(on_trial)
-            log.info("request %s has not killed its replica", request.entry.request_id)
+            log.info("request %s ran alone, and its replica did not die", request.entry.request_id)
             self._trials.forget(on_trial)
             self._release()
 

@@ -30,7 +30,9 @@ def check_spec(spec: GrammarSpec) -> None:
     try:
         size = len(spec.value.encode())
     except UnicodeEncodeError:
-        raise InvalidRequest(f"{spec.kind} contains an unpaired surrogate") from None
+        raise InvalidRequest(
+            f"{spec.kind} contains an unpaired surrogate, which is not valid Unicode"
+        ) from None
     if size > MAX_GRAMMAR_BYTES:
         raise InvalidRequest(
             f"{spec.kind} has {size} bytes of text; at most {MAX_GRAMMAR_BYTES} are allowed"
@@ -40,7 +42,9 @@ def check_spec(spec: GrammarSpec) -> None:
             parse_schema(spec.value, "json_schema")
         case "json_object":
             if spec.value:
-                raise InvalidRequest("json_object takes no schema; use json_schema to give one")
+                raise InvalidRequest(
+                    "json_object does not accept a schema; use json_schema instead"
+                )
         case "choice":
             parse_choices(spec.value)
         case "tools":
@@ -57,7 +61,9 @@ def parse_choices(text: str) -> list[str]:
     if not isinstance(choices, list) or not choices:
         raise InvalidRequest("choice must be a non-empty list of strings")
     if len(choices) > MAX_CHOICES:
-        raise InvalidRequest(f"choice has {len(choices)} texts; at most {MAX_CHOICES} are allowed")
+        raise InvalidRequest(
+            f"choice has {len(choices)} strings; at most {MAX_CHOICES} are allowed"
+        )
     for position, one in enumerate(choices):
         if not isinstance(one, str) or not one:
             raise InvalidRequest(f"choice[{position}] must be a non-empty string")
@@ -74,7 +80,9 @@ def parse_tools(text: str) -> ToolGrammar:
     except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidRequest(f"tools cannot be parsed: {error}") from None
     if not tools.functions:
-        raise InvalidRequest("tools is empty; give one or more functions, or omit it")
+        raise InvalidRequest(
+            "tools must contain at least one function; omit tools if there are none"
+        )
     if len(tools.functions) > MAX_FUNCTIONS:
         raise InvalidRequest(
             f"tools has {len(tools.functions)} functions; at most {MAX_FUNCTIONS} are allowed"
@@ -83,11 +91,13 @@ def parse_tools(text: str) -> ToolGrammar:
     for position, function in enumerate(tools.functions):
         _check_name(function.name, f"tools[{position}].name")
         if function.name in names:
-            raise InvalidRequest(f"tools has two functions named {function.name!r}")
+            raise InvalidRequest(
+                f"tools has two functions named {function.name!r}; names must be unique"
+            )
         names.add(function.name)
         parse_parameters(function)
     if tools.answer and not tools.required:
-        raise InvalidRequest("tools: a schema of the answer is only allowed if calls are required")
+        raise InvalidRequest("tools: a schema for the answer is allowed only if calls are required")
     if tools.answer:
         parse_schema(tools.answer, "the answer's schema")
     return tools
@@ -96,10 +106,10 @@ def parse_tools(text: str) -> ToolGrammar:
 def parse_parameters(function: ToolFunction) -> dict[str, Any]:
     """Return the JSON schema of a function's arguments. Raises `InvalidRequest` unless it describes
     an object."""
-    field = f"the parameters of the function {shorten(function.name)!r}"
+    field = f"the parameter schema of the function {shorten(function.name)!r}"
     schema = parse_schema(function.parameters, field) if function.parameters else True
     if schema is False or (isinstance(schema, dict) and not _may_be_object(schema)):
-        raise InvalidRequest(f"{field} must be a schema of type 'object'")
+        raise InvalidRequest(f"{field} must have the type 'object'")
     if schema is True:
         return {"type": "object"}
     # In addition to an in-place applicator, `type` would be one more constraint that the parser

@@ -76,7 +76,9 @@ def parse_json(text: str, field: str) -> Any:
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise InvalidRequest(f"{field} contains an unpaired surrogate in a string") from None
+        raise InvalidRequest(
+            f"{field} contains a string with an unpaired surrogate, which is not valid Unicode"
+        ) from None
     return value
 
 
@@ -108,13 +110,13 @@ def parse_schema(text: str, field: str) -> dict[str, Any] | bool:
         if reference != "#" and not reference.startswith("#/"):
             raise InvalidRequest(
                 f"{field}: $ref {shorten(reference)!r} is not a pointer within the schema, "
-                "such as '#/$defs/item'; other references are not followed"
+                "such as '#/$defs/item'; references outside the schema are not supported"
             )
         _rewrite_keywords(part)
     if name_patterns > MAX_NAME_PATTERNS:
         raise InvalidRequest(
-            f"{field} has {name_patterns} patternProperties; "
-            f"at most {MAX_NAME_PATTERNS} are allowed"
+            f"{field} has {name_patterns} patterns in patternProperties; at most "
+            f"{MAX_NAME_PATTERNS} are allowed"
         )
     if (pattern_count := _patterns_at_once(schema)) > MAX_PATTERNS_AT_ONCE:
         raise InvalidRequest(
@@ -144,8 +146,8 @@ def _check_min_properties(part: dict[str, Any], field: str) -> None:
         1, len(set(map(str, _if_list(required))))
     ):
         raise InvalidRequest(
-            f"{field}: minProperties {min_properties} cannot be enforced unless at least as many "
-            "properties are required"
+            f"{field}: minProperties {min_properties} cannot be enforced unless at least as "
+            "many properties are listed in required"
         )
 
 

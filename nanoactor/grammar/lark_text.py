@@ -31,8 +31,8 @@ def check_lark(text: str, max_intersections: int) -> None:
             parse_schema(piece, "grammar: the schema after %json")
     if intersections > max_intersections:
         raise InvalidRequest(
-            f"grammar has {intersections} '&' outside strings; "
-            f"at most {max_intersections} are allowed"
+            f"grammar has {intersections} intersections ('&'); at most {max_intersections} are "
+            "allowed"
         )
 
 

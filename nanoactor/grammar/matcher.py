@@ -147,7 +147,8 @@ class Matcher:
             out[tokens // 32] &= (1 << tokens % 32) - 1
         if not out.any():
             raise InvalidRequest(
-                f"{self._compiled.kind} reaches a state in which no token is allowed"
+                f"{self._compiled.kind} leads to a dead end: no token may follow the "
+                "answer so far, although the answer is incomplete"
             )
 
     def _raise_error(self, place: str) -> None:
@@ -155,7 +156,10 @@ class Matcher:
         if "doesn't satisfy" in reason or "parser stopped" in reason or "out of range" in reason:
             raise ProtocolBug(f"{place} is not allowed by the grammar: {shorten(reason)}")
         if "NoExtension" in reason:
-            raise InvalidRequest(f"{kind} reaches a state in which no token is allowed")
+            raise InvalidRequest(
+                f"{kind} leads to a dead end: no token may follow the answer so far, although "
+                "the answer is incomplete"
+            )
         self._compiled.mark_exhausted()
         raise InvalidRequest(_too_complex(kind))
 
@@ -196,7 +200,9 @@ def _convert_errors() -> Iterator[None]:
         with native_calls():
             yield
     except NativePanic as error:
-        raise InvalidRequest(f"the parser failed on the grammar: {shorten(str(error))}") from error
+        raise InvalidRequest(
+            f"the parser failed while it was processing the grammar: {shorten(str(error))}"
+        ) from error
     except MemoryError as error:
         raise out_of_resources(error) from error
 
@@ -242,7 +248,7 @@ def _error_text(kind: str, reason: str) -> str:
     # The rest of the message is the grammar's text around the error and the parser's state.
     reason = _CONTEXT.split(reason)[0].strip().replace("json-schema:///#", "#")
     if regex := _REGEX.fullmatch(reason):
-        reason = f"a regular expression cannot be used: {regex['reason']}"
+        reason = f"a regular expression is malformed or not supported: {regex['reason']}"
     elif schema := _SCHEMA.fullmatch(reason):
         reason = _schema_error_text(schema["reason"])
     elif not _PLACE.match(reason) and _LIMIT.search(reason):
@@ -268,6 +274,6 @@ def _schema_error_text(reason: str) -> str:
 
 def _too_complex(kind: str) -> str:
     return (
-        f"{kind} is too complex: use fewer alternatives, shorter repetitions, or rules that do "
+        f"{kind} is too complex; use fewer alternatives, shorter repetitions, or rules that do "
         "not match the same text in several ways"
     )

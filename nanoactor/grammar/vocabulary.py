@@ -51,8 +51,8 @@ class Vocabulary:
         """End-of-sequence token ids."""
         if self.tokens > size:
             raise ModelError(
-                f"{tokenizer_file} has ids up to {self.tokens - 1}, but the model has only "
-                f"{size} ids"
+                f"{tokenizer_file} has token ids up to {self.tokens - 1}, but the model's "
+                f"vocabulary has only {size} ids"
             )
         if not eos_ids or max(eos_ids) >= self.tokens or min(eos_ids) < 0:
             raise UnsupportedModel(

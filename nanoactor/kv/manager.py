@@ -122,7 +122,9 @@ class BlockManager:
         Raises `ProtocolBug` if a turn is out of order or contradicts what the slots hold.
         """
         if turn.number != self._turn + 1:
-            raise ProtocolBug(f"turn {turn.number} follows turn {self._turn}")
+            raise ProtocolBug(
+                f"turn {turn.number} arrived after turn {self._turn}, but turns must be consecutive"
+            )
         self._turn = turn.number
         self._admitted.clear()
         self._complete(turn.done)
@@ -153,7 +155,9 @@ class BlockManager:
         self.index()
         slot = event.slot
         if slot in self._holdings:
-            raise ProtocolBug(f"slot {slot} is assigned, but held by {self._describe(slot)}")
+            raise ProtocolBug(
+                f"slot {slot} is assigned to a request, but is still held by {self._describe(slot)}"
+            )
         tokens = event.token_ids
         items = None
         if event.items is not None:
@@ -567,7 +571,7 @@ class BlockManager:
     def _holding(self, slot: int) -> Holding:
         holding = self._holdings.get(slot)
         if holding is None:
-            raise ProtocolBug(f"turn {self._turn} refers to slot {slot}, which holds nothing")
+            raise ProtocolBug(f"turn {self._turn} refers to slot {slot}, which no request holds")
         return holding
 
     def _describe(self, slot: int) -> str:

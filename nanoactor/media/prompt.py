@@ -125,8 +125,8 @@ def _check_counts(placeholders: Int32, items: Sequence[VisualItem], config: Visi
         found = int((placeholders == token).sum())
         if found != given:
             raise InvalidRequest(
-                f"the prompt has {found} {kind} placeholders (token {token}), but {given} "
-                f"{kind}s were given; each needs exactly one placeholder"
+                f"the prompt has {found} {kind} placeholders (token {token}), but the number "
+                f"of {kind}s given is {given}; each {kind} needs exactly one placeholder"
             )
 
 

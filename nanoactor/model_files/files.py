@@ -106,9 +106,8 @@ def read_model_files(config: EngineConfig) -> ModelFiles:
     _check_eos(eos, model.vocab_size, directory)
     if keeps_slot_state(model) and len(eos) >= MAX_FREEZE_IDS:
         raise UnsupportedModel(
-            f"{directory} has {len(eos)} end-of-sequence ids, but a model whose layers keep "
-            f"states of sequences may have at most {MAX_FREEZE_IDS - 1}, because the device must "
-            "know all of them"
+            f"{directory} has {len(eos)} end-of-sequence ids, but a model with states per "
+            f"sequence (instead of a KV cache) may have at most {MAX_FREEZE_IDS - 1}"
         )
     skips, limit = config.skip_tokenizer_init, config.start_timeout
     images = None if model.vision is None else read_image_config(directory, model.vision)
@@ -119,7 +118,8 @@ def read_model_files(config: EngineConfig) -> ModelFiles:
     if not generates and pooling is None:
         raise ModelError(
             f"{directory}: {model.architecture} has no language-modeling head, so it cannot "
-            "generate text; set pooling, or use a checkpoint for causal language modeling"
+            "generate text; set the option pooling, or use a checkpoint for causal language "
+            "modeling"
         )
     return ModelFiles(
         directory=directory,
@@ -161,8 +161,8 @@ def _judgement_ids(directory: Path, tokenizer: Path | None) -> tuple[int, ...]:
     ids = [token for word in SCORE_TOKENS if (token := loaded.token_to_id(word)) is not None]
     if len(ids) < len(SCORE_TOKENS):
         raise InvalidConfig(
-            f'pooling "yes_no" requires a reranker, but {directory} has no tokens '
-            f"{' and '.join(SCORE_TOKENS)}"
+            f'pooling "yes_no" requires a reranker, but the vocabulary of {directory} does not '
+            f"contain the tokens {' and '.join(SCORE_TOKENS)}"
         )
     return tuple(ids)
 
@@ -197,7 +197,10 @@ def _chat_template(given: str | None) -> str | None:
     try:
         return Path(given).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeError) as error:
-        raise InvalidConfig(f"chat_template {given!r:.200} cannot be read: {error}") from None
+        raise InvalidConfig(
+            f"chat_template {given!r:.200} is neither a template nor a file that can be read: "
+            f"{error}"
+        ) from None
 
 
 def _resolve_tokenizer(config: EngineConfig, directory: Path) -> Path:
@@ -314,8 +317,8 @@ def resolve_model(
     looks_local = path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1
     if looks_local or os.sep == "\\":
         raise ModelError(
-            f"{name} is neither an existing directory nor a name on the Hugging Face hub "
-            "(owner/model)"
+            f"{name} is neither an existing directory nor a name on the Hugging Face hub, such "
+            "as owner/model"
         )
     return _download(name, revision, download_dir, weights)
 
@@ -339,7 +342,8 @@ def _check_contents(directory: Path) -> None:
         )
     if next(directory.glob("*.gguf"), None) is not None:
         raise ModelError(
-            f"{directory} contains a model in GGUF, llama.cpp's format, which is not supported"
+            f"{directory} contains a model in GGUF, llama.cpp's format, which is not "
+            "supported; use the original checkpoint in .safetensors files"
         )
     if next(directory.iterdir(), None) is None:
         raise ModelError(
@@ -347,7 +351,9 @@ def _check_contents(directory: Path) -> None:
             ".safetensors files"
         )
     if next(directory.glob("*.safetensors"), None) is not None:
-        raise ModelError(f"{directory} contains weights but no config.json")
+        raise ModelError(
+            f"{directory} contains weights but no config.json; add the config.json of the model"
+        )
 
 
 def _download(name: str, revision: str | None, download_dir: str | None, weights: bool) -> Path:
@@ -370,5 +376,8 @@ def _download(name: str, revision: str | None, download_dir: str | None, weights
             f"downloaded: {error}"
         ) from error
     if weights and not any(found.glob("*.safetensors")):
-        raise ModelError(f"{name} has no .safetensors files, or only part of it is in the cache")
+        raise ModelError(
+            f"{name} has no .safetensors files, or only part of it is in the cache; download "
+            "it again, or convert its weights to .safetensors files"
+        )
     return found

@@ -74,7 +74,11 @@ class FileFingerprints:
             thread.start()
             self._thread = thread
         except (OSError, RuntimeError) as error:  # resources exhausted, or files moved
-            log.warning("the model's files cannot be hashed, so none of them may change: %s", error)
+            log.warning(
+                "the model's files could not be hashed, so any change to them, even of a "
+                "timestamp, will count as a change of their contents: %s",
+                error,
+            )
 
     def _hash_all(self) -> None:
         with contextlib.suppress(OSError):
@@ -148,7 +152,10 @@ class FileFingerprints:
         try:
             now = fingerprint_file(current)
         except OSError:
-            raise ModelError(f"{path} has disappeared since the engine was started") from None
+            raise ModelError(
+                f"{path} has disappeared since the engine was started; restore it, or start a "
+                "new engine"
+            ) from None
         known: Fingerprint = self._files.fingerprints[path]
         if now == known:
             return None
@@ -164,7 +171,7 @@ class FileFingerprints:
                 raise ModelError(
                     f"{path} has been {change} since the engine was started; start a new engine"
                 )
-            log.warning("%s was %s but contains the same bytes", path, change)
+            log.warning("%s was %s but still has the same contents", path, change)
 
     def _relocated(self, current_paths: Mapping[Path, Path]) -> ModelFiles | None:
         new_directories = {

@@ -61,25 +61,27 @@ class EngineConfig:
     override_generation_config: Mapping[str, Any] | None = None
     """Settings that override those of `generation_config.json`, such as {"temperature": 0.5}."""
     device: str = "auto"
-    """"auto" takes a GPU if PyTorch sees one, else an NPU, else the CPU; "cpu", "cuda" (each
-    rank its own GPU), "cuda:N", "npu", "npu:N", or "simulated:MS": steps that take MS milliseconds
-    and compute nothing, to measure the overhead of the engine itself; with "simulated:MS+US" each
-    token of a step takes another US microseconds, so that cached prefixes save time."""
+    """"auto" selects a GPU if PyTorch sees one, otherwise an NPU, otherwise the CPU. Other values:
+    "cpu", "cuda" (one GPU per rank), "cuda:N", "npu", "npu:N", and "simulated:MS", whose steps take
+    MS milliseconds and compute nothing, to measure the overhead of the engine itself. With
+    "simulated:MS+US", each token of a step takes another US microseconds, so that cached prefixes
+    save time."""
     load_format: Literal["auto", "dummy"] = "auto"
-    """"auto" reads the checkpoint. "dummy" draws random weights, for benchmarks; with
-    skip_tokenizer_init the directory only needs a config.json."""
+    """"auto" reads the checkpoint. "dummy" uses random weights, for benchmarks; with
+    skip_tokenizer_init, the directory needs only a config.json."""
     dtype: str = "auto"
-    """"auto" takes the checkpoint's own type if the device computes in it, else the device's
-    default; "half" is float16, and "float" is float32."""
+    """"auto" keeps the checkpoint's own dtype if the device supports it, and otherwise uses the
+    device's default; "half" means float16, and "float" means float32."""
     check_weights: bool = True
-    """Refuse weights that hold NaN or infinity. Reads every value while loading."""
+    """Refuse weights that contain NaN or infinity, for which every value is read during loading."""
     max_model_len: int | Literal["auto"] | None = None
-    """Maximum length of prompt plus output. Default: what the model's configuration allows. "auto"
-    or -1 lowers this limit if the KV cache cannot hold as much."""
+    """Maximum length of prompt plus output. Default: the maximum that the model's configuration
+    allows. "auto" or -1 lowers this maximum if the KV cache cannot hold as many tokens."""
     max_num_seqs: int = 256
     """Maximum number of sequences that run at once."""
     max_num_batched_tokens: int = 2048
-    """Maximum number of tokens in a step; bounds the gap between two tokens of a stream."""
+    """Maximum number of tokens in a step. A lower value shortens the longest gap between two tokens
+    of a stream."""
     block_size: int | None = None
     """Number of tokens in a KV block. Default: depends on the device."""
     num_kv_blocks: int | None = None
@@ -100,7 +102,8 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     """Keep KV blocks after a request ends, so that common prefixes are computed once."""
     enforce_eager: bool = False
-    """Capture no graphs on a GPU or an NPU: starts faster, runs slower; for debugging."""
+    """Capture no graphs on a GPU or an NPU, for debugging: the engine starts faster but runs
+    slower."""
     decode_kernel: bool = True
     """On a Hopper GPU, run decode steps of up to 16 rows as one kernel, if the model allows it."""
     graph_mode: str = "auto"
@@ -140,19 +143,20 @@ class EngineConfig:
     """Seconds that a grammar may take to produce the mask of a sequence's next token, compilation
     included; a sequence that waits longer ends with `ComputationFailed`."""
     hold_timeout: float = 60.0
-    """Minimum seconds that the caller of paused sequences (beam search) has to resume them; then
-    they end with `HoldExpired`."""
+    """Minimum number of seconds for which paused sequences (beam search) wait for their caller to
+    resume them. After that, they end with `HoldExpired`."""
     jump_forward: bool = True
     """Append tokens without sampling where a grammar leaves only one choice."""
     tensor_parallel_size: int = 1
-    """Number of processes over which each layer is split; must divide the number of attention
-    heads."""
+    """Number of processes among which each layer is divided; must divide the number of attention
+    heads evenly."""
     threads: int | None = None
     """Number of CPU threads of a runner. Default: the cores that affinity and the container's quota
     allow, divided among the ranks; a single rank uses one thread for steps that are faster that
     way."""
     seed: int | None = None
-    """Seed for drawing the seeds of requests that have none, so that runs are reproducible."""
+    """Seed from which the seeds of requests without a seed are derived, so that runs are
+    reproducible."""
     prefix_salt: bytes | None = dataclasses.field(default=None, repr=False)
     """Key of the prefix cache's hashes, 16 to 64 random bytes: a secret shared by engines and the
     router that tracks their caches (`AsyncLLM.index_events`). Default: random, and never
@@ -183,8 +187,8 @@ class EngineConfig:
     stop_timeout: float = 5.0
     """Seconds that a process may take to end before it is killed."""
     stall_timeout: float | None = 60.0
-    """Seconds without progress, while there are requests, after which the stalled process is killed
-    and all stacks are logged. None: never."""
+    """Seconds without progress, while there are requests, after which a stalled process is killed
+    and all stacks are logged. With None, no process is killed for this reason."""
     max_restarts: int = 5
     """Maximum number of process deaths within `restart_window` from which the engine recovers: the
     process is replaced, and streams resume. One more kills the engine, and requests raise
@@ -195,7 +199,7 @@ class EngineConfig:
     """URL to which OpenTelemetry spans of requests are sent, as protobuf over HTTP, such as
     http://localhost:4318/v1/traces. Requires the extra `otel`. Default: no spans."""
     debug: bool = False
-    """Check every record's checksum and overwrite released memory. Slow."""
+    """Check every record's checksum and overwrite released memory, which is slow."""
     debug_delay_ms: float = 0.0
     """Delay every message by a random time of up to this many milliseconds."""
     debug_record_dir: str | None = None
@@ -279,12 +283,15 @@ class EngineConfig:
         for name in ("tokenizer", "revision", "download_dir", "chat_template", "generation_config"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
-                raise InvalidConfig(f"{name} must be a string or None, got {value!r:.100}")
+                raise InvalidConfig(
+                    f"{name} must be a non-empty string or None, got {value!r:.100}"
+                )
 
     def _check_salt(self) -> None:
         salt = self.prefix_salt
         if salt is not None and (not isinstance(salt, bytes) or not 16 <= len(salt) <= 64):
-            raise InvalidConfig("prefix_salt must be 16 to 64 bytes, or None")  # keep it secret
+            # The value is secret, so it is not shown.
+            raise InvalidConfig("prefix_salt must be bytes with a length of 16 to 64, or None")
 
     def _check_media_limits(self) -> None:
         limits = self.limit_mm_per_prompt
@@ -292,13 +299,13 @@ class EngineConfig:
             return
         if not isinstance(limits, Mapping) or set(limits) - {"image", "video"}:
             raise InvalidConfig(
-                "limit_mm_per_prompt must be a dict such as {'image': 4, 'video': 1}, got "
-                f"{limits!r:.80}"
+                "limit_mm_per_prompt must be a dict with only the keys 'image' and 'video', "
+                f"such as {{'image': 4, 'video': 1}}, got {limits!r:.80}"
             )
         for count in limits.values():
             if not isinstance(count, int) or isinstance(count, bool) or count < 0:
                 raise InvalidConfig(
-                    "limit_mm_per_prompt: a limit must be an integer of at least 0, got "
+                    "limit_mm_per_prompt must contain only integers of at least 0, got "
                     f"{count!r:.50}"
                 )
 
@@ -319,9 +326,9 @@ class EngineConfig:
             milliseconds, microseconds = simulated_times(self.device)
             if not 0 < milliseconds <= 10_000 or not 0 <= microseconds <= 10_000:
                 raise InvalidConfig(
-                    "a simulated device must be written as 'simulated:5', with the milliseconds "
-                    "of a step (above 0 and up to 10000), or as 'simulated:5+20', with the "
-                    f"microseconds of each token (up to 10000) in addition; got {self.device!r}"
+                    f"device {self.device!r} is not valid; write 'simulated:5' for steps of 5 "
+                    "milliseconds (more than 0, at most 10000), or 'simulated:5+20' for "
+                    "another 20 microseconds per token (at most 10000)"
                 )
 
     def _check_npu(self) -> None:
@@ -332,7 +339,8 @@ class EngineConfig:
             )
         if self.enforce_eager and self.graph_mode not in ("auto", "eager"):
             raise InvalidConfig(
-                f"graph_mode {self.graph_mode!r} and enforce_eager are mutually exclusive"
+                f"graph_mode {self.graph_mode!r} cannot be combined with enforce_eager, "
+                "which captures no graphs"
             )
         if self.device == "auto" or self.device.startswith("npu"):
             return
@@ -344,7 +352,7 @@ class EngineConfig:
         ):
             if getattr(self, name) not in defaults:
                 raise InvalidConfig(
-                    f"{name} {getattr(self, name)!r} is only supported on NPUs, not on device "
+                    f"{name} {getattr(self, name)!r} is supported only on NPUs, but device is "
                     f"{self.device!r}"
                 )
 
@@ -352,7 +360,8 @@ class EngineConfig:
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise InvalidConfig(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
-                f"max_num_seqs ({self.max_num_seqs}), so that every sequence fits into a step"
+                f"max_num_seqs ({self.max_num_seqs}), because each running sequence needs one "
+                "token in a step"
             )
         if self.max_pipeline_depth is not None and self.max_pipeline_depth < self.pipeline_depth:
             raise InvalidConfig(
@@ -362,13 +371,13 @@ class EngineConfig:
         if self.memory_utilization is not None:
             self._check_number("memory_utilization", 1.0)
             if not self.memory_utilization:
-                raise InvalidConfig("memory_utilization must be greater than 0")
+                raise InvalidConfig("memory_utilization must be greater than 0 and at most 1")
         if self.max_logprobs > _MAX_MAX_LOGPROBS:
             raise InvalidConfig(
                 f"max_logprobs must be at most {_MAX_MAX_LOGPROBS}, got {self.max_logprobs}"
             )
         if self.seed is not None and type(self.seed) is not int:
-            raise InvalidConfig(f"seed must be an integer, got {self.seed!r}")
+            raise InvalidConfig(f"seed must be an integer or None, got {self.seed!r}")
         for kind, variable in (
             ("cuda", "CUDA_VISIBLE_DEVICES"),
             ("npu", "ASCEND_RT_VISIBLE_DEVICES"),
@@ -381,7 +390,7 @@ class EngineConfig:
                 )
         if self.tensor_parallel_size > 1 and self.placement == "single":
             raise InvalidConfig(
-                "placement 'single' has only one process, but tensor_parallel_size "
+                "placement 'single' uses only one process, but tensor_parallel_size "
                 f"{self.tensor_parallel_size} requires a process for each rank"
             )
 

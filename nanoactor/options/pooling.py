@@ -123,7 +123,8 @@ def _read_modules(path: Path) -> list[tuple[str, str]]:
         folder = entry.get("path") or ""
         if not isinstance(folder, str) or Path(folder).is_absolute() or ".." in Path(folder).parts:
             raise ModelError(
-                f"{path}: the folder {folder!r:.80} of a module is not inside this directory"
+                f"{path}: the folder {folder!r:.80} of a module must be inside the model's "
+                "directory"
             )
         modules.append((entry["type"].rpartition(".")[2], folder))
     return modules
@@ -137,11 +138,11 @@ def _read_method(path: Path) -> PoolingMethod:
     )
     if len(modes) != 1 or modes[0] not in _METHOD_BY_MODE:
         raise UnsupportedModel(
-            f"{path}: pooling by {', '.join(map(str, modes)) or 'nothing'} is not supported; the "
-            f"pooling mode must be exactly one of {', '.join(_METHOD_BY_MODE)}"
+            f"{path}: the pooling mode {', '.join(map(str, modes)) or 'none'} is not "
+            f"supported; it must be exactly one of {', '.join(_METHOD_BY_MODE)}"
         )
     if raw.get("include_prompt") is False:
-        raise UnsupportedModel(f"{path}: include_prompt false is not supported")
+        raise UnsupportedModel(f"{path}: include_prompt must be true; false is not supported")
     return _METHOD_BY_MODE[modes[0]]
 
 
@@ -166,6 +167,6 @@ def _read_prompts(path: Path) -> tuple[dict[str, str], str | None]:
         raise ModelError(f"{path}: prompts must map names to strings, got {prompts!r:.80}")
     if default is not None and default not in prompts:
         raise ModelError(
-            f"{path}: default_prompt_name {default!r:.80} is not the name of one of its prompts"
+            f"{path}: default_prompt_name {default!r:.80} is not one of the names in prompts"
         )
     return prompts, default

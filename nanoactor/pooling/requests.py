@@ -20,10 +20,10 @@ def check_pooling(params: Any, pooling: PoolingConfig | None, hidden_size: int) 
     if pooling is None:
         raise InvalidRequest(
             "this model generates text; for vectors and scores, load an embedding model or a "
-            'reranker, or specify how this model pools (for example, pooling="last")'
+            'reranker, or set the option pooling (for example, to "last")'
         )
     if not isinstance(params, PoolingParams):
-        raise InvalidRequest(f"pooling_params must be PoolingParams, got {params!r:.100}")
+        raise InvalidRequest(f"pooling_params must be a PoolingParams object, got {params!r:.100}")
     if params.dimensions is not None and params.dimensions > hidden_size:
         raise InvalidRequest(
             f"dimensions is {params.dimensions}, but the model's vectors have only "
@@ -39,7 +39,9 @@ def truncation_length(params: PoolingParams, limit: int) -> int:
     """
     requested = params.truncate_prompt_tokens
     if requested is not None and requested > limit:
-        raise InvalidRequest(f"truncate_prompt_tokens is {requested}, but max_model_len is {limit}")
+        raise InvalidRequest(
+            f"truncate_prompt_tokens must be at most max_model_len ({limit}), got {requested}"
+        )
     return limit if requested == -1 else requested or 0
 
 

@@ -57,7 +57,8 @@ def _transport(engines: Any) -> dict[str, Any]:
     if "_by_reference" in inspect.signature(engines.options).parameters:
         return {"_by_reference": False}
     log.warning(
-        "this release of Ray Serve does not support direct calls: reports take twice the CPU time"
+        "this release of Ray Serve does not support direct calls, so reports take twice "
+        "the CPU time"
     )
     return {}
 
@@ -65,4 +66,4 @@ def _transport(engines: Any) -> dict[str, Any]:
 def _check_not_empty(replica: str) -> None:
     # Without replicas, Ray's router would hold calls back until there is one.
     if not MEMBERS.current:
-        raise ReplicaGone(f"replica {replica} no longer serves")
+        raise ReplicaGone(f"replica {replica} is no longer serving")

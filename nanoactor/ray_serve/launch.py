@@ -41,9 +41,13 @@ def check_ray() -> None:
     """Raise `InvalidConfig` if Ray or Ray Serve is not installed. The message contains the command
     that installs it."""
     if importlib.util.find_spec("ray") is None:
-        raise InvalidConfig(f"replicas need Ray, which is not installed: {_INSTALL_COMMAND}")
+        raise InvalidConfig(
+            f"replicas require Ray, which is not installed; run: {_INSTALL_COMMAND}"
+        )
     if importlib.util.find_spec("starlette") is None:
-        raise InvalidConfig(f"replicas need Ray Serve, which is not installed: {_INSTALL_COMMAND}")
+        raise InvalidConfig(
+            f"replicas require Ray Serve, which is not installed; run: {_INSTALL_COMMAND}"
+        )
 
 
 async def serve_replicas(config: EngineConfig, server: ServerConfig, fleet: FleetConfig) -> None:
@@ -57,15 +61,16 @@ async def serve_replicas(config: EngineConfig, server: ServerConfig, fleet: Flee
     if config.otlp_traces_endpoint is not None:
         load_telemetry()  # so that a missing extra is reported here, in one line
     if server.uds is not None:
-        raise InvalidConfig("uds works only with a single engine: with replicas, use host and port")
+        raise InvalidConfig("uds works only with a single engine; with replicas, use host and port")
     if server.enable_control_endpoints:
         raise InvalidConfig(
-            "enable_control_endpoints works only with a single engine: replicas cannot be paused"
+            "enable_control_endpoints works only with a single engine, because replicas "
+            "cannot be paused"
         )
     if config.max_model_len == "auto":
         raise InvalidConfig(
             'max_model_len "auto" works only with a single engine, because replicas may have '
-            "caches of different sizes: give a number"
+            "caches of different sizes; give a number"
         )
     with only_ours():
         read_model_files(config)  # to report an error in the files here, in one line
@@ -173,7 +178,7 @@ async def _wait_for_driver(
         _kill_driver(driver)
     status = await driver_exit
     if status and not was_requested:
-        raise StartupFailed(f"the Ray driver exited with status {status}: see its messages above")
+        raise StartupFailed(f"the Ray driver exited with status {status}; see its messages above")
 
 
 def _kill_driver(driver: subprocess.Popen[bytes]) -> None:

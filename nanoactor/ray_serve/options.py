@@ -76,7 +76,7 @@ class FleetConfig:
     def _check_unused(self) -> None:
         for field in dataclasses.fields(self):
             if getattr(self, field.name) != field.default:
-                raise InvalidConfig(f"{field.name} works only with replicas: also set --replicas")
+                raise InvalidConfig(f"{field.name} works only with replicas; also set --replicas")
 
     def _check_integer(self, name: str, minimum: int) -> None:
         value = getattr(self, name)

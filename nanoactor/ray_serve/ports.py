@@ -31,14 +31,17 @@ async def avoid_proxy_port(config: ServerConfig) -> ServerConfig:
             continue
         if port != config.port:
             log.warning(
-                "port %d is used by Ray Serve's own proxy: listening on port %d. The proxy "
-                "redirects clients to it, which costs each client a second request; "
-                "`proxy_location: Disabled` in a configuration frees the port",
+                "port %d is used by Ray Serve's own proxy, so the server listens on port %d. "
+                "The proxy redirects clients to it, which costs each client a second request; "
+                "`proxy_location: Disabled` in Ray Serve's configuration frees the port",
                 config.port,
                 port,
             )
         return dataclasses.replace(config, port=port)
-    raise InvalidConfig(f"port {config.port} and the ports after it are used by other servers")
+    raise InvalidConfig(
+        f"port {config.port} and the ports after it are used by Ray Serve's proxies; choose "
+        "another port"
+    )
 
 
 async def _is_proxy_port(host: str, port: int) -> bool:

@@ -44,7 +44,9 @@ class ReplicaNameRouter(RequestRouter):
         name = pending_request.args[0]
         named = [replica for replica in candidate_replicas if replica.replica_id.unique_id == name]
         if not named and not pending_request.future.done():
-            pending_request.future.set_exception(ReplicaGone(f"replica {name} no longer serves"))
+            pending_request.future.set_exception(
+                ReplicaGone(f"replica {name} is no longer serving")
+            )
             # Ray itself removes only calls that were completed or canceled.
             remove_pending = getattr(self, "_remove_pending_request_from_indices", None)
             if remove_pending is not None:

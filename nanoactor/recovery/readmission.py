@@ -78,7 +78,7 @@ class Readmission:
             return list(live.values())
         self.trials += 1
         log.warning(
-            "%d requests may have killed a process; they are retried %s",
+            "%d requests may have caused the death of a process and are retried %s",
             len(self._suspects.on_trial),
             "with no other request running"
             if self._suspects.is_alone

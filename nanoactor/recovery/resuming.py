@@ -12,8 +12,8 @@ from nanoactor.models.sampling.columns import split_rows
 from nanoactor.recovery.journal import Entry
 
 LOST = (
-    "a process of the engine has died, and answers that their caller controls (beam search) cannot "
-    "be continued: send the request again"
+    "a process of the engine has died, and an answer that its caller controls (as in beam "
+    "search) cannot be continued after that; send the request again"
 )
 CHANGED = (
     "a process of the engine has died, and the chat template now renders the conversation "

@@ -73,46 +73,45 @@ class SamplingParams:
     """
 
     n: int = 1
-    """Number of sequences per prompt. The first one uses `seed`, the others use seeds derived from
-    it."""
+    """Number of outputs for each prompt. The first uses the given seed, and the others use seeds
+    that are derived from it."""
     temperature: float | None = 1.0
-    """Sampling temperature; 0 selects greedy decoding. Default on the command line: the value that
-    the model recommends."""
+    """Higher values make the output more random; 0 always selects the most likely token. Default on
+    the command line: the model's."""
     top_p: float | None = 1.0
-    """Keep the likeliest tokens whose cumulative probability reaches this value. Default on the
-    command line: the value that the model recommends."""
+    """Keep only the most likely tokens whose probabilities add up to this value. Default on the
+    command line: the model's."""
     top_k: int | None = 0
-    """Keep this many of the likeliest tokens; 0 or -1 keeps all. Default on the command line: the
-    value that the model recommends."""
+    """Keep only this many of the most likely tokens; 0 or -1 keeps all. Default on the command
+    line: the model's."""
     min_p: float | None = 0.0
-    """Drop tokens whose probability is less than this fraction of the likeliest token's. Default on
-    the command line: the value that the model recommends."""
+    """Drop tokens whose probability is less than this fraction of that of the most likely token.
+    Default on the command line: the model's."""
     presence_penalty: float | None = 0.0
     """Subtract this value from the logit of each token that is already in the output. From -2 to 2.
     Default on the command line: the value that the model recommends."""
     frequency_penalty: float | None = 0.0
-    """Subtract this value from a token's logit for each occurrence of the token in the output. From
-    -2 to 2. Default on the command line: the value that the model recommends."""
+    """Subtract this from the logit of a token for each of its occurrences in the output. From -2 to
+    2. Default on the command line: the model's."""
     repetition_penalty: float | None = 1.0
     """For tokens in the prompt or the output, divide positive logits by this value, and multiply
     negative ones by it. 1 has no effect. Default on the command line: the value that the model
     recommends."""
     logit_bias: Mapping[int, float] | None = dataclasses.field(default=None, hash=False)
-    """Values from -100 to 100 that are added to the logits of tokens, by token id."""
+    """Biases, from -100 to 100, that are added to the logits of the given token ids."""
     allowed_token_ids: Sequence[int] | None = None
     """Sample only from these token ids."""
     bad_words: Sequence[str] | None = None
-    """Texts that must not appear in the output, neither at the start of a word nor inside one."""
+    """Strings that the output must not contain, at the start of a word or within one."""
     seed: int | None = None
-    """Seed of the random number generator; -1 means no seed. Default: drawn when the request is
+    """Seed for sampling; -1 means no seed. Default: a random seed, chosen when the request is
     submitted."""
     logprobs: int | None = None
-    """Return the log-probability of each output token, and of this many of the likeliest tokens at
-    its position. They are from the model's own distribution, before temperature and all other
-    rules."""
+    """Return the log-probability of each output token and of this many of the most likely tokens at
+    its position, before temperature and all other rules are applied."""
     prompt_logprobs: int | None = None
-    """Return log-probabilities of the prompt tokens, with this many of the likeliest tokens at each
-    position. The whole prompt is computed, without prefix-cache hits."""
+    """Return the same log-probabilities for each token of the prompt. The whole prompt is then
+    computed, without use of the prefix cache."""
     max_tokens: int | None = _DEFAULT_MAX_TOKENS
     """Maximum number of output tokens. Default on the command line: the value that the model
     recommends, or as many as fit `max_model_len`."""
@@ -123,10 +122,15 @@ class SamplingParams:
     """Minimum number of output tokens. Before that, no end-of-sequence token, stop token or stop
     string ends the output."""
     stop: str | Sequence[str] | None = None
+    """End the output where one of these strings appears in its text."""
     stop_token_ids: Sequence[int] | None = None
+    """End the output at any of these token ids, in addition to the end-of-sequence tokens."""
     ignore_eos: bool = False
+    """Continue the output after end-of-sequence tokens."""
     include_stop_str_in_output: bool = False
+    """Keep the stop string that ended the output at the end of its text."""
     skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
     detokenize: bool = True
     """True to decode the output to text. False returns only token ids."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
@@ -136,7 +140,7 @@ class SamplingParams:
     logits_processors: None = None
     """Not supported. Must be None."""
     best_of: int | None = None
-    """Not supported. Must be 1 or None."""
+    """Not supported; must be 1 or None."""
 
     def __post_init__(self) -> None:
         """Check all values, and normalize numbers, `stop` and `stop_token_ids`."""
@@ -229,13 +233,12 @@ class BeamSearchParams:
         _check_number("length_penalty", self.length_penalty, -10.0, 10.0)
         if self.temperature != 0:
             raise InvalidRequest(
-                f"temperature must be 0, got {self.temperature!r:.100}, because beam search does "
-                "not sample but ranks by the model's own log-probabilities"
+                "temperature must be 0 for beam search, which ranks sequences by "
+                f"log-probability instead of sampling tokens, got {self.temperature!r:.100}"
             )
         if self.structured_outputs is not None:
             raise InvalidRequest(
-                "structured_outputs cannot be combined with beam search, because beams have no "
-                "grammar"
+                "structured_outputs must be None, because beam search does not support it"
             )
 
 
@@ -337,7 +340,9 @@ def _check_stop_strings(stop: Any) -> tuple[str, ...]:
         if not isinstance(string, str) or not string:
             raise InvalidRequest(f"stop must contain only non-empty strings, got {string!r:.100}")
         if len(string) > MAX_STOP_LENGTH:
-            raise InvalidRequest(f"each stop string may have at most {MAX_STOP_LENGTH} characters")
+            raise InvalidRequest(
+                f"stop may contain only strings of at most {MAX_STOP_LENGTH} characters"
+            )
         _check_unicode("stop", string)
     return strings
 
@@ -350,7 +355,7 @@ def _check_stop_ids(ids: Any) -> tuple[int, ...]:
         )
     found = tuple(plain_number(token) for token in found)
     for token in found:
-        _check_integer("stop_token_ids", token, 0, optional=False)
+        _check_integer("stop_token_ids: each id", token, 0, optional=False)
     return found
 
 
@@ -368,7 +373,7 @@ def _check_biases(given: Any) -> dict[int, float]:
     for key, value in items:
         is_digits = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 11
         token = int(key) if is_digits else plain_number(key)
-        _check_integer("a token id in logit_bias", token, 0, optional=False)
+        _check_integer("logit_bias: each token id", token, 0, optional=False)
         bias = plain_number(value)
         if bias is None:
             raise InvalidRequest(f"logit_bias[{token}] must be a number in [-100, 100], got None")
@@ -387,14 +392,15 @@ def _check_allowed_ids(given: Any) -> tuple[int, ...] | None:
     )
     if not found:
         raise InvalidRequest(
-            "allowed_token_ids must not be empty, because no token could be chosen"
+            "allowed_token_ids must contain at least one token id; set it to None to allow "
+            "all tokens"
         )
     if len(found) > MAX_RULED_IDS:
         raise InvalidRequest(
             f"allowed_token_ids may contain at most {MAX_RULED_IDS} ids, got {len(found)}"
         )
     for token in found:
-        _check_integer("allowed_token_ids", token, 0, optional=False)
+        _check_integer("allowed_token_ids: each id", token, 0, optional=False)
     return tuple(sorted(set(found)))
 
 
@@ -409,11 +415,12 @@ def _check_bad_words(given: Any) -> tuple[str, ...]:
     for word in words:
         if not isinstance(word, str) or not word.strip():
             raise InvalidRequest(
-                f"bad_words must contain only strings that are not blank, got {word!r:.100}"
+                "bad_words must contain only strings that are neither empty nor blank, got "
+                f"{word!r:.100}"
             )
         if len(word) > MAX_BAD_WORD_LENGTH:
             raise InvalidRequest(
-                f"each string in bad_words may have at most {MAX_BAD_WORD_LENGTH} characters"
+                f"bad_words may contain only strings of at most {MAX_BAD_WORD_LENGTH} characters"
             )
         _check_unicode("bad_words", word)
     return words

@@ -70,7 +70,7 @@ class StructuredOutputsParams:
             text = _schema_text(self.json, self.disable_additional_properties)
             object.__setattr__(self, "json", text)
         elif self.disable_additional_properties:
-            raise _error("disable_additional_properties requires json")
+            raise _error("disable_additional_properties can be set only together with json")
 
     def _check_constraints(self) -> None:
         """Check everything that needs no parsing of schemas. Raises `InvalidRequest` for the first
@@ -90,7 +90,7 @@ class StructuredOutputsParams:
             if name in constraints:
                 _check_text(name, getattr(self, name))
         if "tools" in constraints and not isinstance(self.tools, ToolGrammar):
-            raise _error(f"tools must be a ToolGrammar, got {self.tools!r:.100}")
+            raise _error(f"tools must be a ToolGrammar object, got {self.tools!r:.100}")
 
     def _check_flags(self) -> None:
         for name in _FLAGS:
@@ -107,13 +107,14 @@ class StructuredOutputsParams:
             return given
         if not isinstance(given, Mapping):
             raise InvalidRequest(
-                f"structured_outputs must be StructuredOutputsParams or a dict, got {given!r:.100}"
+                "structured_outputs must be a StructuredOutputsParams object or a dict, "
+                f"got {given!r:.100}"
             )
         names = [field.name for field in dataclasses.fields(cls)]
         for name in given:
             if name not in names:
                 raise _error(
-                    f"{name!r:.100} is not a known member; the members are {', '.join(names)}"
+                    f"{name!r:.100} is not a known field; the fields are {', '.join(names)}"
                 )
         return cls(**given)
 

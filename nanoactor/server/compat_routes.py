@@ -84,7 +84,8 @@ class CompatRoutes:
             decoded = None
         if not isinstance(decoded, dict) or ("messages" in decoded) == ("prompt" in decoded):
             raise invalid(
-                "the body must be a JSON object with either messages (for a chat) or a prompt"
+                "the body must be a JSON object with either messages (for a chat) or "
+                "prompt (for a completion)"
             )
         handler = self._completions.chat if "messages" in decoded else self._completions.completions
         return await handler(request)
@@ -160,7 +161,7 @@ class CompatRoutes:
         mode = request.query.get("mode", "")
         if mode != "keep":
             raise invalid(
-                f"mode must be keep, got {mode[:100]!r}; pausing makes requests wait and never "
+                f"mode must be keep, got {mode[:100]!r}; a pause makes requests wait and never "
                 "aborts them",
                 "mode",
             )

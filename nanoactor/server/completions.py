@@ -242,7 +242,11 @@ class Completions:
         if isinstance(prompt, Mapping):
             ids: Sequence[int] = prompt["prompt_token_ids"]
         elif self._text_service is None or not isinstance(prompt, str):
-            raise invalid("a text prompt requires a tokenizer, but the engine has none", "prompt")
+            raise invalid(
+                "a text prompt requires a tokenizer, but the engine has none "
+                "(skip_tokenizer_init); send token ids instead",
+                "prompt",
+            )
         else:
             ids = await self._text_service.encode(prompt, add_special_tokens=True)
         if len(ids) >= self._llm.files.max_model_len:
@@ -253,7 +257,9 @@ class Completions:
         """Return the text of each prompt, decoding those given as token ids."""
         ids = [prompt["prompt_token_ids"] for prompt in prompts if isinstance(prompt, Mapping)]
         if ids and self._text_service is None:
-            raise invalid("echo requires a tokenizer, but the engine has none", "echo")
+            raise invalid(
+                "echo requires a tokenizer, but the engine has none (skip_tokenizer_init)", "echo"
+            )
         texts = iter(await self._text_service.decode_all(ids) if self._text_service and ids else ())
         return [prompt if isinstance(prompt, str) else next(texts) for prompt in prompts]
 

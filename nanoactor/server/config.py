@@ -40,13 +40,14 @@ class ServerConfig:
     """A key that callers must send. If any key is set, all routes except /live and /ready require
     one."""
     allowed_hosts: tuple[str, ...] = ()
-    """A host name by which a server on the loopback interface may be called, besides localhost."""
+    """A host name, in addition to localhost, that requests to a server on the loopback interface
+    may use."""
     cors_origins: tuple[str, ...] = ()
     """An origin whose web pages may call the server; "*" allows any."""
     allowed_media_domains: tuple[str, ...] = ()
-    """A host from which pictures may be fetched (`image_url`); ".example.org" allows all of its
-    subdomains. Public addresses only. If none is given, pictures are accepted only as data:
-    URLs."""
+    """A host from which pictures may be fetched (`image_url`), if all of its addresses are public;
+    ".example.org" allows all of its subdomains. If no host is given, pictures are accepted only as
+    data: URLs."""
     strict: bool = False
     """Refuse unknown fields of requests, instead of ignoring them with a warning."""
     separate_reasoning: bool = True

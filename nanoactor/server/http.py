@@ -246,7 +246,8 @@ class HttpFrontend:
         if host.rpartition(":")[0] not in allowed and host not in allowed:
             raise APIError(
                 400,
-                f"the host {host[:100]!r} is not allowed; it can be allowed with --allowed-host",
+                f"the host {host[:100]!r} is not allowed; start the server with "
+                "--allowed-host to allow it",
             )
 
     # -- headers --------------------------------------------------------------------------
@@ -363,7 +364,9 @@ class HttpFrontend:
                     self._body_budget -= len(body) - counted
                     counted = len(body)
                     if self._body_budget < 0:
-                        raise unavailable("too many large bodies are being received")
+                        raise unavailable(
+                            "the server is receiving too many large bodies; try again later"
+                        )
             return bytes(body)
         finally:
             self._body_budget += counted

@@ -122,7 +122,7 @@ class MediaLoader:
         if scheme not in _WEB_SCHEMES:
             raise _wrong_scheme("the image URL", scheme)
         if not self._rules:
-            raise InvalidRequest(f"this server does not fetch pictures from URLs: {_ADVICE}")
+            raise InvalidRequest(f"this server does not fetch pictures from URLs; {_ADVICE}")
         return await self._fetch(url)
 
     async def close(self) -> None:
@@ -148,11 +148,11 @@ class MediaLoader:
             if self._closed:
                 raise _closed_error() from None
             raise InvalidRequest(
-                f"the picture did not arrive within {seconds:g} s: try again, or {_ADVICE}"
+                f"the picture did not arrive within {seconds:g} s; try again, or {_ADVICE}"
             ) from None
         except (aiohttp.ClientError, OSError) as error:
             # The error's text contains addresses, which must not be exposed.
-            raise InvalidRequest(f"{_reason(error)}: try again, or {_ADVICE}") from error
+            raise InvalidRequest(f"{_reason(error)}; try again, or {_ADVICE}") from error
 
     @contextlib.contextmanager
     def _register(self, limit: asyncio.Timeout) -> Iterator[None]:
@@ -178,8 +178,8 @@ class MediaLoader:
                 url = _redirect_target(url, response)
             subject = "the address that the image URL redirects to"
         raise InvalidRequest(
-            f"the image URL redirects more than {self._limits.max_redirects} times: "
-            "send the URL of the picture itself"
+            f"the image URL redirects more than {self._limits.max_redirects} times; send the "
+            "URL of the picture itself"
         )
 
     def _check(self, url: URL, subject: str) -> None:
@@ -198,9 +198,11 @@ class MediaLoader:
             ) from None
         rules = [rule for rule in self._rules if rule.matches(host)]
         if not rules:
-            raise InvalidRequest(f"{subject} has a host that this server does not allow: {_ADVICE}")
+            raise InvalidRequest(f"{subject} has a host that this server does not allow; {_ADVICE}")
         if not any(rule.allows(port) for rule in rules):
-            raise InvalidRequest(f"{subject} has the port {port}, which this server does not allow")
+            raise InvalidRequest(
+                f"{subject} has the port {port}, which this server does not allow; {_ADVICE}"
+            )
         # Check IP addresses here, because only host names reach the resolver.
         if _is_address(host) and not self._is_public(host):
             raise _not_public()
@@ -235,7 +237,9 @@ class MediaLoader:
             if len(body) > limit:
                 raise _too_large(limit)
         if not body:
-            raise InvalidRequest("the image URL leads to an empty file: its host sent 0 bytes")
+            raise InvalidRequest(
+                "the image URL leads to an empty file, because its host sent 0 bytes"
+            )
         return bytes(body)
 
 
@@ -386,20 +390,20 @@ def _check_head(response: aiohttp.ClientResponse) -> None:
     that it is compressed."""
     if response.status != 200:
         raise InvalidRequest(
-            f"the image URL does not lead to a picture: its host answered {response.status}, "
-            "not 200"
+            "the image URL does not lead to a picture, because its host answered with the "
+            f"status {response.status} instead of 200"
         )
     kind = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
     if kind not in _UNTYPED_TYPES and not _IMAGE_TYPE.fullmatch(kind):
         raise InvalidRequest(
-            f"the image URL does not lead to a picture: its Content-Type is {kind[:100]!r}, "
-            "not image/*"
+            "the image URL does not lead to a picture, because its Content-Type is "
+            f"{kind[:100]!r} instead of image/*"
         )
     encoding = ",".join(response.headers.getall("Content-Encoding", ())).strip().lower()
     if encoding not in ("", "identity"):
         raise InvalidRequest(
-            f"the image URL's host compressed the picture ({encoding[:100]!r}), although it was "
-            "asked not to"
+            "the image URL's host sent the picture with the Content-Encoding "
+            f"{encoding[:100]!r}, which is not supported"
         )
 
 
@@ -446,14 +450,19 @@ async def _load_data(url: str, max_bytes: int) -> bytes:
     raises `InvalidRequest`."""
     comma = url.find(",", 0, _MAX_HEAD_CHARACTERS)
     if comma < 0:
-        raise InvalidRequest("the data: URL has no comma: write data:image/png;base64,...")
+        raise InvalidRequest(
+            "the data: URL has no comma; it must have the form data:image/png;base64,..."
+        )
     kind, *parameters = (part.strip().lower() for part in url[len("data:") : comma].split(";"))
     if not _IMAGE_TYPE.fullmatch(kind):
         raise InvalidRequest(
-            f"the data: URL has the media type {kind[:100]!r}: write data:image/png;base64,..."
+            f"the data: URL has the media type {kind[:100]!r}, but it must have the form "
+            "data:image/png;base64,..."
         )
     if parameters[-1:] != ["base64"]:
-        raise InvalidRequest("the data: URL is not in base64: write data:image/png;base64,...")
+        raise InvalidRequest(
+            "the data: URL is not in base64; it must have the form data:image/png;base64,..."
+        )
     if len(url) - comma <= _SMALL_DATA:
         return _decode_base64(url, comma + 1, max_bytes)
     return await asyncio.to_thread(_decode_base64, url, comma + 1, max_bytes)
@@ -475,8 +484,8 @@ def _decode_base64(url: str, start: int, max_bytes: int) -> bytes:
         return b"".join(binascii.a2b_base64(piece, strict_mode=True) for piece in pieces)
     except ValueError:
         raise InvalidRequest(
-            "the data: URL is not valid base64: it may contain only A-Z, a-z, 0-9, + and /, and "
-            "must be padded with = to a multiple of four characters"
+            "the data: URL is not valid base64, which contains only A-Z, a-z, 0-9, + and /, "
+            "and is padded with = to a multiple of four characters"
         ) from None
 
 

@@ -219,12 +219,15 @@ class TokenizeRequest(_WithRawBody, kw_only=True, forbid_unknown_fields=True):
         for value in (*chat_fields, self.continue_final_message):
             if self.prompt is not None and value is not None:
                 raise invalid(
-                    "the chat template is not applied to a prompt; give messages instead", "prompt"
+                    "a prompt cannot be combined with tools, chat_template_kwargs, "
+                    "add_generation_prompt or continue_final_message, because the chat "
+                    "template is applied only to messages",
+                    "prompt",
                 )
         if self.messages is not None and self.add_special_tokens:
             raise invalid(
-                "add_special_tokens applies only to a prompt, because the chat template writes "
-                "the special tokens of messages",
+                "add_special_tokens can be true only with a prompt, because the chat template "
+                "adds the special tokens to messages",
                 "add_special_tokens",
             )
 
@@ -368,7 +371,10 @@ class Decoder:
         config = kind.__struct_config__
         unknown = raw.keys() - set(kind.__struct_fields__) if config.forbid_unknown_fields else ()
         if len(unknown) > _MAX_UNKNOWN_FIELDS:
-            raise invalid(f"the request has too many unknown fields: {len(unknown)}")
+            raise invalid(
+                f"the request has {len(unknown)} unknown fields; at most {_MAX_UNKNOWN_FIELDS} "
+                "are accepted"
+            )
         for name in unknown:
             self._remove_field(raw, kind, name, f"{path}{name}")
         for name, inner in _nested_structs(kind).items():
@@ -453,7 +459,9 @@ def num_logprobs(body: Body) -> int | None:
         return (body.top_logprobs or 0) if body.logprobs else None
     if body.logprobs is True:
         raise invalid(
-            "logprobs must be an integer: the number of likeliest tokens to return", "logprobs"
+            "logprobs must be an integer, the number of most likely tokens to return at "
+            "each position",
+            "logprobs",
         )
     return None if body.logprobs is False else body.logprobs
 

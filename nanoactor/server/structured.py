@@ -146,7 +146,7 @@ def constraint_of(
         if requested and first != "response_format":
             raise invalid(
                 f"{first} cannot be combined with a tool_choice that requires calls, because "
-                "calls have their own form",
+                "the answer then consists only of calls",
                 first,
             )
         return Constraint("tools", {"tools": calls})

@@ -255,7 +255,9 @@ class TextClient(Actor):
         """Send a request and return its reply. Raises `EngineOverloaded` if too many requests are
         waiting."""
         if self._waiting >= _MAX_WAITING:
-            raise EngineOverloaded(f"{_MAX_WAITING} texts are already waiting to be tokenized")
+            raise EngineOverloaded(
+                f"{_MAX_WAITING} texts are already waiting to be tokenized; try again later"
+            )
         self._waiting += 1
         try:
             await self._slots.acquire()  # the reply releases it, even after a cancellation
@@ -423,8 +425,8 @@ class TextService:
             if not self._is_guessing:
                 self._is_guessing = True
                 log.warning(
-                    "until the text service answers, reasoning and content may not be told "
-                    "apart correctly: %s",
+                    "reasoning and content may not be separated correctly until the text "
+                    "service answers: %s",
                     error,
                 )
             return self.template.thoughts

@@ -114,7 +114,8 @@ def check_tool_choice(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
     fields_set = [name for name, value in members.items() if value is not None]
     if fields_set != [choice.type]:
         raise invalid(
-            f"tool_choice: the type {choice.type!r} requires exactly the field {choice.type}",
+            f"tool_choice: an object of type {choice.type!r} must have the field "
+            f"{choice.type} and no other",
             "tool_choice",
         )
     names = {tool.function.name for tool in tools}

@@ -30,8 +30,8 @@ def with_bad_words(
             ids = tuple(encode(text))
             if len(ids) > MAX_BAD_WORD_TOKENS:
                 raise InvalidRequest(
-                    f"the bad word {word!r:.60} has {len(ids)} tokens, but at most "
-                    f"{MAX_BAD_WORD_TOKENS} are supported"
+                    f"bad_words contains {word!r:.60}, which has {len(ids)} tokens, but at "
+                    f"most {MAX_BAD_WORD_TOKENS} are supported"
                 )
             if ids:
                 sequences[ids] = None

@@ -68,7 +68,7 @@ def check_messages(messages: Sequence[Any]) -> None:
 
 def _check_message(message: Any) -> None:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise InvalidRequest(f"a message must be a dict with a 'role', got {message!r:.100}")
+        raise InvalidRequest(f"a message must be a dict with the key 'role', got {message!r:.100}")
     role, content = message["role"], message.get("content")
     if not role or len(role) > _MAX_ROLE_CHARACTERS:
         raise InvalidRequest(
@@ -76,10 +76,10 @@ def _check_message(message: Any) -> None:
         )
     for name, owner in _ROLE_OF_MEMBER.items():
         if message.get(name) and role != owner and role in STANDARD_ROLES:
-            raise InvalidRequest(f"{name} may only be in messages with the role {owner!r}")
+            raise InvalidRequest(f"{name} is allowed only in messages with the role {owner!r}")
     if not isinstance(content, str | list | tuple | None):
         raise InvalidRequest(
-            f"content must be text, a list of parts or null, got {type(content).__name__}"
+            f"content must be a string, a list of parts or null, got {type(content).__name__}"
         )
     for index, part in enumerate(content if isinstance(content, list | tuple) else ()):
         _check_part(part, index, role)
@@ -91,15 +91,15 @@ def _check_part(part: Any, index: int, role: str) -> None:
         return
     kind = part.get("type") if isinstance(part, Mapping) else None
     if not isinstance(kind, str):
-        raise InvalidRequest(f"content[{index}] must be text or a dict with a 'type'")
+        raise InvalidRequest(f"content[{index}] must be a string or a dict with the key 'type'")
     name = TEXT_PARTS.get(kind) or REASONING_PARTS.get(kind)
     if name is not None and not isinstance(part.get(name), str):
         raise InvalidRequest(
-            f"content[{index}]: a part of type {kind!r} requires a string {name!r}"
+            f"content[{index}]: a part of type {kind!r} requires the field {name!r} with a string"
         )
     if kind in REASONING_PARTS and role != "assistant":
         text = (
-            f"content[{index}]: a part of type {kind!r} may only be in messages with the "
+            f"content[{index}]: a part of type {kind!r} is allowed only in messages with the "
             "role 'assistant'"
         )
         raise InvalidRequest(text)
@@ -242,7 +242,9 @@ def append_marker(messages: list[dict[str, Any]], marker: str) -> tuple[list[dic
         text = content[-1]["text"]
         part = {**content[-1], "text": text + marker}
         return [*others, {**last, "content": [*content[:-1], part]}], text
-    raise InvalidRequest("continue_final_message requires text as the last message's content")
+    raise InvalidRequest(
+        "continue_final_message requires the last message to have text as its content"
+    )
 
 
 def cut_at_marker(prompt: str, marker: str, text: str) -> str:
@@ -256,8 +258,8 @@ def cut_at_marker(prompt: str, marker: str, text: str) -> str:
     at = prompt.rfind(marker)
     if at < 0 or not prompt[:at].rstrip().endswith(text.strip()):
         raise InvalidRequest(
-            "continue_final_message: the chat template does not reproduce the last message's "
-            "content unchanged"
+            "continue_final_message cannot be used here, because the chat template changes the "
+            "content of the last message"
         )
     keeps_space = prompt[at + len(marker) :].startswith(" ")
     return prompt[:at] if keeps_space else prompt[:at].rstrip()

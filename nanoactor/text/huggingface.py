@@ -113,7 +113,9 @@ def find_tokenizer(directory: Path, timeout: float) -> Path:
         cached.mkdir(parents=True, exist_ok=True)
         scratch = tempfile.TemporaryDirectory(dir=cached)
     except (OSError, RuntimeError) as error:  # read-only or full, or no home directory
-        log.warning("converted tokenizers can be kept only for this process: %s", error)
+        log.warning(
+            "converted tokenizers cannot be cached, so each start converts them again: %s", error
+        )
         cached = Path(tempfile.mkdtemp(prefix="nanoactor-tokenizer-"))
         atexit.register(shutil.rmtree, cached, ignore_errors=True)
         scratch = tempfile.TemporaryDirectory(dir=cached)

@@ -228,9 +228,9 @@ class Renderer:
                     raise
                 self.end()
                 raise OutOfResources(
-                    "the process that renders the chat template ended before it was ready; the "
-                    "machine may be out of memory, threads or file descriptors, and the "
-                    "process's output is in the log"
+                    "the process that renders the chat template ended before it was ready, "
+                    "perhaps because the machine is out of memory, threads or file "
+                    "descriptors; see its output in the log"
                 ) from None
             if "model_error" in ready:
                 return ready

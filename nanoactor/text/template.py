@@ -206,7 +206,8 @@ class ChatTemplate:
         is_continued = options.pop("continue_final_message", False)
         if is_continued and options.setdefault("add_generation_prompt", False):
             raise InvalidRequest(
-                "continue_final_message and add_generation_prompt are mutually exclusive"
+                "continue_final_message and add_generation_prompt are mutually exclusive; "
+                "set only one of them"
             )
         render_messages = self._render_continued if is_continued else self._render_template
         if not depends_on_forms(messages):
@@ -263,7 +264,8 @@ class ChatTemplate:
             size += len(piece)
             if self._characters is not None and size > self._characters:
                 raise InvalidRequest(
-                    f"the chat template produces more than {self._characters} characters"
+                    f"the chat template produces more than {self._characters} characters; "
+                    "shorten the conversation"
                 )
             parts.append(piece)
         return "".join(parts)

@@ -119,7 +119,7 @@ class MediaReader:
             if size != first:
                 raise InvalidRequest(
                     f"frame {number} has {size[1]} x {size[0]} pixels, but the first has "
-                    f"{first[1]} x {first[0]}: all frames must have the same size"
+                    f"{first[1]} x {first[0]}; all frames must have the same size"
                 )
         assert first is not None
         return first

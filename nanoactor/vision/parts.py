@@ -90,8 +90,8 @@ class MediaExtractor:
             )
         if kind == "video" and not self._has_tokenizer:
             raise InvalidRequest(
-                "videos require a tokenizer, which encodes their times, but skip_tokenizer_init "
-                "is set"
+                "videos require a tokenizer, because the times of their frames are part of the "
+                "prompt, but the engine has none (skip_tokenizer_init)"
             )
         return self._rules
 
@@ -100,8 +100,9 @@ class MediaExtractor:
         hold at once."""
         if count > self._max_items:
             raise InvalidRequest(
-                f"the request has more than {self._max_items} pictures and videos, which is all "
-                "that the encoder cache can hold at once (encoder_cache_tokens)"
+                f"the request has more than {self._max_items} pictures and videos, which is "
+                "the most that the encoder cache can hold; send fewer, or raise "
+                "encoder_cache_tokens"
             )
 
 

@@ -47,7 +47,8 @@ def read_header(data: bytes | bytearray, max_pixels: int) -> Header:
         width, height = image.size
         if width * height > max_pixels:
             raise InvalidRequest(
-                f"the picture has {width} x {height} pixels, more than the {max_pixels} allowed"
+                f"the picture has {width} x {height} pixels, but at most {max_pixels} are "
+                "allowed (max_image_pixels)"
             )
         orientation = (
             1 if _is_png_without_orientation(image, data) else image.getexif().get(_ORIENTATION, 1)
@@ -82,8 +83,8 @@ def upright(image: Image.Image) -> Image.Image:
         image = Image.fromarray((grey.clip(0, 0xFFFF) >> 8).astype(np.uint8))
     if image.mode in ("I", "F"):
         raise InvalidRequest(
-            f"the picture has Pillow's mode {image.mode}, whose range of values is unknown; "
-            "convert it to RGB"
+            f"the picture has the Pillow mode {image.mode}, whose range of values is not "
+            "defined; convert it to RGB first"
         )
     if image.has_transparency_data:
         image = image.convert("RGBA")
@@ -110,7 +111,8 @@ def _open(data: bytes | bytearray) -> Image.Image:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
         raise InvalidRequest(
-            f"the {len(data)} bytes are not a picture in a known format: {', '.join(FORMATS)}"
+            f"the picture ({len(data)} bytes) has none of the supported formats, which are "
+            f"{', '.join(FORMATS)}"
         ) from None
     check_metadata(image.info)
     return image

@@ -96,13 +96,13 @@ class MediaRules:
         if pillow is not None and isinstance(given, pillow.Image):
             return self._pillow(given, area)
         raise InvalidRequest(
-            "a picture must be its encoded bytes, a path, a data: URL, a PIL image or a uint8 "
-            f"array, got {type(given).__name__}"
+            "a picture must be given as encoded bytes, a path, a data: URL, a PIL image or a "
+            f"uint8 array, got {type(given).__name__}"
         )
 
     def _file(self, data: bytes, area: tuple[int, int]) -> Media:
         if not data:
-            raise InvalidRequest("the picture is empty: it has 0 bytes")
+            raise InvalidRequest("the picture is empty (0 bytes)")
         if len(data) > MAX_BYTES:
             raise InvalidRequest(
                 f"the picture has {len(data)} bytes, but at most {MAX_BYTES} are allowed"
@@ -139,8 +139,8 @@ class MediaRules:
     def _check_size(self, height: int, width: int) -> None:
         if not 0 < height * width <= self.max_pixels:
             raise InvalidRequest(
-                f"the picture has {width} x {height} pixels, but it must have at least one and "
-                f"at most {self.max_pixels} (max_image_pixels)"
+                f"the picture has {width} x {height} pixels, but must have at least one and at "
+                f"most {self.max_pixels} (max_image_pixels)"
             )
 
     def read_video(self, given: Any, area: tuple[int, int]) -> Media:
@@ -167,16 +167,16 @@ class MediaRules:
             first, size = decoded[0], size + media.size
             if (media.form, media.shape) != (first.form, first.shape):
                 raise InvalidRequest(
-                    f"frame {number} is {media.form or 'a file'} {media.shape}, but the first is "
-                    f"{first.form or 'a file'} {first.shape}; all frames must have the same form "
-                    "and shape"
+                    f"frame {number} is {media.form or 'a file'} {media.shape}, but the first "
+                    f"one is {first.form or 'a file'} {first.shape}; all frames must have the "
+                    "same form and shape"
                 )
             # Frames given as pixels all have the same size, so the first one determines the total
             # size.
             if max(size, media.size * len(frames) if media.form else 0) > MAX_VIDEO_BYTES:
                 raise InvalidRequest(
-                    f"the frames have more than {MAX_VIDEO_BYTES} bytes; give encoded frames, or "
-                    "smaller or fewer ones"
+                    f"the frames of the video have more than {MAX_VIDEO_BYTES} bytes in total; "
+                    "give encoded frames, or fewer or smaller ones"
                 )
         return Media(
             first.form,
@@ -224,7 +224,8 @@ def _area(kwargs: Mapping[str, Any], defaults: ImageConfig | VideoConfig) -> tup
         is_integer = isinstance(value, int) and not isinstance(value, bool)
         if not is_integer or not 1 <= value < _MAX_AREA:
             raise InvalidRequest(
-                f"mm_processor_kwargs: {name} must be an integer from 1 to {_MAX_AREA - 1}"
+                f"mm_processor_kwargs: {name} must be an integer from 1 to "
+                f"{_MAX_AREA - 1}, got {value!r:.50}"
             )
     if max_pixels > defaults.max_pixels:
         raise InvalidRequest(
@@ -239,8 +240,8 @@ def _check_area(
 ) -> tuple[int, int]:
     if max(min_pixels, defaults.factor**2) > max_pixels:
         raise InvalidRequest(
-            f"max_pixels {max_pixels} is less than min_pixels {min_pixels}, or less than the "
-            "number of pixels in one token"
+            f"max_pixels must be at least min_pixels ({min_pixels}) and at least the number of "
+            f"pixels in one token ({defaults.factor**2}), got {max_pixels}"
         )
     return min_pixels, max_pixels
 
@@ -248,11 +249,13 @@ def _check_area(
 def _read_file(path: Path) -> bytes:
     try:
         if not path.is_file():  # a device or a pipe might have no end
-            raise InvalidRequest(f"{path} is not a regular file")
+            raise InvalidRequest(f"{path} does not exist or is not a regular file")
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
         if len(data) > MAX_BYTES:
-            raise InvalidRequest(f"{path} has more than {MAX_BYTES} bytes")
+            raise InvalidRequest(
+                f"{path} is too large for a picture: it has more than {MAX_BYTES} bytes"
+            )
         return data
     except (OSError, ValueError) as error:
         raise InvalidRequest(f"the picture cannot be read: {error}") from None
@@ -268,7 +271,7 @@ def decode_data_url(url: str) -> bytes:
             f"{url[:40]!r}"
         )
     if len(body) > MAX_BYTES * 4 // 3 + 4:
-        raise InvalidRequest(f"the picture has more than {MAX_BYTES} bytes")
+        raise InvalidRequest(f"the picture is too large: it has more than {MAX_BYTES} bytes")
     try:
         return base64.b64decode(body, validate=True)
     except (binascii.Error, ValueError) as error:

@@ -56,9 +56,9 @@ class Video:
         if isinstance(frames, list | tuple) or (isinstance(frames, np.ndarray) and frames.ndim > 2):
             return video
         raise InvalidRequest(
-            "a video must be given as frames, because video files cannot be decoded: a list of "
-            "pictures or a uint8 array of the shape (frames, height, width, channels), got "
-            f"{type(frames).__name__}"
+            "a video must be a list of pictures, or a uint8 array of the shape (frames, "
+            f"height, width, channels), got {type(frames).__name__}; video files cannot be "
+            "decoded"
         )
 
 
@@ -76,7 +76,10 @@ def split_videos(given: Any) -> list[Any]:
 
 def _with_metadata(frames: Any, metadata: Mapping[str, Any]) -> Video:
     if unknown := sorted(str(key) for key in metadata if key not in _METADATA_KEYS):
-        raise InvalidRequest(f"a video's metadata: {unknown[0]!r:.50} is not a known key")
+        raise InvalidRequest(
+            f"a video's metadata has the unknown key {unknown[0]!r:.50}; the known keys are "
+            f"{', '.join(sorted(_METADATA_KEYS))}"
+        )
     fps, indices = metadata.get("fps"), metadata.get("frames_indices")
     if indices is None:
         return Video(frames, fps=fps)
@@ -84,7 +87,7 @@ def _with_metadata(frames: Any, metadata: Mapping[str, Any]) -> Video:
     try:
         return Video(frames, times=[index / rate for index in indices])
     except (TypeError, ValueError, OverflowError):
-        raise InvalidRequest("a video's frames_indices must be frame numbers") from None
+        raise InvalidRequest("a video's frames_indices must be a list of frame numbers") from None
 
 
 def _frame_rate(fps: Any) -> float:
@@ -115,9 +118,11 @@ def frame_times(video: Video, frames: int) -> list[float]:
             "a video's times must be numbers of seconds, one for each frame"
         ) from None
     if len(times) != frames:
-        raise InvalidRequest(f"a video has {frames} frames, but {len(times)} times")
+        raise InvalidRequest(
+            f"a video has {frames} frames, but {len(times)} times; each frame needs one time"
+        )
     if not all(math.isfinite(time) and 0 <= time < _MAX_TIME for time in times):
         raise InvalidRequest(f"a video's times must be from 0 to {_MAX_TIME:.0f} seconds")
     if times != sorted(times):
-        raise InvalidRequest("a video's times must not decrease")
+        raise InvalidRequest("a video's times must be in ascending order")
     return times

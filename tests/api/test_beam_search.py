@@ -176,14 +176,14 @@ def test_as_many_candidates_as_leave_the_width_without_ends():
         (dict(max_tokens=None), "max_tokens"),
         (dict(ignore_eos=1), "ignore_eos must be true or false"),
         (dict(include_stop_str_in_output="no"), "include_stop_str_in_output"),
-        (dict(temperature=0.7), "temperature must be 0, got 0.7"),
+        (dict(temperature=0.7), "temperature must be 0 for beam search, .*got 0.7"),
         (dict(temperature=None), "temperature"),
         (dict(length_penalty=11), "length_penalty must be a number in"),
         (dict(length_penalty=float("nan")), "length_penalty"),
         (dict(length_penalty=None), "length_penalty"),
         (
             dict(structured_outputs={"regex": "a"}),
-            "structured_outputs cannot be combined with beam search",
+            "structured_outputs must be None, because beam search",
         ),
     ],
 )

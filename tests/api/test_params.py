@@ -259,14 +259,16 @@ def test_what_is_about_npus_alone_is_refused_elsewhere(options):
     EngineConfig("demo", device="npu", **options)
     EngineConfig("demo", device="auto", **options)
     for device in ("cpu", "cuda", "simulated:5"):
-        with pytest.raises(InvalidConfig, match="is only supported on NPUs"):
+        with pytest.raises(InvalidConfig, match="is supported only on NPUs"):
             EngineConfig("demo", device=device, **options)
 
 
 def test_graph_modes_and_enforce_eager_exclude_each_other():
     EngineConfig("demo", device="npu", graph_mode="eager", enforce_eager=True)
     EngineConfig("demo", device="cuda", graph_mode="eager")
-    with pytest.raises(InvalidConfig, match="graph_mode 'npugraph' and enforce_eager"):
+    with pytest.raises(
+        InvalidConfig, match="graph_mode 'npugraph' cannot be combined with enforce_eager"
+    ):
         EngineConfig("demo", device="npu", graph_mode="npugraph", enforce_eager=True)
 
 

@@ -146,7 +146,7 @@ def test_limits_are_the_models(demo):
     made = builder(demo)
     made.build({"prompt_token_ids": [1] * 63}, SamplingParams())
     with pytest.raises(
-        InvalidRequest, match="64 tokens, but max_model_len is 64: it may have at most 63"
+        InvalidRequest, match="64 tokens, but max_model_len is 64, so it may have at most 63"
     ):
         made.build({"prompt_token_ids": [1] * 64}, SamplingParams())
     most = max_prompt_bytes(dataclasses.replace(demo, **CHANGES))
@@ -175,7 +175,7 @@ def test_a_prompt_may_be_cut(demo):
             submit = made.build(long, params)
             assert (submit.token_ids.tolist(), submit.keep_last) == ([*range(100)][-kept:], kept)
     with pytest.raises(
-        InvalidRequest, match=r"truncate_prompt_tokens is 64, but .* 64: it may be at most 63"
+        InvalidRequest, match=r"truncate_prompt_tokens is 64, but may be at most 63, because .* 64"
     ):
         made.build("x", SamplingParams(truncate_prompt_tokens=64))
     most = max_prompt_bytes(dataclasses.replace(demo, **CHANGES))
@@ -208,5 +208,5 @@ def test_bad_arguments_beside_the_prompt_are_named(demo):
     assert build("x", SamplingParams(), np.int64(-(2**31))).spec.priority == -(2**31)
     with pytest.raises(InvalidRequest, match="sampling_params"):
         build("x", {"temperature": 0})
-    with pytest.raises(InvalidRequest, match="require a list of messages"):
+    with pytest.raises(InvalidRequest, match="only if the prompt is a list of messages"):
         build("x", SamplingParams(), 0, {"enable_thinking": False})

@@ -92,12 +92,12 @@ WRONG = [
     (dict(json='{"items":' * 9000 + "{}" + "}" * 9000), "nested too deeply"),
     (dict(json=int), "class int has no model_json_schema"),
     (dict(json_object=1), "json_object must be true or false"),
-    (dict(regex="a", disable_additional_properties=True), "requires json"),
+    (dict(regex="a", disable_additional_properties=True), "only together with json"),
     (dict(json=SCHEMA, whitespace_pattern=" "), "whitespace_pattern is not supported: .*compact|"),
     (dict(structural_tag="{}"), "structural_tag is not supported: use tools"),
     (dict(regex="a", thoughts="some"), "thoughts must be one of none, open, optional"),
     (dict(tools={"functions": []}), "tools must be a ToolGrammar"),
-    (dict(pattern="a"), "'pattern' is not a known member; the members are json, regex"),
+    (dict(pattern="a"), "'pattern' is not a known field; the fields are json, regex"),
 ]
 
 
@@ -207,7 +207,10 @@ def test_a_grammar_needs_a_tokenizer(demo):
     ("values", "words"),
     [
         (dict(json={"$ref": "http://example.org/schema"}), "ref"),
-        (dict(tools=dataclasses.replace(TOOLS, functions=())), "tools is empty"),
+        (
+            dict(tools=dataclasses.replace(TOOLS, functions=())),
+            "tools must contain at least one function",
+        ),
         (dict(regex="  "), "regex is empty"),
     ],
     ids=str,

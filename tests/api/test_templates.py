@@ -35,7 +35,9 @@ def test_a_chat_template_takes_the_place_of_the_models(tmp_path, way):
 
 
 def test_a_template_that_is_none_is_refused_when_the_engine_is_made(tmp_path):
-    with pytest.raises(InvalidConfig, match="chat_template .*none.jinja.* cannot be read"):
+    with pytest.raises(
+        InvalidConfig, match="chat_template .*none.jinja.* is neither a template nor a file"
+    ):
         AsyncLLM("demo", chat_template=str(tmp_path / "none.jinja"))
     with pytest.raises(ModelError, match="malformed"):
         asyncio.run(tokens_of(chat_template="{% if %}"))
@@ -94,7 +96,7 @@ def test_an_automatic_length_is_what_the_cache_holds(caplog):
             assert llm.files.max_model_len == 40_960, "the model's own, which fits"
 
     asyncio.run(main())
-    assert "max_model_len is 128, because the KV cache has no room for more" in caplog.text
+    assert "max_model_len has been lowered to 128, because the KV cache has no room" in caplog.text
 
 
 @pytest.mark.parametrize("placement", ["default", "split"])

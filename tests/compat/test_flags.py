@@ -290,7 +290,7 @@ def test_a_files_model_and_a_lines_texts_are_told_apart(tmp_path, capsys):
     assert (args.model, args.prompt) == ("M", None)
     with pytest.raises(SystemExit):
         cli._parse(["generate", "demo", *config])
-    assert "may be a model or a prompt" in capsys.readouterr().err
+    assert "could be either a model or a prompt" in capsys.readouterr().err
 
 
 def test_lists_and_switches_of_a_file_are_those_of_the_flags(tmp_path):
@@ -303,11 +303,11 @@ def test_lists_and_switches_of_a_file_are_those_of_the_flags(tmp_path):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("- a\n- b", "must contain options by name"),
+        ("- a\n- b", "must map option names to values"),
         ("a: [", "is not valid YAML"),
         ("nonsense: 1", "unrecognized arguments: --nonsense=1"),
         ("enable-lora: true", "--enable-lora is not supported"),
-        ("config: other.yaml", "must not itself contain the option config"),
+        ("config: other.yaml", "must not contain the option config"),
         ("model: [a, b]", "model must be a string"),
     ],
 )

@@ -27,9 +27,9 @@ from tests.engine.harness import collect, engine, greedy, ids
 BAD = [
     (ids([]), {}, "empty"),
     (ids([1, 2048]), {}, "2048 is outside the vocabulary of 2048"),
-    (ids([1] * 1024), {}, "1024 tokens, but max_model_len is 1024: it may have at most 1023"),
-    (ids([1] * 1000), dict(max_tokens=25), "max_tokens is 25.*leaves room for 24"),
-    (ids([1] * 1000), dict(min_tokens=25), "min_tokens is 25.*leaves room for 24"),
+    (ids([1] * 1024), {}, "1024 tokens, but max_model_len is 1024, so it may have at most 1023"),
+    (ids([1] * 1000), dict(max_tokens=25), "max_tokens is 25.*leaves room for only 24"),
+    (ids([1] * 1000), dict(min_tokens=25), "min_tokens is 25.*leaves room for only 24"),
     ("", {}, "empty"),
     ("word " * 2000, {}, "tokens, but max_model_len is 1024"),
     ("x" * 70_000, {}, "bytes"),
@@ -62,7 +62,7 @@ def test_a_cap_is_lowered_to_what_the_context_leaves():
             output = await collect(llm, ids([1] * 1000), params)
             assert len(output.outputs[0].token_ids) == 24
             assert output.outputs[0].finish_reason == "length"
-            with pytest.raises(InvalidRequest, match="min_tokens is 25.*leaves room for 24"):
+            with pytest.raises(InvalidRequest, match="min_tokens is 25.*leaves room for only 24"):
                 await collect(llm, ids([1] * 1000), dataclasses.replace(params, min_tokens=25))
             with pytest.raises(InvalidRequest, match="max_model_len is 1024"):
                 await collect(llm, ids([1] * 1024), params)

@@ -245,13 +245,11 @@ def test_what_cannot_be_searched_is_refused(checkpoint):
                 with pytest.raises(InvalidRequest, match=match):
                     await llm.beam_search(prompt or ids([1, 2]), params)
 
-            await refused(
-                "beam_width of 11 needs the 22.*raise max_logprobs", BeamSearchParams(11, 4)
-            )
+            await refused("beam_width 11 needs the 22.*raise max_logprobs", BeamSearchParams(11, 4))
             await refused("raise max_waiting_requests", BeamSearchParams(10, 4))
             await refused("max_tokens is 511, but after a prompt of 2", BeamSearchParams(2, 511))
             await refused(
-                "must be BeamSearchParams, got SamplingParams", SamplingParams.for_model()
+                "must be a BeamSearchParams object, got SamplingParams", SamplingParams.for_model()
             )
             seen = {"prompt_token_ids": [1], "multi_modal_data": {"image": [b""]}}
             await refused("pictures and videos", BeamSearchParams(2, 4), seen)

@@ -190,7 +190,9 @@ async def test_it_is_checked_like_any_input():
         assert "characters" in await refused(OutputSoFar([1], 1.5))
         assert "max_tokens" in await refused(OutputSoFar([1] * 5, 5))
         assert "max_model_len" in await refused(OutputSoFar([1] * 300, 5), long)
-        assert "n is 2" in await refused(OutputSoFar([1], 1), dataclasses.replace(params, n=2))
+        assert "n must be 1, got 2" in await refused(
+            OutputSoFar([1], 1), dataclasses.replace(params, n=2)
+        )
         # All of it was told but its end.
         (rest,) = await deltas(llm, TEXT, params, OutputSoFar([40] * 4, 4))
         assert joined(rest).ids == []

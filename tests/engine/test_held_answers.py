@@ -86,18 +86,18 @@ def test_the_door_refuses_what_cannot_be_and_nothing_changes(checkpoint):
             with pytest.raises(InvalidRequest, match="require logprobs and max_tokens"):
                 llm.submit_held(ids([1]), SamplingParams.for_model(max_tokens=3))
             request = llm.submit_held(ids([1, 2]), params(tokens=3))
-            with pytest.raises(InvalidRequest, match="not held"):
+            with pytest.raises(InvalidRequest, match="not paused"):
                 request.resume_held([0, 1], [1, 1])
             await request.held()
             for match, parents, tokens in [
-                ("a parent and a token each", [0], [1]),
+                ("one item for each of the 2 answers, got 1 parents and 1 tokens", [0], [1]),
                 ("from -1 to 1", [0, 2], [1, 1]),
                 ("from 0 to 60", [0, 1], [1, VOCABULARY]),
             ]:
                 with pytest.raises(InvalidRequest, match=match):
                     request.resume_held(parents, tokens)
             request.resume_held([0, -1], [1, 0])
-            with pytest.raises(InvalidRequest, match="not held"):
+            with pytest.raises(InvalidRequest, match="not paused"):
                 request.resume_held([0, -1], [1, 0])
             await request.held()
             while request._entry.answers[1].terminal is None:
@@ -106,7 +106,7 @@ def test_the_door_refuses_what_cannot_be_and_nothing_changes(checkpoint):
                 request.resume_held([0, 0], [1, 1])
             request.resume_held([0, -1], [1, 0])
             await request.held()
-            with pytest.raises(InvalidRequest, match="the last one that max_tokens allows"):
+            with pytest.raises(InvalidRequest, match="have reached max_tokens"):
                 request.resume_held([0, -1], [1, 0])
             request.close()
 

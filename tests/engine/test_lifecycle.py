@@ -284,7 +284,7 @@ def test_an_engine_starts_once_and_may_be_closed_while_it_starts():
         llm = AsyncLLM("demo", device="simulated:1", num_kv_blocks=1)
         with pytest.raises(ValueError, match="one sequence"):
             await llm.start()
-        with pytest.raises(EngineClosed, match="can start only once"):
+        with pytest.raises(EngineClosed, match="can be started only once"):
             await llm.start()
         await llm.close()
         assert not children()

@@ -131,7 +131,7 @@ def test_the_longest_prompt_gets_one_token_and_one_longer_is_refused_while_other
             check_outputs(checkpoint[1], [(longest, 1)], [unlimited])
             with pytest.raises(InvalidRequest, match="64 tokens, but max_model_len is 64"):
                 llm.generate(ids([*longest, 1]), greedy(1))
-            with pytest.raises(InvalidRequest, match="max_tokens is 2, .* leaves room for 1"):
+            with pytest.raises(InvalidRequest, match="max_tokens is 2, .* room for only 1"):
                 await collect(llm, ids(longest), greedy(2))
         assert not others.done()
         check_outputs(checkpoint[1], [(other, 58), (other[:2], 58)], await others)

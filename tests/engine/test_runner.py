@@ -61,7 +61,7 @@ def test_a_simulated_device_keeps_its_own_time():
     "device", ["simulated", "simulated:", "simulated:0", "simulated:-1", "simulated:x"]
 )
 def test_a_simulated_device_needs_a_step_time(device):
-    with pytest.raises(InvalidConfig, match="written as 'simulated:5'"):
+    with pytest.raises(InvalidConfig, match="write 'simulated:5'"):
         AsyncLLM("demo", device=device)
 
 

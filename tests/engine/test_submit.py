@@ -72,7 +72,7 @@ def test_of_a_prompt_that_is_cut_the_last_tokens_count():
                     assert output.outputs[0].token_ids == same.outputs[0].token_ids
                 with pytest.raises(InvalidRequest, match="max_model_len is 64"):
                     await collect(llm, prompt, greedy(1))
-                with pytest.raises(InvalidRequest, match="max_tokens is 2, .* leaves room for 1"):
+                with pytest.raises(InvalidRequest, match="max_tokens is 2, .* room for only 1"):
                     await collect(llm, prompt, greedy(2, truncate_prompt_tokens=63))
             short = await collect(llm, "ROMEO:", greedy(3, truncate_prompt_tokens=63))
             assert short.prompt_token_ids == tokenizer.encode("ROMEO:")

@@ -366,10 +366,14 @@ def encoded(image, form="PNG"):
 
 WHOLE = encoded(Image.fromarray(picture(1, 40, 40)))
 WRONG = [
-    ([START, IMAGE, END], [], "1 image placeholders .* 0 images were given"),
-    ([1, 2], [WHOLE], "0 image placeholders .* 1 images were given"),
+    ([START, IMAGE, END], [], "1 image placeholders .* number of images given is 0"),
+    ([1, 2], [WHOLE], "0 image placeholders .* number of images given is 1"),
     ([VIDEO, 1], [], "1 video placeholders"),
-    ([IMAGE, 1], [b"nonsense"], "picture 1 of 1: the 8 bytes are not a picture"),
+    (
+        [IMAGE, 1],
+        [b"nonsense"],
+        "picture 1 of 1: the picture .8 bytes. has none of the supported formats",
+    ),
     ([IMAGE, IMAGE, 1], [WHOLE, WHOLE[:300]], "cannot be decoded"),
     ([IMAGE, 1], [np.zeros((4, 900, 3), np.uint8)], "too narrow"),
     (
@@ -378,12 +382,12 @@ WRONG = [
         "picture 1: a picture array must have the dtype uint8",
     ),
     ([IMAGE, 1], [b""], "picture 1: the picture is empty"),
-    ([IMAGE, 1], [17], "picture 1: a picture must be its encoded bytes"),
+    ([IMAGE, 1], [17], "picture 1: a picture must be given as encoded bytes"),
     ([IMAGE, 1], ["/nowhere/x.png"], "picture 1: the picture cannot be read"),
     ([IMAGE, 1], ["data:text/plain,x"], 'must begin with "data:image'),
     ([IMAGE] * 5, [WHOLE] * 5, "at most 4 are allowed"),
     ([IMAGE, 1], [np.zeros((2000, 2000, 3), np.uint8)], "at least one and at most 1000000"),
-    ([IMAGE] * 4, [picture(9, 48, 48)] * 4, "the encoder cache holds 64"),
+    ([IMAGE] * 4, [picture(9, 48, 48)] * 4, "the encoder cache, which holds 64"),
 ]
 
 

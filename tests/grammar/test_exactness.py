@@ -83,7 +83,7 @@ def test_classes_are_read_as_python_reads_them(pattern):
 def test_operators_of_larks_notation_are_counted_where_they_are_code():
     code = 'start: "a&b" /x&[/&]y/ A // & comment\nA: /a/ & /b/ & /c/'
     check_lark(code, 2)
-    with pytest.raises(InvalidRequest, match="2 '&'"):
+    with pytest.raises(InvalidRequest, match=r"2 intersections \('&'\)"):
         check_lark(code, 1)
 
 

@@ -321,7 +321,7 @@ def test_without_a_file_the_error_says_which():
     [
         (dict(size=None), ModelError, "shortest_edge must be a positive"),
         (dict(size=[1]), ModelError, "size must be an object"),
-        (dict(max_pixels=2), ModelError, "4096 pixels exceeds the maximum area of 2"),
+        (dict(max_pixels=2), ModelError, "4096 pixels, exceeds the maximum area, 2 pixels"),
         (dict(image_mean=None), ModelError, "image_mean must be a list of 3 numbers"),
         (dict(image_std=[1.0, 0.0, 1.0]), ModelError, "image_std must not contain 0"),
         (dict(image_std=[1.0, float("nan"), 1.0]), ModelError, "image_std must be a finite"),

@@ -282,7 +282,7 @@ def test_an_index_names_files_of_its_own_directory_alone(sharded, name):
     index = json.loads(path.read_text())
     index["weight_map"][next(iter(index["weight_map"]))] = name
     path.write_text(json.dumps(index))
-    fails(sharded, WeightsError, path, "not in the same directory")
+    fails(sharded, WeightsError, path, "only files in its own directory")
 
 
 def test_a_shard_that_is_a_pipe_is_not_waited_for(sharded):
@@ -345,7 +345,7 @@ def test_a_malformed_configuration_is_named(single, content):
     [
         (dict(rope_parameters={"rope_type": "dynamic", "factor": 2.0}), ["'dynamic'", "chunked"]),
         (dict(rope_scaling={"type": "dynamic", "factor": 2.0}), ["'dynamic'", "chunked"]),
-        (dict(rope_parameters={"rope_type": "longrope"}), ["'longrope'", "yarn, llama3"]),
+        (dict(rope_parameters={"rope_type": "longrope"}), ["'longrope'", "yarn and llama3"]),
         (dict(layer_types=["full_attention", "sliding_attention"]), ["'sliding_attention'"]),
         (dict(partial_rotary_factor=0.5), ["partial_rotary_factor"]),
         (

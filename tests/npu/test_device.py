@@ -103,7 +103,7 @@ def test_a_graph_that_runs_is_not_given_other_lengths(caplog):
     [
         (
             ModuleNotFoundError("No module named 'torch_npu'", name="torch_npu"),
-            r"not installed: run `pip install '\.\[npu\]'` .* matching releases of PyTorch",
+            r"not installed; run `pip install '\.\[npu\]'` .* matching releases of PyTorch",
         ),
         (
             ImportError("libhccl.so: cannot open shared object file: No such file or directory"),
@@ -111,7 +111,7 @@ def test_a_graph_that_runs_is_not_given_other_lengths(caplog):
         ),
         (
             ModuleNotFoundError("No module named 'yaml'", name="yaml"),
-            r"because yaml is not installed: run .pip install '\.\[npu\]'",
+            r"because yaml is not installed; run .pip install '\.\[npu\]'",
         ),
     ],
 )

@@ -330,7 +330,7 @@ def test_types_that_the_operator_does_not_take_are_refused(wide, monkeypatch):
             raise AssertionError
 
     with pytest.raises(
-        UnsupportedModel, match="does not support fused attention in bfloat16: use dtype float1"
+        UnsupportedModel, match="does not support fused attention in bfloat16; use dtype float1"
     ):
         asyncio.run(start())
 

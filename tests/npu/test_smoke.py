@@ -132,7 +132,7 @@ def test_without_torch_npu_one_sentence_says_what_to_install(tmp_path):
     assert status == 2
     assert (rows, found.stdout) == ([], "")
     assert found.stderr.startswith(
-        "device npu needs torch_npu, which is not installed: run `pip install"
+        "device npu requires torch_npu, which is not installed; run `pip install"
     )
     assert found.stderr.count("\n") == 1
 

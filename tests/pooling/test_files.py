@@ -50,9 +50,9 @@ def test_a_checkpoint_that_says_nothing_pools_only_if_it_is_told_to(tmp_path):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (dict(mode="max_tokens"), "pooling by max is not supported"),
-        (dict(pooling_mode_mean_tokens=True), "pooling by mean, lasttoken is not supported"),
-        (dict(include_prompt=False), "include_prompt false is not supported"),
+        (dict(mode="max_tokens"), "the pooling mode max is not supported"),
+        (dict(pooling_mode_mean_tokens=True), "the pooling mode mean, lasttoken is not supported"),
+        (dict(include_prompt=False), "include_prompt must be true"),
         (dict(modules=("Transformer", "Pooling", "Dense")), "the module 'Dense' is not supported"),
         (dict(modules=("Transformer",)), "has no Pooling module, so the option pooling"),
     ],
@@ -68,14 +68,18 @@ def test_what_is_not_known_is_refused_by_name(tmp_path, change, says):
     [
         ("modules.json", "[{", "cannot be read as JSON"),
         ("modules.json", "[1]", "must be a list of modules that each have a type"),
-        ("modules.json", '[{"type": "a.Pooling", "path": "../x"}]', "is not inside this"),
+        (
+            "modules.json",
+            '[{"type": "a.Pooling", "path": "../x"}]',
+            "must be inside the model's directory",
+        ),
         ("modules.json", '[{"type": "a.Pooling", "path": "missing"}]', "does not exist"),
         ("1_Pooling/config.json", "{", "as JSON"),
         ("config_sentence_transformers.json", '{"prompts": [1]}', "must map names to strings"),
         (
             "config_sentence_transformers.json",
             '{"default_prompt_name": "q"}',
-            "is not the name of one of its",
+            "is not one of the names in prompts",
         ),
     ],
 )
@@ -91,14 +95,17 @@ def test_a_decoder_without_a_head_must_be_told_how_it_pools(tmp_path):
     make_embedder(tmp_path)
     (tmp_path / "modules.json").unlink()
     with pytest.raises(
-        ModelError, match="has no language-modeling head, so it cannot generate text; set pooling"
+        ModelError,
+        match="has no language-modeling head, so it cannot generate text; set the option pooling",
     ):
         AsyncLLM(str(tmp_path), skip_tokenizer_init=True)
     assert AsyncLLM(str(tmp_path), skip_tokenizer_init=True, pooling="mean").files.pooling
 
 
 def test_judgements_need_their_words():
-    with pytest.raises(InvalidConfig, match="requires a reranker, but .* has no tokens no and yes"):
+    with pytest.raises(
+        InvalidConfig, match="requires a reranker, but .* does not contain the tokens no and yes"
+    ):
         AsyncLLM("demo", pooling="yes_no")
     with pytest.raises(InvalidConfig, match="requires the tokenizer"):
         AsyncLLM("demo", pooling="yes_no", skip_tokenizer_init=True)

@@ -123,7 +123,7 @@ def test_texts_of_a_blocking_program(embedder):
             assert score.outputs.score == pytest.approx(right, abs=1e-5)
         with pytest.raises(InvalidRequest, match="2 queries and 3 documents"):
             llm.score(["a", "b"], texts[:3], use_tqdm=False)
-        with pytest.raises(InvalidRequest, match="instruction is supported only for rerankers"):
+        with pytest.raises(InvalidRequest, match="instruction is supported only by rerankers"):
             llm.score("a", "b", instruction="c", use_tqdm=False)
         with pytest.raises(InvalidRequest, match="the prompt is empty"):
             llm.embed(["a", ""], use_tqdm=False)

@@ -114,7 +114,7 @@ async def test_pairs_are_scored():
             "text_1",
             "give exactly one of text_1",
         ),
-        ("/score", dict(text_1=["a", "b"], text_2=["c"] * 3), None, "2 first and 3 second texts"),
+        ("/score", dict(text_1=["a", "b"], text_2=["c"] * 3), None, "got 2 and 3 texts"),
     ],
     ids=lambda value: str(value)[:40],
 )

@@ -42,7 +42,7 @@ def test_a_cycle_without_a_bound_is_refused_with_its_path():
         (build(EdgeSpec("a", ("a",))), "cannot send messages to itself"),
         (build(EdgeSpec("a", ("b",)), EdgeSpec("a", ("b",))), "declared twice"),
         (build(actors="aab"), "declared twice"),
-        (build(nodes=(NodeSpec("user", ("a", "b")),)), "without a node"),
+        (build(nodes=(NodeSpec("user", ("a", "b")),)), "must be placed on a node"),
         (build(nodes=(NodeSpec("other", ("a", "b", "c")),)), "local node"),
         (build(nodes=(NodeSpec("user", ("a", "b", "c")), NodeSpec("n", ("a",)))), "twice"),
     ],

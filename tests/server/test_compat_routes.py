@@ -62,7 +62,7 @@ def test_invocations_are_chats_or_completions():
         for wrong in ({}, {**CHAT, "prompt": "a"}, []):
             answer = await client.post("/invocations", json=wrong)
             assert answer.status_code == 400
-            assert "either messages (for a chat) or a prompt" in answer.text
+            assert "either messages (for a chat) or prompt" in answer.text
         assert (await client.post("/invocations", content=b"{}")).status_code == 415
 
     asked(ask)

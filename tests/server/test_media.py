@@ -310,7 +310,7 @@ def test_what_has_no_scheme_is_refused(url, no_network):
 
 
 def test_where_no_host_is_allowed_nothing_is_fetched(no_network):
-    with pytest.raises(InvalidRequest, match=r"does not fetch pictures from URLs: send .* data:"):
+    with pytest.raises(InvalidRequest, match=r"does not fetch pictures from URLs; send .* data:"):
         loaded("https://example.org/a.png")
 
 
@@ -648,7 +648,7 @@ def test_the_body_of_a_redirect_is_not_waited_for():
 def test_other_answers_than_200_are_refused(status):
     picture = b"" if status in (100, 204, 304) else PICTURE
     extra = 'WWW-Authenticate: Basic realm="x"'
-    message = f"answered {status}" if status > 100 else "closed the connection"
+    message = f"with the status {status}" if status > 100 else "closed the connection"
     with pytest.raises(InvalidRequest, match=message):
         fetched({"/": of(picture, head=f"HTTP/1.1 {status} x", extra=extra)})
 
@@ -672,21 +672,21 @@ def test_other_types_are_refused(kind):
     if not shown:
         assert fetched({"/": of(PICTURE, kind)})[0] == PICTURE
         return
-    with pytest.raises(InvalidRequest, match=f"Content-Type is '{shown}', not image"):
+    with pytest.raises(InvalidRequest, match=f"Content-Type is '{shown}' instead of image"):
         fetched({"/": of(PICTURE, kind)})
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd", "identity, gzip", "x"])
 def test_compressed_answers_are_refused_unread(encoding):
     bomb = gzip.compress(bytes(1 << 20))
-    with pytest.raises(InvalidRequest, match="compressed the picture") as caught:
+    with pytest.raises(InvalidRequest, match="the Content-Encoding .* is not supported") as caught:
         fetched({"/": of(bomb, extra=f"Content-Encoding: {encoding}")})
     assert "Accept-Encoding: identity\r\n" in caught.value.site.heads[0]
 
 
 def test_a_second_header_cannot_hide_that_an_answer_is_compressed():
     extra = "Content-Encoding: identity\r\nContent-Encoding: gzip"
-    with pytest.raises(InvalidRequest, match="compressed the picture"):
+    with pytest.raises(InvalidRequest, match="the Content-Encoding .* is not supported"):
         fetched({"/": of(gzip.compress(PICTURE), extra=extra)})
     assert fetched({"/": of(PICTURE, extra="Content-Encoding: identity")})[0] == PICTURE
 
@@ -749,7 +749,7 @@ def test_answers_that_are_not_http_are_refused(answer):
         writer.close()
 
     with pytest.raises(
-        InvalidRequest, match=r"invalid HTTP response or closed the connection: .*data:image"
+        InvalidRequest, match=r"invalid HTTP response or closed the connection; .*data:image"
     ):
         fetched({"/": write})
 

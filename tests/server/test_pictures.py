@@ -125,7 +125,7 @@ def test_metrics_count_pictures(server, client):
         ),
         ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, "file"),
         ({"type": "image_url", "image_url": {"url": "data:text/plain;base64,QQ=="}}, "image"),
-        ({"type": "image_url", "image_url": {"url": data_url(b"nonsense")}}, "not a picture"),
+        ({"type": "image_url", "image_url": {"url": data_url(b"nonsense")}}, "supported formats"),
         ({"type": "image_url", "image_url": {"url": data_url(drawn("1")[:200])}}, "decoded"),
         ({"type": "image_url"}, "requires the field image_url"),
         ({"type": "image_url", "image_url": {"url": "x", "detail": "finest"}}, "detail"),

@@ -517,11 +517,11 @@ def check_continued(path, messages):
 @pytest.mark.parametrize(
     ("content", "options", "error"),
     [
-        (None, {}, "requires text"),
-        ([{"type": "image"}], {}, "requires text"),
+        (None, {}, "to have text as its content"),
+        ([{"type": "image"}], {}, "to have text as its content"),
         ("a", {"add_generation_prompt": True}, "are mutually exclusive"),
-        ("<think>x</think>y", {}, "does not reproduce"),
-        ("y<think>", {}, "does not reproduce"),
+        ("<think>x</think>y", {}, "changes the content"),
+        ("y<think>", {}, "changes the content"),
     ],
 )
 def test_what_cannot_be_continued_is_refused(tmp_path, content, options, error):

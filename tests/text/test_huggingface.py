@@ -169,7 +169,7 @@ print(made)
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=True
     )
-    assert "converted tokenizers can be kept only for this process" in done.stderr
+    assert "converted tokenizers cannot be cached" in done.stderr
     assert not Path(done.stdout.strip()).exists()
 
 

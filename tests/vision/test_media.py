@@ -76,7 +76,7 @@ def test_low_detail_bounds_the_area():
         ({"min_pixels": True}, "auto", "min_pixels must be an integer"),
         ({"size": 3}, "auto", "size must be a dict"),
         ({"max_pixels": 1 << 20}, "auto", "exceeds the model's own limit"),
-        ({"max_pixels": 100}, "auto", "less than min_pixels"),
+        ({"max_pixels": 100}, "auto", "max_pixels must be at least min_pixels"),
         ({}, "finest", "detail must be"),
     ],
 )

@@ -233,7 +233,7 @@ def test_sizes_are_read_without_decoding(monkeypatch, kind):
     data = encoded(noise("RGB"), kind, **(with_text() if kind == "PNG" else {}))
     forbid_decoding(monkeypatch)
     assert read_header(data, MOST) == Header(53, 37)
-    with pytest.raises(InvalidRequest, match="37 x 53 pixels, more than the 1000 allowed"):
+    with pytest.raises(InvalidRequest, match="37 x 53 pixels, but at most 1000 are allowed"):
         read_header(data, 1000)
 
 
@@ -247,7 +247,7 @@ def bomb(width, height):
 @pytest.mark.parametrize("side", [10_000, 30_000, 2**31 - 1])
 def test_a_decompression_bomb_is_refused_unread(monkeypatch, side):
     forbid_decoding(monkeypatch)
-    with pytest.raises(InvalidRequest, match=r"more than the|cannot be decoded"):
+    with pytest.raises(InvalidRequest, match=r"but at most|cannot be decoded"):
         read_header(bomb(side, side), 1 << 26)
 
 
@@ -255,19 +255,19 @@ def test_a_decompression_bomb_is_refused_unread(monkeypatch, side):
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.5, 0.98])
 def test_a_file_that_is_cut_off_is_refused(kind, share):
     data = encoded(noise("RGB", (200, 200)), kind)
-    with pytest.raises(InvalidRequest, match=r"not a picture in a known format|cannot be decoded"):
+    with pytest.raises(InvalidRequest, match=r"none of the supported formats|cannot be decoded"):
         decode(data[: int(share * len(data))], 32, 32)
 
 
 @pytest.mark.parametrize("data", [b"", b"GET / HTTP/1.1", b"%PDF-1.7", b"<svg/>", bytes(5000)])
 def test_what_is_no_picture_is_refused_with_the_known_formats(data):
-    with pytest.raises(InvalidRequest, match=r"not a picture in a known format: JPEG, PNG"):
+    with pytest.raises(InvalidRequest, match=r"none of the supported formats, which are JPEG, PNG"):
         read_header(data, MOST)
 
 
 def test_formats_that_are_not_known_are_refused():
     for kind in ("TIFF", "PPM", "ICO"):
-        with pytest.raises(InvalidRequest, match="not a picture in a known format"):
+        with pytest.raises(InvalidRequest, match="none of the supported formats"):
             read_header(encoded(noise("RGB"), kind), MOST)
 
 

@@ -126,11 +126,23 @@ def test_every_placeholder_is_a_row_of_its_item_in_order(items, words):
 @pytest.mark.parametrize(
     ("text", "items", "message"),
     [
-        ("<|image_pad|>", [], "1 image placeholders .token 1000., but 0 images"),
+        (
+            "<|image_pad|>",
+            [],
+            "1 image placeholders .token 1000., but the number of images given is 0",
+        ),
         ("none", [picture(1, 1, 1)], "0 image placeholders"),
-        ("<|image_pad|>" * 3, [picture(1, 1, 1)] * 2, "3 image placeholders .* but 2 images"),
+        (
+            "<|image_pad|>" * 3,
+            [picture(1, 1, 1)] * 2,
+            "3 image placeholders .* but the number of images given is 2",
+        ),
         ("<|video_pad|>", [picture(1, 1, 1)], "0 image placeholders"),
-        ("<|image_pad|>", [video(1, 1, 1, 0.0)], "1 image placeholders .* but 0 images"),
+        (
+            "<|image_pad|>",
+            [video(1, 1, 1, 0.0)],
+            "1 image placeholders .* but the number of images given is 0",
+        ),
     ],
 )
 def test_a_placeholder_too_many_or_too_few_is_refused(text, items, message):

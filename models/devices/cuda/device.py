@@ -126,7 +126,8 @@ class PortableCUDADevice(PortableOperators):
         if index >= count:
             raise UnsupportedModel(
                 f"device cuda:{index} does not exist: PyTorch {torch.__version__} sees {count} "
-                "NVIDIA GPUs; check that it is a CUDA build and that the NVIDIA driver is loaded"
+                "NVIDIA GPUs; check that PyTorch was built with CUDA and that the NVIDIA "
+                "driver is loaded"
             )
         self.torch_device = torch.device("cuda", index)
         self._base = 0

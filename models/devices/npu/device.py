@@ -116,20 +116,21 @@ class NPUDevice(PortableOperators):
             types = dtype, self.traits.default_dtype
             requested, supported = (str(value).removeprefix("torch.") for value in types)
             raise UnsupportedModel(
-                f"{self.runtime.chip} does not support fused attention in {requested}: use dtype "
-                f"{supported}"
+                f"{self.runtime.chip} does not support fused attention in {requested}; use "
+                f"dtype {supported}"
             )
         head_dims = self.runtime.packed_head_dims
         if self._options.attention_layout == "tnd" and head_dims and head_dim not in head_dims:
             raise UnsupportedModel(
-                f"attention_layout 'tnd' does not support head_dim {head_dim}, only "
-                f"{', '.join(map(str, head_dims))}: use attention_layout 'bnsd'"
+                "attention_layout 'tnd' supports only a head_dim of "
+                f"{', '.join(map(str, head_dims))}, but the model's is {head_dim}; use "
+                "attention_layout 'bnsd'"
             )
         multiple, largest = self.runtime.block_multiple, self.runtime.max_block_size
         if block_size % multiple or block_size > largest:
             raise UnsupportedModel(
-                f"block_size {block_size} is not supported on an NPU: fused attention requires a "
-                f"multiple of {multiple} that is at most {largest}"
+                f"block_size {block_size} is not supported on an NPU, where fused attention "
+                f"requires a multiple of {multiple} that is at most {largest}"
             )
 
     def memory(self) -> Memory:

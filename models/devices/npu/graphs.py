@@ -44,7 +44,7 @@ def graph_cache_directory(directory: str | None) -> Path:
     except OSError as error:
         raise UnsupportedModel(f"graph_cache_dir {path} cannot be created: {error}") from error
     if not os.access(path, os.W_OK):
-        raise UnsupportedModel(f"graph_cache_dir {path} is not writable: choose another directory")
+        raise UnsupportedModel(f"graph_cache_dir {path} is not writable; choose another directory")
     return path
 
 

@@ -36,10 +36,10 @@ def load_torch_npu() -> Any:
     except ModuleNotFoundError as error:
         if error.name != "torch_npu":
             raise UnsupportedModel(
-                f"torch_npu cannot be imported, because {error.name} is not installed: {_INSTALL}"
+                f"torch_npu cannot be imported, because {error.name} is not installed; {_INSTALL}"
             ) from error
         raise UnsupportedModel(
-            f"device npu needs torch_npu, which is not installed: {_INSTALL}"
+            f"device npu requires torch_npu, which is not installed; {_INSTALL}"
         ) from error
     except ImportError as error:
         match = re.search(r"lib\w+\.so", str(error))

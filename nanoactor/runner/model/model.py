@@ -279,10 +279,11 @@ class LoadedModel:
         if blocks * self.block_bytes() > free:
             raise NotEnoughMemory(
                 f"num_kv_blocks {blocks} is too large: {blocks} blocks of "
-                f"{self.block_bytes() / _MIB:.2f} MiB take {blocks * self.block_bytes() // _MIB} "
-                f"MiB, but {self.free_bytes // _MIB} MiB free - {used // _MIB} MiB of weights - "
-                f"{peak // _MIB} MiB for a step{self._slots_term()} leave "
-                f"{max(0, free) // _MIB} MiB, or {max(0, free) // self.block_bytes()} blocks"
+                f"{self.block_bytes() / _MIB:.2f} MiB take "
+                f"{blocks * self.block_bytes() // _MIB} MiB, but {self.free_bytes // _MIB} MiB "
+                f"free - {used // _MIB} MiB of weights - {peak // _MIB} MiB for a "
+                f"step{self._slots_term()} leave {max(0, free) // _MIB} MiB, enough for only "
+                f"{max(0, free) // self.block_bytes()} blocks"
             )
 
     def _slots_term(self) -> str:

@@ -143,9 +143,9 @@ class CapturedSteps:
             return captured
         if not self.failed:
             log.warning(
-                "%s cannot be captured, and perhaps other steps, too; decode steps are padded to "
-                "the next captured size, and other steps run operator by operator, which may be "
-                "several times slower: %s",
+                "%s, and perhaps other steps, cannot be captured; decode steps are padded to "
+                "the next captured size, and other steps run operator by operator, which may "
+                "be several times slower: %s",
                 name,
                 reason,
             )

@@ -183,7 +183,10 @@ class Constraints(Feature):
             grammar = self._open[uid].grammar
             due = self._masks.requested(uid)
             if grammar is None or due != position:
-                raise ProtocolBug(f"request {uid} forces position {position}, but {due} is due")
+                raise ProtocolBug(
+                    f"request {uid} forces a token at position {position}, but position {due} "
+                    "is next"
+                )
             self._masks.withdraw(uid)
             grammar.run = run
             self._pending_runs += 1

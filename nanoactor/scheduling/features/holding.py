@@ -71,7 +71,9 @@ class HeldSequences(Feature):
         living = {uid: self._live[uid] for uid in uids if uid in self._live}
         for sequence in living.values():
             if not sequence.is_held:
-                raise ProtocolBug(f"a caller continues what is not held: {sequence.describe()}")
+                raise ProtocolBug(
+                    f"a caller continued a sequence that is not held: {sequence.describe()}"
+                )
         parents = dict(zip(uids, event.parents.tolist(), strict=True))
         parents = {uid: event.uid + parent for uid, parent in parents.items() if parent >= 0}
         if not living.keys() >= {*parents, *parents.values()}:

@@ -34,12 +34,13 @@ CHOICELESS_UNDER_GRAMMAR = End(
 )
 NO_ANSWER = End(
     "expired",
-    error="the request was held, and its caller did not continue it in time (hold_timeout)",
+    error="the request was paused, and its caller did not resume it within the time limit "
+    "(hold_timeout)",
 )
 NO_MASK = End(
     "failed",
-    error="the token mask of the answer's grammar was not ready in time (mask_timeout): the "
-    "machine is busy, or the grammar of this or another request is slow",
+    error="the token mask of the answer's grammar was not ready in time (mask_timeout); the "
+    "machine is busy, or a grammar is slow",
 )
 
 

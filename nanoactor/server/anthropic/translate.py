@@ -148,7 +148,8 @@ class _Tools:
             schema = canonical_schema(require(tool.input_schema, "input_schema", path))
             if name in self.argument_orders:
                 raise invalid(
-                    f"{path}: another tool already has the name {name!r:.100}", f"{path}.name"
+                    f"{path}: the name {name!r:.100} is already used by another tool",
+                    f"{path}.name",
                 )
             self.argument_orders[name] = ArgumentOrder(schema)
             self.functions.append(function_tool(name, tool.description, schema, tool.strict))
@@ -168,7 +169,7 @@ class _Reader:
         for number, block in enumerate(blocks):
             path = f"system[{number}]"
             if block.type != "text" or block.text is None:
-                raise invalid(f"{path} must be a block of type 'text' that has a text", path)
+                raise invalid(f"{path} must be a block of type 'text' with the field text", path)
             if text := self._without_volatile(block.text):
                 texts.append(text)
         return ["\n".join(texts)] if texts else []
@@ -330,7 +331,8 @@ def _image_url(block: Block, path: str) -> str:
     if source.type == "base64" and source.data is not None:
         return f"data:{source.media_type or 'image/png'};base64,{source.data}"
     raise invalid(
-        f"{path}.source must have the type 'base64' and data, or the type 'url' and a url, "
-        "because this server does not store files",
+        f"{path}.source must have the type 'base64' with the field data, or the type 'url' "
+        "with the field url; other types would require stored files, which this server does "
+        "not support",
         f"{path}.source",
     )

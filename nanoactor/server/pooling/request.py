@@ -135,8 +135,8 @@ class ScoreRequest(_Pooled, kw_only=True, forbid_unknown_fields=True):
             first = first * len(second)
         if len(first) != len(second):
             raise invalid(
-                f"there must be one first text or as many as second texts, got {len(first)} "
-                f"first and {len(second)} second texts"
+                "text_1 (queries) must have one text or as many texts as text_2 (documents), "
+                f"got {len(first)} and {len(second)} texts"
             )
         return list(zip(first, second, strict=True))
 

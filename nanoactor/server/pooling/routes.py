@@ -160,7 +160,7 @@ class PoolingRoutes:
             return [output.outputs.score for output in scored], tokens
         if body.instruction is not None:
             raise invalid(
-                "instruction is supported only for rerankers, but this model computes vectors",
+                "instruction is supported only by rerankers, but this model is an embedding model",
                 "instruction",
             )
         # Usually, all pairs have the same first text. Embed each distinct text only once.

@@ -82,7 +82,8 @@ class Tools:
             name = function_name if is_unique else f"{namespace}__{function_name}"
             if name in self.origin_by_name:
                 raise invalid(
-                    f"{path}: another tool already has the name {name!r:.100}", f"{path}.name"
+                    f"{path}: the name {name!r:.100} is already used by another tool",
+                    f"{path}.name",
                 )
             self.origin_by_name[name] = namespace, function_name
             self._names[namespace, function_name] = name
@@ -162,7 +163,9 @@ def _response_format(body: ResponsesRequest) -> Chat:
     if form.type == "json_object":
         return {"response_format": {"type": "json_object"}}
     if form.schema is None:
-        raise invalid('text.format: the type "json_schema" requires a schema', "text.format.schema")
+        raise invalid(
+            'text.format: the type "json_schema" requires the field schema', "text.format.schema"
+        )
     schema = {"name": form.name or "answer", "schema": form.schema}
     return {"response_format": {"type": "json_schema", "json_schema": schema}}
 
@@ -275,7 +278,9 @@ class _Reader:
                 f"{path}: items are not stored; send the item itself instead of a reference", at
             )
         if kind.startswith("custom_tool"):
-            raise invalid(f"{path}: custom tools are not supported", at)
+            raise invalid(
+                f"{path}: items of custom tools are not supported; use functions instead", at
+            )
         if not kind.endswith(_HOSTED_ITEM_SUFFIXES) and kind not in _IGNORED_ITEM_TYPES:
             raise invalid(f"{path}: items of type {kind!r} are not supported", at)
         self._warn(f"input: {kind[:60]}", ONLY_FUNCTIONS)
