@@ -121,7 +121,7 @@ class GrammarActor(Actor):
         }
 
     def span_names(self) -> Mapping[type, str]:
-        """Return the trace span names of all handlers; sampling waits for their masks."""
+        """Return the trace span names of all handlers."""
         return {
             OpenGrammar: "open grammar",
             BeginGrammar: "begin grammar",
