@@ -1,4 +1,4 @@
-"""The Responses and the Messages API beside chats: the same answers, streamed by each in turn.
+"""The Responses and Messages APIs compared with chats: each streams the same answers in turn.
 
     python bench/apis.py [--streams 64] [--tokens 200] [--step 5] [--rounds 5] [--out FILE]
 

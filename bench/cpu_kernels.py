@@ -1,11 +1,11 @@
-"""Microseconds of the CPU's kernels beside PyTorch's and oneDNN's operators, by threads.
+"""Microseconds of the CPU's kernels, PyTorch's and oneDNN's operators, by number of threads.
 
     python bench/cpu_kernels.py [--threads 1 2] [--dtypes float32 bfloat16] [--rounds 5]
                                  [--out FILE]
 
 Shapes of Qwen3-0.6B: norms and SwiGLU of so many tokens, products of so many rows with each of a
-layer's weights (in turn with other weights, so that they come from memory) and of the demo's, and
-decode attention of rows with contexts of one length. Both sides in turn, medians. From these
+layer's weights (alternating with other weights, so that they come from memory) and of the demo's,
+and decode attention of rows with contexts of one length. Both sides alternate; medians. From these
 figures come the limits in `models/devices/cpu/compiled.py`.
 """
 
@@ -54,7 +54,7 @@ def seconds(work: Work) -> float:
 
 
 def compare(rounds: int, ours: Work, theirs: Work) -> dict[str, float]:
-    """Microseconds of both, in turn."""
+    """Microseconds of both, measured alternately."""
     times: dict[str, list[float]] = {"ours": [], "pytorch": []}
     for work in (ours, theirs):
         work()

@@ -1,4 +1,4 @@
-"""Checks and times the kernel of a whole decode step beside the engine's own operators, on one GPU.
+"""Checks the kernel of a whole decode step against the engine's own operators, and times both.
 
     python bench/decode_step.py --out results.json
     python bench/decode_step.py --model 8b --only time
@@ -172,7 +172,7 @@ class Worker:
 
     @staticmethod
     def touched(inputs: StepInputs, caches: list[KVCache], others: list[KVCache]) -> int:
-        """Count values that the step has changed beside the new tokens'."""
+        """Count values that the step has changed, apart from the new tokens'."""
         count = 0
         for cache, other in zip(caches, others, strict=True):
             for a, b in ((cache.keys, other.keys), (cache.values, other.values)):
@@ -253,8 +253,8 @@ class Worker:
         return {"good": good, "unlike": unlike, "worst": worst, "count": count}
 
     def walk(self, case: Case, shape: Shape, model: Model, g: torch.Generator) -> dict[str, Any]:
-        """Thousands of steps of a batch that changes, all logits beside the operators', and one
-        step in 97 beside float64."""
+        """Thousands of steps of a batch that changes: all logits are compared with the operators',
+        and those of one step in 97 with float64."""
         sizes = (1, 2, 4, 8, 16)
         shapes = {rows: dataclasses.replace(shape, rows=rows) for rows in sizes}
         steps = {

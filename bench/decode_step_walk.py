@@ -14,7 +14,7 @@ from nanoactor.models.devices.cuda.kernels.decode_step.table import Shape
 SLOTS = 16
 LONGEST = 32_768
 _SHORT, _LEAVES, _JOINS = 200, 0.01, 0.12
-"""New tokens that a sequence may get at most beside its first ones; chances in a step."""
+"""New tokens that a sequence may get at most in addition to its first ones; chances in a step."""
 
 
 @dataclasses.dataclass

@@ -2,10 +2,10 @@
 
     python bench/depth.py [--requests 32] [--rounds 3] [--out FILE]
 
-Both engines run side by side in one process tree each, in turns, so that a noisy machine
-hurts both. Reported per depth: output tokens/s, device busy share (time in which torch
+The engines, each with a process tree of its own, alternate, so that a noisy machine hurts
+both. Reported per depth: output tokens/s, device busy share (time in which torch
 computed, by the runner's clock, over wall time), and the ratio of the medians. On a CPU
-the "device" shares its cores with the actors, so depth 2 gains less here than beside an
+the "device" shares its cores with the actors, so depth 2 gains less here than with an
 accelerator.
 """
 

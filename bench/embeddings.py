@@ -1,4 +1,4 @@
-"""Vectors of texts per second, beside transformers, and beside vLLM where that is installed.
+"""Vectors of texts per second, compared with transformers and, if it is installed, with vLLM.
 
     python bench/embeddings.py [--model demo|0.6b] [--device cpu|cuda] [--lengths 32 512 4096]
         [--tokens 262144] [--rounds 3] [--peers transformers vllm] [--out FILE]

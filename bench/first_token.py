@@ -6,8 +6,8 @@
 
 Requests of new random token ids follow each other with a pause between them, one token each. Every
 span between the call of `generate` and its output is kept with its time since the call; the table
-has the medians over the requests. With several `--awake-ms` the engines run one after the other, in
-turns of half the rounds each, on the same checkpoint; the picture has one panel for each.
+has the medians over the requests. With several `--awake-ms` the engines alternate, each
+running half of its rounds at a time, on the same checkpoint; the picture has one panel for each.
 
 "left" is when a message was sent to the actor, "begins" when it was handled, so that the time
 between the two is a wake-up; times in ms. CPU seconds are those of all processes of the engine.
@@ -195,7 +195,7 @@ def tell(title: str, panel: dict) -> None:
 
 
 def run_in_turns(args: argparse.Namespace) -> dict[str, dict]:
-    """Run the engines in turns; returns a panel for each."""
+    """Run the engines alternately; returns a panel for each."""
     choices = {f"awake {ms:g} ms": {"awake_ms": ms} for ms in args.awake_ms or []}
     choices = choices or {args.model: {}}
     found: dict[str, list[dict]] = {title: [] for title in choices}

@@ -7,7 +7,7 @@ Random weights of the true configurations in bfloat16, prompts of random token i
 workload: 256 prompts of 100 to 1,024 tokens, 100 to 1,024 tokens each, temperature 0.6. latency:
 one prompt of 512 tokens on an idle engine, 1 and 256 tokens. decode: prompts of 1,024 tokens, the
 time per step from two lengths of output; and in a window of full batches, what the device idled by
-its own clock (idle: that alone). recommended: top-k 20, top-p 0.95, temperature 0.6 beside greedy.
+its own clock (idle: that alone). recommended: top-k 20, top-p 0.95, temperature 0.6, and greedy.
 prefill: 8 prompts of 8,192 tokens (raise --max-model-len), prompts: 16 of 4,000. burst: 256 prompts
 of 560 tokens at once, one token each; and 256 of 32 tokens. gap: the largest gap between two tokens
 of 63 streams while a prompt of 32,768 tokens is prefilled (raise it too; its chunks are as large as

@@ -3,14 +3,13 @@
     python bench/gpu_report.py [FILE] [--results DIRECTORY] [--check | --plot IMAGE]
 
 What stands between `<!-- gpu-tables -->` and `<!-- /gpu-tables -->` in FILE (docs/gpu.md) is
-replaced by tables of medians from
-`bench/results/*-gpu-*.json`: nanoactor at depth 2 beside vLLM, a ratio
-above 1 meaning that nanoactor is faster, and depth 1 beside depth 2. Files are pooled by GPU,
-model, engine and depth; for each test (of decode: each figure of a batch) the latest date and file
-name count. Depths are compared within a day.
-Files of runs with `--sync`, `--enforce-eager`, `--plan-lead`, `--max-depth` or
-`--no-decode-kernel` are left out, as are those of other benchmarks. `--check` writes nothing: its
-exit status is 1 if FILE would change. The status is 2 where there are no markers or no results.
+replaced by tables of medians from `bench/results/*-gpu-*.json`: nanoactor at depth 2 compared with
+vLLM, a ratio above 1 meaning that nanoactor is faster, and depth 1 compared with depth 2. Files are
+pooled by GPU, model, engine and depth; for each test (of decode: each figure of a batch) the latest
+date and file name count. Depths are compared within a day. Files of runs with `--sync`,
+`--enforce-eager`, `--plan-lead`, `--max-depth` or `--no-decode-kernel` are left out, as are those
+of other benchmarks. `--check` writes nothing: its exit status is 1 if FILE would change. The status
+is 2 where there are no markers or no results.
 """
 
 from __future__ import annotations

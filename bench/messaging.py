@@ -1,4 +1,4 @@
-"""Measure what a message costs: our ring and queue beside ZeroMQ, between two processes.
+"""Measure what a message costs: our ring and queue compared with ZeroMQ, between two processes.
 
     python bench/messaging.py [--rounds 5] [--trips 2000] [--megabytes 256] [--out FILE]
 

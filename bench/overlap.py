@@ -3,11 +3,11 @@
     python bench/overlap.py [--sequences 1 16 64 256 1024] [--ms 1 5 10] [--seconds 2] [--rounds 3]
                             [--out FILE] [--plot FILE] [--trace FILE]
 
-The device is simulated: a step starts when it was submitted or when the one before has ended,
-takes a fixed time, and costs no CPU. What it idles is what the engine's own work adds. All
-sequences run all the time; a window in the middle is measured. Compared are pipeline depth 1 and
-2, eager and late planning, and a loop in one process that schedules, runs and postprocesses in
-turn, with the same scheduler, block manager, batch state and detokenizer on the same device.
+The device is simulated: a step starts when it was submitted or when the one before has ended, takes
+a fixed time, and costs no CPU. What it idles is what the engine's own work adds. All sequences run
+all the time; a window in the middle is measured. Compared are pipeline depth 1 and 2, eager and
+late planning, and a loop in one process that schedules, runs and postprocesses one after the other,
+with the same scheduler, block manager, batch state and detokenizer on the same device.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ async def measure_engine(
 
 
 class InProcessLoop:
-    """Schedule, run, postprocess, in turn; the engine's own logic without its actors."""
+    """Schedule, run and postprocess in sequence; the engine's own logic without its actors."""
 
     def __init__(self, directory: Path, sequences: int, milliseconds: float) -> None:
         from nanoactor.kv.manager import BlockManager

@@ -8,7 +8,7 @@ Streams run all at once; a process is killed once all have some tokens, and what
 is taken. `restart` is the part of it in which processes were replaced; the rest is the prefill of
 all streams and the tokens' way. Then the next victim, in the same engine.
 
-`--bare` compares instead, in turns, how long an idle engine takes to replace a process with how
+`--bare` compares instead, alternately, how long an idle engine takes to replace a process with how
 long a Python of its own takes to import and set up the same actors.
 
 `--vllm` kills vLLM's engine process instead, once, and says what its streams and a request behind

@@ -9,13 +9,13 @@
     (each with [--out FILE])
 
 `scale`: output tokens per second of 16 streams a replica, on three local nodes. `cpu`: processor
-time per token of ingress and replica, beside that of one engine's own server, both without what
-they take when idle. `pause`: the longest gap between two events of 16 streams, undisturbed and
-when their replica is killed or stopped. `rollout`: ten rounds of a new version with another number
-of replicas, two ingresses, under 16 clients: answers that were cut. `soak`: mixed traffic, for its
-first half with a kill every 15 s; memory, descriptors and processes. `gpu`: one replica behind its
-ingress beside `nanoactor serve`, in turn. Simulated devices take so many milliseconds a step and
-compute nothing.
+time per token of ingress and replica, compared with that of one engine's own server, both without
+what they take when idle. `pause`: the longest gap between two events of 16 streams, undisturbed and
+when their replica is killed or stopped. `rollout`: ten rounds of a new version with a different
+number of replicas, two ingresses, under 16 clients: answers that were cut. `soak`: mixed traffic,
+for its first half with a kill every 15 s; memory, descriptors and processes. `gpu`: one replica
+behind its ingress compared with `nanoactor serve`, alternately. Simulated devices take so many
+milliseconds a step and compute nothing.
 """
 
 from __future__ import annotations
@@ -336,7 +336,7 @@ def soak(model: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def rollout(model: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Ten rounds of a new version with another number of replicas, under 16 clients."""
+    """Ten rounds of a new version with a different number of replicas, under 16 clients."""
     os.environ["RAY_AUTH_MODE"] = "disabled"
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     import ray
@@ -423,7 +423,7 @@ def look(server: Server) -> dict[str, float]:
 
 
 def gpu(model: str, args: argparse.Namespace) -> dict[str, Any]:
-    """One replica on a GPU behind its ingress, beside the engine's own server, in turn."""
+    """One replica on a GPU behind its ingress, alternating with the engine's own server."""
     rows: dict[str, list[float]] = {"alone": [], "fleet": []}
     mixed: dict[str, list[float]] = {"alone": [], "fleet": []}
     lone: dict[str, list[float]] = {"alone": [], "fleet": []}

@@ -6,8 +6,8 @@
 All rows of a step ask for the same: 128 tokens of prompt, then a window of steps in which every row
 decodes. Milliseconds per step by the device's own clock: medians of the rounds, and every value.
 0.6b is Qwen3-0.6B's true configuration with random weights. With `--before`, the directory of
-another version, that version does the ways it knows in a process of its own, in turns with this
-one: `greedy`, `plain`, `top_k`, `top_p`, `min_p`.
+another version, that version does the ways it knows in a process of its own, alternating with
+this one: `greedy`, `plain`, `top_k`, `top_p`, `min_p`.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
     python bench/serving.py --beside [--concurrency 64] [--rounds 5] [...]
 
 The first form starts `nanoactor serve` and runs load.py against it: closed loop at each of the
-concurrencies, open loop at each of the rates. The second runs the same requests through
-`AsyncLLM` in one process and over HTTP, round by round in turn, with the client in a process of its
-own: how many tokens/s the server costs. Simulated devices have steps of a fixed length and compute
+concurrencies, open loop at each of the rates. The second runs the same requests through `AsyncLLM`
+in one process and over HTTP, alternating round by round, with the client in a process of its own:
+how many tokens/s the server costs. Simulated devices have steps of a fixed length and compute
 nothing. The prompts and outputs are nano-vllm's, 100 to 1,024 tokens each, unless said otherwise.
 """
 
@@ -135,7 +135,7 @@ async def in_process(args: argparse.Namespace, model: str) -> dict[str, Any]:
 
 
 def beside(args: argparse.Namespace, model: str) -> dict[str, Any]:
-    """Both, in turn."""
+    """Both, alternately."""
     rounds = []
     for number in range(args.rounds):
         engine = uvloop.run(in_process(args, model))

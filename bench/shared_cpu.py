@@ -1,13 +1,14 @@
-"""Measure the CPU device where the processor is shared: default threads beside one, and beside all.
+"""Measure the CPU device where the processor is shared: default threads, one thread and all.
 
     python bench/shared_cpu.py [--neighbours 0 2 4] [--throttle 0.5] [--rounds 2] [--dtype bfloat16]
                                [--before CHECKOUT] [--out FILE]
 
-The demo model, greedy, one stream of 250 tokens and 32 of 120: output tokens per second, in turn
-for `threads` = None (the engine chooses by what steps take), 1, and all cores, as the default was
-before. neighbours: so many processes that compute all the time. throttle: the runner's process is
-stopped for this share of each 100 ms, as a quota does it. `lowest_ratio`: the default by the better
-of the other two; `gain_over_all_cores`: by all cores; of medians, the lower of both loads.
+The demo model, greedy, one stream of 250 tokens and 32 of 120: output tokens per second,
+alternately for `threads` = None (the engine chooses by what steps take), 1, and all cores, as the
+default was before. neighbours: so many processes that compute all the time. throttle: the runner's
+process is stopped for this share of each 100 ms, as a quota does it. `lowest_ratio`: the default by
+the better of the other two; `gain_over_all_cores`: by all cores; of medians, the lower of both
+loads.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def measure_before(checkout: str, dtype: str, throttle: float) -> dict[int, floa
 
 
 def case(args: argparse.Namespace, count: int, throttle: float) -> dict[str, Any]:
-    """All three choices in turn, so many rounds."""
+    """All three choices alternately, for so many rounds."""
     cores = len(os.sched_getaffinity(0))
     choices: dict[str, int | None] = {"default": None, "one": 1, "all": cores}
     rates: dict[str, dict[str, list[float]]] = {}

@@ -5,9 +5,9 @@
         [--max-pipeline-depth 4] [--no-jump-forward] [--rounds 3] [--tokens 300] [--out FILE]
 
 64 free streams, of prompts of `--context` tokens, are measured in windows in which each of them
-decodes the same `--tokens`, as a step takes longer the longer contexts are: alone, beside 16
+decodes the same `--tokens`, as a step takes longer the longer contexts are: alone, with 16
 clients whose answers follow JSON schemas (one after the other, of at most 200 tokens behind a
-prompt of 64), and beside 16 more free streams. Only the 64 count; ratios are of neighbours in a
+prompt of 64), and with 16 more free streams. Only the 64 count; ratios are of neighbours in a
 round. `us_per_token` is what a token of the other streams adds to a step; those of constrained ones
 include their prompts. Then one constrained answer alone, and a free one of the same length. A mode
 is a pipeline depth and when steps are planned; at depth 1 both ways of planning are the same.
@@ -159,7 +159,7 @@ class Bench:
         return dict(figures)
 
     async def window(self, contender: str) -> dict[str, Any]:
-        """A stretch in which 64 free streams decode the same contexts, alone or beside others."""
+        """A stretch in which 64 free streams decode the same contexts, alone or with others."""
         rows = FREE + OTHERS * (contender == "free")
         tasks: list[asyncio.Task[None]] = []
         if contender == "constrained":

@@ -3,8 +3,8 @@
     python bench/structured_outputs_vllm.py --engine nanoactor|vllm --model 0.6b|8b
         [--rounds 3] [--context 64] [--tokens 300] [--backend xgrammar|guidance] [--out FILE]
 
-64 free streams are measured while each decodes the same tokens: alone, beside 16 clients whose
-answers follow JSON schemas (one after the other, compact, of at most 200 tokens), and beside 16
+64 free streams are measured while each decodes the same tokens: alone, with 16 clients whose
+answers follow JSON schemas (one after the other, compact, of at most 200 tokens), and with 16
 more free streams. Then one constrained answer after the other alone, and free ones of the same
 length. Both engines have random weights of the same shapes, and the same tokenizer, prompts,
 schemas and `max_num_seqs`, and no seeds; the rest is their defaults. vLLM has to be installed for
@@ -194,7 +194,7 @@ class Bench:
             await self.answer()
 
     async def window(self, contender: str) -> dict[str, float]:
-        """Tokens a second of the 64 free streams, alone or beside others, and of the 16."""
+        """Tokens a second of the 64 free streams, alone or with others, and of the 16."""
         tasks: list[asyncio.Task[None]] = []
         self.constrained = 0
         if contender == "constrained":

@@ -1,4 +1,4 @@
-"""What OpenTelemetry spans cost: the same requests with and without them, in turns.
+"""What OpenTelemetry spans cost: the same requests with and without them, alternately.
 
     python bench/telemetry.py [--requests 512] [--at-once 64] [--tokens 16] [--rounds 9]
 

@@ -1,4 +1,4 @@
-"""Output tokens per second on the CPU, beside Hugging Face transformers in the same run.
+"""Output tokens per second on the CPU, compared with Hugging Face transformers in the same run.
 
     python bench/throughput.py [--model demo|93m|0.6b] [--peer transformers] [--requests 64]
                                [--streams 1 32] [--length 200] [--rounds 1] [--out FILE]
@@ -11,8 +11,9 @@ batch sizes; and its continuous batching, `generate_batch`, where that runs on a
 that were asked for count.
 
 With --streams: so many equal requests at once (a prompt of 100 tokens, --length of output), and
-`generate` on a batch of the same, in turn, with its faster number of threads; and a decode step's
-time beside that of reading the weights once (`read_ms`: a sum over as many bytes, with all cores).
+`generate` on a batch of the same, alternately, with its faster number of threads; and a decode
+step's time compared with that of reading the weights once (`read_ms`: a sum over as many bytes,
+with all cores).
 """
 
 from __future__ import annotations
@@ -237,7 +238,7 @@ def read_ms(size: int) -> float:
 
 
 def measure_streams(directory: str, parameters: int, args) -> dict:
-    """Both in turn, for each type and number of streams."""
+    """Both alternately, for each type and number of streams."""
     found: dict = {}
     cores = len(os.sched_getaffinity(0))
     for dtype in DTYPES:

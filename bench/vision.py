@@ -5,8 +5,8 @@
     python bench/vision.py --streams 64 [--pictures 32] [--rounds 3] [--out FILE]
 
 A JPEG of 1,024 x 768 pixels (768 tokens; every one is new) and 32 tokens of text, greedy. idle: one
-request at a time: the whole, and of it what the worker took to name it and to decode and resize
-it, the device to encode it and to prefill (by their own spans), and the rest, `wait`; beside it a
+request at a time: the whole, and of it what the worker took to name it and to decode and resize it,
+the device to encode it and to prefill (by their own spans), and the rest, `wait`; for comparison, a
 prompt of as many text tokens, which has no picture to encode. second: the next turn of the same
 conversation. worker_alone: decoding and resizing one after the other. rate: an open loop of so many
 requests a second. transformers: its PIL processor and one forward pass of the same model, after the
@@ -245,7 +245,7 @@ async def run_engine(args: argparse.Namespace, model: str) -> dict[str, Any]:
 
 
 async def run_streams(args: argparse.Namespace) -> dict[str, Any]:
-    """Rounds in turn; the share that counts is with pictures by without, in pairs."""
+    """Rounds alternate; the share that counts is with pictures by without, in pairs."""
     pictures = [jpeg(number, (4000, 3000)) for number in range(args.pictures)]
     rounds = []
     options: dict[str, Any] = {"device": "simulated:5", "max_num_seqs": 128}

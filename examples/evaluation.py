@@ -67,7 +67,7 @@ def main() -> None:
     with urllib.request.urlopen(f"{given.url}/models") as reply:
         model = given.model or json.load(reply)["data"][0]["id"]
     # The harness splits prompt and answer by tokens, so it needs the model's own tokenizer. The
-    # server may call the model by another name than the hub does.
+    # server's name for the model may differ from the hub's.
     tokenizer = resolve_model(given.tokenizer or model, weights=False)
 
     results = lm_eval.simple_evaluate(

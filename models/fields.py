@@ -21,8 +21,8 @@ _MAGNITUDE_LIMIT = 1e30
 def read_positive_int(
     raw: Mapping[str, Any], key: str, origin: object, default: int | None = None
 ) -> int:
-    """Return the value of `key`, a positive integer within the limit of sizes. A missing or null
-    value means `default`."""
+    """Return the value of `key`, a positive integer that does not exceed the maximum for this key.
+    A missing or null value means `default`."""
     value = raw.get(key)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:

@@ -74,8 +74,9 @@ class EngineClosed(NanoactorError):
 
 
 class ComputationFailed(NanoactorError):
-    """The model's output for this request is not a number, or the request cannot resume after the
-    death of a process. Other requests are unaffected."""
+    """The request could not be completed: the model produced NaN or infinity for it, the mask for
+    its next token did not arrive in time, or it could not resume after a process had died. Other
+    requests are unaffected."""
 
 
 class PoisonRequest(ComputationFailed):

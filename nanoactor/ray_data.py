@@ -145,7 +145,7 @@ class Generate:
             raise
 
     async def _answer(self, row: Mapping[str, Any]) -> tuple[RequestOutput | None, str]:
-        """Return a row's output and an empty text, or None and the error message."""
+        """Return a row's output and an empty string, or None and the error message."""
         async with self._room:
             for attempt in range(self._retries + 1):
                 try:

@@ -175,8 +175,9 @@ class Actor:
         """Load what the actor needs, such as a model, and return the record that it publishes to
         the other actors.
 
-        Runs before the actor receives any message, and may take long. If it raises an exception
-        whose class sets `picklable = True`, `System.start` raises that exception in the caller.
+        Runs before the actor receives any message, and may take a long time. If it raises an
+        exception whose class sets `picklable = True`, `System.start` raises that exception in the
+        caller.
         """
         return None
 

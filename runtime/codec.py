@@ -283,7 +283,8 @@ def _describe_array(array: Any, arrays: list[Array], inline: int) -> Any:
     `_read_array` describes. Append a large array to `arrays`."""
     number = _DTYPE_NUMBER.get(array.dtype) if isinstance(array, np.ndarray) else None
     if number is None:
-        raise CodecError(f"{type(array).__name__} {getattr(array, 'dtype', '')} cannot be sent")
+        dtype = getattr(array, "dtype", None)
+        raise CodecError(f"a value of type {type(array).__name__} and dtype {dtype} cannot be sent")
     size = array.nbytes
     if size <= inline or not size or not array.ndim:
         if not size and array.ndim == 1:
@@ -315,8 +316,8 @@ def decode_body(
 ) -> Any:
     """Do the same as `decode` for a caller that has already unpacked the header.
 
-    The record starts at byte `offset` of `record`, the buffer to which array views will refer.
-    `view` shows the bytes of the same buffer.
+    `record` is the buffer to which array views will refer; the record itself starts at byte
+    `offset` of it. `view` is a memoryview of the same buffer.
     """
     nbytes, kind, sequence, _sent, crc, meta_length = header
     if sequence != expected_sequence or kind not in _KINDS:

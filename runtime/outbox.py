@@ -32,11 +32,11 @@ class Outbox(Protocol):
     @property
     def ready(self) -> bool:
         """True if a message would be sent at once. On a paced edge, the reader must also have read
-        all messages, and the actor must have handled all of its own.
+        every message, and the sending actor must have no unread messages.
 
-        An actor that can merge messages keeps them back until the outbox is ready. After this
-        property was False, `Actor.on_ready` is called once the outbox is ready, so the actor should
-        read it only when it has something to send.
+        An actor that can merge messages holds them back until the outbox is ready. Once this
+        property has returned False, `Actor.on_ready` is called when the outbox becomes ready, so
+        the actor should read it only when it has something to send.
         """
 
     def statistics(self) -> dict[str, int]:

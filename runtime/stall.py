@@ -4,7 +4,7 @@ in.
 A node is alive while its loop answers pings. Work outside its loop, on a device for example, is
 judged by the `Progress` that its actors report.
 
-A false alarm ends a healthy engine, so a node counts as alive in cases of doubt. Time counts only
+A false alarm ends a healthy engine, so a node counts as alive when in doubt. Time counts only
 while the watchdog itself runs. After a pause of the machine or process group, or while the user's
 program blocks the loop, nothing can be concluded about other nodes. A node may be silent ten times
 as long while it uses its CPU. The same applies to reported work on the node's own CPU, such as

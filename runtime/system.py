@@ -339,8 +339,8 @@ class System:
         return self._node
 
     def check_usable(self) -> None:
-        """Raise `NotUsableHere` in another process or on another event loop than the one in which
-        the system was started."""
+        """Raise `NotUsableHere` unless the process and the event loop are those in which the system
+        was started."""
         if os.getpid() != self._pid:
             raise NotUsableHere(
                 "the engine was started in another process; start it after the fork, not before"

@@ -61,7 +61,7 @@ class NodeSpec:
     group: str = ""
     """Name of the node's group; empty if it belongs to none.
 
-    Nodes of a group wait for one another by other means than messages. After any node's death they
+    Nodes of a group wait for one another by means other than messages. After any node's death they
     cannot be asked to stop, so all of them are replaced.
     """
 
@@ -115,7 +115,8 @@ class Topology:
         _check_unique("placement of actor", placed)
         if set(placed) != set(names):
             raise TopologyError(
-                "each actor must be placed on a node, but these are not, or are unknown: "
+                "every actor must be placed on a node, and only declared actors may be placed; "
+                "unplaced or undeclared actors: "
                 f"{set(placed) ^ set(names)}"
             )
         if self.local not in {node.name for node in self.nodes}:

@@ -1,7 +1,7 @@
 """Promises about time, held on a busy machine too.
 
 A promise of 100 ms cannot be told from a machine that had something else to do, unless that is
-measured beside it. A heartbeat on the test's own loop tells how late everything on it is.
+measured alongside it. A heartbeat on the test's own loop tells how late everything on it is.
 """
 
 import asyncio

@@ -31,7 +31,7 @@ NUMBER = re.compile(r"\d+(?:[.,]\d+)*(?: ?%)?")
 
 
 def english_of(page):
-    """Return the page beside it, or that of the folder above for docs/README.zh.md."""
+    """Return the page next to it, or that of the folder above for docs/README.zh.md."""
     folder = page.parent
     if page.name == "README.zh.md" and folder.name == "docs":
         folder = folder.parent

@@ -30,10 +30,10 @@ class TokenScorer:
         """Score `targets`, int64 (rows,), with this rank's logits, (rows, ids), which are
         overwritten.
 
-        Returns int32 (rows, 2 + 2 * most likely tokens): the bits of the target's float32
-        log-probability, its rank starting at 1, the ids of the `num_top` most likely tokens, and
-        the bits of their log-probabilities. Of equal logits, the lower id comes first. If equal
-        logits do not all fit, which of them are returned is unspecified.
+        Returns int32 (rows, 2 + 2 * `num_top`): the bits of the target's float32 log-probability,
+        its rank starting at 1, the ids of the `num_top` most likely tokens (or of all, if the
+        vocabulary is smaller), and the bits of their log-probabilities. Of equal logits, the lower
+        id comes first. If equal logits do not all fit, which of them are returned is unspecified.
         """
         logits = logits.float()
         valid = max(0, min(logits.shape[-1], self._vocabulary - self._start))

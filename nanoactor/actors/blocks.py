@@ -89,7 +89,8 @@ class BlockManagerActor(Actor):
             self._scheduler.send(answer)
 
     def _publish_index(self, at_least: int = 1) -> None:
-        """Publish index changes if there are at least `at_least` of them; this is not urgent."""
+        """Publish index changes if there are at least `at_least` of them, as far as the frontend
+        has room. A later call publishes the rest."""
         changes = self._manager.pool.changes
         if changes is None or len(changes) < at_least:
             return

@@ -59,7 +59,7 @@ class GrammarActor(Actor):
     def __init__(self, config: ActorConfig) -> None:
         self._config = config
         self._book = self._new_book()
-        # Large grammars take long to compile, and small ones must not wait for them.
+        # Large grammars take a long time to compile, and small ones must not wait for them.
         self._small = WorkerThread("compile")
         self._large = WorkerThread("compile large")
         self._compiler: GrammarCompiler | InvalidRequest | None = None

@@ -63,11 +63,11 @@ def as_held(params: SamplingParams, submit: Submit, media: Sequence[Media]) -> S
     """Return `submit` changed such that its sequences pause after each token. Raises
     `InvalidRequest` if its parameters are incompatible with that."""
     if params.logprobs is None or params.max_tokens is None:
-        raise InvalidRequest("held answers require logprobs and max_tokens to be set")
+        raise InvalidRequest("submit_held requires logprobs and max_tokens to be set")
     spec = submit.spec
     if media or spec.grammar or spec.prompt_logprobs >= 0 or spec.text_options.stop:
         raise InvalidRequest(
-            "held answers cannot be combined with pictures, videos, structured_outputs, "
+            "a request of submit_held cannot use pictures, videos, structured_outputs, "
             "prompt_logprobs or stop strings"
         )
     return dataclasses.replace(submit, spec=dataclasses.replace(spec, held=True))

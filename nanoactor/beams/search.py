@@ -13,8 +13,8 @@ from nanoactor.requests.params import BeamSearchParams
 
 def candidates_per_beam(params: BeamSearchParams, eos_token_ids: Collection[int]) -> int:
     """Return the number of most likely tokens by which each beam is extended. This is twice
-    `beam_width`, or more if `beam_width` tokens would not remain without the end-of-sequence
-    ids."""
+    `beam_width`, or more if fewer than `beam_width` tokens could remain after the end-of-sequence
+    ids are removed."""
     ends = 0 if params.ignore_eos else len(set(eos_token_ids))
     return max(2 * params.beam_width, params.beam_width + ends)
 

@@ -45,7 +45,8 @@ def add_options(group: Any, config: type[Any], **defaults: Any) -> dict[str, Map
             continue
         text, default = help_texts.get(field.name, ""), defaults.get(field.name, field.default)
         if "efault" not in text and default not in (None, (), dataclasses.MISSING):
-            text = f"{text} Default: {default}."
+            shown = ("off", "on")[default] if isinstance(default, bool) else default
+            text = f"{text} Default: {shown}."
         name = field.name.replace("_", "-")
         names = [name]
         if settings.get("action") == "append":

@@ -40,7 +40,7 @@ def npu(machine: Machine) -> Iterator[Finding]:
 
 
 def driver_version(machine: Machine) -> str:
-    """Return the version of the NPU driver, or an empty text if there is none."""
+    """Return the version of the NPU driver, or an empty string if there is none."""
     return machine.match(r"^version\s*=\s*(.+)$", _DRIVER_FILE)
 
 
@@ -141,7 +141,7 @@ def _torch_npu(machine: Machine) -> Iterator[Finding]:
 
 def _install_pair(torch: str | None) -> str:
     """Return the command that installs the torch_npu release for this version of torch. If torch is
-    missing or too old, the command installs both."""
+    missing or too old, the command installs torch too."""
     if release(torch) < (2, 11):
         return "pip install '.[npu]'"
     version = ".".join(str(part) for part in release(torch))

@@ -40,7 +40,8 @@ def as_text(findings: Sequence[Finding]) -> str:
             lines.append(f"{'':{6 + width}}  -> {finding.fix}")
     states = [finding.state for finding in findings]
     bad, notes = states.count("bad"), states.count("note")
-    return "\n".join([*lines, "", f"{bad or 'nothing'} bad, {notes} note{'s' * (notes != 1)}"])
+    summary = f"{bad or 'no'} problem{'s' * (bad != 1)}, {notes} note{'s' * (notes != 1)}"
+    return "\n".join([*lines, "", summary])
 
 
 def as_json(findings: Sequence[Finding]) -> str:

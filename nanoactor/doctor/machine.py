@@ -68,7 +68,7 @@ class Machine:
 
     def match(self, pattern: str, *paths: str) -> str:
         """Search files for a regular expression. Return its first group in the first file that
-        matches, or an empty text."""
+        matches, or an empty string."""
         for path in paths:
             with contextlib.suppress(OSError):
                 text = self.path(path).read_text(errors="replace").strip()

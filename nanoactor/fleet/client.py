@@ -58,8 +58,8 @@ _MAX_ATTEMPTS = 3
 """Maximum number of attempts to tokenize a text, because the tokenizing process may die."""
 _RETRY_SECONDS = 0.2
 _HELD_UNSUPPORTED = (
-    "beam search and held answers must stay on the engine that began them, which is not "
-    "supported with several replicas; use a single engine"
+    "requests of beam_search and submit_held must stay on the engine that began them, which is "
+    "not supported with several replicas; use a single engine"
 )
 
 

@@ -97,7 +97,10 @@ def parse_tools(text: str) -> ToolGrammar:
         names.add(function.name)
         parse_parameters(function)
     if tools.answer and not tools.required:
-        raise InvalidRequest("tools: a schema for the answer is allowed only if calls are required")
+        raise InvalidRequest(
+            "tools: `answer`, a schema for an answer without calls, may be set only if `required` "
+            "is true"
+        )
     if tools.answer:
         parse_schema(tools.answer, "the answer's schema")
     return tools

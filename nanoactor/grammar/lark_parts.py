@@ -30,7 +30,7 @@ def text_without(tag: str) -> str:
 
 def text_until(rule: str, tag: str, vocabulary: Vocabulary) -> list[str]:
     """Return the Lark rules for free text up to and including a tag. `rule` is the name of the rule
-    that matches both."""
+    that matches the text and the tag."""
     text = text_without(tag)
     if vocabulary.special(tag) is None:
         # Lazy, so that the match stops at the end of the tag.

@@ -175,4 +175,7 @@ class EncoderCache:
             )
         lost = [i for i in self._items.values() if i not in items]
         if lost:
-            raise ProtocolBug(f"item {lost[0].key.hex()} is indexed but in no state")
+            raise ProtocolBug(
+                f"item {lost[0].key.hex()} is in the index, but it is neither in use, quarantined "
+                "nor idle"
+            )

@@ -299,7 +299,7 @@ class BlockManager:
 
     def _discard_ends(self, slots: Int32, starts: Long) -> None:
         """Treat positions of these slots from `starts` on as not computed. The steps in flight
-        compute them from other tokens than the known ones."""
+        compute them from tokens that differ from the known ones."""
         limits = np.full(len(self._known), np.iinfo(np.int64).max)
         limits[slots] = starts
         np.minimum(self._computed, limits, out=self._computed)

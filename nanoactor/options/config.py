@@ -73,7 +73,7 @@ class EngineConfig:
     """"auto" keeps the checkpoint's own dtype if the device supports it, and otherwise uses the
     device's default; "half" means float16, and "float" means float32."""
     check_weights: bool = True
-    """Refuse weights that contain NaN or infinity, for which every value is read during loading."""
+    """Refuse weights that contain NaN or infinity. This check reads every value during loading."""
     max_model_len: int | Literal["auto"] | None = None
     """Maximum length of prompt plus output. Default: the maximum that the model's configuration
     allows. "auto" or -1 lowers this maximum if the KV cache cannot hold as many tokens."""
@@ -120,15 +120,15 @@ class EngineConfig:
     """Maximum number of steps that are planned but not finished. 1 plans a step after the previous
     one is processed; 2 overlaps the two."""
     max_pipeline_depth: int | None = None
-    """Maximum number of planned but unfinished steps while a step takes less time than the host's
-    work for it. Default: 4 on NVIDIA GPUs, unless `pipeline_depth` is 1; elsewhere
+    """Same as `pipeline_depth`, but for steps that take the device less time than they take the
+    host. Default: 4 on NVIDIA GPUs, unless `pipeline_depth` is 1; elsewhere
     `pipeline_depth`."""
     plan_lead: Literal["eager", "late"] = "eager"
     """"eager" plans the next step as soon as the depth allows. "late" waits until the runner is
     about to run out of work, so that requests that arrive in the meantime join it."""
     priority_window: int = 1000
-    """Lower priority values run first. For each unit of priority difference, fewer than this many
-    later requests can overtake a request, so that none starves."""
+    """Lower priority values run first. For each unit by which priorities differ, a request can be
+    overtaken by fewer than this many later requests, so that none starves."""
     max_logprobs: int = 20
     """Maximum number of top log-probabilities that a request may ask for with each token."""
     pooling: str = "auto"
@@ -170,11 +170,11 @@ class EngineConfig:
     """Maximum number of prompt tokens in requests that wait for their first token. Each byte of a
     text counts as one token until the text is tokenized."""
     max_waiting_media_bytes: int = 4 << 30
-    """Maximum number of bytes of images and videos, as given, in requests that wait for their first
-    token."""
+    """Maximum number of bytes of images and videos, before they are decoded, in requests that wait
+    for their first token."""
     placement: Placement = "default"
     """"default": scheduler and block manager share a process. "split": a process for each
-    actor. "single": everything in this process, for debugging and embedding."""
+    actor. "single": everything in this process, for debugging or for use inside another program."""
     transport: Literal["ring", "queue"] = "ring"
     """Messages between processes pass through shared-memory rings, or through pipes, which are
     slower."""
@@ -188,7 +188,7 @@ class EngineConfig:
     """Seconds that a process may take to end before it is killed."""
     stall_timeout: float | None = 60.0
     """Seconds without progress, while there are requests, after which a stalled process is killed
-    and all stacks are logged. With None, no process is killed for this reason."""
+    and all stacks are logged. "none" (None in Python): no process is killed for this reason."""
     max_restarts: int = 5
     """Maximum number of process deaths within `restart_window` from which the engine recovers: the
     process is replaced, and streams resume. One more kills the engine, and requests raise
@@ -317,7 +317,7 @@ class EngineConfig:
             self._check_number("stall_timeout", 1e9)
             if self.stall_timeout < _MIN_STALL_TIMEOUT:
                 raise InvalidConfig(
-                    f"stall_timeout must be at least {_MIN_STALL_TIMEOUT:g} s, or None, got "
+                    f"stall_timeout must be at least {_MIN_STALL_TIMEOUT:g} s, or none, got "
                     f"{self.stall_timeout!r}"
                 )
 

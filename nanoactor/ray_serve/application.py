@@ -91,7 +91,7 @@ def build(
     environment: dict[str, str] | None = None,
 ) -> Any:
     """Create the application: the replicas, and the ingresses in front of them. `environment` are
-    variables for the processes of both."""
+    variables for the processes of replicas and ingresses."""
     if config.prefix_salt is None:
         config = dataclasses.replace(config, prefix_salt=secrets.token_bytes(_SALT_BYTES))
     variables = {"env_vars": {**_SINGLE_LOOP_VARIABLES, **(environment or {})}}
@@ -158,7 +158,7 @@ def resources(config: EngineConfig, fleet: FleetConfig) -> dict[str, Any]:
 
 
 def accelerator(device: str) -> str:
-    """Return the name of the Ray resource for a device, or an empty text for the CPU. For "auto",
+    """Return the name of the Ray resource for a device, or an empty string for the CPU. For "auto",
     return an accelerator that the cluster has, if any."""
     if device != "auto":
         return {"cuda": "GPU", "npu": "NPU"}.get(device.partition(":")[0], "")

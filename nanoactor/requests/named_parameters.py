@@ -19,7 +19,7 @@ C = TypeVar("C", bound=type[Any])
 
 def suggestion(name: str, known: Iterable[str]) -> str:
     """Return ": did you mean NAME?" with the most similar known name, as a suffix for an error
-    message. Return an empty text if no known name is similar."""
+    message. Return an empty string if no known name is similar."""
     close = difflib.get_close_matches(name, [*known], 1, _MIN_SIMILARITY)
     return f": did you mean {close[0]}?" if close else ""
 

@@ -77,26 +77,26 @@ class SamplingParams:
     that are derived from it."""
     temperature: float | None = 1.0
     """Higher values make the output more random; 0 always selects the most likely token. Default on
-    the command line: the model's."""
+    the server and the command line: the value that the model recommends."""
     top_p: float | None = 1.0
     """Keep only the most likely tokens whose probabilities add up to this value. Default on the
-    command line: the model's."""
+    server and the command line: the value that the model recommends."""
     top_k: int | None = 0
-    """Keep only this many of the most likely tokens; 0 or -1 keeps all. Default on the command
-    line: the model's."""
+    """Keep only this many of the most likely tokens; 0 or -1 keeps all. Default on the server
+    and the command line: the value that the model recommends."""
     min_p: float | None = 0.0
     """Drop tokens whose probability is less than this fraction of that of the most likely token.
-    Default on the command line: the model's."""
+    Default on the server and the command line: the value that the model recommends."""
     presence_penalty: float | None = 0.0
     """Subtract this value from the logit of each token that is already in the output. From -2 to 2.
-    Default on the command line: the value that the model recommends."""
+    Default on the server and the command line: the value that the model recommends."""
     frequency_penalty: float | None = 0.0
-    """Subtract this from the logit of a token for each of its occurrences in the output. From -2 to
-    2. Default on the command line: the model's."""
+    """Subtract this value from the logit of a token for each of its occurrences in the output. From
+    -2 to 2. Default on the server and the command line: the value that the model recommends."""
     repetition_penalty: float | None = 1.0
     """For tokens in the prompt or the output, divide positive logits by this value, and multiply
-    negative ones by it. 1 has no effect. Default on the command line: the value that the model
-    recommends."""
+    negative ones by it. 1 has no effect. Default on the server and the command line: the value that
+    the model recommends."""
     logit_bias: Mapping[int, float] | None = dataclasses.field(default=None, hash=False)
     """Biases, from -100 to 100, that are added to the logits of the given token ids."""
     allowed_token_ids: Sequence[int] | None = None
@@ -132,7 +132,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     detokenize: bool = True
-    """True to decode the output to text. False returns only token ids."""
+    """Decode the output to text. Otherwise, only token ids are returned."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
     """Required form of the output: {"json": SCHEMA}, {"regex": TEXT}, {"choice": [TEXT, ...]},
@@ -140,7 +140,7 @@ class SamplingParams:
     logits_processors: None = None
     """Not supported. Must be None."""
     best_of: int | None = None
-    """Not supported; must be 1 or None."""
+    """Not supported: omit it or set it to 1."""
 
     def __post_init__(self) -> None:
         """Check all values, and normalize numbers, `stop` and `stop_token_ids`."""

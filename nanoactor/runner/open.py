@@ -11,8 +11,8 @@ from nanoactor.runner.protocol import Executor
 
 
 def open_executor(config: RankConfig) -> Executor:
-    """Create the executor for the configured device, which loads the model. Errors of loading
-    propagate."""
+    """Create the executor for the configured device, which loads the model. Raises the
+    errors of loading."""
     if config.engine.device.startswith(SIMULATED):
         from nanoactor.runner.simulated import SimulatedExecutor
 

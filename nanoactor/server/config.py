@@ -28,7 +28,7 @@ class ServerConfig:
     """A Unix socket to listen on, instead of host and port; only its owner may connect."""
     root_path: str = ""
     """The path under which a proxy exposes this server; the proxy may strip it from requests or
-    keep it."""
+    keep it. Default: none."""
     ssl_keyfile: str | None = None
     """The private key of a TLS certificate, in PEM."""
     ssl_certfile: str | None = None

@@ -98,8 +98,10 @@ FIELDS: tuple[Field, ...] = (
         note="adds `token_ids` and `prompt_token_ids` to the response",
     ),
     *_refused(_CHAT_AND_TEXT, use_beam_search=False),
-    *_refused(_CHAT_AND_TEXT, best_of=1, note=REJECTED["best_of"]),
-    *_refused(_CHAT_AND_TEXT, logits_processors=[], note=REJECTED["logits_processors"]),
+    *_refused(_CHAT_AND_TEXT, best_of=1, note=f"this field {REJECTED['best_of']}"),
+    *_refused(
+        _CHAT_AND_TEXT, logits_processors=[], note=f"this field {REJECTED['logits_processors']}"
+    ),
     *_refused(_CHAT_AND_TEXT, detokenize=True, note="answers are always text"),
     *_refused(_CHAT_AND_TEXT, "structural_tag", logprob_token_ids=[]),
     *_refused(_CHAT_AND_TEXT, return_weight_versions=False),
@@ -112,28 +114,16 @@ FIELDS: tuple[Field, ...] = (
         _CHAT_AND_TEXT, mm_processor_kwargs={}, media_io_kwargs={}, routed_experts_prompt_start=0
     ),
     *_refused(_TEXT, suffix="", prompt_embeds=[], add_special_tokens=True),
-    *_honoured(
-        _CHAT_AND_TEXT,
-        "json_schema",
-        "regex",
-        note="SGLang's names for members of `structured_outputs`",
-    ),
-    *_honoured(
-        _CHAT_AND_TEXT,
-        "grammar",
-        "ebnf",
-        note="names in llama.cpp and SGLang for `structured_outputs.grammar`",
-    ),
-    *_honoured(
-        _CHAT_AND_TEXT,
-        "max_new_tokens",
-        "min_new_tokens",
-        note="SGLang's names for `max_tokens` and `min_tokens`",
-    ),
+    *_honoured(_CHAT_AND_TEXT, "json_schema", note="SGLang's name for `structured_outputs.json`"),
+    *_honoured(_CHAT_AND_TEXT, "regex", note="SGLang's name for `structured_outputs.regex`"),
+    *_honoured(_CHAT_AND_TEXT, "grammar", note="llama.cpp's name for `structured_outputs.grammar`"),
+    *_honoured(_CHAT_AND_TEXT, "ebnf", note="SGLang's name for `structured_outputs.grammar`"),
+    *_honoured(_CHAT_AND_TEXT, "max_new_tokens", note="SGLang's name for `max_tokens`"),
+    *_honoured(_CHAT_AND_TEXT, "min_new_tokens", note="SGLang's name for `min_tokens`"),
     *_refused(
         _CHAT_AND_TEXT,
         repeat_penalty=1,
-        note="it applies only to the latest tokens; use `repetition_penalty` instead",
+        note="this penalty applies only to the latest tokens; use `repetition_penalty` instead",
     ),
     *_refused(_CHAT_AND_TEXT, typical_p=1, top_a=0, top_n_sigma=-1, mirostat=0, dynatemp_range=0),
     *_refused(_CHAT_AND_TEXT, dry_multiplier=0, xtc_probability=0, adaptive_target=-1),
@@ -153,9 +143,11 @@ FIELDS: tuple[Field, ...] = (
     ),
     *_ignored(_CHAT_AND_TEXT, "session_params", "stream_reasoning"),
     *_refused(
-        _CHAT_AND_TEXT, extra_body={}, note="put its members at the top level of the request"
+        _CHAT_AND_TEXT,
+        extra_body={},
+        options={},
+        note="put the field's members at the top level of the request",
     ),
-    *_refused(_CHAT_AND_TEXT, options={}, note="put its members at the top level of the request"),
     *_refused(_CHAT, add_special_tokens=False, echo=False),
     *_refused(_CHAT, include_reasoning=True, note="use `separate_reasoning` instead"),
     *_refused(_CHAT, return_prompt_text=False, documents=[], modalities=["text"]),
@@ -204,7 +196,7 @@ FIELDS: tuple[Field, ...] = (
     *_honoured(
         _MESSAGES,
         "thinking",
-        note="with `display: omitted`, reasoning is returned sealed instead of as text",
+        note="with `display: omitted`, reasoning is returned as a sealed (opaque) string, not text",
     ),
     *_honoured(_MESSAGES, "output_config", note="`format`, and `effort` for the chat template"),
     *_honoured(_MESSAGES, "output_format", note="older location of `output_config.format`"),

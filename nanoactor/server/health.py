@@ -84,7 +84,7 @@ def _culprit(
 ) -> str:
     """Return the actor that most likely blocks the others: the one with the longest silence above
     `limit`, because actors that wait for it lag as much. If there is none, return the actor with
-    the largest lag above `limit`, or an empty text."""
+    the largest lag above `limit`, or an empty string."""
     silent = {name: ages_of_actor["silence"] or 0.0 for name, ages_of_actor in actors.items()}
     for ages in (silent, lags):
         worst = max(ages, key=lambda name: ages[name], default="")

@@ -137,8 +137,7 @@ class MediaLoader:
         await self._resolver.close()
 
     async def _fetch(self, url: str) -> bytes:
-        """Fetch a URL within the time limit. Errors of aiohttp are converted to
-        `InvalidRequest`."""
+        """Fetch a URL. Raises `InvalidRequest` if this fails or exceeds the time limit."""
         seconds = self._limits.timeout
         try:
             async with asyncio.timeout(seconds) as limit:

@@ -166,8 +166,8 @@ def tool_grammar(
 def possible_calls(
     tools: Sequence[Tool], choice: ToolChoice | None, parallel: bool
 ) -> ToolGrammar | None:
-    """Return the grammar of the calls that the model may make instead of an answer in another form.
-    Return None if no call is possible."""
+    """Return the grammar of the calls that the model may make instead of an answer in a different
+    form. Return None if no call is possible."""
     functions = _allowed_functions(tools, choice)
     if choice == "none" or demands_calls(choice) or not functions:
         return None

@@ -203,7 +203,8 @@ class QwenCoderCalls(CallStateMachine):
         return True
 
     def _closing(self, pieces: list[Piece]) -> bool:
-        """Skip the closing tag of a call, if there is one."""
+        """Skip the closing tag of a call, if there is one. Return False if more text is needed to
+        decide."""
         stripped = self._buffer.lstrip()
         if not stripped or (stripped != CLOSE and CLOSE.startswith(stripped)):
             return False

@@ -49,7 +49,7 @@ class Forms:
     accepts_object_arguments: bool = True
     """True if call arguments may be a JSON object (a dict)."""
     null_content: NullContent = "absent"
-    """How to express null content: omit the member, or set it to None or to an empty text."""
+    """How to express null content: omit the member, or set it to None or to an empty string."""
     supports_developer: bool = False
     """True if the template supports the role "developer"; otherwise, "system" replaces it."""
 
@@ -124,8 +124,8 @@ def _check_calls(calls: Any) -> None:
 
 
 def depends_on_forms(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Return True if a message has a member that templates read in different forms: content that is
-    not text, tool calls, or the role "developer"."""
+    """Return True if a message has a member that different templates expect in different forms:
+    content that is not text, tool calls, or the role "developer"."""
     return any(
         not isinstance(message.get("content"), str)
         or message.get("tool_calls")
@@ -204,7 +204,7 @@ def _fit_arguments(function: Mapping[str, Any], forms: Forms) -> dict[str, Any]:
     if "arguments" not in function:
         return dict(function)
     arguments = function["arguments"]
-    # Some clients send null or an empty text for a call without arguments.
+    # Some clients send null or an empty string for a call without arguments.
     if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
         arguments = "{}"
     if isinstance(arguments, str) and not forms.accepts_text_arguments:
@@ -268,7 +268,7 @@ def cut_at_marker(prompt: str, marker: str, text: str) -> str:
 # -- which forms a template reads -------------------------------------------------------------
 
 RenderProbe = Callable[[list[dict[str, Any]]], str]
-"""Function that renders a conversation. It returns an empty text if the template rejects the
+"""Function that renders a conversation. It returns an empty string if the template rejects the
 conversation."""
 _KEY, _ONE, _TWO = "probe_key", "probe one", "probe two"
 _TEXT = json.dumps({_KEY: "probe value"})

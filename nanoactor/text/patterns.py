@@ -1,8 +1,8 @@
 """Detection of tokenizers whose time and memory are bounded by the length of the text.
 
 A `tokenizer.json` may contain regular expressions, which the library matches by backtracking, and
-replacements, which may multiply the length of a text. Tokenizers that are known to be bounded run
-in the actor's own process, others in a disposable child process (`renderer.py`).
+replacements, which may multiply the length of a text. Tokenizers that are known to be so bounded
+run in the actor's own process, others in a disposable child process (`renderer.py`).
 """
 
 from __future__ import annotations

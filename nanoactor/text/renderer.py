@@ -2,9 +2,9 @@
 
 A chat template is a program. Jinja's sandbox prevents access to the system, but not an endless loop
 or the exhaustion of memory. The same applies to a tokenizer's regular expressions and replacements,
-unless they are known to be bounded (`patterns.py`). Such programs run in a child process with
-limits on CPU time, memory and output. A child that exceeds its time or memory limit is killed, and
-the next request starts a new one.
+unless their time and memory are known to be bounded (`patterns.py`). Such programs run in a child
+process with limits on CPU time, memory and output. A child that exceeds its time or memory limit is
+killed, and the next request starts a new one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _STARTUP_SECONDS = 5.0
 """Additional seconds of CPU time for the start of the child."""
 _FIRST_ATTEMPT_SECONDS = 0.5
 """Seconds of CPU time after which the first attempt of a job is stopped. The job is then queued
-again behind the others."""
+again, behind all new jobs."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -272,7 +272,8 @@ class _Job:
 class RenderQueue:
     """A thread that runs jobs in a `Renderer`, one at a time, and passes the results to callbacks.
 
-    Jobs run in order of arrival. A job that takes long is stopped and run again after the others.
+    Jobs run in order of arrival. The time limit of a job's first attempt is short. A job that
+    exceeds it is stopped and run again, with the full limit, once no new job is waiting.
     """
 
     def __init__(self, directory: Path, options: RenderOptions) -> None:
@@ -310,14 +311,14 @@ class RenderQueue:
         self._put(number, ["render", messages, options], done)
 
     def encode(self, number: int, pieces: Sequence[Piece], done: Done) -> None:
-        """Queue texts for a tokenizer that is not known to be bounded. `done` is called on the
-        queue's thread with a list of token ids per text."""
+        """Queue texts for a tokenizer whose time and memory are not known to be bounded. `done` is
+        called on the queue's thread with a list of token ids per text."""
         self._put(number, ["encode", [*pieces]], done)
 
     def spans(self, number: int, prompts: Sequence[Any], done: Done) -> None:
         """Queue prompts (texts or token ids) to find the position of each token, for a tokenizer
-        that is not known to be bounded. `done` is called on the queue's thread with one `Spans` per
-        prompt, as lists."""
+        whose time and memory are not known to be bounded. `done` is called on the queue's thread
+        with a list of one pair per prompt: the two parts of its `Spans`, each as a list."""
         self._put(number, ["spans", [*prompts]], done)
 
     def _put(self, number: int, request: list[Any], done: Done) -> None:

@@ -272,8 +272,8 @@ class ChatTemplate:
 
 
 def _looked_up_names(tree: nodes.Template) -> set[str]:
-    """Return the names that a template looks up in objects: `a.name`, `a["name"]`, and all strings
-    that are valid names."""
+    """Return the names that a template may look up in objects: those in `a.name` and `a["name"]`,
+    and every other string literal that is a valid name, because it may serve as a key."""
     from jinja2 import nodes
 
     found = {node.attr for node in tree.find_all(nodes.Getattr)}

@@ -755,7 +755,7 @@ def test_this_machine_is_well_and_has_no_npu():
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     assert "there is no NPU: no device, driver, CANN or torch_npu" in done.stdout
-    assert "nothing bad" in done.stdout
+    assert "no problems" in done.stdout
 
 
 def test_json_is_one_object_with_every_finding():
@@ -797,7 +797,7 @@ def test_main_ends_with_the_status(monkeypatch, capsys, tmp_path, host):
     with pytest.raises(SystemExit) as ended:
         main(["doctor"])
     assert ended.value.code == 1
-    assert "1 bad, 0 notes" in capsys.readouterr().out
+    assert "1 problem, 0 notes" in capsys.readouterr().out
 
 
 def test_the_report():
@@ -810,6 +810,6 @@ def test_the_report():
         "note  open files  1024 at most",
         "                  -> ulimit -n 65536",
         "",
-        "nothing bad, 1 note",
+        "no problems, 1 note",
     ]
     assert json.loads(as_json(findings))["ok"] is True

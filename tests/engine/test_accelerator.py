@@ -194,7 +194,7 @@ def test_the_executor_gives_the_cpus_tokens(interpreted, monkeypatch, tmp_path, 
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_steps_whose_prompts_have_pictures_are_captured_too(interpreted, tmp_path):
-    """Padded like those of text; text beside them comes out the same, and what follows."""
+    """Padded like those of text; text alongside them comes out the same, and what follows."""
     heads = dict(num_attention_heads=2, num_key_value_heads=1)
     eyes = Eyes(tmp_path, num_hidden_layers=3, **heads)
     shown = picture(1, 20, 20)  # nine tokens: more than a step has

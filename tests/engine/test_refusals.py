@@ -45,8 +45,8 @@ def refusing(error):
 
 
 async def refused_then_served(prompt, params, patch, unpatch, words):
-    """While the machine refuses, the request ends with its cause, beside others that go on; once it
-    does no longer, the same request is served."""
+    """While the machine refuses, the request ends with its cause, and others go on; once it no
+    longer does, the same request is served."""
     async with engine() as llm:
         await collect(llm, prompt, params)
         stranger = asyncio.ensure_future(

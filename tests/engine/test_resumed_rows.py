@@ -60,7 +60,7 @@ def steps():
 
 
 def steps_with_runs():
-    """Slots 0 and 1 decode, 4 and 5 are constrained: 4 has a run of three tokens, beside a single
+    """Slots 0 and 1 decode, 4 and 5 are constrained: 4 has a run of three tokens, next to a single
     one of 5; then the other way round; then both choose."""
     second = made(2, (4, 7, 3, KEEP), (5, 8, 1, KEEP), *joining(0, 1))
     third = made(3, (5, 9, 3, KEEP), (4, 10, 1, KEEP))

@@ -317,7 +317,7 @@ def after(owner, name, look):
 
 
 def slow_down(executor):
-    """A step takes as long as on a large model: the host's turns are short beside it."""
+    """A step takes as long as on a large model: the host's turns are short compared with it."""
     launch = executor.launch
 
     def slow(inputs):

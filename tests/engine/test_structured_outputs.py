@@ -108,7 +108,7 @@ def test_every_schedule_keeps_to_the_grammar(demo, vocabulary, schedule):
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # 32-bit products wrap around in NumPy
 def test_rows_keep_the_logits_that_their_step_computes(tmp_path, monkeypatch):
-    """As on a GPU, in captured steps that are padded: chunks, and then row by row beside others;
+    """As on a GPU, in captured steps that are padded: chunks, and then row by row with others;
     the same tokens as from hidden states."""
     heads = dict(num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1)
     make_checkpoint(tmp_path, vocab_size=2048, eos_token_id=2, **heads)

@@ -191,7 +191,7 @@ def test_videos_that_cannot_be_seen_are_refused_by_name(viewer):
 
 
 def test_conversations_show_videos(viewer):
-    """Times stand beside the frames; a blocking engine takes them too."""
+    """Times stand next to the frames; a blocking engine takes them too."""
     frames = [*shown(2, 3, 16, 16)]
     part = {"type": "video", "video": frames, "times": [0, 10, 20]}
     params = SamplingParams.for_model(temperature=0.0, max_tokens=3, ignore_eos=True)

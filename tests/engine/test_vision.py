@@ -227,7 +227,7 @@ def test_a_picture_in_many_requests_is_decoded_and_encoded_once(eyes):
 )
 def test_pictures_leave_nothing_behind(eyes, parts):
     """Distinct ones, several at once: what is held is bounded. They are decoded at the lowest
-    priority, which takes long on a busy machine."""
+    priority, which takes a long time on a busy machine."""
     each = 100 if parts > 3 else 30
 
     async def main():

@@ -434,7 +434,7 @@ async def test_two_ingresses_share_replicas_and_what_one_reserves():
             await local.replace(await suspected(one, local))
             await until(lambda: one.fleet.trials._trials.on_trial is not None)
             tried = one.fleet.trials._replica.name
-            # What the other one sends meanwhile is answered, and not beside the suspect.
+            # What the other one sends meanwhile is answered, and not alongside the suspect.
             found = asyncio.ensure_future(undisturbed(two, asked))
             await until(lambda: two.fleet.streams)
             if local.replicas[tried].hub.reserved_by:

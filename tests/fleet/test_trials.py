@@ -15,7 +15,7 @@ def test_a_third_death_convicts():
     trials.begin(1, 12, 1.0)
     assert trials.next_suspect is None
     assert trials.note_death({4: 3}, 1.1) is None  # another replica: it proves nothing
-    assert trials.note_death({1: 13, 4: 5}, 1.2) is None  # a part of it that ran beside others
+    assert trials.note_death({1: 13, 4: 5}, 1.2) is None  # a part of it that ran alongside others
     assert trials.note_death({1: 13}, 1.3, is_alone=True) == 1
     assert trials.on_trial is None
 

@@ -69,7 +69,7 @@ REAL = list(SIZES)
 
 
 def later(*values):
-    """A case that takes long, as it is large."""
+    """A case that takes a long time, as it is large."""
     return pytest.param(*values, marks=pytest.mark.long)
 
 

@@ -191,7 +191,7 @@ def test_ragged_chunks_give_the_logits_of_transformers(checkpoint, sizes):
 
 
 def test_a_last_layer_that_computes_final_rows_alone_gives_the_same(checkpoint):
-    """Chunks with and without a prefix, beside rows that decode; keys and values are all there."""
+    """Chunks with and without a prefix, with rows that decode; keys and values are all there."""
     directory, _ = checkpoint
     driver = Driver(directory)
     first, second, third = (Sequence(random_tokens(n, n)) for n in (30, 41, 20))

@@ -110,7 +110,7 @@ def test_tokens_go_through_their_experts(device, dtype, tokens, experts, chosen,
 
 @pytest.mark.parametrize("kind", [CPUDevice, CompiledCPUDevice])
 def test_a_tokens_result_does_not_depend_on_the_others(kind):
-    """Whatever a step has beside it; products of other shapes may round differently."""
+    """Whatever else a step has; products of other shapes may round differently."""
     device = kind()
     device.prepare_thread(1)
     x = make(1, torch.float32, 6, 32)

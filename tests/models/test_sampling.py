@@ -299,7 +299,7 @@ def test_masked_ids_are_never_chosen(parameters):
     assert not any(token in mask for token, mask in zip(chosen, masks, strict=True))
     if parameters.get("temperature") == 0:
         assert chosen == [logits[i].sort(descending=True).indices[1 + i % 40] for i in range(300)]
-    # Rows beside them are not masked.
+    # The other rows are not masked.
     free = choose(logits[:2], [rows[0], row(**parameters, seed=1, position=1)])
     assert free[1] == choose(logits[1:2], [row(**parameters, seed=1, position=1)])[0]
 

@@ -1,4 +1,4 @@
-"""The decoder sees pictures as transformers does, wherever a prompt is cut, and beside others."""
+"""The decoder sees pictures as transformers does, wherever a prompt is cut, and next to others."""
 
 import random
 

@@ -39,7 +39,7 @@ def continued(monkeypatch):
     ("layout", "mode"), [("tnd", "npugraph"), pytest.param("bnsd", "eager", marks=pytest.mark.long)]
 )
 def test_answers_are_the_cpus(monkeypatch, continued, layout, mode):
-    """Every kind of grammar, beside a free request."""
+    """Every kind of grammar, alongside a free request."""
     opened = emulate(monkeypatch)
     limits = dict(max_num_seqs=5, max_num_batched_tokens=24, max_model_len=200, pipeline_depth=2)
     options = dict(device="npu", placement="single", num_kv_blocks=5)

@@ -1,4 +1,4 @@
-"""Checkpoints of models that pool, as they are published: random weights, and the files beside."""
+"""Checkpoints of models that pool, as they are published: random weights and the other files."""
 
 import json
 

@@ -41,7 +41,7 @@ def introduced(slots, prompt_lengths, **more):
 
 
 def permuted(step, order):
-    """The same step with its rows in another order."""
+    """The same step with its rows in a different order."""
     ids = np.split(step.token_ids, np.cumsum(step.rows.ids)[:-1])
     token_ids = np.concatenate([ids[row] for row in order])
     return dataclasses.replace(step, rows=step.rows.take(np.array(order)), token_ids=token_ids)

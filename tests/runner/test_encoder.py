@@ -1,4 +1,4 @@
-"""No picture takes more memory than what is reckoned with at the start (V7)."""
+"""No picture takes more memory than what is reckoned with at the start."""
 
 import weakref
 

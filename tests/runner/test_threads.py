@@ -67,7 +67,7 @@ def test_sizes_are_judged_apart():
 
 @pytest.mark.parametrize("best", [1, 4])
 def test_new_sizes_begin_with_what_the_nearest_has_found(best):
-    """Prompts above all, each of which takes long: one slow step of all sizes, and a probe."""
+    """Prompts above all, each of them slow: one slow step of all sizes, and a probe."""
     choice = ThreadChoice(4)
     machine = Machine(choice, 1.0 if best == 1 else 3.0, 3.0 if best == 1 else 1.0)
     machine.run(2, Step(256, prefill=()))

@@ -86,7 +86,7 @@ def test_a_victim_gives_back_what_its_copies_do_not_hold():
 def test_nobody_goes_on_before_all_have_told():
     logic = held()
     logic.handle(turn([0, 1, 2], [5, 6, 7]))
-    with pytest.raises(ProtocolBug, match="not held: request 0"):
+    with pytest.raises(ProtocolBug, match="not held: sequence 0"):
         logic.handle(turn([0, 1, 2], [5, 6, 7]))
 
 

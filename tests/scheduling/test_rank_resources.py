@@ -93,7 +93,9 @@ def test_a_version_is_wanted_once_and_reported_once():
     resources.note_ready(0, 1, 5)
     with pytest.raises(ProtocolBug, match="requested twice"):
         resources.request(1, 5)
-    with pytest.raises(ProtocolBug, match="rank 0 reports mask 5 of 1, but it holds 5"):
+    with pytest.raises(
+        ProtocolBug, match="rank 0 reported version 5 of the mask of 1; it held version 5"
+    ):
         resources.note_ready(0, 1, 5)
     with pytest.raises(ProtocolBug, match="after their end"):
         resources.check_idle()

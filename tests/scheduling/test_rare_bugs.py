@@ -35,7 +35,7 @@ FINDERS = {
     "the queue is not looked at again though a step has taken prompts": (
         test_schedules.test_the_queue_is_looked_at_again_when_a_step_has_taken_prompts
     ),
-    "who followed is forgotten when the first ends": (
+    "followers are forgotten when the first sequence ends": (
         test_forking.test_an_answer_follows_the_next_when_the_first_ends
     ),
     "the mask of a token that is forced is awaited": (

@@ -208,7 +208,9 @@ def test_requests_that_end_while_they_wait_are_forgotten():
 def test_a_result_that_was_not_due_tells_the_story_of_its_sequences():
     logic = scheduler(depth=1)
     plan = begun(logic, [1, 2, 3], 1).plan
-    with pytest.raises(ProtocolBug, match=r"was due with 1 of \[\]: request 0 \(running, slot 0\)"):
+    with pytest.raises(
+        ProtocolBug, match=r"was due with 1 of \[\]: sequence 0 \(running, slot 0\)"
+    ):
         logic.handle(done(plan, [0, 0]))
 
 

@@ -15,25 +15,28 @@ def table() -> str:
         found = [fields.get(name) for fields in by_route]
         cells = [field.status if field is not None else "ignored" for field in found]
         notes = [_note(field) if field is not None else "" for field in found]
-        lines.append(f"| `{name}` | {' | '.join(cells)} | {_joined(notes)} |")
+        lines.append(f"| `{name}` | {' | '.join(cells)} | {_joined(notes, cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def _joined(notes: list[str]) -> str:
-    """The notes of all routes; one that differs from another's is preceded by its routes."""
+def _joined(notes: list[str], cells: list[str]) -> str:
+    """The notes of all routes. One that differs from another's is preceded by its routes, as is one
+    for a field that some routes honour and others refuse."""
     by_note: dict[str, list[str]] = {}
     for route, note in zip(ROUTES, notes, strict=True):
         if note:
             by_note.setdefault(note, []).append(route)
-    if len(by_note) < 2:
+    if len(by_note) < 2 and not {"honoured", "refused"} <= set(cells):
         return "".join(by_note)
     return "; ".join(f"{', '.join(routes)}: {note}" for note, routes in by_note.items())
 
 
 def _note(field: Field) -> str:
-    accepted = ", ".join(f"`{json.dumps(value)}`" for value in field.neutral)
-    parts = [f"except for {accepted}"] if accepted and field.status == "refused" else []
-    return ", ".join([*parts, field.note] if field.note else parts)
+    accepted = " and ".join(f"`{json.dumps(value)}`" for value in field.neutral)
+    if not accepted or field.status != "refused":
+        return field.note
+    start = f"{accepted} {'is' if len(field.neutral) == 1 else 'are'} accepted"
+    return f"{start}. {field.note[0].upper()}{field.note[1:]}" if field.note else start
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ TURNS = 5
 
 
 def shuffled(value, turn):
-    """The same value, its members in another order with every second turn."""
+    """The same value, its members in a different order with every second turn."""
     if isinstance(value, dict):
         names = sorted(value, reverse=bool(turn % 2))
         return {name: shuffled(value[name], turn) for name in names}

@@ -159,7 +159,7 @@ def said_by(server, at_once, tasks, out, *names):
     return evaluate(tasks, out, "local-completions", *arguments, names=names, **options)
 
 
-# With one batch at a time the harness takes another way through its code than with several.
+# With one batch at a time the harness takes a different way through its code than with several.
 @pytest.mark.parametrize("at_once", [1, 4])
 def test_the_harness_reads_the_same_texts(at_once, server, tasks, expected, tmp_path):
     found = said_by(server, at_once, tasks, tmp_path, "texts")
@@ -213,7 +213,7 @@ def test_the_examples_have_all_that_matters(server, expected):
     assert min(float(text) for (text,) in expected["rolling"]) < -4 * LENGTH
     texts = [text for (text,) in expected["texts"]]
     assert len({*texts}) > 25
-    # The token that is asked for beside the prompt's, and cut off by its place, may be the end.
+    # The token that is asked for besides the prompt's, and cut off by its place, may be the end.
     ends = [one for one in examples()["choices"] if one["query"].startswith("<|im_start|>")]
     prompts = [one["query"] + choice for one in ends for choice in one["choices"]]
     values = dict(model="demo", prompt=prompts, max_tokens=1, temperature=0)

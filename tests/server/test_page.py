@@ -226,7 +226,7 @@ def test_markdown_becomes_nodes_and_nothing_becomes_html(tmp_path):
                 ["https://example.org/x", "noopener noreferrer", "_blank"],
             ]
             assert "here (example.com)" in await page.evaluate("box.textContent")
-            # A link that names another host than its own shows that.
+            # A link that names a host other than its own shows that.
             shown = "s => { const d = make('div'); d.append(...markdown(s)); return d.textContent }"
             for words, address, host in (
                 ("bank.com", "http://a/", "a"),

@@ -610,13 +610,13 @@ _PATCHES = [
         "return target",
     ),
     Mutation(
-        "a block's name does not tell its pictures",
+        "a block's hash does not depend on its pictures",
         PROMPT,
         'extras[block] = extras.get(block, b"") + name',
         'extras[block] = b""',
     ),
     Mutation(
-        "a block's name does not tell the shape of its pictures",
+        "a block's hash does not depend on the shape of its pictures",
         PROMPT,
         "numbers = (span.height, span.width, first)",
         "numbers = (first,)",
@@ -1667,7 +1667,7 @@ RARE = [
         "self.budget",
     ),
     Mutation(
-        "who followed is forgotten when the first ends",
+        "followers are forgotten when the first sequence ends",
         FORKING,
         "            self._room.waiting.push(followers.pop(0))\n",
         "            followers.clear()\n",

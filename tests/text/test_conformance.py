@@ -151,7 +151,7 @@ def test_a_template_that_is_no_text_is_the_models_fault(tmp_path, template):
         read_template_files(model_directory(tmp_path, chat_template=template))
 
 
-# -- tokens beside tokenizer.json -------------------------------------------------------------
+# -- tokens outside tokenizer.json ------------------------------------------------------------
 
 SHOWS = "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ image_token }}|{{ unk_token }}|"
 TEXT = "hi <NEW> x<|im_end|> <mid> a[PAD]"

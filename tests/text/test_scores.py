@@ -1,4 +1,4 @@
-"""Log-probabilities through the detokenizer: each beside its token, whatever a delta may hold."""
+"""Log-probabilities through the detokenizer: each with its token, whatever a delta may hold."""
 
 import numpy as np
 import pytest

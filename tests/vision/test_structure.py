@@ -1,4 +1,4 @@
-"""Small files that take long to read are refused before Pillow reads them."""
+"""Small files that take a long time to read are refused before Pillow reads them."""
 
 import io
 import struct

@@ -323,7 +323,7 @@ class CUDADevice(PortableCUDADevice):
         sample_masked_rows(inputs, masks)
 
     def publish(self, ids: torch.Tensor, ring: torch.Tensor, count: torch.Tensor) -> None:
-        """Copy sampled ids to the ring in host memory, and then its counter, in one kernel."""
+        """Copy the step number and the sampled ids to the ring in host memory, in one kernel."""
         publish(ids, ring, count)
 
     # -- operators ------------------------------------------------------------------------

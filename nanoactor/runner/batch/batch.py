@@ -57,30 +57,30 @@ class StateLayout:
 
     @property
     def lengths(self) -> int:
-        """Offset of the number of computed positions per slot. The block tables, one row per slot,
+        """Offset of the per-slot numbers of computed positions. The block tables, one row per slot,
         precede this table."""
         return self.slots * self.max_blocks
 
     @property
     def last_tokens(self) -> int:
-        """Offset of the newest token id per slot."""
+        """Offset of the newest token ids, one per slot."""
         return self.lengths + self.slots
 
     @property
     def frozen(self) -> int:
-        """Offset of the frozen flags per slot: 1 if the slot's decode rows must have no lasting
+        """Offset of the per-slot frozen flags: 1 if the slot's decode rows must have no lasting
         effect."""
         return self.last_tokens + self.slots
 
     @property
     def rope_deltas(self) -> int:
-        """Offset of the rope deltas per slot: rotary position minus index, for tokens after the
+        """Offset of the per-slot rope deltas: rotary position minus index, for tokens after the
         prompt. This table and those after it, up to `rows`, are set when a sequence is admitted."""
         return self.frozen + self.slots
 
     @property
     def prompt_lengths(self) -> int:
-        """Offset of the prompt lengths per slot, the positions at which outputs begin."""
+        """Offset of the per-slot prompt lengths, the positions at which outputs begin."""
         return self.rope_deltas + self.slots
 
     @property
@@ -90,7 +90,7 @@ class StateLayout:
 
     @property
     def sampling(self) -> int:
-        """Offset of the sampling parameters per slot, column by column, as in
+        """Offset of the per-slot sampling parameters, which are stored column by column, as in
         `models/sampling/columns.py`."""
         return self.freeze_ids + MAX_FREEZE_IDS * self.slots
 

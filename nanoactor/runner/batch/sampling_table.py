@@ -105,8 +105,8 @@ class SamplingTable:
         return cut | (columns.top_p[slots] < 1) | (columns.min_p[slots] > 0)
 
     def never_fused(self, slots: Long, fused: FusedSampling) -> Flags:
-        """Return True for each slot that a fused sampler of this kind never handles, such as all
-        slots with rules."""
+        """Return True for each slot that a fused sampler of this kind never handles, such as
+        those whose requests have logit rules (`LogitRules`)."""
         if fused == "none":
             return np.ones(len(slots), np.bool_)
         is_random: Flags = self.columns.temperature[slots] > 0

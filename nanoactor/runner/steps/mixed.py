@@ -118,8 +118,8 @@ class MixedInputs:
     def inputs_of(
         self, size: MixedSize
     ) -> tuple[Prefill[torch.Tensor], VisualInputs[torch.Tensor] | None]:
-        """Return the inputs in device memory that captured steps of this size read; the second is
-        None without images."""
+        """Return the device buffers from which the captured steps of this size read their inputs;
+        the second item is None without images."""
         visual = self._pictures[size.tokens].inputs if size.has_images else None
         return self._prefills[size.tokens].inputs, visual
 
@@ -134,8 +134,8 @@ class MixedInputs:
         )
 
     def fill(self, size: MixedSize, update: Update) -> None:
-        """Queue a copy of a step's inputs to the device memory that captured steps of this size
-        read."""
+        """Queue a copy of a step's inputs to the device buffers from which the captured steps of
+        this size read."""
         self._prefills[size.tokens].fill(update.prefill)
         if size.has_images:
             self._pictures[size.tokens].fill(update.inputs.visual)

@@ -14,7 +14,7 @@ _WORD = 1 << 32
 
 
 class WrongStep(RuntimeError):
-    """Raised if published ids belong to another step than the host expects."""
+    """Raised if published ids belong to a different step than the host expects."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Published:
 
     def ids(self) -> Int32:
         """Return a copy of the token ids, int32 (rows,). Raises `WrongStep` if they belong to
-        another step."""
+        a different step."""
         found = int(self.record[0]) % _WORD
         if found != self.number:
             raise WrongStep(

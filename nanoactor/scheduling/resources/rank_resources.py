@@ -49,7 +49,10 @@ class RankResources:
             self._resources[owner] = _Resource(version, self._ticks)
         else:
             if version <= resource.version:
-                raise ProtocolBug(f"{self._name} {version} of {owner} was requested twice")
+                raise ProtocolBug(
+                    f"version {version} of the {self._name} of {owner} was requested twice, or "
+                    f"after version {resource.version}"
+                )
             self.withdraw(owner)
             resource.version, resource.requested_at, resource.is_requested = (
                 version,
@@ -73,8 +76,9 @@ class RankResources:
         replaces = resource.is_requested and held == resource.version
         if version <= held or version < resource.version or replaces:
             raise ProtocolBug(
-                f"rank {rank} reports {self._name} {version} of {owner}, but it holds {held}, and "
-                f"{resource.version} was requested last"
+                f"rank {rank} reported version {version} of the {self._name} of {owner}; it held "
+                f"version {held} before (-1 means none), and version {resource.version} was "
+                "requested last"
             )
         resource.held[rank] = version
         self.missing -= (

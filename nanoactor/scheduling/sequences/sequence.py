@@ -333,7 +333,7 @@ class Sequence:
     @property
     def prefill_end(self) -> int:
         """End of the positions that can be prefilled now, limited by the sequence's blocks and by
-        its pictures encoded so far."""
+        how many of its pictures have been encoded."""
         target = min(self.target, int(self.table.capacity[self.slot]))
         return target if self.items is None else self.items.prefill_end(self.scheduled, target)
 
@@ -419,7 +419,7 @@ class Sequence:
     def describe(self) -> str:
         """Return the sequence's phase and counters as text for error messages."""
         return (
-            f"request {self.uid} ({self.phase.value}, slot {self.slot}): {self.length} known "
+            f"sequence {self.uid} ({self.phase.value}, slot {self.slot}): {self.length} known "
             f"tokens of at most {self.limit}, {self.scheduled} scheduled, {self.blocks} blocks, "
             f"{self.history.preemptions} preemptions"
         )

@@ -118,8 +118,9 @@ class RunningTable:
         self._columns = None
 
     def rewind(self, slot: int, length: int, *, stepwise: bool) -> None:
-        """Make a slot compute its positions from `length` to the last known token again before it
-        decodes or samples. Results of planned steps at these positions are overwritten."""
+        """Make a slot recompute its positions from `length` to the last known token before it
+        decodes or samples. Results of planned steps at these positions are overwritten. If
+        `stepwise`, the slot does not decode after that either, as in `enter`."""
         self._flush_pending()
         self._stable_steps = 0
         self._columns = None

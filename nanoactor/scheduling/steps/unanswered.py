@@ -67,7 +67,10 @@ class UnansweredTurns:
         to `uid`."""
         entry = self._admissions.popleft()
         if entry.sequence.uid != uid:
-            raise ProtocolBug(f"request {uid} was answered instead of {entry.sequence.describe()}")
+            raise ProtocolBug(
+                f"expected the answer for {entry.sequence.describe()}, but got the one for "
+                f"sequence {uid}"
+            )
         return entry
 
     def hold_back(self, event: StepDone) -> bool:

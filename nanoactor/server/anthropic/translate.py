@@ -169,7 +169,7 @@ class _Reader:
         for number, block in enumerate(blocks):
             path = f"system[{number}]"
             if block.type != "text" or block.text is None:
-                raise invalid(f"{path} must be a block of type 'text' with the field text", path)
+                raise invalid(f"{path} must be a block of type 'text' with a field 'text'", path)
             if text := self._without_volatile(block.text):
                 texts.append(text)
         return ["\n".join(texts)] if texts else []
@@ -331,8 +331,8 @@ def _image_url(block: Block, path: str) -> str:
     if source.type == "base64" and source.data is not None:
         return f"data:{source.media_type or 'image/png'};base64,{source.data}"
     raise invalid(
-        f"{path}.source must have the type 'base64' with the field data, or the type 'url' "
-        "with the field url; other types would require stored files, which this server does "
-        "not support",
+        f"{path}.source must have the type 'base64' and the field 'data', or the type 'url' and "
+        "the field 'url'; other types would require stored files, which this server does not "
+        "support",
         f"{path}.source",
     )

@@ -41,7 +41,7 @@ def _check_norm(check: Checker, name: str, x: Tensor, gamma: Tensor) -> None:
 
 
 def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> Pair:
-    """RmsNorm(x) and 1/Rms(x); gamma of x's dtype, or float32 beside a 16-bit x."""
+    """RmsNorm(x) and 1/Rms(x); gamma of x's dtype, or float32 with a 16-bit x."""
     check = Checker("npu_rms_norm")
     _check_norm(check, "input", input, gamma)
     check.dtype("gamma", gamma, {input.dtype, torch.float32})

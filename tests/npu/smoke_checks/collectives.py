@@ -92,7 +92,7 @@ def _compare(what: str, found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def two_ranks(mode: str, rig: Rig) -> str:
-    """Each in a process of its own; sums are rounded in another order than one rank's."""
+    """Each in a process of its own; sums are rounded in a different order from one rank's."""
     options = dict(device="npu", placement="default", tensor_parallel_size=RANKS, graph_mode=mode)
     found = engines.run(rig, **options)
     engines.all_captured(found)

@@ -84,7 +84,7 @@ def test_compiled_steps_give_the_cpus_tokens(model, monkeypatch, tmp_path, mode,
 
 
 def test_compiled_steps_have_experts(tmp_path, monkeypatch):
-    """Their operators are converted, and no step runs beside the graph."""
+    """Their operators are converted, and no step runs outside the graph."""
     emulate(monkeypatch)
     changes = dict(head_dim=128, num_attention_heads=4, num_key_value_heads=2)
     make_checkpoint(tmp_path, **{**CONFIGURATIONS["qwen3_moe"], **changes})
@@ -276,7 +276,7 @@ def test_beside_the_compiled_pass_so_many_operators_are_launched(
 
 
 def test_rows_that_continue_launch_two_operators_more(model, monkeypatch, tmp_path):
-    """Others none, whoever waits for a mask beside them."""
+    """Others none, whoever waits for a mask alongside them."""
     emulate(monkeypatch)
     pretend(monkeypatch)
     counts, hidden = [], torch.zeros(4, 32)

@@ -238,7 +238,8 @@ def prefetch(typing_context, address):
 
 @inlined
 def narrow(value, like):
-    """Return a float32 rounded to an element: to nearest, ties to even. NaN stays NaN."""
+    """Return a float32 value rounded to the element type of `like` (to nearest, ties to even). NaN
+    stays NaN."""
     bits = bits_of(value)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     if bits & np.uint32(0x7FFFFFFF) > np.uint32(0x7F800000):

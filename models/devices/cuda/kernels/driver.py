@@ -69,7 +69,7 @@ class Module:
         """Return the kernel called `name`, with its launch configuration.
 
         It runs with `threads` threads per block, `shared_bytes` bytes of shared memory per block,
-        and `blocks` blocks unless a launch specifies another number. Raises `DriverError` if a
+        and `blocks` blocks unless a launch specifies a different number. Raises `DriverError` if a
         driver call fails.
         """
         driver = _driver()

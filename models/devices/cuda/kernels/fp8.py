@@ -60,7 +60,7 @@ def unsupported_reason(weights: Fp8Blocks) -> str | None:
 
 
 def pack(weights: Fp8Blocks) -> Packed:
-    """Return matrices in the form that the kernels read. `unsupported_reason` must have returned
+    """Convert matrices to the form that the kernels read. `unsupported_reason` must have returned
     None."""
     weight, scales = weights.weight, weights.scales
     padding = scales.shape[-1] * weights.block - weight.shape[-1] - weights.offset
@@ -71,8 +71,8 @@ def pack(weights: Fp8Blocks) -> Packed:
 
 
 def whole_step_matrix(packed: Packed, inputs: int) -> PackedMatrix | None:
-    """Return matrices with `inputs` inputs in the form that the whole-step kernel reads, or None if
-    it cannot read them."""
+    """Convert `packed`, which has `inputs` inputs, to the form that the whole-step kernel reads.
+    Return None if the kernel cannot read it."""
     outputs, padded = packed.weight.shape[-2:]
     if packed.block != 128 or packed.offset or padded != inputs:
         return None

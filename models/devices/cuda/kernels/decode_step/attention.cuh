@@ -3,7 +3,7 @@
 // A *pair* is a row and a key-value head, whose group of query heads share keys and values. All pairs form
 // a line, in which the length of a pair is its context in units of UNIT tokens. Every block gets the same
 // number of units of the line: its *segments*, each a part of one pair's context. If padding pairs to a
-// multiple of this share costs little, they are padded, so that no block has more than one segment. Every
+// multiple of this number costs little, they are padded, so that no block has more than one segment. Every
 // block computes its own segments.
 //
 // A pair that lies in one block is finished there. Otherwise, each block that has a part of the pair writes

@@ -152,8 +152,8 @@ class DecodeStep:
     ) -> None:
         """Load the kernel from disk, or compile it.
 
-        `shared_from` is a step with the same weights and another number of rows, whose tensor maps
-        and scales are shared. Raises `CompileError` or `DriverError` if the kernel cannot be
+        `shared_from` is a step with the same weights but a different number of rows; its tensor
+        maps and scales are reused. Raises `CompileError` or `DriverError` if the kernel cannot be
         compiled or loaded.
         """
         self.shape = shape
