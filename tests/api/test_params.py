@@ -175,6 +175,7 @@ WHOLE = [0, -1, 1.0, "8", True, NAN]
 FLAG = [None, 1, "no"]
 SECONDS = [-1.0, NAN, "1"]
 BAD_OPTIONS = {
+    "otlp_traces_endpoint": ["", 5, "localhost:4317", "http://collector", "ftp://collector/v1"],
     "jump_forward": FLAG,
     "prefix_salt": [b"", bytes(15), bytes(65), "a salt that is text", 5],
     "tokenizer": ["", 5, True],
