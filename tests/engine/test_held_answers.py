@@ -83,7 +83,7 @@ def test_an_answer_that_goes_on_with_the_likeliest_is_the_greedy_one(checkpoint)
 def test_the_door_refuses_what_cannot_be_and_nothing_changes(checkpoint):
     async def main():
         async with engine(checkpoint, block_size=4) as llm:
-            with pytest.raises(InvalidRequest, match="require logprobs and max_tokens"):
+            with pytest.raises(InvalidRequest, match="requires logprobs and max_tokens"):
                 llm.submit_held(ids([1]), SamplingParams.for_model(max_tokens=3))
             request = llm.submit_held(ids([1, 2]), params(tokens=3))
             with pytest.raises(InvalidRequest, match="not paused"):

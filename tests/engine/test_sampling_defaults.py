@@ -74,13 +74,18 @@ def test_no_parameters_are_the_models():
             return list(last.outputs[0].token_ids)
 
     assert asyncio.run(stream()) == list(drawn)
+
+
+@pytest.mark.long
+def test_no_parameters_on_the_command_line_are_the_models():
+    params = SamplingParams(seed=OPTIONS["seed"], max_tokens=None, **MODEL)  # `--seed` is its seed
+    with LLM("demo", **OPTIONS) as llm:
+        (output,) = llm.generate([PROMPT], params, use_tqdm=False)
     command = [sys.executable, "-m", "nanoactor", "generate", "demo", PROMPT]
     for name, value in OPTIONS.items():
         command += [f"--{name.replace('_', '-')}", str(value)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=280)
-    params = SamplingParams(seed=OPTIONS["seed"], max_tokens=None, **MODEL)  # `--seed` is its seed
-    text = one(lambda llm: llm.generate([PROMPT], params, use_tqdm=False)[0].outputs[0].text)
-    assert text in done.stdout
+    assert output.outputs[0].text in done.stdout
 
 
 def test_fields_left_out_over_http_are_the_models(llm):

@@ -309,7 +309,7 @@ def edited(tmp_path, **changes):
         (dict(mlp_only_layers=3), "mlp_only_layers"),
         (dict(mlp_only_layers=["0"]), "mlp_only_layers"),
         (dict(decoder_sparse_step=0), "decoder_sparse_step"),
-        (dict(num_experts=7), "contradict"),
+        (dict(num_experts=7), "num_experts and num_local_experts must be equal"),
         (dict(n_shared_experts=1), "n_shared_experts"),
     ],
 )

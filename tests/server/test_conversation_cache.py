@@ -206,9 +206,16 @@ async def play(client, path, bodies, usage_of):
         before = prompt
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("parallel", [False, True], ids=["one call", "parallel calls"])
-@pytest.mark.parametrize("thoughts", [False, True], ids=["plain", "thoughts"])
+USUAL = {("messages", True, True), ("responses", True, False), ("messages", False, False)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "parallel", "thoughts"),
+    [
+        pytest.param(*case, marks=() if case in USUAL else pytest.mark.long)
+        for case in itertools.product(KINDS, [False, True], [False, True])
+    ],
+)
 def test_each_turn_finds_the_prompt_of_the_one_before(tmp_path, kind, parallel, thoughts):
     path, turns, varied, usage_of = KINDS[kind]
 

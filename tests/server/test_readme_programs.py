@@ -41,7 +41,8 @@ def test_the_picture_on_the_command_line():
 
 def test_the_parameters_of_structured_outputs_are_parameters():
     page = (ROOT / "docs" / "structured_outputs.md").read_text()
-    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    first, program = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert run([sys.executable, "-c", first]).strip() in ("yes", "no")
     given = {"SamplingParams": SamplingParams, "SCHEMA": {"type": "object"}}
     exec(program, given)
     assert program.count("SamplingParams(max_tokens=None, ") == 5
