@@ -206,7 +206,7 @@ def test_calls_or_an_answer_that_a_schema_describes(vocabulary):
 
 
 def test_an_answers_schema_goes_with_calls_that_are_required(vocabulary):
-    with pytest.raises(InvalidRequest, match="allowed only if calls are required"):
+    with pytest.raises(InvalidRequest, match="may be set only if `required` is true"):
         compiled(vocabulary, "tools", tools(False, answer=ANSWER))
     with pytest.raises(InvalidRequest, match="answer's schema"):
         compiled(vocabulary, "tools", tools(True, answer='{"minProperties": 2}'))
