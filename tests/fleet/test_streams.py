@@ -379,7 +379,7 @@ async def test_errors_are_those_of_an_engine():
             assert found == wanted
             assert found is not None
             assert issubclass(found[0], InvalidRequest)
-        with pytest.raises(InvalidRequest, match="beam search"):
+        with pytest.raises(InvalidRequest, match="beam_search"):
             await llm.beam_search(TEXT)
         with pytest.raises(InvalidRequest, match="so_far"):
             llm.submit([TEXT], short, so_far=OutputSoFar())
