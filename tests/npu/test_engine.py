@@ -300,7 +300,8 @@ def test_heads_that_packed_attention_does_not_take_are_refused(monkeypatch, tmp_
         async with engine(tmp_path, device="npu", placement="single", **changes) as llm:
             return await collect(llm, ids([1, 2]), greedy(3))
 
-    with pytest.raises(UnsupportedModel, match="head_dim of 64, 128, 192, .* is 80; use attention_layout 'bnsd'"):
+    refused = "head_dim of 64, 128, 192, .* is 80; use attention_layout 'bnsd'"
+    with pytest.raises(UnsupportedModel, match=refused):
         asyncio.run(start())
     with relaxed():
         assert len(asyncio.run(start(attention_layout="bnsd")).outputs[0].token_ids) == 3
