@@ -33,9 +33,9 @@ from nanoactor.errors import (
 from nanoactor.fleet import wire
 from nanoactor.fleet.fleet import SILENCE_TIMEOUT, Fleet
 from nanoactor.fleet.link_end import Connector
-from nanoactor.fleet.pages import FleetRequest
 from nanoactor.fleet.prefix_map import block_keys
 from nanoactor.fleet.prompts import PromptHasher
+from nanoactor.fleet.requests import FleetRequest
 from nanoactor.messages.engine import Submit
 from nanoactor.model_files.files import max_prompt_bytes, read_model_files
 from nanoactor.options.config import EngineConfig

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from nanoactor.fleet.pages import Part
+from nanoactor.fleet.requests import Part
 from nanoactor.fleet.routing import ReplicaState, Router
 
 NO_REPLICA_TIMEOUT = 120.0

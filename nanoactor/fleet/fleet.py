@@ -22,9 +22,9 @@ from nanoactor.errors import (
 from nanoactor.fleet import wire
 from nanoactor.fleet.dispatch import NO_REPLICA_TIMEOUT, Dispatch
 from nanoactor.fleet.link_end import Connector, LinkEnd
-from nanoactor.fleet.pages import FleetRequest, Part
 from nanoactor.fleet.prefix_map import PrefixMap
 from nanoactor.fleet.replica import Replica
+from nanoactor.fleet.requests import FleetRequest, Part
 from nanoactor.fleet.routing import ReplicaState, Router
 from nanoactor.fleet.trial_runs import TrialRuns
 

@@ -6,7 +6,7 @@ import time
 
 from nanoactor.fleet import wire
 from nanoactor.fleet.link_end import LinkEnd
-from nanoactor.fleet.pages import Part
+from nanoactor.fleet.requests import Part
 from nanoactor.fleet.routing import ReplicaState
 
 

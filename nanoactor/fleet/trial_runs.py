@@ -13,8 +13,8 @@ from typing import Protocol
 
 from nanoactor.fleet import wire
 from nanoactor.fleet.dispatch import NO_REPLICA_TIMEOUT, can_run
-from nanoactor.fleet.pages import FleetRequest, Part
 from nanoactor.fleet.replica import Replica
+from nanoactor.fleet.requests import FleetRequest, Part
 from nanoactor.fleet.trials import Trials
 
 log = logging.getLogger("nanoactor.fleet")

@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator
 from nanoactor.messages.engine import Int32, Step
 from nanoactor.models.devices.protocols import Device, TimedEvent
 from nanoactor.runner.batch.batch import NO_MASKS, HostBatch
-from nanoactor.runner.batch.double import RehearsalBatch
 from nanoactor.runner.batch.inputs import Array, Inputs, Update
 from nanoactor.runner.batch.pixels import NO_PIXELS, PixelsByNumber, with_vision
+from nanoactor.runner.batch.rehearsal_batch import RehearsalBatch
 from nanoactor.runner.batch.staging import Staging
 from nanoactor.runner.config import RankConfig
 from nanoactor.runner.model.model import LoadedModel
@@ -30,9 +30,9 @@ from nanoactor.runner.steps.choosing import TokenChooser
 from nanoactor.runner.steps.forward import StepForward
 from nanoactor.runner.steps.graph_runner import GraphRunner
 from nanoactor.runner.steps.graphs import MixedSizes
-from nanoactor.runner.steps.in_flight import StepBuffers
 from nanoactor.runner.steps.published import PublishedIds
 from nanoactor.runner.steps.scoring import AT_ONCE
+from nanoactor.runner.steps.step_buffers import StepBuffers
 from nanoactor.runner.steps.step_choices import StepChoices
 from nanoactor.runner.steps.warmup import decode_update, longest_lengths, prefill_step
 from nanoactor.runner.timing.clock import DeviceClock

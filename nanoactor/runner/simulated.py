@@ -21,9 +21,9 @@ from nanoactor.messages.scores import StepScores
 from nanoactor.models.limits import NOTHING_ALLOWED
 from nanoactor.options.config import simulated_times
 from nanoactor.runner.batch.batch import BatchTraits, HostBatch
-from nanoactor.runner.batch.double import RehearsalBatch
 from nanoactor.runner.batch.inputs import Long, PooledRows, Update
 from nanoactor.runner.batch.pixels import PixelsByNumber
+from nanoactor.runner.batch.rehearsal_batch import RehearsalBatch
 from nanoactor.runner.config import RankConfig, check_cache
 from nanoactor.runner.protocol import StepResult
 from nanoactor.setup.actors import encoder_pages

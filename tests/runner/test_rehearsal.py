@@ -3,7 +3,7 @@
 from nanoactor.actors.detokenizer import DetokenizerActor
 from nanoactor.messages.engine import Open, Step, Tokens
 from nanoactor.runner.batch.batch import BatchTraits
-from nanoactor.runner.batch.double import RehearsalBatch
+from nanoactor.runner.batch.rehearsal_batch import RehearsalBatch
 from nanoactor.scheduling.rehearsal import Rehearsal, first_step, text_messages
 from nanoactor.text.detokenizer import Detokenizer
 

@@ -7,9 +7,9 @@ import torch
 from nanoactor.runner.batch.inputs import Inputs, KeptRows, SampledRows, Update
 from nanoactor.runner.model.model import LoadedModel
 from nanoactor.runner.steps.choosing import KeptStates, TokenChooser, row_indices
-from nanoactor.runner.steps.in_flight import StepBuffers
 from nanoactor.runner.steps.pooling import StepPooler
 from nanoactor.runner.steps.scoring import StepScorer
+from nanoactor.runner.steps.step_buffers import StepBuffers
 
 
 class StepChoices:

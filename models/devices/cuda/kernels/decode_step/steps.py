@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import logging
 from collections.abc import Sequence
@@ -167,7 +166,6 @@ class DecodeStep:
         self.scales: Sequence[torch.Tensor | None] = (
             shared_from.scales if shared_from else lay_out_scales(shape, weights)
         )
-        self._launched: list[ctypes.Structure] = []
 
     def __call__(
         self,
