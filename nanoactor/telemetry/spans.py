@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from nanoactor.errors import EngineClosed
 from nanoactor.models.sampling.columns import split_rows, unpack
@@ -107,9 +107,9 @@ def spans_of(request: FinishedRequest) -> list[Span]:
     start or end is not known has no span."""
     # The times come from several processes, so keep each stage from starting before the last ended.
     ends = max(request.arrival, request.finished)
-    scheduled = _clamped(request.arrival, request.scheduled, ends)
-    first = _clamped(scheduled or request.arrival, request.first_token, ends)
-    last = _clamped(first or request.arrival, request.last_token, ends)
+    scheduled, first, last = _in_order(
+        request.arrival, (request.scheduled, request.first_token, request.last_token), ends
+    )
     spans = []
     if scheduled is not None:
         spans.append(Span("queue", request.arrival, scheduled))
@@ -131,8 +131,14 @@ def spans_of(request: FinishedRequest) -> list[Span]:
     ]
 
 
-def _clamped(minimum: float, value: float | None, maximum: float) -> float | None:
-    return None if value is None else min(max(minimum, value), maximum)
+def _in_order(
+    minimum: float, times: Iterable[float | None], maximum: float
+) -> Iterator[float | None]:
+    """Yield the times, moved so that none precedes an earlier one or is out of bounds."""
+    for time_ in times:
+        if time_ is not None:
+            minimum = min(max(minimum, time_), maximum)
+        yield None if time_ is None else minimum
 
 
 def _duration(start: float | None, end: float | None) -> float | None:

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nanoactor.telemetry.spans import FinishedRequest, spans_of
@@ -97,6 +97,8 @@ times = st.none() | st.floats(0, 100)
 
 
 @given(st.floats(0, 100), st.floats(0, 100), times, times, times)
+@example(arrival=0.0, finished=1.0, scheduled=1.0, first=None, last=0.0)
+@example(arrival=-1.0, finished=1.0, scheduled=0.0, first=-0.5, last=-0.75)
 def test_times_are_in_order_whatever_the_clocks_say(arrival, finished, scheduled, first, last):
     request = dataclasses.replace(
         WHOLE,
