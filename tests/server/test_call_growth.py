@@ -1,12 +1,13 @@
 """Parsers of answers take time in proportion to the text, whatever a model writes."""
 
-import time
+import functools
 
 import pytest
 
 from nanoactor.server.json_calls import LlamaCalls, MistralCalls
 from nanoactor.server.tool_calls import ToolCallParser
 from nanoactor.server.xml_calls import QwenCoderCalls
+from tests.growth import growth
 
 SCHEMA = {"f": {"properties": {"a": {"type": "object"}, "s": {"type": "string"}}}}
 SHAPES = {
@@ -33,20 +34,16 @@ SHAPES = {
 }
 
 
-def seconds(make, text):
-    """The least of three, in processor time, fed character by character."""
-    found = []
-    for _ in range(3):
-        parser, begin = make(), time.process_time()
-        for character in text:
-            parser.push(character)
-        parser.finish()
-        found.append(time.process_time() - begin)
-    return min(found)
+def feed(make, text):
+    """Feed a new parser character by character."""
+    parser = make()
+    for character in text:
+        parser.push(character)
+    parser.finish()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_twice_the_text_takes_twice_the_time(shape):
+def test_four_times_the_text_takes_four_times_the_time(shape):
     make, text = SHAPES[shape]
-    small, large = seconds(make, text(8 << 10)), seconds(make, text(32 << 10))
-    assert large < 9 * max(small, 0.002), (small, large)
+    small, large = (functools.partial(feed, make, text(size << 10)) for size in (8, 32))
+    assert growth(small, large, 9) < 9

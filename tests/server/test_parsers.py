@@ -1,7 +1,6 @@
 """Thoughts and calls in a model's text: what they are, and that no cut of the text matters."""
 
 import json
-import time
 
 import pytest
 from hypothesis import example, given
@@ -10,6 +9,7 @@ from hypothesis import strategies as st
 from nanoactor.server.choices import ChatChoice
 from nanoactor.server.reasoning import ReasoningParser, ends_in_thoughts
 from nanoactor.server.tool_calls import Arguments, Call, CallsAfterReasoning, ToolCallParser
+from tests.growth import growth
 from tests.server.parsing import found
 
 # -- thoughts -----------------------------------------------------------------------------
@@ -161,21 +161,25 @@ def test_a_tag_that_is_only_mentioned_holds_nothing_back():
 @pytest.mark.parametrize(
     "text",
     [
-        '<tool_call>{"name": "f", "arguments": "' + 100_000 * "x" + '"}</tool_call>',
-        '<tool_call>{"name": "' + 100_000 * "x" + '", "arguments": {}}</tool_call>',
-        '<tool_call>{"name": "f", "arguments": {"a": "' + 100_000 * "x" + '"}}</tool_call>',
-        "<think>" + 50_000 * "\n" + "</think>" + 50_000 * " ",
+        lambda size: '<tool_call>{"name": "f", "arguments": "' + size * "x" + '"}</tool_call>',
+        lambda size: '<tool_call>{"name": "' + size * "x" + '", "arguments": {}}</tool_call>',
+        lambda size: (
+            '<tool_call>{"name": "f", "arguments": {"a": "' + size * "x" + '"}}</tool_call>'
+        ),
+        lambda size: "<think>" + size // 2 * "\n" + "</think>" + size // 2 * " ",
     ],
     ids=["string", "name", "object", "space"],
 )
 def test_a_long_answer_costs_little_for_each_piece(text):
-    """Time that grows with the square of the length would be minutes here."""
-    begin = time.process_time()
-    choice = ChatChoice(0, ReasoningParser(), ToolCallParser())
-    for at in range(0, len(text), 4):
-        choice.push(text[at : at + 4])
-    choice.finish("stop")
-    assert time.process_time() - begin < 4
+    """Time that grows with the square of the length would be sixteenfold here."""
+
+    def parse(text):
+        choice = ChatChoice(0, ReasoningParser(), ToolCallParser())
+        for at in range(0, len(text), 4):
+            choice.push(text[at : at + 4])
+        choice.finish("stop")
+
+    assert growth(lambda: parse(text(25_000)), lambda: parse(text(100_000)), 9) < 9
 
 
 def test_text_is_not_held_back_for_longer_than_it_must():
