@@ -2,6 +2,7 @@
 reason."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,8 @@ from nanoactor.options.config import EngineConfig
 from nanoactor.requests.known_names import ENGINE, SERVER
 from nanoactor.requests.params import SamplingParams
 from nanoactor.server.config import ServerConfig
+
+SERVER_PAGE = Path(__file__).parents[2] / "docs" / "server.md"
 
 # Flags that people paste, by what becomes of them.
 TAKEN = """
@@ -280,6 +283,19 @@ trust_remote_code: true
     assert args.model == "LINE"
     args = cli._parse(["serve", "--api-keys", "new", "--config", file(tmp_path, text)])
     assert given_values(args, ServerConfig)["api_keys"] == ("new",), "by any name of the option"
+
+
+def test_the_file_of_the_documentation_is_read(tmp_path):
+    (text,) = re.findall(r"```yaml\n(.*?)```", SERVER_PAGE.read_text(), re.DOTALL)
+    args = cli._parse(["serve", "--config", file(tmp_path, text)])
+    assert args.model == "Qwen/Qwen3-8B"
+    assert EngineConfig(args.model, **given_values(args, EngineConfig)).max_model_len == 32_000
+    served = ServerConfig(**given_values(args, ServerConfig))
+    assert served.api_keys == ("KEY1", "KEY2")
+    assert served.served_model_name == ("qwen3-8b", "default")
+    assert served.default_chat_template_kwargs == {"enable_thinking": False}
+    given = {**given_values(args, EngineConfig), **given_values(args, ServerConfig)}
+    assert len(given) + 1 == len(text.splitlines()), "no line is without effect"
 
 
 def test_a_files_model_and_a_lines_texts_are_told_apart(tmp_path, capsys):
