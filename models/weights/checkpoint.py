@@ -20,6 +20,8 @@ from nanoactor.models.model_config import Quantization
 from nanoactor.models.parallel import Span
 from nanoactor.models.weights.formats import FORMATS
 from nanoactor.models.weights.linear import Dense, LinearWeights, Projection
+from nanoactor.models.weights.read_ahead import ReadAhead
+from nanoactor.models.weights.values import check_values
 
 log = logging.getLogger("nanoactor.weights")
 
@@ -89,6 +91,8 @@ class Weights:
         self._exit_stack = contextlib.ExitStack()
         self._files: dict[str, Any] = {}
         self._file_of = self._read_index() if (directory / INDEX).exists() else self._scan()
+        self._read_ahead = ReadAhead([directory / name for name in self._files])
+        self._exit_stack.callback(self._read_ahead.close)
 
     def __enter__(self) -> Weights:
         """Return self. The files are already open."""
@@ -216,30 +220,14 @@ class Weights:
         except SafetensorError as error:
             raise WeightsError(f"{path}: {name}: {error}") from error
         dtype = stored or dtype or self.dtype
+        self._read_ahead.advance(math.prod(shape) * tensor.element_size())
+        # A GPU checks the values in a fraction of the time.
+        checked = tensor.to(self.device) if self.device.type == "cuda" else tensor
         if self._check and tensor.is_floating_point():
-            self._check_values(tensor, dtype, f"{path}: {name}")
-        converted = tensor.to(self.device, dtype)
+            check_values(checked, dtype, f"{path}: {name}")
+        converted = checked.to(self.device, dtype)
         # A tensor that was not converted still maps the file, which may change at any time.
         return converted.clone() if converted.data_ptr() == tensor.data_ptr() else converted
-
-    def _check_values(self, tensor: torch.Tensor, dtype: torch.dtype, origin: str) -> None:
-        """Raise `WeightsError` if a value is not finite or is too large for `dtype`."""
-        if not tensor.numel():
-            return
-        if tensor.dtype.itemsize == 1:  # aminmax is not implemented for one-byte types
-            tensor = tensor.to(torch.bfloat16)
-        low, high = (float(value) for value in torch.aminmax(tensor))  # NaN propagates
-        if not math.isfinite(low) or not math.isfinite(high):
-            raise WeightsError(
-                f"{origin} contains values that are not finite (NaN or infinity), because the "
-                "file is damaged or the training diverged; check_weights=False loads it anyway"
-            )
-        largest = torch.finfo(dtype).max
-        if max(-low, high) > largest:
-            raise WeightsError(
-                f"{origin} contains {low if -low > high else high:g}, which {dtype} cannot "
-                f"represent (its largest number is {largest:g}); choose another dtype"
-            )
 
     def warn_about_unused(self, ignored: Collection[str] = ()) -> None:
         """Log a warning if the checkpoint has tensors that were never loaded, because it may belong

@@ -10,8 +10,11 @@ published checkpoints a block has 128 x 128 numbers, which are to be multiplied 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from nanoactor.models.errors import ModelError, UnsupportedModel
@@ -154,25 +157,21 @@ class Fp8Format:
         """Return this rank's share of a projection. Raises `WeightsError` if tensors do not fit."""
         inputs, columns = projection.inputs, projection.columns or Span(0, projection.inputs)
         first, last = columns.start // self._block_columns, -(-columns.stop // self._block_columns)
-        parts, scales, scale_indices, scale_rows = [], [], [], 0
+        parts, scales = [], []
         for part in projection.parts:
             parts.append(self._matrix(weights, part, projection))
             shape = -(-part.outputs // self._block_rows), -(-inputs // self._block_columns)
             part_scales = weights.load(f"{part.name}.weight_scale_inv", *shape, dtype=torch.float32)
             scales.append(part_scales[:, first:last])
-            scale_indices.append(
-                _output_indices(part, part_scales.device) // self._block_rows + scale_rows
-            )
-            scale_rows += shape[0]
-        scale_of_output = _concatenate(scale_indices)
-        group = _largest_group(scale_of_output, self._block_rows)
+        layout = tuple((part.outputs, part.rows) for part in projection.parts)
+        groups = _groups(layout, self._block_rows, weights.device)
         return Fp8Blocks(
             _concatenate(parts),
-            _concatenate(scales)[scale_of_output[::group]],
+            _concatenate(scales)[groups.scale_rows],
             self._block_columns,
             columns.start - first * self._block_columns,
             weights.dtype,
-            group=group,
+            group=groups.size,
             bias=weights.load_bias(projection),
         )
 
@@ -187,13 +186,34 @@ class Fp8Format:
         )
 
 
-def _output_indices(part: Part, device: torch.device) -> torch.Tensor:
-    """Return the indices of the requested outputs of a part, int64 (outputs,)."""
-    spans = part.rows or (Span(0, part.outputs),)
-    return torch.cat([torch.arange(span.start, span.stop, device=device) for span in spans])
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Groups:
+    """The division of a projection's outputs into groups that have the same scales."""
+
+    size: int
+    scale_rows: torch.Tensor
+    """Row of each group in the scales of all parts, int64 (groups,), on the device."""
 
 
-def _largest_group(rows: torch.Tensor, block_rows: int) -> int:
+@functools.cache
+def _groups(
+    layout: tuple[tuple[int, tuple[Span, ...] | None], ...], block_rows: int, device: torch.device
+) -> _Groups:
+    """Return the groups of the projections with this layout, which are few.
+
+    `layout` has the number of outputs of each part and the spans of the requested ones.
+    """
+    rows, parts_before = [], 0
+    for outputs, spans in layout:
+        indices = [np.arange(span.start, span.stop) for span in spans or (Span(0, outputs),)]
+        rows.append(np.concatenate(indices) // block_rows + parts_before)
+        parts_before += -(-outputs // block_rows)
+    scale_of_output = np.concatenate(rows)
+    size = _largest_group(scale_of_output, block_rows)
+    return _Groups(size, torch.from_numpy(scale_of_output[::size].copy()).to(device))
+
+
+def _largest_group(rows: npt.NDArray[np.int64], block_rows: int) -> int:
     """Return the largest size of groups of consecutive outputs such that all outputs of a group
     have the same scales.
 
@@ -202,9 +222,7 @@ def _largest_group(rows: torch.Tensor, block_rows: int) -> int:
     """
     sizes = (block_rows >> shift for shift in range(block_rows.bit_length()))
     matching = (
-        size
-        for size in sizes
-        if torch.equal(rows[::size].repeat_interleave(size)[: len(rows)], rows)
+        size for size in sizes if np.array_equal(np.repeat(rows[::size], size)[: len(rows)], rows)
     )
     return next(matching, 1)
 

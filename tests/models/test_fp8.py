@@ -264,12 +264,15 @@ GATE = "model.layers.1.mlp.gate_proj.weight"
         (lambda t: t.update({GATE: t[GATE].float()}), "dtype F32.*F8_E4M3"),
         (lambda t: t.update({GATE: torch.zeros(96, 64, dtype=torch.int8)}), "dtype I8"),
         (lambda t: t[f"{GATE}_scale_inv"].fill_(float("nan")), "scale_inv contains.*not finite"),
-        (
-            lambda t: t[GATE].view(torch.uint8)[3, 3].fill_(0x7F),
-            "gate_proj.weight contains.*not fin",
+        *(
+            (
+                lambda t, code=code: t[GATE].view(torch.uint8)[3, 3].fill_(code),
+                "gate_proj.weight contains.*not fin",
+            )
+            for code in (0x7F, 0xFF)
         ),
     ],
-    ids=["no scales", "other scales", "not packed", "of another type", "NaN scale", "NaN"],
+    ids=["no scales", "other scales", "not packed", "of another type", "NaN scale", "NaN", "-NaN"],
 )
 def test_what_is_wrong_with_a_tensor_is_named(tmp_path, change, word):
     resaved(tmp_path, change)
